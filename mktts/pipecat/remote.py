@@ -62,9 +62,9 @@ _ERRORS: dict[str, type[MkttsError]] = {
 class RemoteSource:
     """Speech from a server: `MkttsTTSService(source=RemoteSource("http://127.0.0.1:8000"))`.
 
-    An utterance has a WebSocket to itself while it lasts; each service finds one open for its next utterance. Where
-    one is lost before anything was heard, the utterance begins again on another one, and so does what a server has no
-    place for; otherwise it ends with ConnectionLost, which leaves a service usable. Errors are those of a source in
+    An utterance has a WebSocket of its own; each service finds one open for its next utterance. Where one is lost
+    before anything was heard, the utterance begins again on another one, and so does what a server has no place for;
+    otherwise it ends with ConnectionLost, which leaves a service usable. Errors are those of a source in
     the same process, and also BusyError, ConnectionLost and AccessError. Belongs to one event loop at a time.
 
     name: of the server's checkpoint, once connected.
@@ -104,6 +104,7 @@ class RemoteSource:
         self._idle: list[ClientConnection] = []
         self._speeches: set[RemoteSpeech] = set()  # under way
         self._tasks: set[asyncio.Task[Any]] = set()  # that close a socket, or open one for later
+        self._opening = False  # one for later
         self._users = 0
 
     async def connect(self) -> None:
@@ -122,10 +123,9 @@ class RemoteSource:
         if not self._users:
             for speech in [*self._speeches]:
                 speech.fail(EngineError("the source was disconnected in the middle of an utterance"))
-        while len(self._idle) > self._users:
-            self._run(self._idle.pop().close())
-        if not self._users:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+        surplus, self._idle = self._idle[self._users :], self._idle[: self._users]
+        await asyncio.gather(*(socket.close() for socket in surplus))
 
     def check(self, style: Style) -> None:
         """Raises PromptError for a voice or language that the server, once connected, is known not to have."""
@@ -170,26 +170,26 @@ class RemoteSource:
         self._speeches.add(speech)
         return socket
 
-    def give_back(self, speech: RemoteSpeech, socket: ClientConnection | None, *, usable: bool) -> None:
-        """An utterance is over. usable: nothing more comes of it, so that `socket` may carry another one; where it is
-        not, it is closed, which ends the generation, and another is opened for later."""
+    def close(self, speech: RemoteSpeech, socket: ClientConnection | None) -> None:
+        """Of an utterance, which ends its generation."""
         self._speeches.discard(speech)
-        if socket is None:
-            return
-        if usable and len(self._idle) < max(1, self._users):
-            self._idle.append(socket)
-            return
-        self._run(socket.close())
-        if len(self._idle) < self._users:
+        if socket is not None:
+            self._run(socket.close())
+            self.prepare()
+
+    def prepare(self) -> None:
+        """Opens a connection for the next utterance, if there is none."""
+        if len(self._idle) < self._users and not self._opening:
+            self._opening = True
             self._run(self._open_spare())
 
     async def _open_spare(self) -> None:
-        with contextlib.suppress(MkttsError):  # the next utterance finds out
-            socket = await self._open_socket()
-            if len(self._idle) < self._users:
-                self._idle.append(socket)
-            else:
-                await socket.close()
+        try:
+            self._idle.append(await self._open_socket())
+        except MkttsError:
+            pass  # the next utterance finds out
+        finally:
+            self._opening = False
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -276,7 +276,7 @@ class RemoteSpeech:
                 await self._wait_after(error)
                 continue
             if self._over:  # meanwhile
-                self._source.give_back(self, socket, usable=False)
+                self._source.close(self, socket)
                 return
             self._socket, self._outbox = socket, asyncio.Queue()
             self._send("start", **self._start)
@@ -311,7 +311,7 @@ class RemoteSpeech:
     def fail(self, error: MkttsError) -> None:
         """Ends the utterance with `error`, which the consumer gets."""
         self._error = error
-        self._let_go(usable=False)
+        self._let_go()
 
     def __aiter__(self) -> Self:
         return self
@@ -322,13 +322,15 @@ class RemoteSpeech:
                 try:
                     piece = await self._next()
                 except (ConnectionLost, BusyError) as error:
-                    self._let_go(usable=False)
+                    self._let_go()
                     if self._heard:
                         raise
                     await self._wait_after(error)
                     await self.begin()
                 else:
                     if not self._over:
+                        if not self._heard:
+                            self._source.prepare()  # not before: it would make this utterance's first sound later
                         self._heard = True
                         return piece
         except Exception:
@@ -356,7 +358,7 @@ class RemoteSpeech:
                     if said["finish_reason"] == "cancelled":  # by the server: what we cancel has ended here already
                         self._error = EngineError("the server ended the utterance")
                     else:
-                        self._end(said["finish_reason"], usable=True)
+                        self._end(said["finish_reason"])
         except ConnectionClosed as error:
             if not self._over and self._error is None:
                 closed = error.rcvd
@@ -401,18 +403,18 @@ class RemoteSpeech:
     def _send(self, type: str, **fields: Any) -> None:
         self._outbox.put_nowait(json.dumps({"type": type, **fields}))
 
-    def _end(self, reason: FinishReason | None, *, usable: bool = False) -> None:
+    def _end(self, reason: FinishReason | None) -> None:
         """No piece comes any more; the first reason holds."""
         if not self._over:
             self._over, self.finish_reason = True, reason
-            self._let_go(usable=usable)
+            self._let_go()
 
-    def _let_go(self, *, usable: bool) -> None:
+    def _let_go(self) -> None:
         """Of the connection."""
         if self._writing is not None:
             self._writing.cancel()
         socket, self._socket = self._socket, None
-        self._source.give_back(self, socket, usable=usable)
+        self._source.close(self, socket)
 
 
 async def _write(socket: ClientConnection, outbox: asyncio.Queue[str]) -> None:
