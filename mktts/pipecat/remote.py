@@ -269,23 +269,21 @@ class RemoteSpeech:
 
     async def begin(self) -> None:
         """Starts on a connection, and sends what was fed already. Raises what the last try to find one raised."""
-        while not self._over:
+        while not self._over and self._socket is None:
             try:
-                socket = await self._source.take(self)
+                self._socket = await self._source.take(self)
             except (ConnectionLost, BusyError) as error:
                 await self._wait_after(error)
-                continue
-            if self._over:  # meanwhile
-                self._source.close(self, socket)
-                return
-            self._socket, self._outbox = socket, asyncio.Queue()
-            self._send("start", **self._start)
-            for text in self._fed:
-                self._send("text", text=text)
-            if self._finished:
-                self._send("finish")
-            self._writing = asyncio.create_task(_write(socket, self._outbox))
+        if self._over:  # meanwhile
+            self._let_go()
             return
+        self._outbox = asyncio.Queue()
+        self._send("start", **self._start)
+        for text in self._fed:
+            self._send("text", text=text)
+        if self._finished:
+            self._send("finish")
+        self._writing = asyncio.create_task(_write(self._socket, self._outbox))
 
     def feed(self, text: str) -> None:
         """Raises TextError when `text` is not a str, EngineError after `finish`."""
