@@ -47,7 +47,7 @@ def owner_of_request(scope: Any) -> str:
 class AccessMiddleware:
     """ASGI middleware that gives every request an id and refuses those that may not pass.
 
-    api_key: one or several keys; None accepts every request, which is for loopback only (`refuse_open_address`).
+    api_key: one or several keys; None accepts every request, which is for loopback only (`access_of`).
     origins: of web pages that may use the server, as browsers write them. Pages from loopback may use a server without
         a key. Any other page is refused: neither WebSocket nor a plain POST waits for CORS.
     max_body_bytes: of a request's body. larger_bodies: other limits in bytes, by path.

@@ -8,9 +8,10 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from mktts.errors import ServerError
@@ -70,6 +71,21 @@ def is_own_name(header: str, names: frozenset[str]) -> bool:
     return host in names or is_loopback(host) or _address(host) is not None
 
 
+def access_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The keys, origins and hosts of the arguments, as `AccessMiddleware` takes them.
+
+    Raises ServerError for an address that other machines reach, without a key, and for what is none of the three.
+    """
+    keys = read_keys(arguments.api_key_file)
+    if not keys and not is_loopback(arguments.host):
+        raise ServerError(
+            f"{arguments.host} can be reached by other machines and there is no key: give --api-key-file or set "
+            f"{KEY_VARIABLE}, or listen on 127.0.0.1"
+        )
+    origins, hosts = checked_origins(arguments.allow_origin), checked_hosts(arguments.allow_host)
+    return {"api_key": keys, "origins": origins, "hosts": hosts}
+
+
 def checked_origins(words: Iterable[str]) -> tuple[str, ...]:
     """Origins as browsers write them, in lower case. Raises ServerError for a word that no Origin can equal."""
     return tuple(_origin(word) for word in words)
@@ -102,15 +118,6 @@ def checked_hosts(words: Iterable[str]) -> frozenset[str]:
 
 def _is_name(host: str) -> bool:
     return _address(host) is not None or _NAME.fullmatch(host) is not None
-
-
-def refuse_open_address(host: str, keys: str | Sequence[str] | None) -> None:
-    """Raises ServerError for an address that other machines reach, without a key."""
-    if not keys and not is_loopback(host):
-        raise ServerError(
-            f"{host} can be reached by other machines and there is no key: give --api-key-file or set "
-            f"{KEY_VARIABLE}, or listen on 127.0.0.1"
-        )
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:

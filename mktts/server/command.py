@@ -15,15 +15,7 @@ from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import counted
 from mktts.errors import BackendUnavailable, ServerError
-from mktts.server.address import (
-    add_address_arguments,
-    checked_hosts,
-    checked_origins,
-    listen,
-    read_keys,
-    refuse_open_address,
-    url_of,
-)
+from mktts.server.address import access_of, add_address_arguments, listen, url_of
 from mktts.server.limits import Limits
 
 if TYPE_CHECKING:
@@ -88,18 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Serves until a signal; 0 after SIGTERM, 1 where the engine's own process has died."""
     try:
-        from mktts.server.graceful import SpeechServer
+        from mktts.server.graceful import speech_server
         from mktts.server.voices import VoiceFolder
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"serving needs the package {error.name}: pip install -r requirements.txt") from None
-    keys = read_keys(arguments.api_key_file)
-    refuse_open_address(arguments.host, keys)
+    access = access_of(arguments)
     limits = Limits(**given(Limits, arguments))
-    access = {
-        "api_key": keys,
-        "origins": checked_origins(arguments.allow_origin),
-        "hosts": checked_hosts(arguments.allow_host),
-    }
     if arguments.voice_folder is not None:
         VoiceFolder(arguments.voice_folder, limits.max_voices)  # before the model: a folder that cannot be used shows
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
@@ -116,7 +102,7 @@ def main(arguments: argparse.Namespace) -> int:
     with bound:
         synthesizer, service = open_service(arguments, limits)
         with synthesizer:
-            server = SpeechServer(service, **access)
+            server = speech_server(service, **access)
             synthesizer.engine.on_gone = partial(server.handle_exit, signal.SIGTERM, None)
             bound.listen()  # before the address is printed: connections wait from then on
             log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from mktts.engine import scheduler
 from mktts.pipecat import MkttsTTSService, RemoteSource, SpeechFailedFrame, Style
 from mktts.pipecat.remote import PATIENCE_S
 from mktts.server.address import listen
-from mktts.server.graceful import SpeechServer
+from mktts.server.graceful import speech_server
 from mktts.server.limits import Limits
 from mktts.server.service import SpeechService
 from mktts.spec import SAMPLE_RATE_HZ
@@ -386,7 +386,7 @@ async def test_a_pipeline_speaks_again_once_its_server_is_back(synth, mode):
     )
 
     def serving():
-        return running(SpeechServer(SpeechService(synth, limits)), listen("127.0.0.1", port, limits))
+        return running(speech_server(SpeechService(synth, limits)), listen("127.0.0.1", port, limits))
 
     with contextlib.ExitStack() as first:
         first.enter_context(serving())
