@@ -28,22 +28,17 @@ _OF_ENGINES = {
 
 
 class Meters(Collector):
-    """stats, capacity, behind: asked at every scrape: the state of the engines, how many listeners are admitted at
-    once, and how many streams' listeners have played all that went out. labels: what is served."""
+    """labels: what is served. stats, capacity: asked at every scrape: the state of the engines, and how many listeners
+    are admitted at once."""
 
     def __init__(
-        self,
-        labels: Mapping[str, str],
-        stats: Callable[[], Mapping[str, EngineStats]],
-        capacity: Callable[[], float],
-        behind: Callable[[], int],
+        self, labels: Mapping[str, str], stats: Callable[[], Mapping[str, EngineStats]], capacity: Callable[[], float]
     ) -> None:
         self._registry = registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         seconds = partial(Histogram, labelnames=("route",), buckets=_FIRST_AUDIO_S, registry=registry)
         ProcessCollector(registry=registry)  # resident memory, open files
         gauge("mktts_info", "Always 1; the labels say what is served.", tuple(labels)).labels(**labels).set(1)
-        gauge("mktts_streams_behind", "Streams whose listeners have played all that went out.").set_function(behind)
         gauge("mktts_capacity", "Listeners that are admitted at once.").set_function(capacity)
         self.open_streams = gauge("mktts_streams_open", "Streams being generated.")
         self.streams = counter("mktts_streams", "Streams ended, by route and finish reason.", ("route", "reason"))

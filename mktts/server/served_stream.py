@@ -120,11 +120,6 @@ class ServedStream:
         if (now_s := time.perf_counter()) - began_s > _HELD_UP_S:
             self._player.pause(now_s)
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether its listener has played all that was sent, and waits for more to be made."""
-        return not self.closed and not self._stream.idle and self._lead_s() < 0
-
     def _lead_s(self) -> float:
         return self._player.lead_s(time.perf_counter())
 

@@ -83,12 +83,7 @@ class SpeechService:
             "device": str(synthesizer.device),
             "random_weights": str(checkpoint.is_random).lower(),
         }
-        self.meters = Meters(
-            served,
-            lambda: synthesizer.stats,
-            lambda: self.streams_max,
-            lambda: sum(one.is_behind for one in self._open.values()),
-        )
+        self.meters = Meters(served, lambda: synthesizer.stats, lambda: self.streams_max)
         self._open: dict[str, ServedStream] = {}
         self._ended: OrderedDict[str, StreamState] = OrderedDict()
         self._failures = 0  # in a row

@@ -87,9 +87,8 @@ def test_with_a_key_everything_is_answered(locked):
         ("", ["mktts", key_protocol(KEY)], "mktts"),
         ("", [key_protocol(OTHER), "mktts"], "mktts"),
         ("", [key_protocol(OTHER)], key_protocol(OTHER)),
-        ("", ["realtime", f"openai-insecure-api-key.{OTHER}"], "realtime"),
     ],
-    ids=["query", "second key", "protocol", "other order", "alone", "OpenAI's"],
+    ids=["query", "second key", "protocol", "other order", "alone"],
 )
 def test_a_browser_may_send_its_key_with_a_websocket_in_two_ways(locked, query, offered, chosen):
     with locked.open_socket(f"/tts/ws{query}", subprotocols=offered) as socket:
