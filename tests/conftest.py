@@ -15,7 +15,7 @@ import pytest
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.engine import capacity
-from mktts.engine.admission import AdmissionLimits, Capacity
+from mktts.engine.admission import Admission, AdmissionLimits, Capacity
 from mktts.model.tokenizer import TextTokenizer
 from mktts.synth import loading
 
@@ -82,7 +82,7 @@ def patient_admission() -> Iterator[None]:
     """Streams on the batch engine of this CPU wait for admission for a minute, and nothing is measured: how many this
     machine serves at the moment depends on what else runs here. A test of admission brings its own settings."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "AdmissionLimits", partial(AdmissionLimits, max_wait_s=60.0))
+        patch.setattr(loading, "Admission", partial(Admission, AdmissionLimits(max_wait_s=60.0)))
         patch.setattr(capacity, "measure", lambda runner, speak: Capacity(1_000, "of a test"))
         patch.setattr(capacity, "keep", lambda key, runner, capacity: None)
         yield

@@ -23,7 +23,9 @@ from mktts.errors import BusyError, CapacityError, OptionsError
 
 Reason = Literal["", "too_long", "slots", "memory", "capacity", "max_streams", "first_pcm", "queue", "waited", "held"]
 
+PROMPT_WAIT_S = 0.5  # behind the prompts of those that came at the same time
 HELD_S = 10.0  # a fed text may pause for some seconds, and others wait for its place
+_MOST_WAITING = 256
 _WINDOW_S = 5.0  # over which ticks are compared with those of the measurement
 _LATE_SHARE = 0.005  # of the frames of a window: more say that the machine does not keep up
 _SLOWER, _AGAIN = 1.15, 1.1  # times what was measured: ticks that lower the capacity, and that raise it again
@@ -33,21 +35,22 @@ _SLOWER, _AGAIN = 1.15, 1.1  # times what was measured: ticks that lower the cap
 class AdmissionLimits:
     """What the operator sets. max_streams: listeners at once, however large the capacity; None: the capacity alone.
     min_streams: listeners that are let in even where the capacity is smaller. max_waiting: listeners' streams that
-    wait for admission, max_wait_s: for how long.
+    wait for admission; None: as many as are served at once, up to 256. max_wait_s: for how long; None:
+    `TickSettings.place_wait_s`, and behind prompts `PROMPT_WAIT_S`.
     Raises OptionsError for values out of range.
     """
 
     max_streams: int | None = None
     min_streams: int = 1
-    max_waiting: int = 64
-    max_wait_s: float = 0.5
+    max_waiting: int | None = None
+    max_wait_s: float | None = None
 
     def __post_init__(self) -> None:
         none_at_all = self.max_streams is not None and self.max_streams < 1
-        if none_at_all or self.min_streams < 1 or self.max_waiting < 0 or not self.max_wait_s >= 0:
+        if none_at_all or self.min_streams < 1 or (self.max_waiting or 0) < 0 or not (self.max_wait_s or 0) >= 0:
             raise OptionsError(
-                f"expected max_streams and min_streams of at least 1, max_streams or None, the others at least 0, "
-                f"got {self}"
+                f"expected max_streams and min_streams of at least 1, the others at least 0, or None where that is "
+                f"the default, got {self}"
             )
 
 
@@ -135,19 +138,25 @@ class AdmissionQueue:
     """Streams of one set of lanes that wait for admission: listeners' before others, first come, first served.
 
     The caller opens what is admitted (memory, `StreamTable.enter`, `StreamTable.prompt`) before it asks again.
-    first_pcm_s: the longest predicted wait for a first PCM. reserved_pages: that open streams wait for between two
-    segments.
+    reserved_pages: that open streams wait for between two segments.
     """
 
-    def __init__(
-        self, admission: Admission, table: StreamTable, memory: Memory, ticks: TickSettings, first_pcm_s: float
-    ) -> None:
+    def __init__(self, admission: Admission, table: StreamTable, memory: Memory, ticks: TickSettings) -> None:
         self._admission, self._table, self._memory, self._ticks = admission, table, memory, ticks
-        self._first_pcm_s = first_pcm_s
         self.reserved_pages = 0
         self._paced: deque[Arrival] = deque()
         self._unpaced: deque[Arrival] = deque()
         self._idle_since_s = math.inf
+
+    @property
+    def _most_waiting(self) -> float:
+        most = self._admission.limits.max_waiting
+        return min(_MOST_WAITING, self._admission.most) if most is None else most
+
+    @property
+    def full(self) -> bool:
+        """Whether a listener's stream that arrives now is refused, whatever it says."""
+        return bool(self._paced) and len(self._paced) >= self._most_waiting
 
     def __len__(self) -> int:
         return len(self._paced) + len(self._unpaced)
@@ -168,7 +177,7 @@ class AdmissionQueue:
         reason = self.obstacle(arrival, model, arrival.arrived_s) if first is None else "queue"
         if not reason:
             return ""
-        if arrival.paced and len(self._paced) >= self._admission.limits.max_waiting:
+        if arrival.paced and len(self._paced) >= self._most_waiting:
             return "queue"
         (self._paced if arrival.paced else self._unpaced).append(arrival)
         return "waited"
@@ -176,9 +185,10 @@ class AdmissionQueue:
     def pop(self, now_s: float, model: TickModel) -> tuple[Arrival, Reason] | None:
         """One that waits no longer: admitted (""), or refused for a reason. None: all go on waiting."""
         first = self._first(paced=False)
-        if first is not None and not self.obstacle(first, model, now_s):
+        reason = "" if first is None else self.obstacle(first, model, now_s)
+        if first is not None and not reason:
             return (self._paced or self._unpaced).popleft(), ""
-        if self._paced and now_s >= self._paced[0].arrived_s + self._admission.limits.max_wait_s:
+        if self._paced and now_s >= self._paced[0].arrived_s + self._max_wait_s(reason):
             return self._paced.popleft(), "waited"
         if first is not None and self.held(now_s, first.arrived_s):
             return (self._paced or self._unpaced).popleft(), "held"
@@ -193,6 +203,13 @@ class AdmissionQueue:
         """Whose turn it is before that of a stream that arrives now."""
         return next(iter(self._paced if paced else self._paced or self._unpaced), None)
 
+    def _max_wait_s(self, reason: Reason) -> float:
+        """How long a listener's stream may wait that `reason` keeps out."""
+        most_s = self._admission.limits.max_wait_s
+        if most_s is None:
+            most_s = PROMPT_WAIT_S if reason == "first_pcm" else self._ticks.place_wait_s
+        return most_s
+
     def wake_s(self, now_s: float) -> float:
         """Until when time alone changes nothing for those that wait, for admission or pages; inf where none does.
 
@@ -203,10 +220,10 @@ class AdmissionQueue:
         changes_s = [self._table.changes_s(now_s), self._idle_since_s + HELD_S]
         if (first := self._first(paced=False)) is not None:
             changes_s.append(max(self._idle_since_s, first.arrived_s) + HELD_S)
-        changes_s = [at_s for at_s in changes_s if at_s > now_s]
         if self._paced:
-            changes_s.append(self._paced[0].arrived_s + self._admission.limits.max_wait_s)
-        return min(changes_s, default=now_s)
+            reasons: tuple[Reason, ...] = ("first_pcm", "capacity")
+            changes_s += [self._paced[0].arrived_s + self._max_wait_s(reason) for reason in reasons]
+        return min((at_s for at_s in changes_s if at_s > now_s), default=now_s)
 
     def obstacle(self, arrival: Arrival, model: TickModel, now_s: float) -> Reason:
         """What keeps a stream from being admitted now; "" for nothing.
@@ -229,7 +246,7 @@ class AdmissionQueue:
         lanes = min(listeners, self._ticks.max_lanes)
         row_s = model.row_s * (rows + arrival.prompt_rows)
         taken_s = ticks * model.predict(lanes, 0, lanes * float(table.context_rows[table.open].mean())) + row_s
-        return "first_pcm" if taken_s > self._first_pcm_s else ""
+        return "first_pcm" if taken_s > self._ticks.first_pcm_s else ""
 
 
 _OBSTACLES: dict[Reason, str] = {
@@ -247,10 +264,8 @@ def too_long(arrival: Arrival, memory: Memory) -> CapacityError:
     )
 
 
-def refusal(reason: Reason, arrival: Arrival, memory: Memory, open_streams: int, capacity: Capacity) -> CapacityError:
-    """What ends a stream that was refused for `reason`."""
-    if reason == "too_long":
-        return too_long(arrival, memory)
+def refusal(reason: Reason, open_streams: int, capacity: Capacity) -> CapacityError:
+    """What ends a stream that was refused for `reason`, other than for its length."""
     served = "" if math.isinf(capacity.streams) else f", where {int(capacity.streams)} can be served at once"
     error = BusyError(
         f"refused with {counted(open_streams, 'stream')} open{served}: {_OBSTACLES[reason]}; try again when some have "

@@ -193,6 +193,7 @@ class Engine:
             _LOG.warning("streams go on taking turns, the batch engine cannot run: %s", reason)
         else:
             self._runners = {**self._runners, runner.name: runner}
+            self.admission.measured = capacities.kept(self._key(runner), runner)  # that of the single lanes is no more
 
     # ---- all of them
 
@@ -243,9 +244,12 @@ class Engine:
 
     def measure_capacity(self, request: Request, renew: bool = False, only_kept: bool = False) -> Capacity:
         """Makes `capacity` that of this machine, by streams of this checked request: what was measured before, or else
-        a measurement of some seconds, which is kept. renew: measures anew. only_kept: does not measure."""
+        a measurement of some seconds, which is kept; lanes of many streams that are to come are made for it. renew:
+        measures anew. only_kept: does not measure."""
+        if not only_kept:
+            self.make_batch()
         runner = self._runners.get("batch") or self._runners["single"]
-        key = f"{self._capacity_key}; {runner.name}"
+        key = self._key(runner)
         found = None if renew else capacities.kept(key, runner)
         if found is not None and not only_kept and runner.name == "batch":
             self.warm_up(request)
@@ -261,6 +265,10 @@ class Engine:
             capacities.keep(key, runner, found)
         self.admission.measured = found
         return self.capacity
+
+    def _key(self, runner: Runner) -> str:
+        """What the capacity of these lanes is kept under."""
+        return f"{self._capacity_key}; {runner.name}"
 
     def _on_worker(self, call: Callable[[], Any]) -> Any:
         """What `call` returns or raises, run between two ticks. Raises TimeoutError where it has no time."""

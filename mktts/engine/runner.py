@@ -172,9 +172,7 @@ class Runner:
         """Nothing is open."""
         slots = self.lanes.slots
         self._table = StreamTable(slots)
-        self._queue = AdmissionQueue(
-            self.admission, self._table, self._memory, self._settings, self._settings.first_pcm_s
-        )
+        self._queue = AdmissionQueue(self.admission, self._table, self._memory, self._settings)
         self.free_slots = list(range(slots - 1, -1, -1))
         self._streams: dict[int, Utterance] = {}  # by slot
         self._arrived: deque[Utterance] = deque()  # not looked at yet
@@ -262,7 +260,8 @@ class Runner:
 
     def fail_all(self, error: BaseException) -> None:
         """`turn` has raised `error`: every stream ends with an EngineError, those that come later are served."""
-        self._end_all(lambda stream: stream.fail(failed(error)))
+        why = f"the engine failed while this stream was open: {type(error).__name__}: {error}"
+        self._end_all(lambda stream: stream.fail(EngineError(why)))  # raising writes into it: each has its own
         for slot in filter(self._memory.is_open, range(self.lanes.slots)):
             self._memory.close(slot)
         self._reset()
@@ -321,8 +320,11 @@ class Runner:
     def _settled(self, stream: Utterance, now_s: float) -> bool:
         """Whether a new stream is over, or its text has come and admission has decided."""
         try:
-            if stream.runnable() and not stream.next_segment():
-                stream.advance(stream.flush)  # it ended without a word
+            if stream.runnable():
+                if stream.paced and self._queue.full:  # no prompt is made for nothing: forty may come at once
+                    raise self._refusal("queue")
+                if not stream.next_segment():
+                    stream.advance(stream.flush)  # it ended without a word
             if stream.open and stream.segment is not None:
                 arrival = self._arrival(stream, now_s)
                 reason = self._queue.submit(arrival, self._pace.step_model)
@@ -346,7 +348,7 @@ class Runner:
         if not stream.open or stream.cancelled:
             stream.end(None)
         elif reason:
-            stream.fail(self._refusal(reason, arrival))
+            stream.fail(too_long(arrival, self._memory) if reason == "too_long" else self._refusal(reason))
         else:
             slot = self.free_slots.pop()
             self._streams[slot] = self._awake[slot] = stream
@@ -360,8 +362,8 @@ class Runner:
             except Exception as error:
                 stream.fail(error)
 
-    def _refusal(self, reason: Reason, arrival: Arrival) -> Exception:
-        return refusal(reason, arrival, self._memory, len(self._streams), self.admission.capacity)
+    def _refusal(self, reason: Reason) -> Exception:
+        return refusal(reason, len(self._streams), self.admission.capacity)
 
     def _begin(self, slot: int, now_s: float) -> None:
         """The segment of the stream in `slot` gets its memory, and its prompt waits to enter."""
@@ -461,7 +463,7 @@ class Runner:
             raise too_long(arrival, memory)
         if not memory.fits(arrival.max_rows, arrival.key, queue.reserved_pages):
             if queue.held(now_s):
-                raise self._refusal("held", arrival)
+                raise self._refusal("held")
             queue.reserved_pages += memory.count(arrival.max_rows)
             return False
         del self._waiting[slot]
@@ -578,8 +580,3 @@ class Runner:
 def kept_under(prompt: Any) -> Hashable | None:
     """What a prompt's prefix is kept under; None where that saves less than it costs."""
     return prompt.prefix_key if prompt.prefix_rows >= KEPT_ROWS else None
-
-
-def failed(error: BaseException) -> EngineError:
-    """What ends a stream because a turn raised `error`. Each gets its own: raising writes into it."""
-    return EngineError(f"the engine failed while this stream was open: {type(error).__name__}: {error}")

@@ -54,6 +54,7 @@ class TickSettings:
     margin: of the ticks' time that listeners may take together: the rest is for what comes unevenly, and for a host
         whose work beside a device is not in the ticks.
     first_pcm_s: the longest predicted wait for a first PCM with which a stream is admitted beside waiting prompts.
+    place_wait_s: that a stream waits for a listener to leave, where `AdmissionLimits` does not say.
     Raises OptionsError for values that contradict each other.
     """
 
@@ -71,6 +72,7 @@ class TickSettings:
     chunks: tuple[int, ...] = TOGETHER_SCHEDULE
     margin: float = 0.9
     first_pcm_s: float = 0.1  # two ticks of 1,024 lanes take 70 ms on an H200
+    place_wait_s: float = 0.5
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buckets", tuple(sorted((int(lanes), int(rows)) for lanes, rows in self.buckets)))
@@ -98,7 +100,9 @@ class TickSettings:
         sizes = [lanes for lanes, smaller in zip(_LANES, (0, *_LANES), strict=False) if smaller < streams]
         buckets = tuple((lanes, rows) for lanes in sizes for rows in _PROMPT_ROWS if rows != 64 or lanes < _WIDE)
         # The ticks of an H200 have time for 2,200 listeners; from one process 1,450 were served in time (LOG.md).
-        return cls(buckets=buckets, max_lanes=sizes[-1], idle_lanes=min(32, sizes[-1]), margin=0.6)
+        idle = min(32, sizes[-1])
+        # Where more are offered than are served, whoever gets a place has waited so long: their first PCM counts too.
+        return cls(buckets=buckets, max_lanes=sizes[-1], idle_lanes=idle, margin=0.6, place_wait_s=0.05)
 
     @classmethod
     def cpu(cls) -> TickSettings:

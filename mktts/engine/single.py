@@ -64,6 +64,22 @@ class OwnMemory:
         pass
 
 
+class OneLane:
+    """What lanes of width 1 have in common: streams take turns, and a tick is over when it was launched."""
+
+    alone = overlaps = deterministic = decodes_beside = False
+    precision = "full"
+    slots = SLOTS
+    settings = TickSettings.one()
+    model = TickModel(constant_s=1e-3, lane_s=0.0, row_s=0.0, attention_s=0.0)
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """There are no shared pages."""
+
+    def collect(self, launched: Made) -> Made:
+        return launched
+
+
 @dataclass
 class _Slot:
     """reference: codes that the codec hears first. state: the backend's, of the segment. ahead: frames of one launch of
@@ -79,7 +95,7 @@ class _Slot:
 
 
 @dataclass
-class SingleLanes:
+class SingleLanes(OneLane):
     """See `mktts.engine.lanes.Lanes`.
 
     positions: of the talker, prompt and frames of one segment together. decodes_beside: whether the codec works beside
@@ -90,14 +106,7 @@ class SingleLanes:
     codec: CodecDecoder | GraphedCodec
     positions: int
     decodes_beside: bool = False
-    alone: bool = False
     primed: PrimedStates = field(init=False)
-
-    overlaps = deterministic = False
-    precision = "full"
-    slots = SLOTS
-    settings = TickSettings.one()
-    model = TickModel(constant_s=1e-3, lane_s=0.0, row_s=0.0, attention_s=0.0)
 
     def __post_init__(self) -> None:
         self.pages = OwnMemory(self.positions)
@@ -122,9 +131,6 @@ class SingleLanes:
         """The backend starts it with the tick of its first frame."""
         self._slots[slot].segment = segment
 
-    def copy(self, copies: Sequence[Copy]) -> None:
-        pass
-
     def leave(self, slot: int) -> None:
         here = self._slots.pop(slot, None)
         if here and here.ahead:
@@ -145,9 +151,6 @@ class SingleLanes:
             here.state = None
         took_s = (frame.talker_ms + frame.predictor_ms) / 1e3
         return Made(codes, np.array([ended]), None, took_s, predictor_s=frame.predictor_ms / 1e3)
-
-    def collect(self, launched: Made) -> Made:
-        return launched
 
     def submit(self, slot: int, frames: list[Any]) -> PendingPcm:
         """Begins to decode the next frames, (16,) each, of the stream in `slot`."""

@@ -29,10 +29,9 @@ from mktts.codec.decoder import PendingPcm
 from mktts.common import checked_int
 from mktts.engine.lanes import Copy, Made
 from mktts.engine.options import FinishReason, GuardState
-from mktts.engine.scheduler import TickSettings
-from mktts.engine.single import SLOTS, OwnMemory
+from mktts.engine.single import OneLane, OwnMemory
 from mktts.engine.stream import Segment
-from mktts.engine.tick import Tick, TickModel
+from mktts.engine.tick import Tick
 from mktts.errors import BackendUnavailable, CapacityError, MkttsError, PromptError
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.sampling import Sampling
@@ -304,7 +303,7 @@ class UpstreamPrompts(PromptBuilder):
         return UpstreamPrompt(request, len(self.tokenizer.encode(request.text)))
 
 
-class UpstreamLanes:
+class UpstreamLanes(OneLane):
     """See `mktts.engine.lanes.Lanes`: qwen-tts makes a whole segment in its first tick, which the others hand on. All
     generation time shows as talker_ms. Its text cannot be fed while it speaks.
 
@@ -312,14 +311,9 @@ class UpstreamLanes:
     """
 
     name = "upstream"
-    overlaps = deterministic = decodes_beside = False
-    precision = "full"
-    slots = SLOTS
-    settings = TickSettings.one()
-    model = TickModel(constant_s=1e-3, lane_s=0.0, row_s=0.0, attention_s=0.0)
 
     def __init__(self, upstream: Any, positions: int) -> None:
-        self.upstream, self.alone = upstream, False
+        self.upstream = upstream
         self.pages = OwnMemory(positions)
         self._segments: dict[int, Segment] = {}
         self._frames: dict[int, deque[Tensor]] = {}  # made, not handed on
@@ -334,9 +328,6 @@ class UpstreamLanes:
     def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
         self._segments[slot] = segment
 
-    def copy(self, copies: Sequence[Copy]) -> None:
-        pass
-
     def leave(self, slot: int) -> None:
         for of_slots in (self._segments, self._frames, self._pcm):
             of_slots.pop(slot, None)
@@ -350,9 +341,6 @@ class UpstreamLanes:
         ended = not frames
         codes = np.zeros(NUM_CODEBOOKS, np.int64) if ended else frames.popleft().numpy()
         return Made(codes[None], np.array([ended]), None, max(time.perf_counter() - begun_s, 1e-9))
-
-    def collect(self, launched: Made) -> Made:
-        return launched
 
     def submit(self, slot: int, frames: list[Any]) -> PendingPcm:
         samples = len(frames) * SAMPLES_PER_FRAME

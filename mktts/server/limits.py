@@ -33,8 +33,8 @@ class Limits:
 
     max_streams: int | None = option(None, "listened to at once (default: the measured capacity)", metavar="N")
     min_streams: int = option(1, "that are admitted even where the capacity is smaller", metavar="N")
-    max_waiting: int = option(64, "streams that wait for a place", metavar="N")
-    wait_s: float = option(0.5, "for which they wait; then they are refused with 429", name="--wait", metavar="S")
+    max_waiting: int | None = option(None, "that wait for a place (default: as many as are served)", metavar="N")
+    wait_s: float | None = option(None, "then it is 429 (default: 0.5, a full GPU 0.05)", name="--wait", metavar="S")
     max_body_bytes: int = 128 * 1024
     max_chars: int = option(5_000, "of one text", metavar="N")
     max_duration_s: float = option(600.0, "of one stream's audio", name="--max-duration", metavar="S")

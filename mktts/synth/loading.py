@@ -14,7 +14,7 @@ from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.graphs import codec_for
 from mktts.common import checked_int, one_of
-from mktts.engine.admission import Admission, AdmissionLimits
+from mktts.engine.admission import Admission
 from mktts.engine.capacity import machine_key
 from mktts.engine.engine import Engine
 from mktts.engine.runner import Runner, Voices
@@ -28,7 +28,6 @@ BackendName = Literal["auto", "torch", "megakernel", "upstream"]
 EngineChoice = Literal["auto", "single", "batch"]
 _WIDE = 512  # hidden size from which a matrix-vector product gains from a second thread
 _CPU_STREAMS, _CPU_BYTES = 32, 2 << 30
-_MAX_WAITING = 256  # streams that wait for admission, where no server says otherwise
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def load_engine(checkpoint: Checkpoint, wanted: Loading, threads: int | None) ->
     Where both kinds of lanes are wanted, a GPU gets those of many streams when they are needed: they take most of the
     memory, and seconds.
     """
-    admission = Admission(AdmissionLimits(max_waiting=_MAX_WAITING))
+    admission = Admission()
     made_for = (checkpoint.folder.resolve(), checkpoint.revision, wanted.dtype, wanted.backend, wanted.batch)
     key = "; ".join(map(str, (machine_key(wanted.device, threads), *made_for)))
     if wanted.backend == "upstream":

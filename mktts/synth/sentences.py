@@ -124,7 +124,6 @@ def _sentence(number: int, cells: dict[str, Any]) -> Sentence:
 def _require_name(name: str) -> None:
     """Raises SentencesError unless `name`, with an ending, is the name of a file in a folder and of nothing else."""
     bad_char = any(char in "/\\" or unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in name)
-    bad_char = any(char in "/\\" or unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in name)
     if not name or name != name.strip() or name[0] in ".-" or bad_char or len(name.encode()) > _MAX_ID_BYTES:
         raise SentencesError(
             "id must be the name of a file: not empty, no dot or hyphen at its start, no blank at its ends, no slash "

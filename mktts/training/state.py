@@ -1,9 +1,8 @@
-"""Training that stops and goes on exactly where it was, from small files.
+"""Training that stops and goes on exactly where it was.
 
-After every `block` steps of the recipe all that the next step depends on is rounded to what the files hold: weights to
-24 bits, Adam's moments and the distance of the averaged weights from the live ones to 8 bits with an exponent for each
-64 values (6 bytes a parameter in all, of 16). The run itself goes on with the rounded values, so one that was cut off
-after any block repeats the whole run's steps bit by bit. Files are at most 15 MiB, to travel in pieces.
+About once a minute all that the next step depends on is written: weights, optimizers, averaged weights, curves. Beside
+it, in LIGHT, lies what another session begins with: the weights alone, averaged and in 16 bits, an eighth as large.
+Files are at most 15 MiB, to travel in pieces.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,48 +24,10 @@ from torch import Tensor, nn
 from mktts.common import read_object, write_whole
 from mktts.errors import CheckpointError
 
-STATE, CURVES = "state.json", "curves.json"
+STATE, CURVES, LIGHT = "state.json", "curves.json", "light"
 PART_BYTES = 15 * 2**20
-_BLOCK = 64  # values that share an exponent
-_LARGEST, _SMALLEST = 448.0, 2.0**-9  # of float8_e4m3fn
 _AHEAD = ("steps", "joint_steps")  # of a recipe: what may change on the way
 _SAVE_S = 60.0  # between writings: what a run that is killed loses at most
-
-
-def pack(values: Tensor, how: str, base: Tensor | None = None) -> Tensor:
-    """float32 as uint8.
-
-    how: w, weights rounded to 24 bits, (n, 3). m, moments, and d, distances from `base`: float8 with a common power of
-    two for each 64 values, (blocks, 65). v, squared moments: as m of their root, which spans half as many powers of
-    two; what would become 0 beside larger ones becomes the least number: a step divides by it. "": as it is.
-    """
-    if not how:
-        return values.clone()
-    flat = (values - base if how == "d" else values.sqrt() if how == "v" else values).detach().flatten().contiguous()
-    if how == "w":
-        bits = flat.view(torch.int32)
-        kept = (bits >> 8) + ((bits >> 7) & 1)  # a carry into the exponent is the next number
-        return torch.stack([(kept >> shift) & 255 for shift in (0, 8, 16)], -1).to(torch.uint8)
-    rows = torch.nn.functional.pad(flat, (0, -len(flat) % _BLOCK)).view(-1, _BLOCK)
-    most = rows.abs().amax(1, keepdim=True)
-    exponent = torch.ceil(torch.log2(most / _LARGEST)).clamp(-126, 127)
-    rows = rows * torch.exp2(-exponent)
-    if how == "v":
-        rows = torch.where(most > 0, rows.clamp(min=_SMALLEST), 0.0)
-    eight = rows.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.cat(((exponent + 127).to(torch.uint8), eight), 1)
-
-
-def unpack(packed: Tensor, how: str, shape: torch.Size, base: Tensor | None = None) -> Tensor:
-    """float32 of `shape` from what `pack` made."""
-    if not how:
-        return packed
-    if how == "w":
-        low, middle, high = packed.to(torch.int32).unbind(-1)
-        return ((low << 8) | (middle << 16) | (high << 24)).view(torch.float32).view(shape)
-    rows = packed[:, 1:].contiguous().view(torch.float8_e4m3fn).float() * torch.exp2(packed[:, :1].float() - 127)
-    found = rows.flatten()[: shape.numel()].view(shape)
-    return found.square() if how == "v" else base + found if how == "d" else found
 
 
 class Trainer(ABC):
@@ -80,7 +41,8 @@ class Trainer(ABC):
         self.modules: dict[str, nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.average: dict[str, Tensor] = {}  # name in `modules`' state, with the module's name before it
-        self.step = 0
+        self.step = self.begun = 0  # begun: the step that had no moments yet
+        self.audio_s = 0.0  # of speech, in a step
         self.curves: list[dict[str, float]] = []
 
     @abstractmethod
@@ -91,46 +53,42 @@ class Trainer(ABC):
         """What is measured after a block, on what is not learnt from."""
         return {}
 
-    def tensors(self) -> Iterator[tuple[str, Tensor, str, Tensor | None]]:
-        """Name, tensor, how it is packed, and what it is the distance from."""
-        for name, module in self.modules.items():
-            live = {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
-            for key, tensor in live.items():
-                yield key, tensor, "w" if tensor.is_floating_point() else "", None
-            for key in (key for key in live if key in self.average):
-                yield f"average.{key}", self.average[key], "d", live[key]
+    def weights(self) -> dict[str, Tensor]:
+        """Of all modules, with their names before their own."""
+        return {f"{name}.{key}": t for name, module in self.modules.items() for key, t in module.state_dict().items()}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All that the next step depends on."""
+        yield from self.weights().items()
+        yield from ((f"average.{name}", tensor) for name, tensor in self.average.items())
         for name, optimizer in self.optimizers.items():
             for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-                for key, tensor in optimizer.state[p].items():
-                    yield f"{name}.{i}.{key}", tensor, {"exp_avg": "m", "exp_avg_sq": "v"}.get(key, ""), None
+                yield from ((f"{name}.{i}.{key}", tensor) for key, tensor in optimizer.state[p].items())
 
-    @torch.no_grad()
-    def rounded(self) -> dict[str, Tensor]:
-        """Rounds all to what it returns, the content of the files."""
-        packed = {}
-        for name, tensor, how, base in self.tensors():
-            packed[name] = pack(tensor, how, base)
-            tensor.copy_(unpack(packed[name], how, tensor.shape, base))
-        return {name: tensor.cpu().contiguous() for name, tensor in packed.items()}
+    def light(self) -> dict[str, Tensor]:
+        """Weights alone in 16 bits: averaged ones as a checkpoint has them, others finer, as codes depend on them."""
+        live = {k: t.half() if t.is_floating_point() else t for k, t in self.weights().items()}
+        return live | {k: t.bfloat16() for k, t in self.average.items()}
 
-    def write(self, folder: Path, packed: Mapping[str, Tensor]) -> None:
-        """Puts what `rounded` gave into `folder`, whole or not at all. Raises CheckpointError for a huge tensor."""
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Puts tensors into `folder`, whole or not at all. Raises CheckpointError for a huge one."""
         parts: list[dict[str, Tensor]] = [{}]
         size = 0
-        for name, tensor in packed.items():
+        for name, tensor in tensors.items():
             if tensor.nbytes > PART_BYTES:
                 raise CheckpointError(f"{name}: expected at most {PART_BYTES} bytes, found {tensor.nbytes}")
             if size + tensor.nbytes > PART_BYTES - 2**18:
                 parts.append({})
                 size = 0
-            parts[-1][name] = tensor
+            parts[-1][name] = tensor.cpu().contiguous()
             size += tensor.nbytes + 128
         digests = {}
         for number, part in enumerate(parts):
             name, data = f"state-{self.step:08}-{number}.safetensors", save(part)
             write_whole(folder / name, data)
             digests[name] = hashlib.sha256(data).hexdigest()
-        document = {"step": self.step, "files": digests, "recipe": asdict(self.recipe), "sizes": asdict(self.sizes)}
+        document = {"step": self.step, "begun": self.begun, "files": digests}
+        document |= {"recipe": asdict(self.recipe), "sizes": asdict(self.sizes)}
         write_whole(folder / CURVES, json.dumps(self.curves).encode())
         write_whole(folder / STATE, json.dumps(document, indent=1).encode())
         for old in folder.glob("state-*.safetensors"):
@@ -139,9 +97,10 @@ class Trainer(ABC):
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Goes on where `write` was. Raises CheckpointError for files that are missing or of another recipe or sizes.
+        """Goes on where `write` was; from light weights with a warm-up.
 
-        `steps` and `joint_steps` of the recipe may differ: what is ahead is then planned otherwise.
+        `steps` and `joint_steps` of the recipe may differ: what is ahead is then planned otherwise. Raises
+        CheckpointError for files that are missing or of another recipe or sizes.
         """
         document = read_object(folder / STATE)
         for key, ours in (("recipe", asdict(self.recipe)), ("sizes", asdict(self.sizes))):
@@ -151,71 +110,69 @@ class Trainer(ABC):
                 raise CheckpointError(
                     f"{folder}: expected the {key} of this run, found {found}: take the same, or another --out"
                 )
-        packed = read_parts(folder)
-        for name, optimizer in self.optimizers.items():
-            _begin(optimizer, name, packed)
-        for name, tensor, how, base in self.tensors():
-            if name not in packed:
-                raise CheckpointError(
-                    f"{folder}: expected {name} in its files, found none: they are of another program"
-                )
-            tensor.copy_(unpack(packed[name].to(tensor.device), how, tensor.shape, base))
+        stored, live = read_parts(folder), self.weights()
+        exact = [_begin(optimizer, name, stored) for name, optimizer in self.optimizers.items()]
+        for name, tensor in self.tensors():
+            given = stored.get(name, live.get(name.removeprefix("average.")) if name.startswith("average.") else None)
+            if given is None:
+                raise CheckpointError(f"{folder}: expected {name} in its files, found none: take another --out")
+            tensor.copy_(given)
         self.step = document["step"]
+        self.begun = document["begun"] if any(exact) else self.step
         curves = folder / CURVES
         self.curves = json.loads(curves.read_bytes()) if curves.is_file() else []
 
     def schedule(self) -> float:
         """Share of the learning rate at this step: a linear warm-up, then a cosine down to a twentieth."""
         done = min(1.0, self.step / self.recipe.steps)
-        return min(1.0, (self.step + 1) / self.recipe.warmup_steps) * (0.525 + 0.475 * math.cos(math.pi * done))
+        warm = min(1.0, (self.step + 1 - self.begun) / self.recipe.warmup_steps)
+        return warm * (0.525 + 0.475 * math.cos(math.pi * done))
 
     @torch.no_grad()
     def follow(self, share: float | Tensor) -> None:
         """Moves the averaged weights this share of the way to the live ones."""
-        live = {f"{name}.{key}": p for name, m in self.modules.items() for key, p in m.named_parameters()}
+        live = self.weights()
         kept = list(self.average.values())
-        change = torch._foreach_sub([live[name].detach() for name in self.average], kept)
+        change = torch._foreach_sub([live[name] for name in self.average], kept)
         torch._foreach_mul_(change, share)  # not lerp, which looks at the value: a recorded step must not
         torch._foreach_add_(kept, change)
 
 
-def read_parts(folder: Path, module: str = "") -> dict[str, Tensor]:
-    """The packed tensors of a state; of the first module alone, the first parts, so that the others need not be there.
-
-    Raises CheckpointError for a part that is missing or damaged.
-    """
-    packed: dict[str, Tensor] = {}
+def read_parts(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a state. Raises CheckpointError for a part that is missing or damaged."""
+    stored: dict[str, Tensor] = {}
     for name, digest in read_object(folder / STATE)["files"].items():
         path = folder / name
         data = path.read_bytes() if path.is_file() else b""
         if hashlib.sha256(data).hexdigest() != digest:
             raise CheckpointError(f"{path}: expected the part that {STATE} names, found {'other' if data else 'none'}")
-        packed |= load(data)
-        if module and not all(key.startswith((f"{module}.", f"average.{module}.")) for key in packed):
-            break
-    return packed
+        stored |= load(data)
+    return stored
 
 
 def averaged(folder: Path, module: nn.Module, name: str) -> nn.Module:
-    """`module`, the first one of the state in `folder` and called `name` there, with its weights; the averaged ones
-    where there are such. Raises CheckpointError for a state of another module."""
-    packed = read_parts(folder, name)
-    state = module.state_dict()
-    for key, tensor in state.items():
-        stored = packed.get(f"{name}.{key}")
-        if stored is None:
+    """`module`, called `name` in the state in `folder`, with its weights; the averaged ones where there are such.
+
+    Raises CheckpointError for a state of another module.
+    """
+    stored = read_parts(folder)
+    state = {}
+    for key in module.state_dict():
+        if f"{name}.{key}" not in stored:
             raise CheckpointError(f"{folder}: expected {name}.{key} in its files, found none")
-        live = unpack(stored, "w" if tensor.is_floating_point() else "", tensor.shape)
-        distance = packed.get(f"average.{name}.{key}")
-        state[key] = live if distance is None else unpack(distance, "d", tensor.shape, live)
+        state[key] = stored.get(f"average.{name}.{key}", stored[f"{name}.{key}"])
     module.load_state_dict(state)
     return module.eval()
 
 
-def train(trainer: Trainer, out: Path, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
+def train(
+    trainer: Trainer, out: Path, minutes: float, clock: Callable[[], float] = time.monotonic, plan_minutes: float = 0
+) -> None:
     """Trains block by block until the recipe's steps are done, or the next block would not end within the minutes.
 
-    clock: gives seconds.
+    clock: gives seconds. plan_minutes: where they are given, the recipe's steps become, after every block, what fits
+    into them at its pace: this run's minutes, and those of runs that go on with it. Raises CheckpointError for a loss
+    that is no number, before it is written.
     """
     begun = saved = clock()
     while trainer.step < trainer.recipe.steps:
@@ -223,24 +180,32 @@ def train(trainer: Trainer, out: Path, minutes: float, clock: Callable[[], float
         while trainer.step < trainer.recipe.steps and (trainer.step == first or trainer.step % trainer.recipe.block):
             losses = trainer.train_step()
         line = {"step": trainer.step, **{name: round(float(value), 5) for name, value in losses.items()}}
+        if not all(map(math.isfinite, line.values())):
+            raise CheckpointError(f"{out}: expected numbers, found {line}: go on from the last state at a lower rate")
         line |= {name: round(value, 5) for name, value in trainer.measured().items()}
-        packed = trainer.rounded()
-        took = clock() - start
-        trainer.curves.append({**line, "steps_per_s": round((trainer.step - first) / max(took, 1e-9), 2)})
-        print(" ".join(f"{k} {v:.4g}" for k, v in trainer.curves[-1].items()), flush=True)
-        last = trainer.step >= trainer.recipe.steps or clock() - begun + 1.1 * took > 60 * minutes
+        took = max(clock() - start, 1e-9)
+        pace, spent = (trainer.step - first) / took, clock() - begun
+        line |= {"steps_per_s": round(pace, 2), "audio_s_per_s": round(pace * trainer.audio_s)}
+        trainer.curves.append(line)
+        print(" ".join(f"{k} {v:.4g}" for k, v in line.items()), f"of {trainer.recipe.steps}", flush=True)
+        last = trainer.step >= trainer.recipe.steps or spent + 1.1 * took > 60 * minutes
+        if plan_minutes and not last:
+            left = max(1, int(pace * (60 * plan_minutes - spent)))
+            trainer.recipe = replace(trainer.recipe, steps=trainer.step + left)
         if last or clock() - saved >= _SAVE_S:
-            trainer.write(out, packed)
+            trainer.write(out, dict(trainer.tensors()))
+            trainer.write(out / LIGHT, trainer.light())
             saved = clock()
         if last:
             return
 
 
-def _begin(optimizer: torch.optim.Optimizer, name: str, packed: Mapping[str, Tensor]) -> None:
-    """Makes an optimizer's state as its first step would, for `load` to fill, where the files have it."""
+def _begin(optimizer: torch.optim.Optimizer, name: str, stored: Mapping[str, Tensor]) -> bool:
+    """Makes an optimizer's state as its first step would, for `load` to fill, where the files have it; whether any."""
     places = [(group, p) for group in optimizer.param_groups for p in group["params"]]
-    for i, (group, p) in enumerate(places):
-        if f"{name}.{i}.exp_avg" in packed and not optimizer.state[p]:
-            device = p.device if group.get("capturable") or group.get("fused") else "cpu"
-            step = torch.zeros((), dtype=torch.float32, device=device)
-            optimizer.state[p].update(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+    known = [(group, p) for i, (group, p) in enumerate(places) if f"{name}.{i}.exp_avg" in stored]
+    for group, p in known:
+        device = p.device if group.get("capturable") or group.get("fused") else "cpu"
+        step = torch.zeros((), dtype=torch.float32, device=device)
+        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    return bool(known)

@@ -32,7 +32,7 @@ class Place:
         self.admission = Admission(AdmissionLimits(**limits))
         self.admission.measured = None if capacity is None else Capacity(capacity, "measured by hand")
         self.admission.listeners.append(lambda now_s: int(self.table.listening(now_s).sum()))
-        self.queue = AdmissionQueue(self.admission, self.table, self.pages, TickSettings.h200(), 0.1)
+        self.queue = AdmissionQueue(self.admission, self.table, self.pages, TickSettings.h200())
         self.inside = 0
 
     def submit(self, **arrival) -> str:
@@ -99,7 +99,7 @@ def test_prompts_enter_as_fast_as_the_first_pcm_stays_within_its_bound():
 
 
 def test_a_reader_who_is_gone_and_one_who_waits_for_text_hold_no_capacity_and_one_who_plays_does():
-    place = Place(2)
+    place = Place(2, max_wait_s=0.5)
     place.fill()
     place.table.taken(0, 5, full=True)
     place.table.taken(1, 5, full=True)
@@ -127,9 +127,9 @@ def test_the_queue_is_looked_at_again_when_a_reader_may_be_gone():
 def test_the_queue_has_an_end_in_length_and_in_time_and_the_refusal_says_why():
     place = Place(1, max_waiting=2)
     assert [place.submit() for _ in range(4)] == ["", "waited", "waited", "queue"]
-    assert place.queue.pop(0.49, MODEL) is None
-    arrival, reason = place.queue.pop(0.5, MODEL)
-    error = refusal(reason, arrival, place.pages, 1, place.admission.capacity)
+    assert place.queue.pop(0.04, MODEL) is None and place.queue.wake_s(0.04) == 0.05
+    reason = place.queue.pop(0.05, MODEL)[1]
+    error = refusal(reason, 1, place.admission.capacity)
     assert reason == "waited" and error.capacity == 1
     assert str(error).startswith("refused with 1 stream open, where 1 can be served at once: no place came free in")
 
@@ -138,7 +138,12 @@ def test_the_queue_has_an_end_in_length_and_in_time_and_the_refusal_says_why():
 @given(st.data())
 def test_listeners_come_before_others_and_of_each_kind_the_first_comes_first(data):
     """Arrivals, departures, cancels and time, in any order; none is lost, and none leaves the queue twice."""
-    place, now_s, waiting, names = Place(3, slots=4, pages=24, max_wait_s=1.0), 0.0, [], iter(range(1_000))
+    place, now_s, waiting, names = (
+        Place(3, slots=4, pages=24, max_wait_s=1.0, max_waiting=64),
+        0.0,
+        [],
+        iter(range(1_000)),
+    )
     for _ in range(data.draw(st.integers(1, 40))):
         deed = data.draw(st.sampled_from(["listener", "listener", "file", "leaves", "cancels", "waits"]))
         if deed in ("listener", "file"):

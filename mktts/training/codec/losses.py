@@ -77,18 +77,22 @@ def _bands(device: torch.device) -> Tensor:
 
 
 class Discriminators(nn.Module):
-    """Judges of spectra at three resolutions and of the waveform folded by five periods (Kong et al. 2020)."""
+    """Judges of spectra at three resolutions and of the waveform folded by five periods (Kong et al. 2020).
+
+    Spectra have many more places than a folded wave: their judges stay narrow.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.spectral = nn.ModuleList(_judge(2, channels, (3, 9), (1, 2)) for _ in _DISCRIMINATOR_WINDOWS)
-        self.periodic = nn.ModuleList(_judge(1, channels, (5, 1), (3, 1)) for _ in _PERIODS)
+        narrow, wide = (channels,) * 4, (channels, 4 * channels, 8 * channels, 8 * channels)
+        self.spectral = nn.ModuleList(_judge((2, *narrow), (3, 9), (1, 2)) for _ in _DISCRIMINATOR_WINDOWS)
+        self.periodic = nn.ModuleList(_judge((1, *wide), (5, 1), (3, 1)) for _ in _PERIODS)
 
     def forward(self, pcm: Tensor) -> list[list[Tensor]]:
         """Of PCM (B, n): every layer's output of every judge, the verdict last."""
         seen = []
         for window, judge in zip(_DISCRIMINATOR_WINDOWS, self.spectral, strict=True):
-            spectrum = _spectrum(pcm, window).transpose(1, 2)
+            spectrum = _spectrum(pcm, window).transpose(1, 2) * (window / 4)  # or biases would drown faint bands
             seen.append(_layers(judge, torch.stack((spectrum.real, spectrum.imag), 1)))
         for period, judge in zip(_PERIODS, self.periodic, strict=True):
             folded = F.pad(pcm, (0, -pcm.shape[1] % period)).unflatten(1, (-1, period))
@@ -113,8 +117,7 @@ def deceiving_losses(real: list[list[Tensor]], fake: list[list[Tensor]]) -> dict
     return {"adversarial": adversarial, "features": sum(distances) / len(distances)}
 
 
-def _judge(c_in: int, channels: int, kernel: tuple[int, int], stride: tuple[int, int]) -> nn.ModuleList:
-    widths = (c_in, channels, 2 * channels, 4 * channels, 4 * channels)
+def _judge(widths: tuple[int, ...], kernel: tuple[int, int], stride: tuple[int, int]) -> nn.ModuleList:
     padding = tuple(k // 2 for k in kernel)
     layers = [nn.Conv2d(a, b, kernel, stride, padding) for a, b in zip(widths, widths[1:], strict=False)]
     return nn.ModuleList(nn.utils.parametrizations.weight_norm(c) for c in (*layers, nn.Conv2d(widths[-1], 1, 3, 1, 1)))

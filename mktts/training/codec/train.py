@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mktts.model.backend import device_named
-from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
+from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLES_PER_FRAME
 from mktts.training.codec.losses import (
     Discriminators,
     deceiving_losses,
@@ -43,7 +43,7 @@ class CodecRecipe:
 
     seed: int = 0
     steps: int = 40_000  # the learning rate falls to a twentieth over these
-    block: int = 250  # steps, after which the state is rounded and may be written
+    block: int = 250  # steps, after which it is measured, and written once a minute
     warmup_steps: int = 500
     batch: int = 16
     crop_frames: int = 28
@@ -59,10 +59,10 @@ class CodecRecipe:
     onsets: float = 0.25  # share of the crops that begin where a clip does
     mel: float = 20.0
     repetition: float = 20.0
-    onset: float = 1.0
+    onset: float = 0.02  # of few and faint samples: at 0.1 its gradient is twice that of mel
     commitment: float = 1.0
-    adversarial: float = 1.0
-    features: float = 5.0
+    adversarial: float = 3.0
+    features: float = 10.0
 
 
 class CodecTrainer(Trainer):
@@ -81,6 +81,7 @@ class CodecTrainer(Trainer):
         super().__init__(recipe, sizes)
         torch.manual_seed(recipe.seed)
         self.device, self.crops = torch.device(device), crops
+        self.audio_s = recipe.batch * recipe.crop_frames / FRAME_RATE_HZ
         self.codec, self.judges = Codec(sizes).to(device), Discriminators(sizes.judges).to(device)
         self.modules = {"codec": self.codec, "judges": self.judges}
         self.steps = StepGraphs(self.device, graphs)
@@ -205,6 +206,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_training_arguments(parser: argparse.ArgumentParser, recipe: object) -> None:
     """What codec and talker have in common, and a flag for each of a recipe's figures."""
     parser.add_argument("--minutes", type=float, required=True, help="stop before this time is over")
+    parser.add_argument("--plan", type=float, default=0, metavar="MINUTES", help="set --steps to what fits into these")
     parser.add_argument("--resume", action="store_true", help="go on from the state of --out, where there is one")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
     parser.add_argument("--graphs", action="store_true", help="steps as CUDA graphs")
@@ -219,13 +221,14 @@ def main(arguments: argparse.Namespace) -> int:
     """Trains for a while. Raises CheckpointError for a state of another recipe, AudioError for the shards."""
     recipe = CodecRecipe(**{name: getattr(arguments, name) for name in asdict(CodecRecipe())})
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True  # shapes are few
     crops = Crops(arguments.data, recipe.crop_frames, recipe.seed, recipe.onsets)
     device = device_named(arguments.device)
     trainer = CodecTrainer(recipe, SIZES[arguments.size], crops, device, graphs=arguments.graphs)
     if arguments.resume and (arguments.out / STATE).is_file():
         trainer.load(arguments.out)
     print(f"{crops.hours:.2f} h of audio, from step {trainer.step}", flush=True)
-    train(trainer, arguments.out, arguments.minutes)
+    train(trainer, arguments.out, arguments.minutes, plan_minutes=arguments.plan)
     reached = trainer.curves[-1] if trainer.curves else {}
     print(json.dumps({**reached, "step": trainer.step, "of_steps": recipe.steps}))
     return 0

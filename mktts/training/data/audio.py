@@ -133,7 +133,8 @@ class Crops:
                 starts[i] = generator.integers(self.total - self.frames)
                 if np.abs(from_pcm16(self._crop(starts[i])[::16])).max() > _QUIET:
                     break
-        return torch.from_numpy(from_pcm16(np.stack([self._crop(start) for start in starts])))
+        found = torch.from_numpy(from_pcm16(np.stack([self._crop(start) for start in starts])))
+        return found.pin_memory() if torch.cuda.is_available() else found  # or its copy would wait for the step before
 
     def _crop(self, frame: int) -> np.ndarray:
         return self.pcm[frame * SAMPLES_PER_FRAME : (frame + self.frames) * SAMPLES_PER_FRAME]

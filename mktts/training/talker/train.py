@@ -43,7 +43,7 @@ class TalkerRecipe:
 
     seed: int = 0
     steps: int = 40_000  # the learning rate falls to a twentieth over these
-    block: int = 250  # steps, after which the state is rounded and may be written
+    block: int = 250  # steps, after which it is measured, and written once a minute
     warmup_steps: int = 300
     learning_rate: float = 1.2e-3
     weight_decay: float = 0.02
@@ -63,6 +63,7 @@ class TalkerTrainer(Trainer):
         """graphs: steps as CUDA graphs (`StepGraphs`). Raises CheckpointError where all texts are held out."""
         super().__init__(recipe, sizes)
         self.data = data
+        self.audio_s = recipe.batch_rows / FRAME_RATE_HZ  # padding and prompts included
         self.model = TalkerModel(data.config, recipe.seed, recipe.dropout).to(data.device)
         self.modules = {"model": self.model}
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
@@ -231,7 +232,7 @@ def main(arguments: argparse.Namespace) -> int:
         elif not arguments.fresh:
             trainer.begin_from(begun)
         print(f"{len(clips.codes) / FRAME_RATE_HZ / 3600:.2f} h of speech, from step {trainer.step}", flush=True)
-        train(trainer, out, arguments.minutes)
+        train(trainer, out, arguments.minutes, plan_minutes=arguments.plan)
     names = ("temperature", "subtalker_temperature")
     write_voice(out, codec, {n: v for n in names if (v := getattr(arguments, n)) is not None})
     print(json.dumps({**read_json(out / CURVES)[-1], "of_steps": recipe.steps}))
