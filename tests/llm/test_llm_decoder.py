@@ -259,12 +259,6 @@ def test_a_bad_request_is_named_before_the_model_runs(tiny, prompt, settings, er
     assert backend.started == []
 
 
-def test_the_oracle_refuses_what_is_no_row_of_ids(tiny):
-    for prompt in (torch.zeros(0, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(2)):
-        with pytest.raises(PromptError, match="int64 token ids"):
-            backend_of(tiny).start(prompt, GREEDY, 0, 1)
-
-
 def test_a_closed_decoder_says_so_and_open_streams_go_on(tiny):
     with faked(tiny, [10])[0] as decoder:
         stream = decoder.generate("Hello", max_tokens=3)
