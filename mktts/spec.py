@@ -6,6 +6,7 @@ The constants are properties of the 12 Hz speech tokenizer (Qwen3-TTS model card
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -180,8 +181,8 @@ class ModelConfig:
         return cls(
             type=model_type,
             model_size=_get(raw, "tts_model_size", str, where),
-            talker=_stack(talker, where),
-            predictor=_stack(_get(talker, "code_predictor_config", dict, where), where),
+            talker=stack_config(talker, where),
+            predictor=stack_config(_get(talker, "code_predictor_config", dict, where), where),
             text_vocab_size=_get(talker, "text_vocab_size", int, where),
             text_hidden_size=_get(talker, "text_hidden_size", int, where),
             text_ids=TextIds(**{f.name: _get(raw, f"{f.name}_token_id", int, where) for f in fields(TextIds)}),
@@ -233,9 +234,7 @@ class CodecConfig:
             value = _get(decoder, f.name, object, where)
             values[f.name] = tuple(value) if isinstance(value, list) else value
         config = cls(**values)
-        upsampling = 1
-        for rate in (*config.upsample_rates, *config.upsampling_ratios):
-            upsampling *= rate
+        upsampling = math.prod((*config.upsample_rates, *config.upsampling_ratios))
         for name, expected, found in (
             ("output_sample_rate", SAMPLE_RATE_HZ, _get(raw, "output_sample_rate", int, where)),
             ("decode_upsample_rate", SAMPLES_PER_FRAME, _get(raw, "decode_upsample_rate", int, where)),
@@ -249,9 +248,14 @@ class CodecConfig:
         return config
 
 
-def _stack(raw: dict[str, Any], where: str) -> StackConfig:
-    values = {f.name: _get(raw, f.name, (int, float), where) for f in fields(StackConfig)}
-    return StackConfig(**values)
+def stack_config(raw: dict[str, Any], where: str) -> StackConfig:
+    """One stack's keys of a config.json. Raises CheckpointError naming a key that is missing or no number above 0."""
+    for f in fields(StackConfig):
+        value, whole = _get(raw, f.name, object, where), f.type == "int"
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < math.inf:
+            kind = "whole number" if whole else "number"
+            raise CheckpointError(f"{where}: {f.name} must be a {kind} above 0, found {value!r}")
+    return StackConfig(**{f.name: raw[f.name] for f in fields(StackConfig)})
 
 
 def _get(raw: dict[str, Any], key: str, kind: Any, where: str) -> Any:

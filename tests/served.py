@@ -16,8 +16,9 @@ from mktts.checkpoint import Checkpoint
 from mktts.engine.options import Guard, StreamOptions
 from mktts.engine.stream import Stream
 from mktts.model.voice import Voice
-from mktts.server import Limits, listen, url_of
-from mktts.server.graceful import SpeechServer
+from mktts.server.address import listen, url_of
+from mktts.server.graceful import speech_server
+from mktts.server.limits import Limits
 from mktts.server.service import SpeechService
 from mktts.server.voices import VoiceFolder
 from mktts.synth import Synthesizer
@@ -96,9 +97,9 @@ def running(server: uvicorn.Server, bound: socket.socket) -> Iterator[str]:
 @contextlib.contextmanager
 def running_agent(settings: Any, api_key: str | None = None) -> Iterator[str]:
     """The agent's page and its sockets, for `AgentSettings`; yields the base URL."""
-    from mktts.agent.web import PageServer, create_app
+    from mktts.agent.web import create_app, page_server
 
-    with listen("127.0.0.1", 0, Limits()) as bound, running(PageServer(create_app(settings, api_key)), bound) as url:
+    with listen("127.0.0.1", 0, Limits()) as bound, running(page_server(create_app(settings, api_key)), bound) as url:
         yield url
 
 
@@ -125,7 +126,7 @@ def served(
 ) -> Iterator[Served]:
     watched = Watched(synthesizer, guard)
     service = SpeechService(watched, limits or Limits(wait_s=WAIT_S), voices, aliases=aliases, uploads=uploads)
-    with listen("127.0.0.1", 0, service.limits) as bound, running(SpeechServer(service, **access), bound) as url:
+    with listen("127.0.0.1", 0, service.limits) as bound, running(speech_server(service, **access), bound) as url:
         yield Served(url, service, watched)
 
 

@@ -16,16 +16,8 @@ from mktts.agent.settings import AgentSettings, from_environment
 from mktts.arguments import add_options, given
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.errors import AgentError, BackendUnavailable
-from mktts.server import (
-    Limits,
-    add_address_arguments,
-    checked_hosts,
-    checked_origins,
-    listen,
-    read_keys,
-    refuse_open_address,
-    url_of,
-)
+from mktts.server.address import access_of, add_address_arguments, listen, url_of
+from mktts.server.limits import Limits
 
 EXAMPLES = """examples:
   python -m mktts agent
@@ -98,20 +90,15 @@ def _need_packages(*, page: bool) -> None:
 
 
 def _page(settings: AgentSettings, arguments: argparse.Namespace) -> int:
-    from mktts.agent.web import PageServer, create_app
+    from mktts.agent.web import create_app, page_server
 
-    keys = read_keys(arguments.api_key_file)
-    origins, hosts = checked_origins(arguments.allow_origin), checked_hosts(arguments.allow_host)
-    refuse_open_address(arguments.host, keys)
+    access = access_of(arguments)
     with listen(arguments.host, arguments.port, Limits()) as bound:
+        server = page_server(create_app(settings, **access))
+        bound.listen()  # before the address is printed: connections wait from then on
         address = f"{url_of(bound)}/"
-
-        def print_address() -> None:
-            open_line = f"open {address}{'?key=KEY' if keys else ''}"
-            print(json.dumps({"url": address}) if arguments.handshake else open_line, flush=True)
-
-        app = create_app(settings, keys, origins, hosts)
-        server = PageServer(app, on_started=print_address)
+        open_line = f"open {address}{'?key=KEY' if access['api_key'] else ''}"
+        print(json.dumps({"url": address}) if arguments.handshake else open_line, flush=True)
         if arguments.handshake:
             threading.Thread(target=_end_with_stdin, args=(server,), daemon=True).start()
         server.run([bound])

@@ -7,6 +7,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from datetime import datetime
 from itertools import takewhile
 from typing import Any, get_args
@@ -27,8 +28,8 @@ from pipecat.services.settings import LLMSettings
 from mktts.agent import intents
 from mktts.agent.settings import AgentSettings
 from mktts.errors import EngineError, MkttsError
-from mktts.llm.chat import ChatTemplate, Message
 from mktts.llm.decoder import TextBackendName, TextDecoder, Token, TokenStream
+from mktts.llm.tokens import ChatTemplate, Message
 
 PROMPT_TOKENS = 768  # together with a reply within the 1 024 rows that the prefill's graphs take
 REPLY_TOKENS = 256
@@ -67,22 +68,10 @@ class LocalLLMService(LLMService):
 
     def __init__(self, model: str, *, instructions: str | None = None, seed: int | None = None) -> None:
         """model: its name. instructions: what the model is told first. seed: repeats the replies of a conversation."""
-        super().__init__(
-            settings=LLMSettings(
-                model=model,
-                system_instruction=instructions,
-                temperature=None,
-                max_tokens=None,
-                top_p=None,
-                top_k=None,
-                frequency_penalty=None,
-                presence_penalty=None,
-                seed=seed,
-                filter_incomplete_user_turns=False,
-                user_turn_completion_config=None,
-                use_provider_thinking_default=False,
-            )
-        )
+        settings: dict[str, Any] = dict.fromkeys(field.name for field in fields(LLMSettings))
+        settings |= {"model": model, "system_instruction": instructions, "seed": seed, "extra": {}}
+        settings |= {"filter_incomplete_user_turns": False, "use_provider_thinking_default": False}
+        super().__init__(settings=LLMSettings(**settings))
 
     def can_generate_metrics(self) -> bool:
         return True
@@ -179,20 +168,16 @@ class ThreadedDecoder:
 
     def __init__(self, decoder: TextDecoder) -> None:
         self.decoder = decoder
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mktts-llm")
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="mktts-llm")
 
     async def run(self, call: Callable[..., Any], *given: Any) -> Any:
         """What `call` returns or raises, called on the thread when its turn comes. Cancelling the wait stops no call
         that runs; one that has not begun never does."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *given)
-
-    def post(self, call: Callable[..., Any], *given: Any) -> None:
-        """As `run`, for a call whose result is not needed."""
-        self._thread.submit(call, *given)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, call, *given)
 
     def close(self) -> None:
         """Waits for the call that runs, then drops the model."""
-        self._thread.shutdown(cancel_futures=True)
+        self.thread.shutdown(cancel_futures=True)
         self.decoder.close()
 
 
@@ -251,7 +236,7 @@ class Qwen3LLMService(LocalLLMService):
                     await self.push_frame(LLMTextFrame(token.text))
         finally:
             if stream is not None:
-                model.post(stream.cancel)
+                model.thread.submit(stream.cancel)
         kept, computed = conversation.kept_tokens, conversation.computed_tokens
         usage = LLMTokenUsage(
             prompt_tokens=kept + computed,

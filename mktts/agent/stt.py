@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import threading
 from collections.abc import AsyncGenerator
+from functools import cache
 from typing import Any
 
 from pipecat.frames.frames import ErrorFrame, Frame, TranscriptionFrame
@@ -23,9 +23,6 @@ from mktts.spec import LANGUAGE_CODES
 # From the end of speech to a transcript: the silence that Silero waits for, and the decoding of a phrase.
 _POCKETSPHINX_LATEST_S, _WHISPER_LATEST_S = 0.35, 1.0
 _WARM_UP_S = 0.5
-
-_whisper_models: dict[tuple[str, str], Any] = {}
-_whisper_loading = threading.Lock()
 
 
 def create_stt(settings: AgentSettings) -> STTService:
@@ -58,7 +55,7 @@ def load_stt(settings: AgentSettings) -> None:
     """Loads Whisper's model, which all conversations share. Raises as `create_stt`."""
     check_stt(settings)
     if settings.stt == "whisper":
-        _whisper_model(settings)
+        _whisper_model(settings.stt_model, settings.device)
 
 
 class PocketsphinxSTTService(SegmentedSTTService):
@@ -137,7 +134,7 @@ def _whisper_service(settings: AgentSettings) -> STTService:
         """Pipecat's service, with a shared model instead of one for each conversation."""
 
         def _load(self) -> None:
-            self._model = _whisper_model(settings)
+            self._model = _whisper_model(settings.stt_model, settings.device)
             unsupported = self._unsupported_language()
             if unsupported:
                 raise AgentError(unsupported)
@@ -148,20 +145,17 @@ def _whisper_service(settings: AgentSettings) -> STTService:
     return SharedWhisper(settings=service, ttfs_p99_latency=_WHISPER_LATEST_S)
 
 
-def _whisper_model(settings: AgentSettings) -> Any:
-    """The process's model for these settings. The first call loads it, for seconds: not on an event loop."""
+@cache
+def _whisper_model(name: str, device: str) -> Any:
+    """The process's model. The first call loads it, for seconds: not on an event loop."""
     from pipecat.services.whisper.stt import WhisperModel
 
-    name, key = settings.stt_model, (settings.stt_model, settings.device)
-    with _whisper_loading:
-        if key not in _whisper_models:
-            device, _, index = settings.device.partition(":")
-            try:
-                _whisper_models[key] = WhisperModel(name, device=device, device_index=int(index or 0))
-            except Exception as error:  # of the Hub, of CTranslate2, of the file system
-                words = " ".join(str(error).split())[:300]
-                raise AgentError(
-                    f"--stt-model {name}: it cannot be loaded ({type(error).__name__}: {words}); where the Hub is out "
-                    "of reach, name a folder with a CTranslate2 model"
-                ) from None
-        return _whisper_models[key]
+    kind, _, index = device.partition(":")
+    try:
+        return WhisperModel(name, device=kind, device_index=int(index or 0))
+    except Exception as error:  # of the Hub, of CTranslate2, of the file system
+        words = " ".join(str(error).split())[:300]
+        raise AgentError(
+            f"--stt-model {name}: it cannot be loaded ({type(error).__name__}: {words}); where the Hub is out of "
+            "reach, name a folder with a CTranslate2 model"
+        ) from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import socket
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -48,7 +47,7 @@ def create_app(
     """The ASGI application. The voice is loaded here, unless it is already.
 
     api_key: asked for by everything under /agent, as `?key=` or as a bearer; the page itself holds no secret. None
-    checks no key: such an application must be bound to loopback (`refuse_open_address`).
+    checks no key: such an application must be bound to loopback (`access_of`).
     origins, hosts: as `AccessMiddleware`.
     Raises what loading the voice raises, PromptError or VoiceError for a voice, language or instruction that it does
     not take, and AgentError where a package of speech to text is missing.
@@ -228,18 +227,6 @@ def _log_failure(task: asyncio.Task[None]) -> None:
         logger.opt(exception=task.exception()).error("a conversation failed")
 
 
-class PageServer(GracefulServer):
-    """Ends conversations before it ends connections. on_started: called once connections are accepted."""
-
-    def __init__(self, app: FastAPI, on_started: Callable[[], None] = lambda: None) -> None:
-        super().__init__(app, _MAX_MESSAGE_BYTES)
-        self._app = app
-        self._on_started = on_started
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_started()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._app.state.sessions.close()
-        await super().shutdown(sockets)
+def page_server(app: FastAPI) -> GracefulServer:
+    """Ends conversations before it ends connections."""
+    return GracefulServer(app, _MAX_MESSAGE_BYTES, app.state.sessions.close)

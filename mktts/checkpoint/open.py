@@ -149,7 +149,12 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     Raises CheckpointError naming what was expected, what was found and what to do; tensors are named.
     """
     if str(source) == SMALL:
-        return _open_small()
+        if not (SMALL_FOLDER / "config.json").is_file():
+            raise CheckpointError(
+                f"checkpoint {SMALL!r}: expected the trained voice in {SMALL_FOLDER}, found none: name a folder or a "
+                "Hub id, or take random:tiny (noise, not speech)"
+            )
+        return open_folder(SMALL_FOLDER)
 
     def make_random(name: str) -> Path:
         from mktts.checkpoint.random.make import ensure_named
@@ -209,15 +214,6 @@ def download(repo_id: str, revision: str | None = None) -> tuple[Path, str]:
             f"({type(error).__name__}: {reason}), and the local cache does not hold it; {by_folder}."
         ) from None
     return Path(folder), revision
-
-
-def _open_small() -> Checkpoint:
-    if not (SMALL_FOLDER / "config.json").is_file():
-        raise CheckpointError(
-            f"checkpoint {SMALL!r}: expected the trained voice in {SMALL_FOLDER}, found none: name a folder or a Hub "
-            "id, or take random:tiny (noise, not speech)"
-        )
-    return open_folder(SMALL_FOLDER)
 
 
 def open_folder(folder: Path, revision: str | None = None) -> Checkpoint:

@@ -25,7 +25,7 @@ from mktts.common import cache_folder, one_of, read_object, write_json
 from mktts.errors import CheckpointError, SamplingError
 from mktts.llm.tokens import TextVocabulary
 from mktts.model.sampling import Choice
-from mktts.spec import StackConfig
+from mktts.spec import StackConfig, stack_config
 
 RECIPE = 1  # raise it whenever the same arguments give other bytes: cached checkpoints are then made again
 # The released JSON files (Apache-2.0), and what the sizes of random checkpoints change in config.json.
@@ -160,16 +160,7 @@ def _stack(raw: dict[str, Any], where: str) -> StackConfig:
         if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
             raise CheckpointError(f"{where}: rope_parameters must be of rope_type 'default', found {rope!r}")
         raw = {**raw, **{key: rope[key] for key in ("rope_theta",) if key in rope}}
-    values: dict[str, Any] = {}
-    for f in fields(StackConfig):
-        value, whole = raw.get(f.name), f.type == "int"
-        kinds = int if whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < float("inf"):
-            raise CheckpointError(
-                f"{where}: {f.name} must be a {'whole ' if whole else ''}number above 0, found {value!r}"
-            )
-        values[f.name] = value
-    stack = StackConfig(**values)
+    stack = stack_config(raw, where)
     if stack.num_attention_heads % stack.num_key_value_heads:
         raise CheckpointError(
             f"{where}: num_attention_heads must be a multiple of num_key_value_heads, found "

@@ -5,6 +5,7 @@ The same Qwen3 stack as speech, with a text embedding in front and a vocabulary-
 
 from __future__ import annotations
 
+import codecs
 import logging
 import time
 from collections.abc import Collection, Sequence
@@ -19,7 +20,7 @@ from mktts.common import checked_int, one_of
 from mktts.errors import BackendUnavailable, EngineError, TextError
 from mktts.llm.backend import After, TextBackend, TextState, TorchTextBackend, check_start
 from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
-from mktts.llm.tokens import Detokenizer, TextVocabulary
+from mktts.llm.tokens import TextVocabulary
 from mktts.model.backend import default_dtype, device_named
 from mktts.model.sampling import MAX_SEED, Choice, drawn_seed
 
@@ -53,7 +54,7 @@ class TokenStream:
 
     _backend: TextBackend | None
     state: TextState
-    _pieces: Detokenizer
+    _vocabulary: TextVocabulary
     _eos_ids: Collection[int]
     seed: int
     _max_tokens: int
@@ -61,6 +62,7 @@ class TokenStream:
     ids: list[int] = field(default_factory=list)
     finish_reason: TextFinishReason | None = None
     failed: bool = False
+    _text: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
     def cancel(self) -> None:
         """Ends the stream: no token comes after this, and the model's state is freed. May be called again."""
@@ -86,13 +88,12 @@ class TokenStream:
         ready_ms = 1e3 * (time.perf_counter() - self._started_s)
         index = len(self.ids)
         self.ids.append(token_id)
-        text = self._pieces.push(token_id)
+        data = self._vocabulary.data(token_id)
         if token_id in self._eos_ids:
             self._end("eos")
         elif len(self.ids) == self._max_tokens:
             self._end("max_tokens")
-        if self.finish_reason is not None:
-            text += self._pieces.finish()
+        text = self._text.decode(data, final=self.finish_reason is not None)  # never half a character
         return Token(token_id, text, index, ready_ms)
 
     def __enter__(self) -> TokenStream:
@@ -181,7 +182,7 @@ class TextDecoder:
         return TokenStream(
             self._backend,
             self._backend.start(ids, choice or self.choice, seed, max_tokens, after),
-            Detokenizer(self.vocabulary),
+            self.vocabulary,
             config.eos_ids if stop_at_eos else (),
             seed,
             max_tokens,

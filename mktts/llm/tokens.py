@@ -1,16 +1,25 @@
-"""Text to ids and ids to text for a Qwen3 text model; ids become text piece by piece, never half a character."""
+"""Text and conversations to ids, and ids to text, for a Qwen3 text model.
+
+A conversation is what Qwen3 was trained on, its chat template without tools:
+
+    <|im_start|>system\\n...<|im_end|>\\n<|im_start|>user\\n...<|im_end|>\\n<|im_start|>assistant\\n
+
+A checkpoint whose own template knows `enable_thinking` is told that the thought is over before it begins, as that
+template does where it is false: what such a model says is spoken, and a listener does not wait for thoughts.
+"""
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mktts.common import read_object
-from mktts.errors import CheckpointError
+from mktts.common import one_of, read_object
+from mktts.errors import CheckpointError, TextError
 from mktts.model.tokenizer import TextTokenizer, byte_symbols
 
+_START, _END, _THINK, _THOUGHT = "<|im_start|>", "<|im_end|>", "<think>", "</think>"
+ROLES = ("system", "user", "assistant")
 _BYTES = {symbol: byte for byte, symbol in byte_symbols().items()}
 
 
@@ -22,7 +31,7 @@ class AddedToken(NamedTuple):
 
 
 class TextVocabulary:
-    """Both directions of a Qwen tokenizer: `encode`, and `Detokenizer` back.
+    """Both directions of a Qwen tokenizer.
 
     As in speech, added tokens are never parsed out of text: "<|im_end|>" in a prompt is ten characters. Ids of added
     tokens go into a prompt as ids; `added` maps their text to them.
@@ -71,24 +80,77 @@ class TextVocabulary:
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""
-        pieces = Detokenizer(self)
-        return "".join(pieces.push(i) for i in ids) + pieces.finish()
+        return b"".join(map(self.data, ids)).decode(errors="replace")
 
 
-class Detokenizer:
-    """Text of ids that arrive one at a time: what `push` and `finish` return, joined, is the text of all of them.
+class Message(NamedTuple):
+    """role: one of ROLES."""
 
-    A character whose bytes are spread over several tokens comes with the last of them.
+    role: str
+    content: str
+
+
+class ChatTemplate:
+    """Messages to token ids. What stands in a message is text: no control token is read out of it.
+
+    think, thought: the ids around a thought; None where the vocabulary has none.
     """
 
-    def __init__(self, vocabulary: TextVocabulary) -> None:
+    def __init__(self, vocabulary: TextVocabulary, thinks: bool) -> None:
+        """thinks: the model has to be told not to. Raises CheckpointError for a vocabulary without turns."""
         self._vocabulary = vocabulary
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        try:
+            self._start, self._end = (vocabulary.added[name] for name in (_START, _END))
+        except KeyError as error:
+            raise CheckpointError(
+                f"expected a model that was trained on conversations, with the token {error.args[0]}: it has none; "
+                "take one such as Qwen/Qwen3-0.6B"
+            ) from None
+        self.think, self.thought = vocabulary.added.get(_THINK), vocabulary.added.get(_THOUGHT)
+        self._thinks = thinks and None not in (self.think, self.thought)
 
-    def push(self, token_id: int) -> str:
-        """The characters that this token completes, perhaps none."""
-        return self._decoder.decode(self._vocabulary.data(token_id))
+    @classmethod
+    def of(cls, folder: Path, vocabulary: TextVocabulary) -> ChatTemplate:
+        """Of a checkpoint's folder. Raises CheckpointError."""
+        separate, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+        if separate.is_file():
+            template = separate.read_text(encoding="utf-8")
+        else:
+            template = read_object(config).get("chat_template") if config.is_file() else None
+        # Without a template of its own: as the first Qwen3 models, whose vocabulary has the two tokens.
+        return cls(vocabulary, template is None or "enable_thinking" in str(template))
 
-    def finish(self) -> str:
-        """U+FFFD where the ids end inside a character, else nothing."""
-        return self._decoder.decode(b"", final=True)
+    def ids(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt of the assistant's next reply to `messages`. Raises TextError for an unknown role."""
+        encode = self._vocabulary.encode
+        ids: list[int] = []
+        for message in messages:
+            one_of("a message's role", message.role, ROLES, TextError)
+            content = message.content
+            if message.role == "assistant":
+                content = content.rpartition(_THOUGHT)[2].lstrip("\n") if _THOUGHT in content else content
+            ids += [self._start, *encode(f"{message.role}\n{content}"), self._end, *encode("\n")]
+        ids += [self._start, *encode("assistant\n")]
+        if self._thinks:
+            ids += [self.think, *encode("\n\n"), self.thought, *encode("\n\n")]
+        return ids
+
+    def ids_within(self, messages: Sequence[Message], most: int, left_out: int = 0) -> tuple[list[int], int]:
+        """As `ids`, without the oldest messages where all of them take more than `most` tokens; a system's first one
+        stays. Returns how many were left out, too.
+
+        left_out: at the call before, whose prompt this one continues: so many are left out again, and more only where
+        `most` demands it; then so many that the rest takes half of it, and later calls continue its prompt.
+        Raises TextError where the last message takes too much alone.
+        """
+        first = 1 if messages and messages[0].role == "system" else 0
+        head, others = list(messages[:first]), list(messages[first:])
+        left_out = left_out if left_out < len(others) else 0  # else it is another conversation
+        ids = self.ids([*head, *others[left_out:]])
+        if len(ids) > most:
+            while len(ids) > most // 2 and left_out < len(others) - 1:
+                left_out += 1
+                ids = self.ids([*head, *others[left_out:]])
+        if len(ids) > most:
+            raise TextError(f"a message and the instructions may take {most} tokens together, got {len(ids)}")
+        return ids, left_out

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import json
 import urllib.error
 import urllib.request
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine
+from http.client import HTTPException
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -17,6 +16,7 @@ from loguru import logger
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 from websockets.frames import CloseCode
+from websockets.protocol import State
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import one_of
@@ -38,9 +38,7 @@ from mktts.spec import SAMPLE_RATE_HZ
 from mktts.text.split import clean_piece
 
 PATIENCE_S = (0.1, 0.4, 1.0)  # between the tries of an utterance of which nothing was heard yet
-KEPT_PIECES = 8  # read ahead of the consumer, 5 s of audio at most; the rest waits in the socket, then in the server
-_MOST_UNANSWERED = 4  # cancelled utterances whose end has not come; the server closes a connection with eight
-_KEPT_MESSAGES = 4  # by the socket, before it stops reading
+_KEPT_MESSAGES = 16  # read ahead of the consumer, half of them audio; the rest waits in the sockets, then in the server
 _CLOSE_S = 1.0
 _MAX_HEALTH_BYTES = 1 << 20
 _SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
@@ -64,11 +62,10 @@ _ERRORS: dict[str, type[MkttsError]] = {
 class RemoteSource:
     """Speech from a server: `MkttsTTSService(source=RemoteSource("http://127.0.0.1:8000"))`.
 
-    A connection carries one utterance at a time, so each service gets its own. One that is lost is replaced at the
-    next utterance. What it was speaking begins again on another one if nothing of it was heard yet, and so does what a
-    server has no place for; otherwise it ends with ConnectionLost, which leaves a service usable. Errors are those of
-    a source in the same process, and also BusyError, ConnectionLost and AccessError. Belongs to one event loop at a
-    time.
+    An utterance has a WebSocket of its own; each service finds one open for its next utterance. Where one is lost
+    before anything was heard, the utterance begins again on another one, and so does what a server has no place for;
+    otherwise it ends with ConnectionLost, which leaves a service usable. Errors are those of a source in
+    the same process, and also BusyError, ConnectionLost and AccessError. Belongs to one event loop at a time.
 
     name: of the server's checkpoint, once connected.
     """
@@ -97,14 +94,17 @@ class RemoteSource:
             raise OptionsError("api_key must be printable ASCII and not empty; leave it out for a server without one")
         self.name = urlsplit(self._http).netloc
         self.sample_rate_hz = SAMPLE_RATE_HZ
+        self.silence_s = silence_s
         self._api_key = api_key
         self._limits = {"max_frames": max_frames, "trim_lead": trim_lead or None, "markup": "strip"}
         self._connect_s = connect_s
-        self._silence_s = silence_s
         self._model_type = ""
         self._speakers: list[str] = []
         self._languages: list[str] = []  # empty until connected
-        self._connections: list[_Connection] = []
+        self._idle: list[ClientConnection] = []
+        self._speeches: set[RemoteSpeech] = set()  # under way
+        self._tasks: set[asyncio.Task[Any]] = set()  # that close a socket, or open one for later
+        self._opening = False  # one for later
         self._users = 0
 
     async def connect(self) -> None:
@@ -114,17 +114,18 @@ class RemoteSource:
         a wrong key.
         """
         await self._read_health()
-        if sum(connection.free for connection in self._connections) <= self._users:
-            await self._open_connection()
+        self._idle.append(await self._open_socket())
         self._users += 1
 
     async def disconnect(self) -> None:
         """Closes one service's connection, and with the last service all of them."""
         self._users = max(0, self._users - 1)
-        idle = [connection for connection in self._connections if connection.free]
-        surplus = idle[: max(0, len(self._connections) - self._users)]
-        closing = surplus if self._users else [*self._connections]
-        await asyncio.gather(*(connection.close() for connection in closing))
+        if not self._users:
+            for speech in [*self._speeches]:
+                speech.fail(EngineError("the source was disconnected in the middle of an utterance"))
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        surplus, self._idle = self._idle[self._users :], self._idle[: self._users]
+        await asyncio.gather(*(socket.close() for socket in surplus))
 
     def check(self, style: Style) -> None:
         """Raises PromptError for a voice or language that the server, once connected, is known not to have."""
@@ -145,39 +146,69 @@ class RemoteSource:
     async def speak(self, text: str, style: Style) -> RemoteSpeech:
         """As `SpeechSource.speak`. Raises ConnectionLost, BusyError, EngineError and AccessError; the rest comes from
         the speech."""
-        return await self._started({"text": text, **self._start(style)})
+        return await self.open(style, text)
 
-    async def open(self, style: Style) -> RemoteSpeech:
+    async def open(self, style: Style, text: str | None = None) -> RemoteSpeech:
         """As `SpeechSource.open`; raises as `speak`."""
-        return await self._started(self._start(style))
-
-    async def _started(self, start: dict[str, Any]) -> RemoteSpeech:
-        speech = RemoteSpeech(self._free_connection, start)
-        await speech.begin()
-        return speech
-
-    def _start(self, style: Style) -> dict[str, Any]:
-        """The keys of a start message."""
         fields = {
+            "text": text,
             "language": style.language,
             "speaker": style.voice,
             "instruct": style.instruct or None,
             "seed": style.seed,
             **self._limits,
+            **({} if style.sampling is None else style.sampling.flat()),
         }
-        if style.sampling is not None:
-            fields |= style.sampling.flat()
-        return {key: value for key, value in fields.items() if value is not None}
+        speech = RemoteSpeech(self, {key: value for key, value in fields.items() if value is not None})
+        await speech.begin()
+        return speech
+
+    async def take(self, speech: RemoteSpeech) -> ClientConnection:
+        """An open connection for an utterance. Raises as `connect`, and BusyError."""
+        self._idle = [socket for socket in self._idle if socket.state is State.OPEN]
+        socket = self._idle.pop() if self._idle else await self._open_socket()
+        self._speeches.add(speech)
+        return socket
+
+    def close(self, speech: RemoteSpeech, socket: ClientConnection | None) -> None:
+        """Of an utterance, which ends its generation."""
+        self._speeches.discard(speech)
+        if socket is not None:
+            self._run(socket.close())
+            self.prepare()
+
+    def prepare(self) -> None:
+        """Opens a connection for the next utterance, if there is none."""
+        if len(self._idle) < self._users and not self._opening:
+            self._opening = True
+            self._run(self._open_spare())
+
+    async def _open_spare(self) -> None:
+        try:
+            self._idle.append(await self._open_socket())
+        except MkttsError:
+            pass  # the next utterance finds out
+        finally:
+            self._opening = False
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _read_health(self) -> None:
-        """Takes in what the server says about itself at GET /health."""
+        """Takes in what the server says about itself at GET /health. Raises as `connect`."""
         http = self._http
-        found = await asyncio.to_thread(_get_health, f"{http}/health", self._connect_s)
         try:
+            found = json.loads(await asyncio.to_thread(_get_health, f"{http}/health", self._connect_s))
             status, model = found["status"], found["model"]
             name, kind, random_weights = model["checkpoint"], model["type"], model["random_weights"]
             speakers, languages = ([one.lower() for one in found[key]] for key in ("speakers", "languages"))
             rate_hz = int(found["sample_rate_hz"])
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", None) or error
+            message = f"no answer from {http}: {reason}; start a server there with python -m mktts serve"
+            raise ConnectionLost(message) from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise EngineError(f"{http} does not answer as an mktts server of this version does") from None
         if status == "stopping":
@@ -189,58 +220,70 @@ class RemoteSource:
         self.name, self.sample_rate_hz = name, rate_hz
         self._model_type, self._speakers, self._languages = kind, speakers, languages
 
-    async def _free_connection(self) -> _Connection:
-        """A connection for one utterance. Nothing may be awaited between this and the utterance's start."""
-        free = next((connection for connection in self._connections if connection.free), None)
-        return free or await self._open_connection()
-
-    async def _open_connection(self) -> _Connection:
-        socket = await _open_socket(self._ws, self._api_key, self._connect_s)
-        connection = _Connection(socket, self._silence_s, self._connections.remove)
-        self._connections.append(connection)
-        return connection
+    async def _open_socket(self) -> ClientConnection:
+        """Raises ConnectionLost where no server answers, EngineError where what answers is none of ours, AccessError
+        for a wrong key, BusyError."""
+        url, api_key = self._ws, self._api_key
+        try:
+            return await connect(
+                url,
+                additional_headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+                open_timeout=self._connect_s,
+                close_timeout=_CLOSE_S,
+                max_queue=_KEPT_MESSAGES,
+                compression=None,  # noise-like PCM does not shrink
+                ping_interval=None,  # a pong waits behind audio that is not read: see RemoteSpeech._receive
+            )
+        except InvalidStatus as error:
+            status = error.response.status_code
+            if status in (401, 403):
+                wanted = "it needs an api_key" if api_key is None else "it does not accept this api_key"
+                raise AccessError(f"the server at {url} answers {status}: {wanted}") from None
+            if status == 503:
+                raise ConnectionLost(f"the server at {url} answers 503: it is stopping") from None
+            if status == 429:
+                raise BusyError(f"the server at {url} answers {status}: ask again later") from None
+            raise EngineError(f"{url} answers {status}: expected an mktts server") from None
+        except (OSError, WebSocketException) as error:  # TimeoutError is an OSError
+            raise ConnectionLost(f"no connection to {url}: {error}; is python -m mktts serve running there?") from None
 
 
 class RemoteSpeech:
-    """A `Speech`; text that is fed to it is kept until something of it was heard. The connection calls `take` and
-    `end`; all methods belong to the event loop.
-
-    Where no connection is found, or it is lost, or its server has no place free, before anything was heard, the
-    utterance begins again on another one, after the waits of PATIENCE_S; later, a loss is its end.
+    """A `Speech`; text that is fed to it is kept, so that it can begin again: after the waits of PATIENCE_S, where no
+    connection is found, or it is lost, or its server has no place free, before anything was heard.
     """
 
-    def __init__(self, find: Callable[[], Awaitable[_Connection]], start: dict[str, Any]) -> None:
-        """find: gives a connection that is free. start: the fields of the start message."""
+    def __init__(self, source: RemoteSource, start: dict[str, Any]) -> None:
+        """start: the fields of the start message."""
         self.finish_reason: FinishReason | None = None
-        self._find = find
+        self._source = source
         self._start = start
-        self._connection: _Connection | None = None
+        self._socket: ClientConnection | None = None
+        self._outbox: asyncio.Queue[str] = asyncio.Queue()  # so that no caller waits
+        self._writing: asyncio.Task[None] | None = None
         self._fed: list[str] = []
-        self._finished = False
+        self._finished = False  # no more text comes
         self._waits_s = iter(PATIENCE_S)
-        self._pieces: deque[bytes] = deque()
-        self._changed = asyncio.Event()  # pieces or the end: for the consumer or the connection, which never wait both
-        self._heard = False
-        self._ended = False
-        self._error: Exception | None = None
-        self._cancelled = False
+        self._heard = self._over = False
+        self._error: MkttsError | None = None  # that the source ended it with
 
     async def begin(self) -> None:
         """Starts on a connection, and sends what was fed already. Raises what the last try to find one raised."""
-        while not self._cancelled:
+        while not self._over and self._socket is None:
             try:
-                connection = await self._find()
+                self._socket = await self._source.take(self)
             except (ConnectionLost, BusyError) as error:
-                if not await self._waited(error):
-                    raise
-                continue
-            self._connection, self._ended, self._error = connection, False, None
-            connection.start(self, self._start)
-            for text in self._fed:
-                connection.send(self, "text", text=text)
-            if self._finished:
-                connection.send(self, "finish")
+                await self._wait_after(error)
+        if self._over:  # meanwhile
+            self._let_go()
             return
+        self._outbox = asyncio.Queue()
+        self._send("start", **self._start)
+        for text in self._fed:
+            self._send("text", text=text)
+        if self._finished:
+            self._send("finish")
+        self._writing = asyncio.create_task(_write(self._socket, self._outbox))
 
     def feed(self, text: str) -> None:
         """Raises TextError when `text` is not a str, EngineError after `finish`."""
@@ -249,157 +292,89 @@ class RemoteSpeech:
             raise EngineError("feed after finish: open another utterance for more text")
         if text:
             self._fed.append(text)
-            self._connection.send(self, "text", text=text)
+            self._send("text", text=text)
 
     def finish(self) -> None:
         if self._finished:
             return
         self._finished = True
         if any(text.strip() for text in self._fed):
-            self._connection.send(self, "finish")
+            self._send("finish")
         else:  # nothing to say, and no failure in a conversation
             self.cancel()
 
     def cancel(self) -> None:
-        if self._cancelled:
-            return
-        self._cancelled = True
-        self._pieces.clear()
-        if self._error is not None:  # that was not raised yet: it waits for another try
-            self._error, self.finish_reason = None, "cancelled"
-        self._connection.cancel(self)
-        self.end("cancelled")
+        self._end("cancelled")
+
+    def fail(self, error: MkttsError) -> None:
+        """Ends the utterance with `error`, which the consumer gets."""
+        self._error = error
+        self._let_go()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> bytes:
         try:
-            while True:
-                while not self._pieces and not self._ended:
-                    self._changed.clear()
-                    await self._changed.wait()
-                if self._pieces or not await self._again():
-                    break
+            while not self._over:
+                try:
+                    piece = await self._next()
+                except (ConnectionLost, BusyError) as error:
+                    self._let_go()
+                    if self._heard:
+                        raise
+                    await self._wait_after(error)
+                    await self.begin()
+                else:
+                    if not self._over:
+                        if not self._heard:
+                            self._source.prepare()  # not before: it would make this utterance's first sound later
+                        self._heard = True
+                        return piece
+        except Exception:
+            self._end(None)
+            raise
         except BaseException:  # cancelling the task that waits cancels the generation
             self.cancel()
             raise
-        if self._pieces:
-            self._heard = True
-            self._changed.set()
-            return self._pieces.popleft()
-        error, self._error = self._error, None
-        raise error or StopAsyncIteration
+        raise StopAsyncIteration
 
-    async def take(self, pcm: bytes) -> None:
-        """Adds a piece; waits while the consumer is too far behind. Drops it when no piece is wanted."""
-        while len(self._pieces) >= KEPT_PIECES and not self._ended:
-            self._changed.clear()
-            await self._changed.wait()
-        if not self._ended:
-            self._pieces.append(pcm)
-            self._changed.set()
-
-    def end(self, reason: FinishReason | None = None, error: Exception | None = None) -> None:
-        """No piece comes any more. Idempotent: the first reason holds."""
-        if not self._ended:
-            self._ended = True
-            self.finish_reason, self._error = reason, error
-        self._changed.set()
-
-    async def _again(self) -> bool:
-        """Begins the utterance anew where that may help and nothing of it was heard; False: it is over."""
-        error = self._error
-        if not isinstance(error, (ConnectionLost, BusyError)) or self._heard or not await self._waited(error):
-            return False
-        await self.begin()
-        return True
-
-    async def _waited(self, error: Exception) -> bool:
-        """Waits before another try; False: there is none."""
-        wait_s = next(self._waits_s, None)
-        if wait_s is None:
-            return False
-        logger.warning(f"{error}; nothing was heard yet: trying again in {wait_s:g} s")
-        await asyncio.sleep(wait_s)
-        return True
-
-
-class _Connection:
-    """One WebSocket. Belongs to one event loop. `on_end` is called once, when it can carry nothing more.
-
-    The server answers utterances in the order of their starts, each up to its `finished` or `error`. One that is
-    cancelled is still answered: the next may start, and what comes before its turn is dropped.
-    """
-
-    def __init__(self, socket: ClientConnection, silence_s: float, on_end: Callable[[_Connection], None]) -> None:
-        self._socket = socket
-        self._silence_s = silence_s
-        self._on_end = on_end
-        self._outbox: asyncio.Queue[str] = asyncio.Queue()  # so that no caller waits, and a cancel keeps its place
-        self._unanswered: deque[RemoteSpeech] = deque()
-        self._speaking: RemoteSpeech | None = None  # the last of them, unless it was cancelled
-        self._ended = False
-        self._refusal: MkttsError | None = None
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
-
-    @property
-    def free(self) -> bool:
-        """Whether an utterance may start."""
-        return not self._ended and self._speaking is None and len(self._unanswered) < _MOST_UNANSWERED
-
-    def start(self, speech: RemoteSpeech, fields: dict[str, Any]) -> None:
-        """Call only when `free`."""
-        self._speaking = speech
-        self._unanswered.append(speech)
-        self.send(speech, "start", **fields)
-
-    def send(self, speech: RemoteSpeech, type: str, **fields: Any) -> None:
-        """Sends once all before it is sent; drops what belongs to an utterance that is over."""
-        if speech is self._speaking:
-            self._outbox.put_nowait(json.dumps({"type": type, **fields}))
-
-    def cancel(self, speech: RemoteSpeech) -> None:
-        """Asks for the end of an utterance, if it has not come."""
-        self.send(speech, "cancel")
-        self._release(speech)
-
-    async def close(self) -> None:
-        """Ends what is being spoken with EngineError."""
-        self._end(EngineError("the source was disconnected in the middle of an utterance"))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._socket.close()
-
-    async def _write(self) -> None:
-        with contextlib.suppress(ConnectionClosed):  # the reader sees it too, and says so
-            while True:
-                await self._socket.send(await self._outbox.get())
-
-    async def _read(self) -> None:
-        loss: MkttsError
+    async def _next(self) -> bytes:
+        """The next piece; b"" where the utterance is over. Raises what ended it."""
+        socket, silence_s = self._socket, self._source.silence_s
         try:
-            while True:
-                await self._take(await self._receive())
+            while not self._over and self._error is None:
+                message = await self._receive(socket, silence_s)
+                if isinstance(message, bytes):
+                    return message
+                said = json.loads(message)
+                if (found := said.get("error")) is not None:  # as a synthesizer in this process would have raised it
+                    self._error = _ERRORS.get(found["code"], EngineError)(
+                        f"the server says: {found['message']} ({found['code']})"
+                    )
+                elif said["type"] == "finished":
+                    if said["finish_reason"] == "cancelled":  # by the server: what we cancel has ended here already
+                        self._error = EngineError("the server ended the utterance")
+                    else:
+                        self._end(said["finish_reason"])
         except ConnectionClosed as error:
-            closed = error.rcvd
-            why = f"{closed.code} {closed.reason}".strip() if closed is not None else "without a word"
-            loss = ConnectionLost(f"the connection to the server was lost ({why}): what it was speaking ends here")
-            code = None if closed is None else closed.code
-            if code == CloseCode.POLICY_VIOLATION and self._refusal is not None:  # what made no sense to the server
-                loss = self._refusal
-            elif code == CloseCode.MESSAGE_TOO_BIG:
-                loss = TextError("the text is too long for one message to the server: speak it in parts")
+            if not self._over and self._error is None:
+                closed = error.rcvd
+                why = f"{closed.code} {closed.reason}".strip() if closed is not None else "without a word"
+                self._error = ConnectionLost(f"the connection to the server was lost ({why}): this utterance ends here")
+                if closed is not None and closed.code == CloseCode.MESSAGE_TOO_BIG:
+                    self._error = TextError("the text is too long for one message to the server: speak it in parts")
         except TimeoutError:
-            loss = ConnectionLost(f"the server has not answered for {2 * self._silence_s:g} s: it is gone or hangs")
+            self._error = ConnectionLost(f"the server has not answered for {2 * silence_s:g} s: it is gone or hangs")
         except (ValueError, KeyError, TypeError, AttributeError):
-            loss = EngineError("the server sends what is not of its protocol: is it of another version?")
-        self._end(loss)
-        self._tasks[1].cancel()
-        await self._socket.close()
+            self._error = EngineError("the server sends what is not of its protocol: is it of another version?")
+        if self._over:
+            return b""
+        error, self._error = self._error, None
+        raise error
 
-    async def _receive(self) -> str | bytes:
+    @staticmethod
+    async def _receive(socket: ClientConnection, silence_s: float) -> str | bytes:
         """The next message. Raises ConnectionClosed, and TimeoutError when not even a ping is answered.
 
         Pings are sent only while nothing comes and nothing waits to be read.
@@ -407,102 +382,56 @@ class _Connection:
         pong: asyncio.Future[float] | None = None
         while True:
             try:
-                async with asyncio.timeout(self._silence_s):
-                    return await self._socket.recv()
+                async with asyncio.timeout(silence_s):
+                    return await socket.recv()
             except TimeoutError:
                 if pong is not None and not pong.done():
                     raise
-            async with asyncio.timeout(self._silence_s):
-                pong = await self._socket.ping()
+            async with asyncio.timeout(silence_s):
+                pong = await socket.ping()
 
-    async def _take(self, message: str | bytes) -> None:
-        if isinstance(message, bytes):
-            if self._unanswered:
-                await self._unanswered[0].take(message)
-            return
-        said = json.loads(message)
-        error: MkttsError | None = None
-        if (found := said.get("error")) is not None:  # as a synthesizer in this process would have raised it
-            kind = _ERRORS.get(found["code"], EngineError)
-            error = kind(f"the server says: {found['message']} ({found['code']})")
-        if said["type"] == "finished":
-            reason = said["finish_reason"]
-            self._answered(reason if reason != "error" else None, error)
-        elif said["type"] == "error":
-            self._refusal = error
-            self._answered(None, error)
+    async def _wait_after(self, error: MkttsError) -> None:
+        """Waits before another try. Raises `error` where there is none."""
+        wait_s = next(self._waits_s, None)
+        if wait_s is None:
+            raise error
+        logger.warning(f"{error}; nothing was heard yet: trying again in {wait_s:g} s")
+        await asyncio.sleep(wait_s)
 
-    def _answered(self, reason: Any, error: MkttsError | None) -> None:
-        if not self._unanswered:
-            return
-        speech = self._unanswered.popleft()
-        if reason == "cancelled":  # by the server: what we cancel has ended here already
-            error = error or EngineError("the server ended the utterance")
-        speech.end(reason, error)
-        self._release(speech)
+    def _send(self, type: str, **fields: Any) -> None:
+        self._outbox.put_nowait(json.dumps({"type": type, **fields}))
 
-    def _release(self, speech: RemoteSpeech) -> None:
-        if self._speaking is speech:
-            self._speaking = None
+    def _end(self, reason: FinishReason | None) -> None:
+        """No piece comes any more; the first reason holds."""
+        if not self._over:
+            self._over, self.finish_reason = True, reason
+            self._let_go()
 
-    def _end(self, loss: MkttsError) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        self._speaking = None
-        for speech in self._unanswered:
-            speech.end(None, loss)
-        self._unanswered.clear()
-        self._on_end(self)
+    def _let_go(self) -> None:
+        """Of the connection."""
+        if self._writing is not None:
+            self._writing.cancel()
+        socket, self._socket = self._socket, None
+        self._source.close(self, socket)
 
 
-async def _open_socket(url: str, api_key: str | None, timeout_s: float) -> ClientConnection:
-    """Raises ConnectionLost where no server answers, EngineError where what answers is none of ours, AccessError for a
-    wrong key, BusyError."""
+async def _write(socket: ClientConnection, outbox: asyncio.Queue[str]) -> None:
+    with contextlib.suppress(ConnectionClosed):  # the reader sees it too, and says so
+        while True:
+            await socket.send(await outbox.get())
+
+
+def _get_health(url: str, timeout_s: float) -> bytes:
+    """What is answered at `url`. Raises OSError, HTTPException and AccessError."""
     try:
-        return await connect(
-            url,
-            additional_headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-            open_timeout=timeout_s,
-            close_timeout=_CLOSE_S,
-            max_queue=_KEPT_MESSAGES,
-            compression=None,  # noise-like PCM does not shrink
-            ping_interval=None,  # a pong waits behind audio that is not read: see _receive
-        )
-    except InvalidStatus as error:
-        status = error.response.status_code
-        if status in (401, 403):
-            wanted = "it needs an api_key" if api_key is None else "it does not accept this api_key"
-            raise AccessError(f"the server at {url} answers {status}: {wanted}") from None
-        if status == 503:
-            raise ConnectionLost(f"the server at {url} answers 503: it is stopping") from None
-        if status == 429:
-            raise BusyError(f"the server at {url} answers {status}: ask again later") from None
-        raise EngineError(f"{url} answers {status}: expected an mktts server") from None
-    except (OSError, WebSocketException) as error:  # TimeoutError is an OSError
-        raise ConnectionLost(f"no connection to {url}: {error}; is python -m mktts serve running there?") from None
-
-
-def _get_health(url: str, timeout_s: float) -> Any:
-    """The JSON at `url`. Raises as `_open_socket`."""
-    try:
-        try:
-            with urllib.request.urlopen(url, timeout=timeout_s) as answer:
-                body = answer.read(_MAX_HEALTH_BYTES)
-        except urllib.error.HTTPError as error:
-            if error.code in (401, 403):
-                raise AccessError(f"{url} answers {error.code}: this machine may not ask") from None
-            if error.code != 503:  # an unhealthy server's status, with the same body
-                raise
-            body = error.read(_MAX_HEALTH_BYTES)
-        return json.loads(body)
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        raise ConnectionLost(
-            f"no answer from {url}: {reason}; start a server there with python -m mktts serve"
-        ) from None
-    except ValueError:
-        raise EngineError(f"{url} does not answer as an mktts server of this version does") from None
+        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+            return answer.read(_MAX_HEALTH_BYTES)
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            raise AccessError(f"{url} answers {error.code}: this machine may not ask") from None
+        if error.code != 503:  # an unhealthy server's status, with the same body
+            raise
+        return error.read(_MAX_HEALTH_BYTES)
 
 
 def _addresses(url: str) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 # Written without spaces, and a syllable or more a character: kana, ideographs, and the marks that go with them.
 _WIDE = re.compile(r"[\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef]")
+_OPENING = ("Ps", "Pi")  # Unicode's categories of opening brackets and quotation marks
 _WORD = re.compile(rf"{_WIDE.pattern}|(?:(?!{_WIDE.pattern})\S)+")
 # Speech at 150 words a minute, six letters and spaces a word; Mandarin at 240 characters a minute.
 _UNITS_PER_S = 15.0
@@ -48,7 +49,7 @@ def split_words(text: str) -> list[Word]:
         if any(map(str.isalnum, match.group())):
             spans.append((begin, end))
             opening = None
-        elif spans and opening is None and not _opens(match.group()):
+        elif spans and opening is None and unicodedata.category(match.group()[-1]) not in _OPENING:
             spans[-1] = (spans[-1][0], end)
         else:
             opening = begin
@@ -56,11 +57,6 @@ def split_words(text: str) -> list[Word]:
         begin = spans.pop()[0] if spans else opening
         spans.append((begin, len(text.rstrip())))
     return [Word(text[begin:end], wide=bool(_WIDE.match(text[end - 1]))) for begin, end in spans]
-
-
-def _opens(marks: str) -> bool:
-    """Whether the last mark is an opening bracket or quotation mark."""
-    return unicodedata.category(marks[-1]) in ("Ps", "Pi")
 
 
 @dataclass

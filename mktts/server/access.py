@@ -24,8 +24,7 @@ _OWNER = "mktts_owner"  # in a request's state
 _OWNER_PREFIX = b"mktts: owner of uploaded voices\0"
 _SLOWEST_BYTES_PER_S = 64 * 1024  # of a body
 _PROTOCOL = "mktts"  # a browser offers it with its key, so that the server has a subprotocol to choose
-# Subprotocols that carry a key: the first is followed by base64url, the second by the key.
-_KEY_PROTOCOLS = ("mktts.key.", "openai-insecure-api-key.")
+_KEY_PROTOCOL = "mktts.key."  # a subprotocol that carries a key, in base64url behind this
 _FIRST_MESSAGES = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 
 
@@ -47,7 +46,7 @@ def owner_of_request(scope: Any) -> str:
 class AccessMiddleware:
     """ASGI middleware that gives every request an id and refuses those that may not pass.
 
-    api_key: one or several keys; None accepts every request, which is for loopback only (`refuse_open_address`).
+    api_key: one or several keys; None accepts every request, which is for loopback only (`access_of`).
     origins: of web pages that may use the server, as browsers write them. Pages from loopback may use a server without
         a key. Any other page is refused: neither WebSocket nor a plain POST waits for CORS.
     max_body_bytes: of a request's body. larger_bodies: other limits in bytes, by path.
@@ -188,7 +187,7 @@ def _chosen_protocol(offered: Sequence[str]) -> str | None:
 
     A browser closes a connection that is accepted with none of the subprotocols it offered.
     """
-    carriers = [name for name in offered if name.startswith(_KEY_PROTOCOLS)]
+    carriers = [name for name in offered if name.startswith(_KEY_PROTOCOL)]
     others = [name for name in offered if name not in carriers]
     return None if not carriers else (_PROTOCOL if _PROTOCOL in others else (others or carriers)[0])
 
@@ -202,10 +201,8 @@ def _keys_of(scope: Any, in_query: bool) -> Iterator[bytes]:
         if in_query and name == "key":
             yield value.encode()
     for word in scope.get("subprotocols", ()):
-        if word.startswith(_KEY_PROTOCOLS[1]):
-            yield word.removeprefix(_KEY_PROTOCOLS[1]).encode()
-        elif word.startswith(_KEY_PROTOCOLS[0]):
-            plain = word.removeprefix(_KEY_PROTOCOLS[0])
+        if word.startswith(_KEY_PROTOCOL):
+            plain = word.removeprefix(_KEY_PROTOCOL)
             try:
                 yield base64.urlsafe_b64decode(plain + "=" * (-len(plain) % 4))
             except (binascii.Error, ValueError):

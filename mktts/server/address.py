@@ -8,8 +8,10 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from mktts.errors import ServerError
@@ -40,15 +42,23 @@ def add_address_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None for a name."""
+    try:
+        return ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host name or address stands for this machine alone."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost" or host.lower().endswith(".localhost")
+    if (address := _address(host)) is not None:
+        return address.is_loopback
+    return host.lower() == "localhost" or host.lower().endswith(".localhost")
 
 
-def is_own_name(header: str, names: Collection[str]) -> bool:
+@lru_cache(maxsize=64)  # a server is called by few names, at every request
+def is_own_name(header: str, names: frozenset[str]) -> bool:
     """Whether a header Host can be meant for a server that is called `names` (lower case), besides its addresses.
 
     With DNS rebinding, a page's name is pointed at this machine after the page was loaded, and the page still sends
@@ -58,7 +68,22 @@ def is_own_name(header: str, names: Collection[str]) -> bool:
         host = (urlsplit(f"//{header}").hostname or "").rstrip(".")
     except ValueError:
         return False
-    return host in names or is_loopback(host) or _is_address(host)
+    return host in names or is_loopback(host) or _address(host) is not None
+
+
+def access_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The keys, origins and hosts of the arguments, as `AccessMiddleware` takes them.
+
+    Raises ServerError for an address that other machines reach, without a key, and for what is none of the three.
+    """
+    keys = read_keys(arguments.api_key_file)
+    if not keys and not is_loopback(arguments.host):
+        raise ServerError(
+            f"{arguments.host} can be reached by other machines and there is no key: give --api-key-file or set "
+            f"{KEY_VARIABLE}, or listen on 127.0.0.1"
+        )
+    origins, hosts = checked_origins(arguments.allow_origin), checked_hosts(arguments.allow_host)
+    return {"api_key": keys, "origins": origins, "hosts": hosts}
 
 
 def checked_origins(words: Iterable[str]) -> tuple[str, ...]:
@@ -92,24 +117,7 @@ def checked_hosts(words: Iterable[str]) -> frozenset[str]:
 
 
 def _is_name(host: str) -> bool:
-    return _is_address(host) or _NAME.fullmatch(host) is not None
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def refuse_open_address(host: str, keys: str | Sequence[str] | None) -> None:
-    """Raises ServerError for an address that other machines reach, without a key."""
-    if not keys and not is_loopback(host):
-        raise ServerError(
-            f"{host} can be reached by other machines and there is no key: give --api-key-file or set "
-            f"{KEY_VARIABLE}, or listen on 127.0.0.1"
-        )
+    return _address(host) is not None or _NAME.fullmatch(host) is not None
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:

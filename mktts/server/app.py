@@ -12,21 +12,21 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request, Security, WebSocket
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from fastapi.routing import Match
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from mktts.audio.encoding import import_av
+from mktts.audio.encoding import encoder_of, import_av
 from mktts.errors import BackendUnavailable
 from mktts.server.access import AccessMiddleware, owner_of_request
 from mktts.server.address import LOOPBACK_ORIGIN
 from mktts.server.api_errors import ApiError, current_id, from_error, from_validation
 from mktts.server.document import AUDIO_HEADERS, audio_response, describe, error_responses
 from mktts.server.openai_routes import PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
-from mktts.server.schemas import Health, Ready, SpeechRequest, StreamState
-from mktts.server.served_stream import AudioResponse, SpeechEncoder
+from mktts.server.schemas import Health, SpeechRequest, StreamState
+from mktts.server.served_stream import AudioResponse
 from mktts.server.service import SpeechService
 from mktts.server.voices import References, VoiceFolder
 from mktts.server.websocket import SpeechSocket
@@ -136,7 +136,7 @@ def make_app(
     async def tts_stream(body: SpeechRequest, request: Request) -> Response:
         """Speaks a text; raw 16-bit PCM is sent while it is made."""
         stream = service.speak("tts_stream", body, body.text, owner=owner_of_request(request.scope))
-        return AudioResponse(stream, SpeechEncoder("pcm"), limits.stall_s, service.model.random_weights)
+        return AudioResponse(stream, encoder_of("pcm"), limits.stall_s, service.model.random_weights)
 
     @app.get(
         "/tts/stream/{id}",
@@ -154,19 +154,13 @@ def make_app(
     references = References(service.checkpoint, limits)
     app.include_router(openai_routes(service, references, **locked))
 
-    @app.head("/ping", include_in_schema=False)  # the name that other servers and cloud platforms use
-    @app.get("/ping", include_in_schema=False)
-    @app.head("/v1/health", include_in_schema=False)
-    @app.get("/v1/health", include_in_schema=False)
-    @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "Not ok."}, **everyone})
     async def health() -> Response:
         """The model that is served and its state."""
         found = service.health
         return JSONResponse(found.model_dump(), 200 if found.status == "ok" else 503)
 
-    @app.head("/ready", include_in_schema=False)
-    @app.get("/ready", response_model=Ready, responses={503: {"model": Ready, "description": "Not ready."}, **everyone})
+    @app.get("/ready", responses={503: {"description": "Not ready."}, **everyone})
     async def ready() -> Response:
         """Whether this server accepts more requests: not while it fails or stops."""
         wants_more = service.health.status == "ok"
@@ -177,12 +171,14 @@ def make_app(
         """Prometheus metrics."""
         return Response(service.meters.page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @app.head("/", include_in_schema=False)
-    @app.get("/", include_in_schema=False)
     async def root() -> Response:
         """A page to try the server."""
-        return HTMLResponse((PAGE / "index.html").read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
+        return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
 
+    # /ping: the name that other servers and cloud platforms use
+    for answer, paths in ((root, ["/"]), (health, ["/health", "/v1/health", "/ping"]), (ready, ["/ready"])):
+        for path in paths:
+            app.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/page", _PageFiles(directory=PAGE))
 
     @app.websocket("/{path:path}")  # last of the routes: the framework alone would answer 403

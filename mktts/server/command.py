@@ -8,23 +8,19 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mktts.arguments import add_options, given
-from mktts.checkpoint.arguments import add_model_arguments
+from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import counted
 from mktts.errors import BackendUnavailable, ServerError
-from mktts.server.address import (
-    add_address_arguments,
-    checked_hosts,
-    checked_origins,
-    listen,
-    read_keys,
-    refuse_open_address,
-    url_of,
-)
+from mktts.server.address import access_of, add_address_arguments, listen, url_of
 from mktts.server.limits import Limits
-from mktts.server.loading import open_service
+
+if TYPE_CHECKING:
+    from mktts.server.service import SpeechService
+    from mktts.synth import Synthesizer
 
 EXAMPLES = """examples:
   python -m mktts serve
@@ -84,18 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Serves until a signal; 0 after SIGTERM, 1 where the engine's own process has died."""
     try:
-        from mktts.server.graceful import SpeechServer
+        from mktts.server.graceful import speech_server
         from mktts.server.voices import VoiceFolder
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"serving needs the package {error.name}: pip install -r requirements.txt") from None
-    keys = read_keys(arguments.api_key_file)
-    refuse_open_address(arguments.host, keys)
+    access = access_of(arguments)
     limits = Limits(**given(Limits, arguments))
-    access = {
-        "api_key": keys,
-        "origins": checked_origins(arguments.allow_origin),
-        "hosts": checked_hosts(arguments.allow_host),
-    }
     if arguments.voice_folder is not None:
         VoiceFolder(arguments.voice_folder, limits.max_voices)  # before the model: a folder that cannot be used shows
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
@@ -106,13 +96,13 @@ def main(arguments: argparse.Namespace) -> int:
 
         with bound:
             url = url_of(bound)
-        return serve_replicas(arguments, limits, access, url)
+        return serve_replicas(arguments, limits, access, url, partial(open_service, arguments, limits))
     if arguments.ray_address is not None:
         raise ServerError("--ray-address belongs to --replicas: give that too, or leave it out")
     with bound:
         synthesizer, service = open_service(arguments, limits)
         with synthesizer:
-            server = SpeechServer(service, **access)
+            server = speech_server(service, **access)
             synthesizer.engine.on_gone = partial(server.handle_exit, signal.SIGTERM, None)
             bound.listen()  # before the address is printed: connections wait from then on
             log = logging.getLogger(__name__)
@@ -121,9 +111,67 @@ def main(arguments: argparse.Namespace) -> int:
             log.info(
                 "%s with the %s backend on %s, for %s at once (%s), at %s",
                 service.model.checkpoint, synthesizer.backend_name, synthesizer.device,
-                counted(service.streams_max, "listener"), service.capacity.basis, url_of(bound),
+                counted(service.streams_max, "listener"), synthesizer.capacity.basis, url_of(bound),
             )  # fmt: skip
             server.run([bound])
     if server.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
     return 1 if synthesizer.engine.gone else 0
+
+
+def open_service(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthesizer, SpeechService]:
+    """The model that the arguments name, warm, and the service in which all connections share it. The caller closes the
+    synthesizer. Raises what loading raises."""
+    from mktts.checkpoint import open_checkpoint
+    from mktts.model.voice import Voice
+    from mktts.server.service import SpeechService
+    from mktts.server.voices import VoiceFolder
+    from mktts.synth.synthesizer import BatchSettings, Synthesizer
+
+    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
+    files = pairs_of(arguments.voice, "--voice", "NAME=FILE")
+    voices = {name.lower(): Voice.load(Path(file)) for name, file in files.items()}
+    aliases = pairs_of(arguments.voice_alias, "--voice-alias", "ALIAS=NAME")
+    uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
+    # Its public name: clients need not know where a folder lies on this machine.
+    folder = Path(arguments.checkpoint)
+    name = folder.resolve().name if folder.is_dir() else arguments.checkpoint
+    batch = BatchSettings(codec=arguments.codec_precision)
+    settings: dict[str, Any] = {**loading(arguments), "engine": arguments.engine, "batch": batch}
+    if runs_apart(arguments.engine_process, arguments.engine, settings["device"]):
+        synthesizer = Synthesizer.load_apart(checkpoint, arguments.checkpoint, arguments.revision, settings)
+    else:
+        synthesizer = Synthesizer.load(checkpoint, **settings)
+    try:
+        service = SpeechService(synthesizer, limits, voices, name, aliases, uploads)
+        synthesizer.warm_up()
+        synthesizer.measure_capacity()
+    except BaseException:
+        synthesizer.close()
+        raise
+    return synthesizer, service
+
+
+def runs_apart(process: str, engine: str, device: str) -> bool:
+    """Whether the engine gets a process of its own, of the words of --engine-process, --engine and --device.
+
+    With "auto", where a GPU serves many: one H200 serves 680 listeners from one process and 1 100 from two (LOG.md,
+    2026-11-22). One listener gets the first byte up to 0.7 ms later from two (CPU), so others stay as they are.
+    Raises BackendUnavailable for no device.
+    """
+    from mktts.model.backend import device_named
+
+    if process == "auto":
+        return engine == "batch" and device_named(device).type == "cuda"
+    return process == "own"
+
+
+def pairs_of(words: list[str], option: str, shape: str) -> dict[str, str]:
+    """What stands behind the equals sign, by what stands before it. Raises ServerError."""
+    found = {}
+    for word in words:
+        name, _, value = (part.strip() for part in word.partition("="))
+        if not name or not value:
+            raise ServerError(f"{option} must be {shape}, got {word!r}")
+        found[name] = value
+    return found

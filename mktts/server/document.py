@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from mktts.server.schemas import DEFAULT, ErrorBody, ErrorDetail
@@ -29,19 +30,6 @@ connection is closed with 1008. With a key, a page may open it with `?key=KEY`, 
 `mktts.key.` followed by the key in base64url.
 
 **Errors** have one shape, OpenAI's, and the id of their request: in `X-Request-Id` and in the body."""
-_MEANINGS = {
-    400: "The request makes no sense.",
-    401: "The key is missing or wrong.",
-    403: "A web page from elsewhere, another name than the server's, or something that it was not started with.",
-    404: "There is none of this name.",
-    408: "The body did not come in time.",
-    413: "The body is too large.",
-    415: "The body does not say that it is JSON.",
-    422: "A value is missing, of the wrong type, over a limit, or not of this checkpoint.",
-    429: "Every place is taken for now; streams_max says of how many.",
-    500: "The generation failed.",
-    503: "The server is stopping.",
-}
 AUDIO_HEADERS = {
     "X-Request-Id": "for GET /tts/stream/{id}",
     "X-Seed": "repeats this draw",
@@ -54,7 +42,7 @@ AUDIO_HEADERS = {
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """FastAPI's `responses` for errors: the shape is the same everywhere."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}}
-    return {status: {"description": _MEANINGS[status], "content": content} for status in statuses}
+    return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
 
 
 def audio_response(*media_types: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,7 @@ from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, new_id
 from mktts.server.app import make_app
 from mktts.server.service import SpeechService
 
+Stop = Callable[[], Awaitable[None]]
 _FLUSH_S = 1.0  # for the last bytes to connections whose work has ended
 _NO_FAULTS = ("ASGI callable returned without completing handshake", "Invalid UTF-8 sequence received from client")
 
@@ -24,12 +26,14 @@ class GracefulServer(uvicorn.Server):
     """Serves an ASGI application; leaves signals of the rest of the process to the caller.
 
     stopped_by: the signal that ended it; None while none has. max_message_bytes: of a WebSocket message from a client.
-    head_s: within which the head of a request must come. settings: more of `uvicorn.Config`.
+    stop: ends what the application does, before connections are ended. head_s: within which the head of a request must
+    come. settings: more of `uvicorn.Config`.
     """
 
     stopped_by: int | None = None
 
-    def __init__(self, app: Any, max_message_bytes: int, *, head_s: float = 10.0, **settings: Any) -> None:
+    def __init__(self, app: Any, max_message_bytes: int, stop: Stop, head_s: float = 10.0, **settings: Any) -> None:
+        self._stop = stop
         super().__init__(
             uvicorn.Config(
                 app,
@@ -55,24 +59,23 @@ class GracefulServer(uvicorn.Server):
         self.should_exit = True
         self.stopped_by = number
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._stop()
+        await super().shutdown(sockets)
 
-class SpeechServer(GracefulServer):
+
+def speech_server(service: SpeechService, **access: Any) -> GracefulServer:
     """Ends by refusing new streams, letting open ones finish for a while, and cancelling the rest. access: as
     `make_app`."""
-
-    def __init__(self, service: SpeechService, **access: Any) -> None:
-        super().__init__(
-            make_app(service, **access),
-            service.limits.max_body_bytes,
-            head_s=service.limits.head_s,
-            # A client that plays as it reads has its pong behind minutes of audio; stall_s finds dead ones.
-            ws_ping_timeout=None,
-        )
-        self._service = service
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._service.stop(lambda: self.force_exit)
-        await super().shutdown(sockets)
+    limits = service.limits
+    server = GracefulServer(
+        make_app(service, **access),
+        limits.max_body_bytes,
+        lambda: service.stop(lambda: server.force_exit),
+        head_s=limits.head_s,
+        ws_ping_timeout=None,  # a client that plays as it reads has its pong behind minutes of audio; stall_s finds it
+    )
+    return server
 
 
 class _TimedHttp(H11Protocol):

@@ -16,23 +16,18 @@ DAY_S = 24 * 3_600
 class Limits:
     """Raises ServerError on a value that is not above 0 (max_waiting, wait_s: below 0), or not finite.
 
-    max_streams: listened to at once, at most; None: the measured capacity. A stream whose text has not come, or that
-        no client reads, is none of them. min_streams: admitted even where the capacity is smaller.
+    max_streams: a stream whose text has not come, or that no client reads, is none of them.
     max_waiting: streams for which there is no place yet wait, so many, for wait_s; then, and beyond, it is 429.
     max_body_bytes: of a request's body and of one WebSocket message.
-    max_chars: of one utterance's text, and of its instruction.
-    max_duration_s: of one utterance's audio; also what a request that names no limit gets.
+    max_duration_s: also what a request that names no limit gets.
     buffer_frames: made ahead of a client that does not read; then its generation waits.
     socket_bytes: the kernel may hold unsent per connection. Small, so that little audio is on the way when a
         listener interrupts, and so that a slow client is noticed.
-    stall_s: a connection that takes no byte for this long is dropped.
-    idle_s: a WebSocket utterance that waits for text this long is cancelled.
-    head_s: the head of a request must come within this, and body_s its body: longer for a long one, at 64 KiB a second.
-    grace_s: open streams may go on after the signal to stop.
+    body_s: longer for a long body, at 64 KiB a second.
     kept_states: ended streams that GET /tts/stream/{id} still knows.
     max_reference_bytes, max_reference_s: of a recording that a request brings to be cloned; decoding it may take
         reference_decode_s.
-    max_voices: that one key may upload. voice_days: until an uploaded one is deleted.
+    max_voices: that one key may upload.
     kept_voices: made of such recordings, so that the next request with the same one need not make it again.
     """
 

@@ -6,6 +6,7 @@ Names and units as https://prometheus.io/docs/practices/naming/ has them: base u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -26,66 +27,43 @@ _OF_ENGINES = {
 }
 
 
-class Meters:
-    def __init__(self, model: str, backend: str, device: str, random_weights: bool) -> None:
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)  # resident memory, open files
-        info = Gauge(
-            "mktts_info",
-            "Always 1; the labels say what is served.",
-            ("model", "backend", "device", "random_weights"),
-            registry=self.registry,
+class Meters(Collector):
+    """labels: what is served. stats, capacity: asked at every scrape: the state of the engines, and how many listeners
+    are admitted at once."""
+
+    def __init__(
+        self, labels: Mapping[str, str], stats: Callable[[], Mapping[str, EngineStats]], capacity: Callable[[], float]
+    ) -> None:
+        self._registry = registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        seconds = partial(Histogram, labelnames=("route",), buckets=_FIRST_AUDIO_S, registry=registry)
+        ProcessCollector(registry=registry)  # resident memory, open files
+        gauge("mktts_info", "Always 1; the labels say what is served.", tuple(labels)).labels(**labels).set(1)
+        gauge("mktts_capacity", "Listeners that are admitted at once.").set_function(capacity)
+        self.open_streams = gauge("mktts_streams_open", "Streams being generated.")
+        self.streams = counter("mktts_streams", "Streams ended, by route and finish reason.", ("route", "reason"))
+        self.refused = counter("mktts_refused", "Requests refused, by code.", ("code",))
+        self.audio_s = counter("mktts_audio_seconds", "Audio handed to connections.")
+        self.first_audio_s = seconds(
+            "mktts_first_audio_seconds", "From the request (or the first text) to the first PCM on the host."
         )
-        info.labels(model, backend, device, str(random_weights).lower()).set(1)
-        self.open_streams = Gauge("mktts_streams_open", "Streams being generated.", registry=self.registry)
-        self.streams = Counter(
-            "mktts_streams", "Streams ended, by route and finish reason.", ("route", "reason"), registry=self.registry
-        )
-        self.refused = Counter("mktts_refused", "Requests refused, by code.", ("code",), registry=self.registry)
-        self.audio_s = Counter("mktts_audio_seconds", "Audio handed to connections.", registry=self.registry)
-        self.first_audio_s = Histogram(
-            "mktts_first_audio_seconds",
-            "From the request (or the first text) to the first PCM on the host.",
-            ("route",),
-            buckets=_FIRST_AUDIO_S,
-            registry=self.registry,
-        )
-        self.first_byte_s = Histogram(
+        self.first_byte_s = seconds(
             "mktts_first_byte_seconds",
             "From the request (or the first text) to the first write of sound to the connection.",
-            ("route",),
-            buckets=_FIRST_AUDIO_S,
-            registry=self.registry,
         )
-        self.underruns = Counter(
+        self.underruns = counter(
             "mktts_underruns",
             "Writes later than the place of a listener who plays from the first one on, without a prebuffer.",
-            registry=self.registry,
         )
-        self.late_s = Counter("mktts_late_seconds", "By which those writes were late.", registry=self.registry)
-
-    def watch(
-        self, stats: Callable[[], Mapping[str, EngineStats]], capacity: Callable[[], float], behind: Callable[[], int]
-    ) -> None:
-        """Adds what is asked for at every scrape: the state of the engines, how many listeners are admitted at once,
-        and how many streams are behind."""
-        self.registry.register(_Engines(stats, capacity, behind))
+        self.late_s = counter("mktts_late_seconds", "By which those writes were late.")
+        self._stats = stats
+        registry.register(self)
 
     def page(self) -> bytes:
-        return generate_latest(self.registry)
-
-
-class _Engines(Collector):
-    def __init__(
-        self, stats: Callable[[], Mapping[str, EngineStats]], capacity: Callable[[], float], behind: Callable[[], int]
-    ) -> None:
-        self._stats, self._capacity, self._behind = stats, capacity, behind
+        return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        yield GaugeMetricFamily(
-            "mktts_streams_behind", "Streams whose listeners have played all that went out.", self._behind()
-        )
-        yield GaugeMetricFamily("mktts_capacity", "Listeners that are admitted at once.", self._capacity())
+        """The state of the engines."""
         stats = self._stats()
         for name, (text, field) in _OF_ENGINES.items():
             family = GaugeMetricFamily(name, text, labels=("engine",))

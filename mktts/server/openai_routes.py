@@ -10,25 +10,15 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Form, Request
 from fastapi.responses import Response
 
-from mktts.audio.encoding import STREAM_FORMATS
-from mktts.errors import BusyError
+from mktts.audio.encoding import STREAM_FORMATS, encoder_of
+from mktts.errors import BusyError, MkttsError
 from mktts.model.voice import Voice
 from mktts.server.access import owner_of_request
 from mktts.server.api_errors import ApiError
 from mktts.server.document import audio_response, error_responses
 from mktts.server.limits import DAY_S
-from mktts.server.schemas import (
-    DEFAULT,
-    DeletedVoice,
-    KeptVoice,
-    ModelCard,
-    ModelList,
-    OpenAISpeechRequest,
-    UploadedVoice,
-    VoiceList,
-    VoiceUpload,
-)
-from mktts.server.served_stream import MEDIA_TYPES, AudioResponse, SpeechEncoder
+from mktts.server.schemas import DEFAULT, OpenAISpeechRequest, UploadedVoice, VoiceUpload
+from mktts.server.served_stream import MEDIA_TYPES, AudioResponse
 from mktts.server.service import SpeechService
 from mktts.server.voices import OPENAI_VOICES, References, VoiceFolder
 from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
@@ -50,7 +40,9 @@ def openai_routes(service: SpeechService, references: References, **settings: An
     """settings: of the router."""
     router = APIRouter(**settings)
     limits, model = service.limits, service.model
+    task = MODEL_TYPES[model.type].upstream_name
     started_s = int(time.time())
+    keys = [field.alias or name for name, field in OpenAISpeechRequest.model_fields.items()]
     media = [MEDIA_TYPES[format].format(rate_hz=SAMPLE_RATE_HZ).partition(";")[0] for format in STREAM_FORMATS]
 
     @router.post(
@@ -65,34 +57,33 @@ def openai_routes(service: SpeechService, references: References, **settings: An
     async def openai_speech(body: OpenAISpeechRequest, request: Request) -> Response:
         """OpenAI's speech endpoint, with more keys for this model. The sound is encoded and sent while it is made; a
         WAV's header then says 0xFFFFFFFF bytes, as its length is not known."""
-        check(body)
-
-        async def usage() -> tuple[int, int]:
-            return await asyncio.to_thread(service.count_tokens, body.input), stream.frames
-
-        encoder = SpeechEncoder(
-            body.response_format or "mp3",
-            speed=1.0 if body.speed is None else body.speed,
-            sample_rate_hz=body.sample_rate or SAMPLE_RATE_HZ,
-            whole=body.stream is False and body.stream_format is None,
-            usage=usage if body.stream_format == "sse" else None,
-        )
-        owner = owner_of_request(request.scope)
-        voice = await brought_voice(body, owner)
-        params = body.params(limits.max_frames)
-        stream = service.speak("openai_speech", params, body.input, voice=voice, layout=body.layout, owner=owner)
-        return AudioResponse(stream, encoder, limits.stall_s, model.random_weights, body.ignored)
-
-    def check(body: OpenAISpeechRequest) -> None:
-        """Raises ApiError for a misspelt key, and for another task than the checkpoint's."""
         for key in body.model_extra or {}:
-            if near := get_close_matches(key, OpenAISpeechRequest.model_fields, 1, 0.85):
+            if near := get_close_matches(key, keys, 1, 0.85):
                 message = f"{key[:40]}: there is no such key, did you mean {near[0]}?"
                 raise ApiError(400, "unknown_key", message, key[:40])
-        task = MODEL_TYPES[model.type].upstream_name
         if body.task_type not in (None, task):
             message = f"task_type: this checkpoint is for {task}, got {body.task_type}"
             raise ApiError(400, "wrong_task", message, "task_type")
+
+        async def usage() -> tuple[int, int]:
+            return len(await asyncio.to_thread(lambda: service.tokenizer.encode(body.input))), stream.frames
+
+        how: dict[str, Any] = {"speed": body.speed or 1.0, "sample_rate_hz": body.sample_rate or SAMPLE_RATE_HZ}
+        format = body.response_format or "mp3"
+        try:
+            encoder = encoder_of(format, whole=body.stream is False and body.stream_format is None, **how)
+        except MkttsError as error:
+            raise ApiError(400, "bad_format", str(error), "response_format") from None
+        if body.stream_format == "sse":
+            how["usage"] = usage
+        owner = owner_of_request(request.scope)
+        voice = await brought_voice(body, owner)
+        if body.max_frames is None and body.max_new_tokens is not None:
+            body.max_frames = min(body.max_new_tokens, limits.max_frames)
+        stream = service.speak("openai_speech", body, body.input, voice=voice, layout=body.layout, owner=owner)
+        return AudioResponse(
+            stream, encoder, limits.stall_s, model.random_weights, format=format, ignored_keys=body.ignored, **how
+        )
 
     async def brought_voice(body: OpenAISpeechRequest, owner: str) -> Voice | None:
         """The voice of the recording that the request brings or names; None where it does neither. Raises ApiError."""
@@ -104,7 +95,7 @@ def openai_routes(service: SpeechService, references: References, **settings: An
         if not model.clones:
             message = f"ref_audio: a {model.type} checkpoint clones no voices; leave it out, or serve a Base one"
             raise ApiError(400, "cloning_unavailable", message, "ref_audio")
-        if (body.voice or DEFAULT).lower() not in (DEFAULT, *OPENAI_VOICES):
+        if (body.speaker or DEFAULT).lower() not in (DEFAULT, *OPENAI_VOICES):
             raise ApiError(400, "two_voices", "ref_audio: leave out voice, or this", "ref_audio")
         if (saved := service.saved_voice(recording[:256], owner)) is not None:
             return saved
@@ -117,29 +108,37 @@ def openai_routes(service: SpeechService, references: References, **settings: An
         service.admit()  # before the work, not after it
         return await references.voice(recording, transcript)
 
+    def card(id: str) -> dict[str, Any]:
+        return {"id": id, "object": "model", "created": started_s, "owned_by": "mktts"}
+
     @router.get("/v1/models")
-    async def models() -> ModelList:
+    async def models() -> dict[str, Any]:
         """The one model there is; requests may call it by any name."""
-        return ModelList(data=[ModelCard(id=model.checkpoint, created=started_s)])
+        return {"object": "list", "data": [card(model.checkpoint)]}
+
+    @router.get("/v1/models/{id:path}")
+    async def one_model(id: str) -> dict[str, Any]:
+        """The model, by any name, as POST /v1/audio/speech takes any."""
+        return card(id)
 
     @router.get("/v1/audio/models", include_in_schema=False)
     async def audio_models() -> dict[str, Any]:
         """As Open WebUI asks for them."""
         return {"models": [{"id": model.checkpoint, "name": model.checkpoint}]}
 
-    @router.get("/v1/models/{id:path}")
-    async def one_model(id: str) -> ModelCard:
-        """The model, by any name, as POST /v1/audio/speech takes any."""
-        return ModelCard(id=id, created=started_s)
-
     @router.get(VOICES_PATH)
-    async def voices(request: Request) -> VoiceList:
-        """Every name that `voice` may have."""
-        folder, owner = service.uploads, owner_of_request(request.scope)
-        uploaded = [] if folder is None else await asyncio.to_thread(folder.list, owner)
-        names = [*service.speakers, *(voice.name for voice in uploaded)]
-        uploads = folder is not None and model.clones
-        return VoiceList(voices=names, aliases=service.aliases, uploaded_voices=uploaded, uploads=uploads)
+    async def voices(request: Request) -> dict[str, Any]:
+        """Every name that `voice` may have: `voices` of the checkpoint, saved ones and the caller's own; `aliases`,
+        with the voice that each stands for. `uploaded_voices`: the caller's own. `uploads`: whether more may come."""
+        uploaded = []
+        if service.uploads is not None:
+            uploaded = await asyncio.to_thread(service.uploads.list, owner_of_request(request.scope))
+        return {
+            "voices": [*service.speakers, *(voice.name for voice in uploaded)],
+            "aliases": service.aliases,
+            "uploaded_voices": uploaded,
+            "uploads": service.uploads is not None and model.clones,
+        }
 
     def folder() -> VoiceFolder:
         if service.uploads is None:
@@ -149,7 +148,7 @@ def openai_routes(service: SpeechService, references: References, **settings: An
     @router.post(VOICES_PATH, responses=error_responses(400, 403, 408, 413, 429, 500, 503))
     async def upload_voice(
         upload: Annotated[VoiceUpload, Form(media_type="multipart/form-data")], request: Request
-    ) -> KeptVoice:
+    ) -> dict[str, Any]:
         """Keeps the voice of a recording under a name of the caller's, for requests with the caller's key. The
         recording itself is not kept."""
         kept, owner = folder(), owner_of_request(request.scope)
@@ -157,7 +156,7 @@ def openai_routes(service: SpeechService, references: References, **settings: An
             message = f"a {model.type} checkpoint clones no voices: serve a Base one"
             raise ApiError(400, "cloning_unavailable", message)
         name, data = upload.name.lower(), await upload.audio_sample.read()
-        if service.is_taken(name):
+        if name in (*service.speakers, *service.aliases, DEFAULT):
             raise ApiError(400, "name_taken", f"name: {name} is a voice of this server's own: take another", "name")
         transcript = (upload.ref_text or "").strip() or None
         service.check_chars(len(transcript or ""), "ref_text")
@@ -179,14 +178,17 @@ def openai_routes(service: SpeechService, references: References, **settings: An
             await asyncio.to_thread(kept.keep, owner, voice, record)
         except BusyError as error:
             raise ApiError(400, "too_many_voices", str(error)) from None
-        return KeptVoice(id=name, name=name, created_at=now_s, voice=record)
+        # OpenAI's shape, and under `voice` vLLM-Omni's
+        kept_voice = {"object": "audio.voice", "id": name, "name": name, "created_at": now_s}
+        return {**kept_voice, "success": True, "voice": record}
 
     @router.delete(f"{VOICES_PATH}/{{name}}", responses=error_responses(403, 404))
-    async def delete_voice(name: str, request: Request) -> DeletedVoice:
+    async def delete_voice(name: str, request: Request) -> dict[str, Any]:
         """Deletes an uploaded voice of the caller's: on every server that shares the folder, and out of its caches.
         Speech that is on its way goes on."""
         if not await asyncio.to_thread(folder().delete, owner_of_request(request.scope), name):
             raise ApiError(404, "unknown_voice", "you have no voice of this name", "name")
-        return DeletedVoice(id=name.lower(), message=f"Voice '{name.lower()}' deleted successfully")
+        deleted = {"object": "audio.voice.deleted", "id": name.lower(), "deleted": True, "success": True}
+        return {**deleted, "message": f"Voice '{name.lower()}' deleted successfully"}
 
     return router

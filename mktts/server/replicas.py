@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,17 +27,21 @@ log = logging.getLogger(__name__)
 
 
 class Replica:
-    """A complete server: `serve.ingress` serves its application. arguments: of `serve`. access: as `make_app`."""
+    """A complete server: `serve.ingress` serves its application.
 
-    async def __init__(self, arguments: argparse.Namespace, limits: Limits, access: Mapping[str, Any]) -> None:
+    open_service: loads the model. access: as `make_app`. own_cluster: whether the cluster is of this machine alone.
+    """
+
+    async def __init__(
+        self, open_service: Callable[[], tuple[Any, Any]], access: Mapping[str, Any], own_cluster: bool
+    ) -> None:
         from mktts.server.app import make_app
-        from mktts.server.loading import open_service
 
         logging.getLogger("mktts").setLevel(logging.INFO)
-        if arguments.ray_address is None:
+        if own_cluster:
             _listen_on_loopback()
         # In a thread: loading takes longer than Ray waits for a sign of life.
-        synthesizer, self._service = await asyncio.to_thread(open_service, arguments, limits)
+        synthesizer, self._service = await asyncio.to_thread(open_service)
         self._app = make_app(self._service, **access)
         self._open = contextlib.ExitStack()
         self._open.enter_context(synthesizer)
@@ -62,8 +66,14 @@ class Replica:
             await asyncio.to_thread(self._open.close)
 
 
-def serve_replicas(arguments: argparse.Namespace, limits: Limits, access: Mapping[str, Any], url: str) -> int:
-    """Serves at `url`, which is free, until a signal; 0 after SIGTERM.
+def serve_replicas(
+    arguments: argparse.Namespace,
+    limits: Limits,
+    access: Mapping[str, Any],
+    url: str,
+    open_service: Callable[[], tuple[Any, Any]],
+) -> int:
+    """Serves at `url`, which is free, until a signal; 0 after SIGTERM. open_service, access: as `Replica`.
 
     Raises BackendUnavailable without Ray, ServerError where the cluster cannot be reached or has fewer devices than
     replicas, and EngineError where the replicas do not start.
@@ -103,7 +113,7 @@ def serve_replicas(arguments: argparse.Namespace, limits: Limits, access: Mappin
         )
         try:
             serve.start(proxy_location="HeadOnly", http_options={"host": where.hostname, "port": where.port})
-            handle = serve.run(deployment.bind(arguments, limits, access), name="mktts")
+            handle = serve.run(deployment.bind(open_service, access, address is None), name="mktts")
         except Exception as error:  # of whichever process of Ray's it was
             reason = str(error).strip().rpartition("\n")[2]
             raise EngineError(f"the replicas did not start: {reason}") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import UploadFile
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, StreamFormat
 from mktts.engine.options import Markup
@@ -87,31 +87,28 @@ class SpeechRequest(VoiceParams):
     text: str = Field(min_length=1, description="what to say")
 
 
-def _voice_name(value: Any) -> Any:
-    """The name in OpenAI's other form of a voice, {"id": name}."""
-    if isinstance(value, dict) and list(value) == ["id"] and isinstance(value["id"], str):
-        return value["id"]
-    return value
+def _nullable(schema: dict[str, Any]) -> None:
+    """Says that every key that may be left out may be null."""
+    for name, one in schema["properties"].items():
+        if name not in schema["required"] and "anyOf" not in one:
+            schema["properties"][name] = {"anyOf": [one, {"type": "null"}]}
 
 
-def _only_one(value: Any) -> Any:
-    """The recording in vLLM-Omni's other form, a list of one."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-class OpenAISpeechRequest(SamplingParams):
+class OpenAISpeechRequest(VoiceParams):
     """Body of POST /v1/audio/speech: OpenAI's keys, ours, and those of other servers of this model. Every key may be
     null, which is as leaving it out; keys that are not known are ignored."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", json_schema_extra=_nullable)
 
     input: str = Field(min_length=1, description="what to say")
     model: str | None = Field(None, description="any name: the process has one model, which GET /v1/models names")
-    voice: Annotated[str | None, BeforeValidator(_voice_name)] = Field(
-        None, description="a voice of GET /v1/audio/voices, one of OpenAI's names, or default; left out: default"
+    speaker: str | None = Field(
+        None,
+        alias="voice",
+        description="a voice of GET /v1/audio/voices, one of OpenAI's names, or default; left out: default",
     )
-    instructions: Annotated[str | None, BeforeValidator(lambda value: value or None)] = Field(
-        None, description="how to say it; what the voice is like (VoiceDesign)"
+    instruct: str | None = Field(
+        None, alias="instructions", description="how to say it; what the voice is like (VoiceDesign)"
     )
     response_format: StreamFormat | None = Field(
         None, description="left out: mp3. opus comes in Ogg, aac as ADTS; pcm: 16 bits, little endian, one channel"
@@ -126,18 +123,13 @@ class OpenAISpeechRequest(SamplingParams):
         None, description="false: the whole at once, with its length; left out or true: while it is made"
     )
     sample_rate: Literal[SAMPLE_RATES_HZ] | None = Field(None, description=f"Hz; left out: {SAMPLE_RATE_HZ}")
-    language: str | None = Field(None, description="english, en or en-US; left out: auto")
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    max_frames: int | None = Field(None, ge=1, description="of 80 ms; left out: the server's limit")
     max_new_tokens: int | None = Field(None, ge=1, description="as max_frames; beyond the server's limit: the limit")
-    trim_lead: bool | None = Field(None, description="leave out the silence at the start, but 40 ms")
-    markup: Markup | None = Field(None, description="strip: Markdown, HTML and TeX are taken out")
     non_streaming_mode: bool | None = Field(
         None,
         description="the prompt's layout: the whole text before the speech, or along with it; not how the answer comes",
     )
     task_type: Literal[_TASKS] | None = Field(None, description="must be what the checkpoint is")
-    ref_audio: Annotated[str | None, BeforeValidator(_only_one)] = Field(
+    ref_audio: str | None = Field(
         None, description="a recording to clone, base64 or a data: URL, or the name of a voice of this server"
     )
     ref_text: str | None = Field(None, description="what is said in ref_audio; left out: its speaker's sound alone")
@@ -147,20 +139,32 @@ class OpenAISpeechRequest(SamplingParams):
 
     @model_validator(mode="before")
     @classmethod
-    def _renamed(cls, given: Any) -> Any:
+    def _translated(cls, given: Any) -> Any:
+        """Without nulls, and other servers' names and values as ours."""
         if not isinstance(given, dict):
             return given
-        renamed = {key: value for key, value in given.items() if key not in _OTHER_NAMES}
+        given = {key: value for key, value in given.items() if value is not None}
         for name, ours in _OTHER_NAMES.items():
-            value = given.get(name)
-            if value is None or renamed.get(ours) is not None:
+            if name not in given:
                 continue
+            value = given.pop(name)
             if ours.endswith("greedy"):
                 if not isinstance(value, bool):
                     raise ValueError(f"{name} must be true or false")
                 value = not value
-            renamed[ours] = value
-        return renamed
+            given.setdefault(ours, value)
+        voice, recording = given.get("voice"), given.get("ref_audio")
+        if isinstance(voice, dict) and list(voice) == ["id"]:
+            given["voice"] = voice["id"]  # OpenAI's other form
+        if isinstance(recording, list) and len(recording) == 1:
+            given["ref_audio"] = recording[0]  # vLLM-Omni's
+        if given.get("instructions") == "":
+            del given["instructions"]
+        if given.get("temperature") == 0 and given["temperature"] is not False:
+            given |= {"temperature": None, "greedy": True}
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
+        return given
 
     @property
     def layout(self) -> Layout | None:
@@ -171,25 +175,6 @@ class OpenAISpeechRequest(SamplingParams):
         """The unknown keys, except odd or long ones."""
         names = self.model_extra or {}
         return sorted(name for name in names if name.isidentifier() and name.isascii() and len(name) <= _MAX_NAME_CHARS)
-
-    def params(self, max_frames: int) -> VoiceParams:
-        """The same settings under our own names. max_frames: the server's limit."""
-        given = self.model_dump(include=set(SamplingParams.model_fields))
-        if self.temperature == 0:
-            given |= {"temperature": None, "greedy": True}
-        if self.top_k == -1:
-            given["top_k"] = 0
-        at_most = None if self.max_new_tokens is None else min(self.max_new_tokens, max_frames)
-        return VoiceParams(
-            **given,
-            language=self.language or "auto",
-            speaker=None if self.voice in (None, "", DEFAULT) else self.voice,
-            instruct=self.instructions,
-            seed=self.seed,
-            max_frames=self.max_frames or at_most,
-            trim_lead=bool(self.trim_lead),
-            markup=self.markup or "speak",
-        )
 
 
 class VoiceUpload(BaseModel):
@@ -282,24 +267,6 @@ class Health(StrictModel):
     capacity: str
 
 
-class Ready(StrictModel):
-    ready: bool
-
-
-class ModelCard(StrictModel):
-    """OpenAI's. created: when this server started, in seconds since 1970."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "mktts"
-
-
-class ModelList(StrictModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
 class UploadedVoice(StrictModel):
     """What is kept of an upload besides the voice. consent: the statement, as it was sent. created_at, expires_at:
     seconds since 1970. mime_type, file_size: of the recording, which is not kept."""
@@ -312,35 +279,6 @@ class UploadedVoice(StrictModel):
     file_size: int
     ref_text: str | None = None
     speaker_description: str | None = None
-
-
-class KeptVoice(StrictModel):
-    """An upload that was kept, in OpenAI's shape and, under `voice`, in vLLM-Omni's."""
-
-    object: Literal["audio.voice"] = "audio.voice"
-    id: str
-    name: str
-    created_at: int
-    success: Literal[True] = True
-    voice: UploadedVoice
-
-
-class DeletedVoice(StrictModel):
-    object: Literal["audio.voice.deleted"] = "audio.voice.deleted"
-    id: str
-    deleted: Literal[True] = True
-    success: Literal[True] = True
-    message: str
-
-
-class VoiceList(StrictModel):
-    """voices: of the checkpoint, saved ones, and those that the caller has uploaded. aliases: more names, and the voice
-    that each stands for. uploaded_voices: the caller's own. uploads: whether more may be uploaded."""
-
-    voices: list[str]
-    aliases: dict[str, str]
-    uploaded_voices: list[UploadedVoice]
-    uploads: bool
 
 
 # ---- WebSocket: what a client sends

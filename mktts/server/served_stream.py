@@ -9,12 +9,13 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import Response
 
 from mktts import audio
-from mktts.audio.encoding import UNCODED, Samples, StreamFormat, encoder_of
+from mktts.audio.encoding import UNCODED, Encoder, Samples, StreamFormat
 from mktts.engine.metrics import Player
 from mktts.engine.options import Chunk, Timings
 from mktts.errors import MkttsError
@@ -119,11 +120,6 @@ class ServedStream:
         if (now_s := time.perf_counter()) - began_s > _HELD_UP_S:
             self._player.pause(now_s)
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether its listener has played all that was sent, and waits for more to be made."""
-        return not self.closed and not self._stream.idle and self._lead_s() < 0
-
     def _lead_s(self) -> float:
         return self._player.lead_s(time.perf_counter())
 
@@ -223,98 +219,50 @@ def _joined(chunks: Sequence[Chunk]) -> Chunk:
     """One chunk of several that follow each other; it was ready when the last one was."""
     if len(chunks) == 1:
         return chunks[0]
-    times = [chunk.timings for chunk in chunks]
-    timings = Timings(
-        times[-1].ready_ms,
-        sum(one.prefill_ms for one in times),
-        sum(one.talker_ms for one in times),
-        sum(one.predictor_ms for one in times),
-        sum(one.codec_ms for one in times),
-    )
+    ready_ms, *spent_ms = zip(*(astuple(chunk.timings) for chunk in chunks), strict=True)
+    timings = Timings(ready_ms[-1], *map(sum, spent_ms))
     ready = [chunk.ready_pcm16 for chunk in chunks]
     pcm16 = None if None in ready else b"".join(ready)
     frames = sum(chunk.frames for chunk in chunks)
     return Chunk(audio.joined([chunk.pcm for chunk in chunks]), chunks[0].start_s, frames, timings, pcm16)
 
 
-class SpeechEncoder:
-    """The bytes of a response in `format`; speed, sample_rate_hz, whole: as `encoder_of`. Raises ApiError where it
-    cannot be made.
+class AudioResponse(Response):
+    """A stream of speech as a response's body. Status and headers wait for the first bytes, so that what fails before
+    them is an error and not half a file. Where those are all there is, the headers say how many.
 
+    A client that reads slowly stops the generation (see StreamOptions.buffer_frames), one that goes away ends it. A
+    generation that fails or is ended by the server after the first bytes breaks the connection off: the body lacks
+    its last chunk, so that no client takes it for a whole one. Events end with one that says what happened.
+
+    encoder: makes the bytes; format, speed, sample_rate_hz: what of.
+    stall_s: a client that takes no byte for this long is dropped.
     usage: for server-sent events as OpenAI's (stream_format: sse): asked at the end for the tokens of the text and the
         frames of the speech. None sends the bytes as they are.
     """
 
     def __init__(
         self,
-        format: StreamFormat,
-        *,
-        speed: float = 1.0,
-        sample_rate_hz: int = SAMPLE_RATE_HZ,
-        whole: bool = False,
-        usage: Callable[[], Awaitable[tuple[int, int]]] | None = None,
-    ) -> None:
-        try:
-            self._encoder = encoder_of(format, speed=speed, sample_rate_hz=sample_rate_hz, whole=whole)
-        except MkttsError as error:
-            raise ApiError(400, "bad_format", str(error), "response_format") from None
-        self.media_type = "text/event-stream" if usage else MEDIA_TYPES[format].format(rate_hz=sample_rate_hz)
-        self.format = format
-        self.sample_rate_hz = sample_rate_hz
-        self.speed = speed
-        self.usage = usage
-
-    async def feed(self, chunk: Chunk) -> bytes:
-        """What can be sent once `chunk` is in; may be nothing yet. An encoder works in a thread."""
-        if isinstance(self._encoder, Samples):
-            return self._sent(self._encoder.feed_pcm16(chunk.pcm16))
-        return self._sent(await asyncio.to_thread(self._encoder.feed, chunk.pcm))
-
-    async def finish(self) -> bytes:
-        """The rest."""
-        light = isinstance(self._encoder, Samples)
-        rest = self._sent(self._encoder.finish() if light else await asyncio.to_thread(self._encoder.finish))
-        if self.usage is None:
-            return rest
-        input_tokens, output_tokens = await self.usage()
-        usage = {"input_tokens": input_tokens, "output_tokens": output_tokens}
-        usage["total_tokens"] = input_tokens + output_tokens
-        return rest + _event({"type": "speech.audio.done", "usage": usage})
-
-    def _sent(self, data: bytes) -> bytes:
-        if self.usage is None or not data:
-            return data
-        return _event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
-
-
-class AudioResponse(Response):
-    """Status and headers wait for the first bytes, so that what fails before them is an error and not half a file.
-    Where those are all there is, the headers say how many.
-
-    A client that reads slowly stops the generation (see StreamOptions.buffer_frames), one that goes away ends it. A
-    generation that fails or is ended by the server after the first bytes breaks the connection off: the body lacks
-    its last chunk, so that no client takes it for a whole one. Events end with one that says what happened.
-
-    stall_s: a client that takes no byte for this long is dropped.
-    """
-
-    def __init__(
-        self,
         stream: ServedStream,
-        encoder: SpeechEncoder,
+        encoder: Encoder,
         stall_s: float,
         random_weights: bool,
-        ignored_keys: list[str] | None = None,
+        *,
+        format: StreamFormat = "pcm",
+        speed: float = 1.0,
+        sample_rate_hz: int = SAMPLE_RATE_HZ,
+        usage: Callable[[], Awaitable[tuple[int, int]]] | None = None,
+        ignored_keys: Sequence[str] = (),
     ) -> None:
         self.status_code = 200  # Response's own __init__ would announce an empty body
         self.background = None
         headers = {  # what is known before the first sample; the rest is at GET /tts/stream/{X-Request-Id}
-            "Content-Type": encoder.media_type,
+            "Content-Type": "text/event-stream" if usage else MEDIA_TYPES[format].format(rate_hz=sample_rate_hz),
             REQUEST_ID_HEADER: stream.id,
             "X-Seed": str(stream.seed),
-            "X-Sample-Rate-Hz": str(encoder.sample_rate_hz),
-            "X-Sample-Rate": str(encoder.sample_rate_hz),  # as other servers of this model call it
-            "X-Sample-Format": "s16le" if encoder.format in UNCODED else encoder.format,
+            "X-Sample-Rate-Hz": str(sample_rate_hz),
+            "X-Sample-Rate": str(sample_rate_hz),  # as other servers of this model call it
+            "X-Sample-Format": "s16le" if format in UNCODED else format,
             "X-Channels": "1",
             "X-Random-Weights": str(random_weights).lower(),
             "Cache-Control": "no-store",
@@ -326,6 +274,8 @@ class AudioResponse(Response):
         self._stream = stream
         self._encoder = encoder
         self._stall_s = stall_s
+        self._speed = speed
+        self._usage = usage
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         watch = asyncio.create_task(self._close_on_disconnect(receive))
@@ -340,8 +290,27 @@ class AudioResponse(Response):
             pass
         self._stream.close()
 
+    async def _encoded(self, chunk: Chunk | None) -> bytes:
+        """What can be sent once `chunk` is in, perhaps nothing yet; for None the rest. An encoder works in a thread."""
+        encoder = self._encoder
+        if isinstance(encoder, Samples):
+            data = encoder.finish() if chunk is None else encoder.feed_pcm16(chunk.pcm16)
+        elif chunk is None:
+            data = await asyncio.to_thread(encoder.finish)
+        else:
+            data = await asyncio.to_thread(encoder.feed, chunk.pcm)
+        if self._usage is None:
+            return data
+        if data:
+            data = _event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
+        if chunk is None:
+            tokens, frames = await self._usage()
+            usage = {"input_tokens": tokens, "output_tokens": frames, "total_tokens": tokens + frames}
+            data += _event({"type": "speech.audio.done", "usage": usage})
+        return data
+
     async def _send_all(self, scope: Any, receive: Any, send: Any) -> None:
-        stream, encoder, sound_s, started = self._stream, self._encoder, 0.0, False
+        stream, sound_s, started = self._stream, 0.0, False
 
         async def write(data: bytes, more: bool = True) -> None:
             nonlocal started
@@ -353,21 +322,21 @@ class AudioResponse(Response):
         try:
             async with contextlib.aclosing(stream.chunks()) as chunks:
                 async for chunk in chunks:
-                    data = await encoder.feed(chunk)
-                    sound_s += chunk.duration_s / encoder.speed
+                    data = await self._encoded(chunk)
+                    sound_s += chunk.duration_s / self._speed
                     if data:
                         with stream.sending(sound_s):
                             async with asyncio.timeout(self._stall_s):
                                 await write(data)
                         sound_s = 0.0
-            rest = b"" if stream.closed else await encoder.finish()
+            rest = b"" if stream.closed else await self._encoded(None)
         except ApiError as error:
             if not started:
                 stream.close()
                 if stream.route == "openai_speech":
                     error = error.in_openai_terms()
                 await error.response({REQUEST_ID_HEADER: stream.id})(scope, receive, send)
-            elif encoder.usage is not None:
+            elif self._usage is not None:
                 stream.close()
                 # OpenAI's clients raise it
                 await write(_event({"type": "error", "error": error.detail().shown()}), more=False)

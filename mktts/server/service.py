@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from mktts.engine.admission import AdmissionLimits, Capacity
+from mktts.engine.admission import AdmissionLimits
 from mktts.engine.options import StreamOptions
-from mktts.engine.runner import EngineStats
 from mktts.server.access import NO_OWNER
 from mktts.server.api_errors import ApiError, from_error
 from mktts.server.limits import Limits
@@ -55,7 +55,7 @@ class SpeechService:
         self.uploads = uploads
         if uploads is not None:
             uploads.on_gone = synthesizer.forget
-        self._synthesizer = synthesizer
+        self.synthesizer = synthesizer
         limits = self.limits
         synthesizer.set_limits(
             AdmissionLimits(limits.max_streams, limits.min_streams, limits.max_waiting, limits.wait_s)
@@ -77,18 +77,16 @@ class SpeechService:
             size=config.model_size,
             random_weights=checkpoint.is_random,
         )
-        self.meters = Meters(
-            self.model.checkpoint, synthesizer.backend_name, str(synthesizer.device), self.model.random_weights
-        )
-        self.meters.watch(
-            lambda: self.stats,
-            lambda: self.streams_max,
-            lambda: sum(one.is_behind for one in self._open.values()),
-        )
+        served = {
+            "model": self.model.checkpoint,
+            "backend": synthesizer.backend_name,
+            "device": str(synthesizer.device),
+            "random_weights": str(checkpoint.is_random).lower(),
+        }
+        self.meters = Meters(served, lambda: synthesizer.stats, lambda: self.streams_max)
         self._open: dict[str, ServedStream] = {}
         self._ended: OrderedDict[str, StreamState] = OrderedDict()
         self._failures = 0  # in a row
-        self._tokenizer: TextTokenizer | None = None
 
     def speak(
         self,
@@ -109,10 +107,10 @@ class SpeechService:
         settings = self._settings(params, voice, owner)
         try:
             if text is None:
-                stream = self._synthesizer.open(**settings)
+                stream = self.synthesizer.open(**settings)
             else:
                 self.check_chars(len(text))
-                stream = self._synthesizer.stream(text, layout=layout, **settings)
+                stream = self.synthesizer.stream(text, layout=layout, **settings)
         except Exception as error:
             raise from_error(error) from error
         made = ServedStream(route, stream, len(text or ""), self.meters, self.check_chars, self._has_ended)
@@ -152,7 +150,7 @@ class SpeechService:
         if voice is None:
             speaker, voice = self._speaker_or_voice(params.speaker, owner)
         try:
-            sampling = self._synthesizer.sampling.with_flat(params.sampling())
+            sampling = self.synthesizer.sampling.with_flat(params.sampling())
         except Exception as error:
             raise from_error(error) from None
         return {
@@ -191,15 +189,10 @@ class SpeechService:
         saved = self._voices.get(self.aliases.get(name.lower(), name.lower()))
         return saved if saved is not None or self.uploads is None else self.uploads.find(owner, name)
 
-    def is_taken(self, name: str) -> bool:
-        """Whether `name` is a voice of the server itself, so that callers may not use it for theirs."""
-        return name.lower() in (*self.speakers, *self.aliases, DEFAULT)
-
-    def count_tokens(self, text: str) -> int:
-        """Of a text, in the checkpoint's tokens. The first call reads the tokenizer: too long for the event loop."""
-        if self._tokenizer is None:
-            self._tokenizer = self.checkpoint.tokenizer()
-        return len(self._tokenizer.encode(text))
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
+        """Of the checkpoint. The first call reads it: too long for the event loop."""
+        return self.checkpoint.tokenizer()
 
     def find(self, id: str) -> StreamState:
         """Raises ApiError 404 for one that never was, or ended too many streams ago."""
@@ -225,24 +218,14 @@ class SpeechService:
         return len(self._open)
 
     @property
-    def stats(self) -> dict[str, EngineStats]:
-        """The state of the engines at the moment, by their names."""
-        return self._synthesizer.stats
-
-    @property
-    def capacity(self) -> Capacity:
-        """As `Synthesizer.capacity`."""
-        return self._synthesizer.capacity
-
-    @property
     def streams_max(self) -> int:
         """Listeners at once, as far as capacity and slots go."""
-        slots = max((one.lanes for one in self.stats.values()), default=1)
-        return int(min(self.capacity.streams, slots))
+        slots = max((one.lanes for one in self.synthesizer.stats.values()), default=1)
+        return int(min(self.synthesizer.capacity.streams, slots))
 
     @property
     def health(self) -> Health:
-        synthesizer = self._synthesizer
+        synthesizer = self.synthesizer
         failing = self._failures >= _FAILING_AFTER or synthesizer.engine.gone
         return Health(
             status="stopping" if self.stopping else "failing" if failing else "ok",
@@ -256,7 +239,7 @@ class SpeechService:
             takes_instructions=self.takes_instruct,
             streams_open=self.streams_open,
             streams_max=self.streams_max,
-            capacity=self.capacity.basis,
+            capacity=synthesizer.capacity.basis,
         )
 
     def _has_ended(self, stream: ServedStream) -> None:

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -86,24 +86,24 @@ class References:
         self._voices: OrderedDict[str, Voice] = OrderedDict()
         self._lock = asyncio.Lock()
 
-    async def make(self, data: bytes, transcript: str | None, key: str) -> Voice:
-        """The voice of a recording's bytes, which is not kept here. key: what the caller calls it. Raises ApiError."""
+    async def make(self, data: bytes, transcript: str | None, key: str = "ref_audio") -> Voice:
+        """The voice of a recording's bytes, which is not kept here, in-context where `transcript` is given. key: what
+        the caller calls it. Raises ApiError."""
         async with self._lock:
             return await asyncio.to_thread(self._made, data, transcript, key)
 
     async def voice(self, recording: str, transcript: str | None) -> Voice:
-        """The voice of `recording`, in-context where `transcript` is given. Raises ApiError."""
+        """As `make`, of a recording as a request brings it; the same voice again for the same one."""
         data = await asyncio.to_thread(_read, recording)
         key = hashlib.sha256(data + repr(transcript).encode()).hexdigest()
-        async with self._lock:
-            if key not in self._voices:
-                self._voices[key] = await asyncio.to_thread(self._made, data, transcript)
-            self._voices.move_to_end(key)
-            while len(self._voices) > self._kept_voices:
-                self._voices.popitem(last=False)
-            return self._voices[key]
+        if key not in self._voices:
+            self._voices[key] = await self.make(data, transcript)
+        self._voices.move_to_end(key)
+        while len(self._voices) > self._kept_voices:
+            self._voices.popitem(last=False)
+        return self._voices[key]
 
-    def _made(self, data: bytes, transcript: str | None, key: str = "ref_audio") -> Voice:
+    def _made(self, data: bytes, transcript: str | None, key: str) -> Voice:
         try:
             pcm, rate_hz = decode_untrusted(data, self._decoding)
             return clone_voice(self._checkpoint, pcm, rate_hz, transcript)
@@ -134,12 +134,6 @@ def _from_base64(text: str) -> bytes:
         raise ApiError(400, "bad_reference", message, "ref_audio") from None
 
 
-class _Loaded(NamedTuple):
-    stamp: tuple[int, int, int]
-    voice: Voice
-    record: UploadedVoice
-
-
 class VoiceFolder:
     """The folder where voices that callers upload are kept, OWNER/NAME.safetensors, each a file of
     `Voice.save`. Methods may be called by any thread.
@@ -156,7 +150,7 @@ class VoiceFolder:
         self.max_voices = max_voices
         self.on_gone: Callable[[Voice], None] = lambda voice: None
         self._lock = threading.Lock()
-        self._loaded: OrderedDict[Path, _Loaded] = OrderedDict()
+        self._loaded: OrderedDict[Path, tuple[Any, Voice]] = OrderedDict()  # with the state of the file at that time
         try:
             folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
@@ -180,17 +174,17 @@ class VoiceFolder:
     def find(self, owner: str, name: str) -> Voice | None:
         """The owner's voice of that name, in any case; None where there is none. The same object every time."""
         path = self._path(owner, name)
-        if not _NAME.fullmatch(name.lower()) or (record := self._record(path)) is None:
+        if not _NAME.fullmatch(name.lower()) or self._record(path) is None:
             return None
         with self._lock:
             if path not in self._loaded:
                 try:
-                    self._loaded[path] = _Loaded(_stamp(path), Voice.load(path), record)
+                    self._loaded[path] = _stamp(path), Voice.load(path)
                 except (OSError, VoiceError):  # deleted in between
                     return None
             self._loaded.move_to_end(path)
-            found = self._loaded[path].voice
-            dropped = [self._loaded.popitem(last=False)[1].voice for _ in range(len(self._loaded) - _LOADED)]
+            found = self._loaded[path][1]
+            dropped = [self._loaded.popitem(last=False)[1][1] for _ in range(len(self._loaded) - _LOADED)]
         for voice in dropped:
             self.on_gone(voice)
         return found
@@ -226,19 +220,16 @@ class VoiceFolder:
         loaded from another state of the file is forgotten."""
         stamp = _stamp(path)
         with self._lock:
-            loaded = self._loaded.get(path)
-            if loaded is not None and loaded.stamp != stamp:
+            old_stamp, voice = self._loaded.get(path, (stamp, None))
+            if old_stamp != stamp:
                 del self._loaded[path]
-        if loaded is not None and loaded.stamp != stamp:
-            self.on_gone(loaded.voice)
-            loaded = None
-        if stamp is None:
-            return None
+        if old_stamp != stamp:
+            self.on_gone(voice)
         try:
-            record = UploadedVoice.model_validate_json(Voice.notes(path)) if loaded is None else loaded.record
+            record = None if stamp is None else UploadedVoice.model_validate_json(Voice.notes(path))
         except (VoiceError, ValidationError):
             return None
-        if record.expires_at > time.time():
+        if record is None or record.expires_at > time.time():
             return record
         path.unlink(missing_ok=True)
         return self._record(path)

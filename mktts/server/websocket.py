@@ -42,11 +42,11 @@ class SpeechSocket:
         self._stream: ServedStream | None = None  # the latest
         self._begun = False  # there was a start
         self._writing = False  # more text may come
-        self._sending: asyncio.Task[None] | None = None  # the last of a chain, each waiting for the one before
-        self._waiting = 0  # of the chain, not done
+        self._answers: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue(_MAX_WAITING)
 
     async def run(self) -> None:
         await self._socket.accept()
+        answering = asyncio.create_task(self._answer())
         try:
             while True:
                 self._handle(await self._message())
@@ -59,8 +59,12 @@ class SpeechSocket:
                 await self._socket.close(_POLICY_VIOLATION, error.code)
         finally:
             self._end()
-            if self._sending is not None:
-                self._sending.cancel()  # the ones before it end by themselves: their connection is gone
+            answering.cancel()
+
+    async def _answer(self) -> None:
+        with contextlib.suppress(RuntimeError, WebSocketDisconnect, TimeoutError):  # gone: the receiving task sees it
+            while True:
+                await (await self._answers.get())()
 
     async def _message(self) -> Any:
         """The next message. Raises ApiError, and WebSocketDisconnect at the end of the connection."""
@@ -101,27 +105,18 @@ class SpeechSocket:
             self._stream = self._service.speak("tts_ws", message, message.text, owner=owner)
         except ApiError as error:
             self._service.meters.refused.labels(error.code).inc()
-            self._send_in_order(partial(self._refuse, error))
+            self._answer_with(partial(self._refuse, error))
             return
         self._writing = message.text is None
-        self._send_in_order(partial(self._send_all, self._stream, known=not self._writing))
+        self._answer_with(partial(self._send_all, self._stream, known=not self._writing))
 
-    def _send_in_order(self, send: Callable[[], Awaitable[None]]) -> None:
-        """Sends after all that is being sent. Raises ApiError when a client that does not read asks for ever more."""
-        before = self._sending
-
-        async def go() -> None:
-            if before is not None:
-                await asyncio.wait([before])
-            try:
-                await send()
-            finally:
-                self._waiting -= 1
-
-        if self._waiting == _MAX_WAITING:
-            raise ApiError(422, "too_many_starts", f"{_MAX_WAITING} answers wait to be read: read them")
-        self._waiting += 1
-        self._sending = asyncio.create_task(go())
+    def _answer_with(self, send: Callable[[], Awaitable[None]]) -> None:
+        """Sends behind all that is being sent. Raises ApiError when a client that does not read asks for ever more."""
+        try:
+            self._answers.put_nowait(send)
+        except asyncio.QueueFull:
+            message = f"{_MAX_WAITING} answers wait to be read: read them"
+            raise ApiError(422, "too_many_starts", message) from None
 
     def _takes_text(self) -> bool:
         return self._writing and not self._stream.closed
@@ -135,8 +130,14 @@ class SpeechSocket:
     async def _send_all(self, stream: ServedStream, known: bool) -> None:
         """known: the whole text is there; the stream is then admitted, or refused, before anything is said of it."""
         try:
-            if known and not await self._is_admitted(stream):
-                return
+            if known:
+                try:
+                    await stream.begun()
+                except ApiError as error:  # what else is wrong the state holds
+                    if error.code == "busy":
+                        stream.close()
+                        await self._refuse(error)
+                        return
             await self._send(
                 "started",
                 id=stream.id,
@@ -162,8 +163,6 @@ class SpeechSocket:
                                 await self._socket.send_bytes(chunk.pcm16)
             stream.close()
             await self._send("finished", **stream.state.model_dump())
-        except (WebSocketDisconnect, RuntimeError):  # the connection is gone: the receiving task sees it too
-            pass
         except TimeoutError:
             log.warning("stream %s: the client took nothing for %g s", stream.id, self._limits.stall_s)
             with contextlib.suppress(RuntimeError, WebSocketDisconnect, TimeoutError):
@@ -171,16 +170,6 @@ class SpeechSocket:
                     await self._socket.close(_POLICY_VIOLATION, "stalled")
         finally:
             stream.close()
-
-    async def _is_admitted(self, stream: ServedStream) -> bool:
-        try:
-            await stream.begun()
-        except ApiError as error:
-            if error.code == "busy":
-                stream.close()
-                await self._refuse(error)
-                return False
-        return True  # what else is wrong the state holds
 
     async def _send(self, type: str, **fields: Any) -> None:
         """Sends a message in JSON, in ASCII: what it quotes may have half a surrogate pair in it."""

@@ -29,7 +29,7 @@ SILENCE_AFTER_S = 20.0
 
 
 @contextlib.asynccontextmanager
-async def visit(folder: Path, url: str) -> AsyncIterator[Tab]:
+async def visit(folder: Path, url: str, transport: str = "websocket") -> AsyncIterator[Tab]:
     """The page at `url` once the story has been interrupted and the bot has said its last; files go to `folder`."""
     noise = np.random.default_rng(0)  # a little of it instead of digital silence, as a microphone has it
     pieces = []
@@ -42,6 +42,8 @@ async def visit(folder: Path, url: str) -> AsyncIterator[Tab]:
     user = np.interp(times * user_speech.USER_RATE_HZ / MICROPHONE_RATE_HZ, np.arange(len(user)), user)
     with chromium(folder, write_microphone(folder / "user.wav", user), repeat=False) as browser:
         async with browser.tab(url) as page:
+            await page.until(f"document.querySelector('#transport [value={transport}]')")
+            await page.js(f"document.querySelector('#transport').value = '{transport}'")
             await page.click("#start")
             # The user speaks by the clock, whatever the bot does; only the order of things is waited for.
             await page.until(

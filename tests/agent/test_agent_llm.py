@@ -27,10 +27,11 @@ from torch import Tensor
 from mktts.agent.llm import Qwen3LLMService, TextConversation, ThreadedDecoder, create_llm
 from mktts.agent.settings import from_environment
 from mktts.errors import EngineError
-from mktts.llm.chat import ChatTemplate, Message
 from mktts.llm.decoder import TextDecoder
+from mktts.llm.tokens import ChatTemplate, Message
 from mktts.model.qwen3 import Qwen3Stack
-from mktts.server import Limits, listen
+from mktts.server.address import listen
+from mktts.server.limits import Limits
 
 ASKED = {"role": "user", "content": "Who are you?"}
 INSTRUCTIONS = "Be brief."

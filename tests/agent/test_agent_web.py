@@ -229,10 +229,13 @@ async def test_an_offer_that_nobody_follows_gives_its_place_back(one_place, monk
         (["--llm", "qwen3", "--llm-checkpoint", "random:nosuch"], "nosuch"),
         (["--stt-model", "tiny"], "--stt whisper"),
         (["--llm-checkpoint", "random:tiny"], "--llm qwen3"),
+        (["--stt", "deepgram"], "DEEPGRAM_API_KEY"),
+        (["--llm", "openai"], "OPENAI_BASE_URL"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_the_start(checkpoint_cache, monkeypatch, capsys, words, message):
-    monkeypatch.delenv("MKTTS_API_KEY", raising=False)
+    for variable in ("MKTTS_API_KEY", "DEEPGRAM_API_KEY", "OPENAI_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(variable, raising=False)
     assert main(["agent", "--checkpoint", "random:tiny", "--port", "0", *words]) == 2
     said = capsys.readouterr()
     assert message in said.err and said.err.startswith("mktts: ") and "open http" not in said.out

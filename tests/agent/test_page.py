@@ -28,7 +28,8 @@ from served import running_agent
 import mktts
 from mktts.agent.settings import AgentSettings
 from mktts.audio import to_pcm16
-from mktts.server import Limits, listen
+from mktts.server.address import listen
+from mktts.server.limits import Limits
 from mktts.spec import SAMPLE_RATE_HZ
 
 PAGE = Path(mktts.__file__).parent / "agent" / "page"
@@ -43,6 +44,7 @@ CONFIG = {
     "transports": ["websocket"],
     "hints": ["hello", "what time is it"],
 }
+MUTED = {"type": "mute", "muted": True}
 needs_chromium = pytest.mark.skipif(binary() is None, reason=f"no Chromium on this machine (looked for {NAMES})")
 
 
@@ -70,6 +72,10 @@ class PageBot:
 
     async def send(self, kind: str, **fields: Any) -> None:
         await self._socket.send_text(json.dumps({"type": kind, **fields}))
+
+    async def lose(self) -> None:
+        """Ends the connection as a server that is started again does."""
+        await self._socket.close(1012)
 
     async def play(self, seconds: float) -> None:
         samples = np.arange(round(seconds * SAMPLE_RATE_HZ))
@@ -144,25 +150,28 @@ async def test_the_page_talks(tmp_path):
             await page.until("document.querySelector('#tiles [data-name=first_audio_ms]').textContent === '402'")
 
             await page.press("m")
-            await until(lambda: {"type": "mute", "muted": True} in bot.messages)
+            await until(lambda: MUTED in bot.messages)
             await bot.new_samples(5)  # what was under way
             assert not (await bot.new_samples(60)).any()
             await page.js("document.querySelector('#typed').value = ' hm '")
             await page.click("#send")
             await until(lambda: bot.messages[-1] == {"type": "text", "text": "hm"})
+            await bot.lose()
+            await until(lambda: bot.closed == 1 and bot.messages[-2:] == [{"type": "hello"}, MUTED])  # by itself
             await bot.send("error", message="The model is gone.", fatal=True)
-            await until(lambda: bot.closed == 1)
+            await until(lambda: bot.closed == 2)
             assert "gone" in await page.text("#problem") and page.errors == []
             assert all(url.startswith((bot.url, "data:")) for url in page.requested)
 
 
 @pytest.mark.slow  # in real time, three processes at once: beside other tests on two cores the audio runs dry
 @needs_chromium
-@needs("pocketsphinx")
-async def test_a_conversation_with_the_real_agent(tmp_path, checkpoint_cache):
+@needs("pocketsphinx", "aiortc")
+@pytest.mark.parametrize("transport", ["websocket", "webrtc"])
+async def test_a_conversation_with_the_real_agent(tmp_path, checkpoint_cache, transport):
     """Three turns of recorded speech, the last of which interrupts; what the page shows is what both have said."""
     with running_agent(AgentSettings(turn_end="timeout", seed=1)) as url:
-        async with visit(tmp_path, url) as page:
+        async with visit(tmp_path, url, transport) as page:
             said = "[...document.querySelectorAll('#captions .user .said')].map(s => s.textContent)"
             assert await page.js(said) == [text for _, text in SPOKEN]
             assert "Once upon a time" in await page.text("#captions .cut .said")

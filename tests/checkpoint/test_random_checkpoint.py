@@ -12,7 +12,7 @@ from upstream_models import loaded
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint.random import make as random_checkpoint
-from mktts.checkpoint.random.tokenizer import SPECIAL_START, vocabulary
+from mktts.checkpoint.random.make import SPECIAL_START, vocabulary
 from mktts.checkpoint.random.weights import random_tensors
 from mktts.checkpoint.tensors import TensorSpec
 from mktts.engine import upstream

@@ -24,7 +24,7 @@ from mktts.llm.checkpoint import (
     make_text_checkpoint,
     open_text_checkpoint,
 )
-from mktts.llm.tokens import Detokenizer, TextVocabulary
+from mktts.llm.tokens import TextVocabulary
 
 TEXTS = (
     "Hello world, this is the weather today.",
@@ -113,21 +113,10 @@ ALL_IDS = st.one_of(st.integers(0, 700), st.integers(0, 151_935), st.integers(15
 
 @settings(max_examples=60, deadline=None)
 @given(ids=st.lists(ALL_IDS, max_size=12))
-def test_pieces_join_to_the_text_of_transformers(vocabulary, upstream_tokenizer, ids):
+def test_any_ids_are_the_text_of_transformers(vocabulary, upstream_tokenizer, ids):
     """Broken UTF-8, special, added and unused ids included."""
-    pieces = Detokenizer(vocabulary)
-    text = "".join(pieces.push(i) for i in ids) + pieces.finish()
-    assert text == upstream_tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def test_no_piece_splits_a_character(vocabulary):
-    text = "ü🙂語"
-    by_byte = {vocabulary.data(i): i for i in range(256)}
-    pieces = Detokenizer(vocabulary)
-    got = [pieces.push(by_byte[bytes([byte])]) for byte in text.encode()]
-    assert [piece for piece in got if piece] == list(text) and len(got) == len(text.encode())
-    assert pieces.finish() == ""
-    assert pieces.push(by_byte["ü".encode()[:1]]) == "" and pieces.finish() == "\ufffd"  # the end inside a character
+    upstream = upstream_tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert vocabulary.decode(ids) == upstream
 
 
 def test_rotary_settings_where_transformers_5_writes_them(copied, tiny):
@@ -168,7 +157,7 @@ def of_another_dtype(folder: Path) -> None:
         (config(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "rope_scaling must be None, found .*yarn"),
         (config(rope_parameters={"rope_type": "yarn"}), "rope_parameters .*default.*yarn"),
         (config(quantization_config={"bits": 4}), "quantization_config"),
-        (config(head_dim=None), "head_dim must be a whole number above 0, found None"),
+        (config(head_dim=None), "expected key 'head_dim'"),
         (config(num_hidden_layers=2.5), "num_hidden_layers must be a whole number above 0, found 2.5"),
         (config(rms_norm_eps=0), "rms_norm_eps must be a number above 0, found 0"),
         (config(num_key_value_heads=3), "multiple of num_key_value_heads, found 4 and 3"),

@@ -9,8 +9,8 @@ from torch import Tensor
 from mktts.errors import CheckpointError, TextError
 from mktts.kernel.prefill import Prefill
 from mktts.kernel.prompts import KernelPrefill, copy_into_cache, kept_of_cache
-from mktts.llm.chat import ChatTemplate, Message
 from mktts.llm.decoder import TextDecoder
+from mktts.llm.tokens import ChatTemplate, Message
 from mktts.model.qwen3 import Qwen3Stack
 
 # Turns as Qwen3's template has them, in words of our own; the checkpoint's own template is not in this repository.

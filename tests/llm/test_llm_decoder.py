@@ -198,6 +198,17 @@ def test_an_end_id_is_the_last_token_and_has_no_text_or_is_passed_over_on_reques
         backend.step(backend.start(torch.tensor([1]), GREEDY, 0, 0))
 
 
+def test_no_token_splits_a_character(tiny):
+    text = "ü🙂語"
+    vocabulary = tiny.tokenizer()
+    by_byte = {vocabulary.data(i): i for i in range(256)}
+    ids = [by_byte[bytes([byte])] for byte in text.encode()]
+    decoder, _ = faked(tiny, ids)
+    pieces = [token.text for token in decoder.generate("Hello", max_tokens=len(ids))]
+    assert [piece for piece in pieces if piece] == list(text) and len(pieces) == len(ids)
+    assert decoder.generate("Hello", max_tokens=1).read() == "\ufffd"  # the end inside a character
+
+
 def test_cancelling_ends_the_stream_and_frees_the_state(tiny):
     decoder, backend = faked(tiny, [10, 11, 12])
     stream = decoder.generate("Hello")
@@ -246,12 +257,6 @@ def test_a_bad_request_is_named_before_the_model_runs(tiny, prompt, settings, er
     with pytest.raises(error, match=message):
         decoder.generate(prompt, **settings)
     assert backend.started == []
-
-
-def test_the_oracle_refuses_what_is_no_row_of_ids(tiny):
-    for prompt in (torch.zeros(0, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(2)):
-        with pytest.raises(PromptError, match="int64 token ids"):
-            backend_of(tiny).start(prompt, GREEDY, 0, 1)
 
 
 def test_a_closed_decoder_says_so_and_open_streams_go_on(tiny):

@@ -11,8 +11,8 @@ from fastapi.testclient import TestClient
 from served import Served, served, until
 
 from mktts.checkpoint import Checkpoint
-from mktts.server import Limits
 from mktts.server.app import make_app
+from mktts.server.limits import Limits
 from mktts.server.service import SpeechService
 from mktts.synth import Synthesizer
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from served import TEXT, until
 import mktts.server
 from mktts.cli import main, parse
 from mktts.errors import ServerError
-from mktts.server import Limits
-from mktts.server.loading import runs_apart
+from mktts.server.command import open_service, runs_apart
+from mktts.server.limits import Limits
 from mktts.server.replicas import Replica, _resources
 
 PACKAGES = ("fastapi", "starlette", "pydantic", "uvicorn", "websockets", "prometheus_client")
@@ -171,8 +172,9 @@ def test_a_gpu_that_serves_many_is_apart_unless_said_otherwise(monkeypatch):
 
 
 def test_without_the_servers_packages_help_is_there_and_serving_names_what_is_missing():
-    code = "from mktts.server import Limits, listen, read_keys; listen('localhost', 0, Limits()).close()\n"
-    code += "from mktts.cli import main, parse; parse(['serve']); sys.exit(main(['serve', '--port', '0']))"
+    code = "from mktts.cli import main, parse\nfrom mktts.server.address import listen, read_keys\n"
+    code += "from mktts.server.limits import Limits\nlisten('localhost', 0, Limits()).close()\n"
+    code += "parse(['serve'])\nsys.exit(main(['serve', '--port', '0']))"
     done = python_without(PACKAGES, code)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert re.search("the package (fastapi|uvicorn|pydantic)", done.stderr)
@@ -203,9 +205,10 @@ def test_a_replica_gets_a_gpu_or_its_share_of_the_processor():
 
 
 def test_a_replica_is_a_server_and_stops_in_order(checkpoint_cache):
-    words = ["serve", "--checkpoint", "random:tiny", "--device", "cpu", "--engine", "single", "--ray-address", "there"]
+    arguments = parse(["serve", "--checkpoint", "random:tiny", "--device", "cpu", "--engine", "single"])
     replica = Replica.__new__(Replica)
-    asyncio.run(replica.__init__(parse(words), Limits(grace_s=0.05), {"api_key": ["a-key"]}))
+    opening = partial(open_service, arguments, Limits(grace_s=0.05))
+    asyncio.run(replica.__init__(opening, {"api_key": ["a-key"]}, own_cluster=False))
     api = TestClient(replica.__serve_build_asgi_app__(), headers={"Authorization": "Bearer a-key"})
     assert len(api.post("/tts/stream", json=SHORT).content) == 9 * 3_840
     asyncio.run(replica.check_health())

@@ -17,8 +17,8 @@ from fake_synthesizer import FakeSynthesizer
 from served import served
 from test_voices import Clones
 
-from mktts.server import Limits
 from mktts.server.app import PAGE
+from mktts.server.limits import Limits
 from mktts.server.voices import VoiceFolder
 from mktts.spec import FRAME_RATE_HZ
 

@@ -24,7 +24,7 @@ from websockets.sync.client import ClientConnection, connect
 from mktts.audio import to_pcm16
 from mktts.engine import scheduler
 from mktts.engine.options import StreamOptions
-from mktts.server import Limits
+from mktts.server.limits import Limits
 
 LONG = {"text": TEXT, "seed": 1, "max_frames": 120}
 SHORT = {"text": "Hello.", "max_frames": 1}
@@ -170,7 +170,7 @@ def test_a_websocket_is_told_that_the_server_stops_and_new_streams_are_refused_m
 
 
 def stat(server: Served, field: str) -> int:
-    return sum(getattr(one, field) for one in server.service.stats.values())
+    return sum(getattr(one, field) for one in server.service.synthesizer.stats.values())
 
 
 def test_one_stream_too_many_waits_or_is_told_to_come_back(synthesizer, monkeypatch, caplog):

@@ -11,7 +11,7 @@ from fastapi import WebSocketDisconnect
 from served import first_speaker
 
 from mktts.audio import to_pcm16
-from mktts.server import Limits
+from mktts.server.limits import Limits
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 
 PIECES = ["Hel", "lo the", "re, who", "ever you are.", " Good", " morning."]

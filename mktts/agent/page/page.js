@@ -16,7 +16,7 @@ const TRANSPORT_NAMES = { websocket: "WebSocket", webrtc: "WebRTC" };
 const NO_KEY = "it wants a key, and this page's address has no ?key=KEY or a wrong one";
 const REFUSALS = { 401: NO_KEY, 403: NO_KEY };
 const LLM_MS = 15_000; // after which a language model that has not answered is told of
-const BY_THE_BROWSER = ["played", "queued", "dropped", "lead", "underruns"]; // over WebRTC: not ours to know
+const RETRY_MS = [500, 1_000, 2_000, 4_000, 8_000, 8_000]; // before each try to connect again
 const PEAK_FLOOR_DB = -50; // of the level meters
 
 let config = null;
@@ -98,6 +98,7 @@ function pairDelay() {
 }
 
 function onCaption(message) {
+  talk.tries = 0; // the bot works
   lines.show(message);
   if (message.final) log.add(message.interrupted ? `${message.who}, interrupted` : message.who, message.text);
 }
@@ -105,7 +106,7 @@ function onCaption(message) {
 const handlers = {
   ready: ({ session }) => log.add("session", session),
   caption: onCaption,
-  clear: () => talk.speaker.clear(),
+  clear: () => talk.speaker?.clear(),
   latency: onLatency,
   state: (message) => onState((talk.state = message)),
   error: ({ message, fatal }) => (fatal ? end(message) : problem(message)),
@@ -138,31 +139,52 @@ function onPlayback({ peak, waited_ms, output_ms, ...counters }) {
 
 // typed: what to say first, without a microphone; "" for a conversation in speech
 async function start(typed = "") {
-  const mine = { muted: false, sent: 0, turn: null, pageDelay_ms: null, state: { user: "silent", bot: "silent" }, typed };
+  const state = { user: "silent", bot: "silent" };
+  const mine = { muted: false, sent: 0, turn: null, pageDelay_ms: null, state, typed, opened: false, tries: 0 };
   talk = mine;
   controls(true);
   problem("");
   lines.clear();
   times.clear();
-  if (overWebRTC(mine)) {
-    for (const name of BY_THE_BROWSER) if ($(name)) $(name).textContent = "–";
-  }
   status("connecting", typed ? "Connecting" : "Asking for the microphone");
   try {
-    mine.speaker = await openSpeaker(config.output_rate_hz, onPlayback); // while the click still counts as a gesture
-    if ($("speaker").value) await mine.speaker.choose($("speaker").value);
+    if (!overWebRTC(mine)) {
+      mine.speaker = await openSpeaker(config.output_rate_hz, onPlayback); // while the click still counts as a gesture
+      if ($("speaker").value) await mine.speaker.choose($("speaker").value);
+    }
     if (!typed) mine.microphone = await microphone();
     if (talk !== mine) return close(mine); // stopped while the browser asked
     pickers.refresh(); // they have names now
     status("connecting", "Connecting");
-    const link = await connect(mine);
-    if (talk !== mine) return link.close();
-    mine.link = link;
-    link.useSpeaker?.($("speaker").value);
+    await join(mine);
   } catch (error) {
     if (talk === mine) end(error.message);
     else close(mine);
   }
+}
+
+async function join(mine) {
+  const link = await connect(mine);
+  if (talk !== mine) return link.close();
+  mine.link = link;
+  link.useSpeaker?.($("speaker").value);
+}
+
+// A conversation that was open is opened again, with the bot's greeting; one that never was says why.
+async function lost(reason) {
+  const mine = talk;
+  const wait_ms = reason && mine.opened && RETRY_MS[mine.tries++];
+  if (!wait_ms) return end(reason);
+  log.add("lost", reason);
+  mine.link?.close();
+  mine.link = null;
+  mine.speaker?.clear();
+  clearTimeout(mine.thinking);
+  lines.end();
+  times.clear(); // the bot counts turns from one again
+  status("connecting", "The connection was lost; connecting again");
+  await new Promise((resolve) => setTimeout(resolve, wait_ms));
+  if (talk === mine) await join(mine).catch(({ message }) => talk === mine && lost(message));
 }
 
 const microphone = () =>
@@ -175,13 +197,15 @@ function connect(mine) {
   const ours = (act) => (value) => talk === mine && act(value);
   const events = {
     onOpen: ours(() => {
-      mine.link.send(mine.typed ? { type: "text", text: mine.typed } : { type: "hello" });
+      mine.link.send(mine.typed && !mine.opened ? { type: "text", text: mine.typed } : { type: "hello" });
+      mine.opened = true;
       if (mine.muted) mine.link.send({ type: "mute", muted: true });
       onState(mine.state);
     }),
     onMessage: ours(onMessage),
     onAudio: ours((bytes) => mine.speaker.play(bytes)),
-    onClose: ours(end),
+    onReport: ours(onPlayback),
+    onClose: ours(lost),
   };
   if (overWebRTC(mine)) return openPeer(address("agent/offer"), mine.microphone, events);
   return openSocket(address("agent"), events);
@@ -243,10 +267,10 @@ async function changeMicrophone(mine) {
 }
 
 function send(text) {
-  if (!text) return;
+  if (!text || (talk && !talk.link)) return;
   $("typed").value = "";
-  if (!talk) start(text);
-  else if (talk.link) talk.link.send({ type: "text", text });
+  if (talk) talk.link.send({ type: "text", text });
+  else start(text);
 }
 
 async function load() {

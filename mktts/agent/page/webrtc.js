@@ -1,8 +1,9 @@
 // The conversation over WebRTC: the browser's own audio path, and the same JSON messages on a data channel.
 // No STUN or TURN server is named: it reaches what the network reaches without one.
 const GATHER_MS = 2_000;
+const REPORT_MS = 200;
 
-export async function openPeer(address, microphone, { onOpen, onMessage, onClose }) {
+export async function openPeer(address, microphone, { onOpen, onMessage, onReport, onClose }) {
   const peer = new RTCPeerConnection({ iceServers: [] });
   const channel = peer.createDataChannel("chat", { ordered: true });
   const sound = new Audio();
@@ -19,12 +20,23 @@ export async function openPeer(address, microphone, { onOpen, onMessage, onClose
   peer.onconnectionstatechange = () => {
     if (peer.connectionState === "failed") onClose("No network path to the bot was found; choose WebSocket.");
   };
+  const close = () => {
+    clearInterval(reporting);
+    channel.onclose = null; // closed from here, nothing was lost
+    sound.pause();
+    peer.close();
+  };
+  const reporting = setInterval(async () => {
+    for (const found of (await peer.getStats()).values()) {
+      if (found.type === "inbound-rtp" && found.kind === "audio") onReport(playback(found));
+    }
+  }, REPORT_MS);
   try {
     await peer.setLocalDescription(await peer.createOffer());
     await gathered(peer);
     await peer.setRemoteDescription(await exchange(address, peer.localDescription));
   } catch (error) {
-    peer.close();
+    close();
     throw error;
   }
   return {
@@ -32,7 +44,23 @@ export async function openPeer(address, microphone, { onOpen, onMessage, onClose
     sendAudio: () => {}, // the peer connection carries the track itself
     useMicrophone: ({ track }) => sender.replaceTrack(track),
     useSpeaker: (deviceId) => sound.setSinkId?.(deviceId),
-    close: () => (sound.pause(), peer.close()),
+    close,
+  };
+}
+
+// What the browser says of the sound that it plays, as the loudspeaker's worklet reports it. The wait is the mean time
+// in the browser's own queue; what is played counts the silence between utterances too.
+function playback({ audioLevel, jitterBufferDelay, jitterBufferTargetDelay, jitterBufferEmittedCount, ...found }) {
+  const mean_ms = (total_s) => (jitterBufferEmittedCount ? (1000 * total_s) / jitterBufferEmittedCount : 0);
+  return {
+    peak: audioLevel ?? 0,
+    waited_ms: mean_ms(jitterBufferDelay),
+    queued_ms: mean_ms(jitterBufferDelay),
+    lead_ms: mean_ms(jitterBufferTargetDelay),
+    played_ms: 1000 * found.totalSamplesDuration,
+    dropped_ms: 0, // the bot sends what is being heard, and nothing ahead of it
+    underruns: found.concealmentEvents,
+    output_ms: 0,
   };
 }
 

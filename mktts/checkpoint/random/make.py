@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from mktts.checkpoint.files import MARKER
-from mktts.checkpoint.random.tokenizer import MERGES, vocabulary
 from mktts.checkpoint.random.weights import random_tensors, widen_margins
 from mktts.checkpoint.tensors import expected_codec_tensors, expected_tensors
 from mktts.common import cache_folder, one_of, read_object, write_json
 from mktts.errors import CheckpointError
+from mktts.model.tokenizer import byte_symbols
 from mktts.spec import MODEL_TYPES, ModelConfig
 
 RECIPE = 4  # raise it whenever the same arguments give other bytes: cached checkpoints are then made again
@@ -34,6 +35,10 @@ SIZES = ("tiny", "tiny-projected", "0.6b", "1.7b")
 _FOLDER = Path(__file__).resolve().parent
 _RELEASED = _FOLDER / "released"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
+_MERGES = _FOLDER / "merges.bpe"
+SPECIAL_START = 151_643  # first special id = number of entries in the released vocab.json
+# The ids that upstream's prompt layout depends on, in byte symbols: roles and a blank line are one token each.
+FIXED_IDS = {"user": 872, "assistant": 77_091, "ĊĊ": 271}
 
 Json = dict[str, Any]
 
@@ -170,11 +175,29 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(work, ignore_errors=True)  # gone already where the rename succeeded
 
 
+@cache
+def vocabulary() -> dict[str, int]:
+    """Token -> id, without gaps below SPECIAL_START: the byte symbols, the pairs of merges.bpe, unreachable fillers.
+
+    The pairs make some two hundred words one token each, bare and after a space. Among them iPhone, JavaScript and
+    Thai ones, which are whole only for the Qwen pre-tokenizer: they tell it apart from the Mistral one that upstream
+    swaps in for local folders.
+    """
+    vocab = {symbol: i for i, symbol in enumerate(byte_symbols().values())}
+    free = (i for i in range(len(vocab), SPECIAL_START) if i not in FIXED_IDS.values())
+    for line in _MERGES.read_text(encoding="utf-8").splitlines()[1:]:
+        token = line.replace(" ", "")
+        if token not in vocab:
+            vocab[token] = FIXED_IDS[token] if token in FIXED_IDS else next(free)
+    vocab |= {f"<|unused_{i}|>": i for i in free}
+    return dict(sorted(vocab.items(), key=lambda item: item[1]))
+
+
 def write_tokenizer(folder: Path) -> None:
     """The small tokenizer's vocab.json, merges.txt and tokenizer_config.json."""
     write_json(folder / _TOKENIZER_CONFIG, read_object(_RELEASED / _TOKENIZER_CONFIG), sort_keys=False)
     (folder / "vocab.json").write_text(json.dumps(vocabulary(), ensure_ascii=False), encoding="utf-8")
-    shutil.copyfile(MERGES, folder / "merges.txt")
+    shutil.copyfile(_MERGES, folder / "merges.txt")
 
 
 def write_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
