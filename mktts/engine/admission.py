@@ -244,8 +244,8 @@ class AdmissionQueue:
         # The tick that runs, and those that the prompts take.
         ticks = 1 + math.ceil((rows + arrival.prompt_rows) / self._ticks.max_rows)
         lanes = min(listeners, self._ticks.max_lanes)
-        row_s = model.row_s * (rows + arrival.prompt_rows)
-        taken_s = ticks * model.predict(lanes, 0, lanes * float(table.context_rows[table.open].mean())) + row_s
+        tick_s = model.predict(lanes, 0, lanes * float(table.context_rows[table.open].mean()))
+        taken_s = ticks * min(tick_s, self._ticks.max_tick_s) + model.row_s * (rows + arrival.prompt_rows)
         return "first_pcm" if taken_s > self._ticks.first_pcm_s else ""
 
 

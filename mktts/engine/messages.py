@@ -5,16 +5,16 @@ Both processes are of this package and started by one user.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import socket
-import struct
 import threading
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from mktts.engine.options import FinishReason, Timings
 from mktts.errors import EngineError, MkttsError
-
-_LENGTH = struct.Struct("<Q")
 
 
 class Call(NamedTuple):
@@ -70,31 +70,25 @@ class Wire:
     """`send` from any thread, `receive` from one. Both raise OSError where the other process is gone."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._socket, self._reader = end, end.makefile("rb")
+        self._socket, self._connection = end, Connection(os.dup(end.fileno()))
         self._sending = threading.Lock()
 
     def send(self, *messages: Any) -> None:
         data = pickle.dumps(messages, pickle.HIGHEST_PROTOCOL)
         with self._sending:
-            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+            self._connection.send_bytes(data)
 
     def receive(self) -> tuple[Any, ...]:
         """The next messages."""
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        return pickle.loads(self._read(length))
-
-    def _read(self, count: int) -> bytes:
-        data = self._reader.read(count)
-        if len(data) < count:
-            raise ConnectionError("the other process has closed its end")
-        return data
+        try:
+            return self._connection.recv()
+        except EOFError:
+            raise ConnectionError("the other process has closed its end") from None
 
     def close(self) -> None:
         """The other process's `receive` ends, and this one's, though a thread waits in it."""
-        try:
+        with contextlib.suppress(OSError):  # the other process has gone already
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other process has gone already
 
 
 def sendable(error: BaseException | None) -> BaseException | None:

@@ -71,7 +71,7 @@ class TickSettings:
     whole_prompts: bool = False
     chunks: tuple[int, ...] = TOGETHER_SCHEDULE
     margin: float = 0.9
-    first_pcm_s: float = 0.1  # two ticks of 1,024 lanes take 70 ms on an H200
+    first_pcm_s: float = 0.12  # of two ticks of 50 ms and their prompts; two of 1,024 lanes take 70 ms on an H200
     place_wait_s: float = 0.5
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class TickSettings:
         # The ticks of an H200 have time for 2,200 listeners; from one process 1,450 were served in time (LOG.md).
         idle = min(32, sizes[-1])
         # Where more are offered than are served, whoever gets a place has waited so long: their first PCM counts too.
-        return cls(buckets=buckets, max_lanes=sizes[-1], idle_lanes=idle, margin=0.6, place_wait_s=0.05)
+        return cls(buckets=buckets, max_lanes=sizes[-1], idle_lanes=idle, margin=0.7, place_wait_s=0.05)
 
     @classmethod
     def cpu(cls) -> TickSettings:

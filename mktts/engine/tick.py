@@ -160,19 +160,8 @@ class MeanTick:
         return self.model
 
 
-TICKS = np.dtype(
-    [
-        ("ended_s", float),
-        ("took_s", float),
-        ("lanes", int),
-        ("new", int),
-        ("rows", int),
-        ("open", int),
-        ("bucket_lanes", int),
-        ("bucket_rows", int),
-        ("late_s", float),
-    ]
-)
+_COUNTS = ("lanes", "new", "rows", "open", "bucket_lanes", "bucket_rows")
+TICKS = np.dtype([("ended_s", float), ("took_s", float), *((name, int) for name in _COUNTS), ("late_s", float)])
 
 
 class TickLog:
