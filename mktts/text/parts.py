@@ -16,7 +16,7 @@ DEFAULT_PAUSE_S = 0.5
 MAX_PAUSE_S = 10.0
 MAX_PAUSES_S = 300.0  # of one text: silence costs no frames, which bound what is made ahead of its reader
 
-_SPEAK = re.compile(r"\s*<speak[\s/>]")
+_SPEAK = re.compile(r"<speak[\s/>]")
 _STARTS = re.compile(r"[\[<]")
 _TAG = re.compile(r"\[(?P<inner>[^\[\]\n]{1,64})\]|<break(?P<attributes>[\s/][^<>]{0,100})?>", re.IGNORECASE)
 _OPEN = re.compile(r"\[[^\[\]\n]{0,64}\]?|<(?:b|br|bre|brea|break(?:[\s/][^<>]{0,100})?)?", re.IGNORECASE)
@@ -88,11 +88,12 @@ class TextFeed:
         """Text, and what stands for tags in it; and what may yet become one."""
         rest, pieces = self._rest, [piece]
         if not self._begun:
-            text, rest = rest + piece, ""
-            if not final and "<speak".startswith(text.lstrip()):
-                return [], text.lstrip()
-            self._begun, pieces = True, [text]
-            self._ssml = _Ssml() if _SPEAK.match(text) else None
+            text = (rest + piece).lstrip()
+            if not final and "<speak".startswith(text):
+                return [], text
+            rest, pieces = "", [text]
+            if _SPEAK.match(text):
+                self._begun, self._ssml = True, _Ssml()
         if self._ssml is not None:
             pieces = self._ssml.push(pieces[0], final)
         found: list[Any] = []
@@ -138,6 +139,7 @@ class TextFeed:
             for part in found:
                 if isinstance(part, str):
                     self._reader.check(part)
+        self._begun = self._begun or bool(found)
         self._rest, self._silent_s = rest, silent_s
         made: list[Any] = []
         for part in found:
