@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Form, Request
 from fastapi.responses import Response
 
-from mktts.audio.encoding import STREAM_FORMATS, encoder_of
+from mktts.audio.encoding import STREAM_FORMATS, encoder_of, usual_rate_hz
 from mktts.errors import BusyError, MkttsError
 from mktts.model.voice import Voice
 from mktts.server.access import owner_of_request
@@ -68,8 +68,8 @@ def openai_routes(service: SpeechService, references: References, **settings: An
         async def usage() -> tuple[int, int]:
             return len(await asyncio.to_thread(lambda: service.tokenizer.encode(body.input))), stream.frames
 
-        how: dict[str, Any] = {"speed": body.speed or 1.0, "sample_rate_hz": body.sample_rate or SAMPLE_RATE_HZ}
         format = body.response_format or "mp3"
+        how: dict[str, Any] = {"speed": body.speed or 1.0, "sample_rate_hz": body.sample_rate or usual_rate_hz(format)}
         try:
             encoder = encoder_of(format, whole=body.stream is False and body.stream_format is None, **how)
         except MkttsError as error:

@@ -111,7 +111,9 @@ class OpenAISpeechRequest(VoiceParams):
         None, alias="instructions", description="how to say it; what the voice is like (VoiceDesign)"
     )
     response_format: StreamFormat | None = Field(
-        None, description="left out: mp3. opus comes in Ogg, aac as ADTS; pcm: 16 bits, little endian, one channel"
+        None,
+        description="left out: mp3. opus comes in Ogg, aac as ADTS; pcm: 16 bits, little endian, one channel; "
+        "mulaw (or ulaw) and alaw: G.711 of telephones, 8 bits at 8000 Hz, no header",
     )
     speed: float | None = Field(
         None, ge=MIN_SPEED, le=MAX_SPEED, description="2 takes half the time, at the same pitch; left out: 1"
@@ -122,7 +124,9 @@ class OpenAISpeechRequest(VoiceParams):
     stream: bool | None = Field(
         None, description="false: the whole at once, with its length; left out or true: while it is made"
     )
-    sample_rate: Literal[SAMPLE_RATES_HZ] | None = Field(None, description=f"Hz; left out: {SAMPLE_RATE_HZ}")
+    sample_rate: Literal[SAMPLE_RATES_HZ] | None = Field(
+        None, description=f"Hz; left out: {SAMPLE_RATE_HZ}, of G.711 8000"
+    )
     max_new_tokens: int | None = Field(None, ge=1, description="as max_frames; beyond the server's limit: the limit")
     non_streaming_mode: bool | None = Field(
         None,
@@ -158,6 +162,8 @@ class OpenAISpeechRequest(VoiceParams):
             given["voice"] = voice["id"]  # OpenAI's other form
         if isinstance(recording, list) and len(recording) == 1:
             given["ref_audio"] = recording[0]  # vLLM-Omni's
+        if given.get("response_format") == "ulaw":
+            given["response_format"] = "mulaw"
         if given.get("instructions") == "":
             del given["instructions"]
         if given.get("temperature") == 0 and given["temperature"] is not False:

@@ -37,6 +37,8 @@ MEDIA_TYPES: dict[StreamFormat, str] = {
     "flac": "audio/flac",
     "wav": "audio/wav",
     "pcm": "audio/pcm;rate={rate_hz};channels=1;format=s16le",
+    "mulaw": "audio/PCMU;rate={rate_hz}",
+    "alaw": "audio/PCMA;rate={rate_hz}",
 }
 
 log = logging.getLogger(__name__)

@@ -67,6 +67,17 @@ async def test_every_format_is_heard_by_another_decoder_and_lasts_as_long_as_the
 
 
 @needs("av")
+@pytest.mark.parametrize(
+    ("format", "media_type"), [("mulaw", "audio/PCMU"), ("ulaw", "audio/PCMU"), ("alaw", "audio/PCMA")]
+)
+def test_telephones_get_8_bits_at_8_khz_streamed_and_whole(api, format, media_type):
+    streamed, whole = (api.speech(response_format=format, stream=stream, **HOW) for stream in (True, False))
+    assert streamed.headers["Content-Type"] == f"{media_type};rate=8000" and streamed.headers["X-Sample-Rate"] == "8000"
+    assert whole.content == streamed.content and len(whole.content) == FRAMES * 640
+    assert "8000" in api.speech(response_format=format, sample_rate=24_000).json()["error"]["message"]
+
+
+@needs("av")
 @pytest.mark.parametrize(("speed", "rate_hz"), [(0.25, 24_000), (1.5, 24_000), (4.0, 24_000), (1.0, 16_000)])
 def test_speed_and_sample_rate_change_how_many_samples_there_are(api, speed, rate_hz):
     answer = api.speech(speed=speed, sample_rate=rate_hz, **HOW)
