@@ -57,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--voice-folder", type=Path, metavar="FOLDER", help="keeps voices that callers upload (default: none are kept)"
     )
     parser.add_argument(
+        "--strict", action="store_true", help="refuse keys and instructions that change nothing (default: ignore them)"
+    )
+    parser.add_argument(
         "--engine",
         default="auto",
         choices=("auto", "single", "batch"),
@@ -143,7 +146,7 @@ def open_service(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthes
     else:
         synthesizer = Synthesizer.load(checkpoint, **settings)
     try:
-        service = SpeechService(synthesizer, limits, voices, name, aliases, uploads)
+        service = SpeechService(synthesizer, limits, voices, name, aliases, uploads, arguments.strict)
         synthesizer.warm_up()
         synthesizer.measure_capacity()
     except BaseException:

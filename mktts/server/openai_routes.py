@@ -57,10 +57,15 @@ def openai_routes(service: SpeechService, references: References, **settings: An
     async def openai_speech(body: OpenAISpeechRequest, request: Request) -> Response:
         """OpenAI's speech endpoint, with more keys for this model. The sound is encoded and sent while it is made; a
         WAV's header then says 0xFFFFFFFF bytes, as its length is not known."""
+        strict, ignored = service.strict if body.strict is None else body.strict, body.ignored
         for key in body.model_extra or {}:
-            if near := get_close_matches(key, keys, 1, 0.85):
-                message = f"{key[:40]}: there is no such key, did you mean {near[0]}?"
-                raise ApiError(400, "unknown_key", message, key[:40])
+            near = get_close_matches(key, keys, 1, 0.85)
+            if near or strict:
+                hint = f"did you mean {near[0]}?" if near else "leave it out, or send strict: false"
+                raise ApiError(400, "unknown_key", f"{key[:40]}: there is no such key, {hint}", key[:40])
+        if body.instruct is not None and not service.takes_instruct and not strict:
+            body.instruct = None
+            ignored = ["instructions", *ignored]
         if body.task_type not in (None, task):
             message = f"task_type: this checkpoint is for {task}, got {body.task_type}"
             raise ApiError(400, "wrong_task", message, "task_type")
@@ -82,7 +87,7 @@ def openai_routes(service: SpeechService, references: References, **settings: An
             body.max_frames = min(body.max_new_tokens, limits.max_frames)
         stream = service.speak("openai_speech", body, body.input, voice=voice, layout=body.layout, owner=owner)
         return AudioResponse(
-            stream, encoder, limits.stall_s, model.random_weights, format=format, ignored_keys=body.ignored, **how
+            stream, encoder, limits.stall_s, model.random_weights, format=format, ignored_keys=ignored, **how
         )
 
     async def brought_voice(body: OpenAISpeechRequest, owner: str) -> Voice | None:

@@ -96,7 +96,8 @@ def _nullable(schema: dict[str, Any]) -> None:
 
 class OpenAISpeechRequest(VoiceParams):
     """Body of POST /v1/audio/speech: OpenAI's keys, ours, and those of other servers of this model. Every key may be
-    null, which is as leaving it out; keys that are not known are ignored."""
+    null, which is as leaving it out; keys that are not known, and instructions to a voice that takes none, are ignored:
+    X-Mktts-Ignored names them."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_nullable)
 
@@ -126,6 +127,9 @@ class OpenAISpeechRequest(VoiceParams):
     )
     sample_rate: Literal[SAMPLE_RATES_HZ] | None = Field(
         None, description=f"Hz; left out: {SAMPLE_RATE_HZ}, of G.711 8000"
+    )
+    strict: bool | None = Field(
+        None, description="true: what would be ignored is refused; left out: as the server was started"
     )
     max_new_tokens: int | None = Field(None, ge=1, description="as max_frames; beyond the server's limit: the limit")
     non_streaming_mode: bool | None = Field(

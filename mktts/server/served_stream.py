@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 KEPT_LEAD_S = 0.5  # that a listener has to play while something is held back
 MAX_HELD_FRAMES = round(FRAME_RATE_HZ)  # a second
+IGNORED_HEADER = "X-Mktts-Ignored"  # keys of the request that changed nothing
 _HELD_UP_S = 0.05  # a write that took longer waited for the client
 MEDIA_TYPES: dict[StreamFormat, str] = {
     "mp3": "audio/mpeg",
@@ -271,7 +272,7 @@ class AudioResponse(Response):
             "X-Accel-Buffering": "no",  # a proxy (nginx) passes on what comes at once
         }
         if ignored_keys:
-            headers["X-Ignored-Keys"] = ",".join(ignored_keys)
+            headers[IGNORED_HEADER] = ", ".join(ignored_keys)
         self.init_headers(headers)
         self._stream = stream
         self._encoder = encoder

@@ -141,7 +141,8 @@ async def test_a_failure_after_the_first_event_is_raised_by_openais_client(api):
         ({"input": " "}, "input"),
         ({"input": "x" * 5_001}, "input"),
         ({"stream_format": "websocket"}, "stream_format"),
-        ({"instructions": "softly"}, "instructions"),
+        ({"instructions": "softly", "extra_body": {"strict": True}}, "instructions"),
+        ({"extra_body": {"lang_code": "a", "strict": True}}, "lang_code"),
         ({"extra_body": {"language": "klingon"}}, "language"),
         ({"extra_body": {"task_type": "Base"}}, "task_type"),
         ({"extra_body": {"ref_audio": "UklGR" * 100}}, "ref_audio"),
@@ -166,7 +167,22 @@ def test_keys_that_change_nothing_are_ignored_and_named(api):
     harmless = {"user": "anna", "pitch": 0, "initial_codec_chunk_frames": 1, "x" * 41: "y"}
     answer = api.speech(stream=True, **harmless, **HOW)
     assert answer.content == HELLO
-    assert answer.headers["X-Ignored-Keys"] == "initial_codec_chunk_frames,pitch,user"
+    assert answer.headers["X-Mktts-Ignored"] == "initial_codec_chunk_frames, pitch, user"
+    assert "X-Mktts-Ignored" not in api.speech().headers
+
+
+async def test_what_clients_send_by_habit_is_spoken_and_refused_by_a_strict_server(api, make_api):
+    habit = {"lang_code": "a", "normalization_options": {"normalize": True}}
+    request = {**SPOKEN, "response_format": "pcm", "instructions": "softly"}
+    answer = await client(api).audio.speech.create(**request, extra_body={**habit, **HOW})
+    assert answer.content == HELLO
+    assert answer.response.headers["X-Mktts-Ignored"] == "instructions, lang_code, normalization_options"
+    assert api.synth.streams[-1].settings["instruct"] is None
+    strict = make_api(strict=True)
+    for body, key in (({"instructions": "softly"}, "instructions"), (habit, "lang_code"), ({"x" * 41: 1}, "x" * 40)):
+        assert strict.speech(**body).json()["error"]["param"] == key
+    assert strict.synth.streams == []
+    assert strict.speech(**habit, instruct="softly", strict=False).status_code == 200
 
 
 def test_nulls_are_as_keys_left_out_and_neither_model_nor_voice_is_needed(api):
