@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import UploadFile
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model, model_validator
 
 from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, StreamFormat
 from mktts.engine.options import Markup
@@ -33,6 +33,7 @@ _OTHER_NAMES = {
     "subtalker_dosample": "predictor_greedy",
 }
 _MAX_NAME_CHARS = 40
+_VALUE: TypeAdapter[bool | float | None] = TypeAdapter(bool | int | float | None, config=ConfigDict(strict=True))
 _TASKS = tuple(kind.upstream_name for kind in MODEL_TYPES.values())
 
 
@@ -185,6 +186,27 @@ class OpenAISpeechRequest(VoiceParams):
         """The unknown keys, except odd or long ones."""
         names = self.model_extra or {}
         return sorted(name for name in names if name.isidentifier() and name.isascii() and len(name) <= _MAX_NAME_CHARS)
+
+
+class OpenAISpeechQuery(OpenAISpeechRequest):
+    """Query of GET /v1/audio/speech: the keys of the body of POST."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, given: dict[str, str]) -> dict[str, Any]:
+        """Numbers, true, false and null as JSON has them, but for keys whose value is a text."""
+        fields = cls.model_fields.items()
+        texts = {field.alias or name for name, field in fields if field.annotation in (str, str | None)}
+        return {
+            name: word if _OTHER_NAMES.get(name, name) in texts else _value_of(word) for name, word in given.items()
+        }
+
+
+def _value_of(word: str) -> bool | float | str | None:
+    try:
+        return _VALUE.validate_json(word)
+    except ValueError:
+        return word
 
 
 class VoiceUpload(BaseModel):
