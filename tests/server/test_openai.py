@@ -323,6 +323,11 @@ def test_saved_voices_of_a_base_checkpoint_are_called_by_name(make_api, tiny_bas
     for body in (*names, {"ref_audio": "Anna"}):
         assert api.speech(**body).status_code == 200
         assert api.synth.streams[-1].settings["voice"] is voice and api.synth.streams[-1].settings["speaker"] is None
+    assert api.speech(instructions="softly").headers["X-Mktts-Ignored"] == "instructions"
+    asked = make_api(checkpoint=tiny_base.with_instructions(), voices={"Anna": voice})
+    assert "X-Mktts-Ignored" not in asked.speech(instructions="softly").headers
+    assert asked.synth.streams[-1].settings["instruct"] == "softly"
+    assert asked.get("/health").json()["takes_instructions"]
     assert api.get("/v1/audio/voices").json()["voices"] == ["anna"]
     error = make_api(checkpoint=tiny_base).speech().json()["error"]
     assert (error["code"], error["param"]) == ("no_voice", "voice") and "send ref_audio" in error["message"]
