@@ -26,7 +26,7 @@ from mktts.server.api_errors import ApiError, current_id, from_error, from_valid
 from mktts.server.document import AUDIO_HEADERS, audio_response, describe, error_responses
 from mktts.server.openai_routes import PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
 from mktts.server.schemas import Health, SpeechRequest, StreamState
-from mktts.server.served_stream import IGNORED_HEADER, AudioResponse
+from mktts.server.served_stream import AudioResponse
 from mktts.server.service import SpeechService
 from mktts.server.voices import References, VoiceFolder
 from mktts.server.websocket import SpeechSocket
@@ -42,7 +42,7 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_EXPOSED = [*AUDIO_HEADERS, "X-Sample-Rate", IGNORED_HEADER, "Retry-After"]
+_EXPOSED = [*AUDIO_HEADERS, "X-Sample-Rate", "X-Mktts-Ignored", "X-Ignored-Keys", "Retry-After"]
 _CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
 _SWEEP_S = 5.0  # the longest that a voice deleted by another server stays in memory
 

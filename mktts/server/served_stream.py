@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 KEPT_LEAD_S = 0.5  # that a listener has to play while something is held back
 MAX_HELD_FRAMES = round(FRAME_RATE_HZ)  # a second
-IGNORED_HEADER = "X-Mktts-Ignored"  # keys of the request that changed nothing
 _RANGE = re.compile(r"bytes=(\d{0,15})-(\d{0,15})")
 _HELD_UP_S = 0.05  # a write that took longer waited for the client
 MEDIA_TYPES: dict[StreamFormat, str] = {
@@ -277,7 +276,8 @@ class AudioResponse(Response):
             "X-Accel-Buffering": "no",  # a proxy (nginx) passes on what comes at once
         }
         if ignored_keys:
-            headers[IGNORED_HEADER] = ", ".join(ignored_keys)
+            headers["X-Mktts-Ignored"] = ", ".join(ignored_keys)
+            headers["X-Ignored-Keys"] = ",".join(ignored_keys)  # as it was called first
         self.init_headers(headers)
         self._stream = stream
         self._encoder = encoder
