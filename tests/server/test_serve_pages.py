@@ -121,10 +121,12 @@ async def test_an_audio_element_plays_an_address_and_jumps_in_it_but_not_on_a_pa
             await page.js(f"window.sound = new Audio('{address}'); sound.load()")
             await page.until("sound.readyState >= 3")
             assert len(server.watched.streams) == 2
-        async with browser.tab("data:text/html,<title>elsewhere</title>") as page:
+        async with browser.tab(f"{server.url.replace('127.0.0.1', 'localhost')}/health") as page:  # another site
             await page.js(f"window.sound = new Audio('{address}')")
             assert await page.js(f"(sound.load(), {event.format('canplay')})") == "error"
             assert len(server.watched.streams) == 2
+            await page.js("(sound = new Audio()).crossOrigin = 'anonymous'")
+            assert await page.js(f"(sound.src = '{address}', {event.format('canplay')})") == "canplay"
             assert 'mktts_refused_total{code="foreign_origin"}' in httpx.get(f"{server.url}/metrics").text
 
 
