@@ -16,6 +16,7 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Res
 from fastapi.routing import Match
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
+from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from mktts.audio.encoding import encoder_of, import_av
@@ -69,7 +70,8 @@ def make_app(
         if sweeping is not None:
             sweeping.cancel()
 
-    app = FastAPI(title="mktts", redoc_url=None, lifespan=lifespan)
+    # /docs with its scripts from here: FastAPI's own page loads them from another host
+    app = FastAPIOffline(title="mktts", redoc_url=None, static_url="/page/docs", lifespan=lifespan)
     limits = service.limits
 
     def refused(code: str) -> None:

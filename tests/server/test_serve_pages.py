@@ -54,6 +54,10 @@ def test_the_page_and_what_it_loads_need_no_key_and_come_from_here(locked, page)
         answer = locked.get(f"/page/{path.name}")
         assert answer.content == path.read_bytes() and answer.headers["X-Content-Type-Options"] == "nosniff"
         assert not re.search(r"https?://|//cdn|@import", answer.text), path
+    documented = locked.get("/docs").text
+    loaded = re.findall(r'(?:src|href)="([^"]+)"', documented)
+    assert loaded and not re.search(r"https?://|//cdn", documented)
+    assert all(locked.get(address).status_code == 200 for address in loaded)
     for absent in ("none.js", "../app.py", "%2e%2e/app.py"):
         assert locked.get(f"/page/{absent}").status_code in (401, 404)
 
