@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mktts.model.backend import device_named
-from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLES_PER_FRAME
+from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.training.codec.losses import (
     Discriminators,
     deceiving_losses,
@@ -55,12 +55,12 @@ class CodecRecipe:
     rate: float = 4e-4
     judge_rate: float = 2e-4
     averaged_steps: int = 1_000  # the weights that are kept are the mean over about as many
-    dropped: float = 0.25  # share of the crops that have only some of the first codebooks
     onsets: float = 0.25  # share of the crops that begin where a clip does
     mel: float = 20.0
     repetition: float = 20.0
     onset: float = 0.02  # of few and faint samples: at 0.1 its gradient is twice that of mel
     commitment: float = 1.0
+    spread: float = 1.0  # until `adversarial_from`
     adversarial: float = 3.0
     features: float = 10.0
 
@@ -115,20 +115,20 @@ class CodecTrainer(Trainer):
         joint, adversarial = self.step < r.joint_steps, self.step >= r.adversarial_from
         judged = (r.crop_frames - r.ahead_frames - r.judged_frames) * SAMPLES_PER_FRAME
         start = torch.randint(judged + 1, (1,)).to(self.device)
-        books = torch.randint(1, NUM_CODEBOOKS + 1, (r.batch,))
-        books = torch.where(torch.rand(r.batch) < r.dropped, books, NUM_CODEBOOKS).to(self.device)
         work = partial(self._step, joint=joint, adversarial=adversarial)
-        losses = self.steps.run((joint, adversarial), work, pcm, start, books)
+        losses = self.steps.run((joint, adversarial), work, pcm, start)
         self.step += 1
         return losses
 
-    def _step(self, pcm: Tensor, start: Tensor, books: Tensor, joint: bool, adversarial: bool) -> dict[str, Tensor]:
+    def _step(self, pcm: Tensor, start: Tensor, joint: bool, adversarial: bool) -> dict[str, Tensor]:
         r, quantizer = self.recipe, self.codec.quantizer
         losses: dict[str, Tensor] = {}
         with torch.set_grad_enabled(joint):
             rows = self.codec.encoder(pcm)  # in fp32, as `encoded` has it: codes depend on small differences
         if joint:
-            rows, losses["commitment"] = quantizer.learn(rows, books)
+            if not adversarial:
+                losses["spread"] = spread(rows)
+            rows, losses["commitment"] = quantizer.learn(rows)
         else:
             rows = quantizer.summed(quantizer.encode(rows))
         ahead = r.ahead_frames
@@ -158,10 +158,15 @@ class CodecTrainer(Trainer):
 
     @torch.no_grad()
     def measured(self) -> dict[str, float]:
-        """Log-mel distance and comb of the live codec's copy of the same crops every time."""
-        copy = self.codec.decode(self.codec.encode(self._always)).clone()
+        """Log-mel distance and comb of the live codec's copy of the same crops every time; and how many numbers the
+        encoder says in a frame: of variances along the principal axes, (sum)^2 / sum of squares."""
+        rows = self.codec.encoder(self._always)
+        copy = self.codec.decode(self.codec.quantizer.encode(rows)).clone()
         comb = repetition(copy, self._always)[1].max()
-        return {"fixed_mel": float(mel_distance(copy, self._always)), "fixed_comb": float(comb)}
+        power = torch.linalg.eigvalsh(torch.cov(rows.flatten(0, 1).T).cpu())
+        numbers = power.sum().square() / power.square().sum()
+        distance = mel_distance(copy, self._always)
+        return {"fixed_mel": float(distance), "fixed_comb": float(comb), "numbers": float(numbers)}
 
     def _descend(self, name: str, loss: Tensor) -> None:
         optimizer = self.optimizers[name]
@@ -174,6 +179,16 @@ class CodecTrainer(Trainer):
         # a cache of casts made while recording would not be made again when the graph is replayed
         cuda = self.device.type == "cuda"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=cuda, cache_enabled=not self.steps.recording)
+
+
+def spread(rows: Tensor) -> Tensor:
+    """How far the numbers of rows (B, T, vector) are from independent ones of variance 1.
+
+    Alone, the encoder says what the decoder asks for, one number after the other, and commitment takes away the rest.
+    """
+    rows = rows.flatten(0, 1) - rows.mean((0, 1))
+    covariance = rows.T @ rows / len(rows)  # not torch.cov, which looks at a value: a recorded step must not
+    return (covariance - torch.eye(len(covariance), device=rows.device)).square().sum() / len(covariance)
 
 
 def onset(pcm: Tensor, target: Tensor) -> Tensor:
