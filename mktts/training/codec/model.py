@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mktts.checkpoint.open import CODEC_FOLDER
 from mktts.checkpoint.random.make import Json, small_files, write_weights
-from mktts.common import write_json
+from mktts.common import read_object, write_json
 from mktts.errors import CheckpointError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 from mktts.training.codec.decoder import Decoder
@@ -180,14 +180,15 @@ class Quantizer(nn.Module):
 
     @torch.no_grad()
     def _move(self, number: int, rows: Tensor, code: Tensor) -> None:
-        chosen = (code[:, None] == torch.arange(self.books.shape[1], device=rows.device)).to(rows.dtype)
+        size = self.books.shape[1]
+        chosen = (code[:, None] == torch.arange(size, device=rows.device)).to(rows.dtype)
         self.usage[number].lerp_(chosen.sum(0), 1 - _KEPT)
         self.sums[number].lerp_(chosen.T @ rows, 1 - _KEPT)
-        drawn = torch.randint(len(rows), (self.books.shape[1],), device=rows.device)
-        fresh = self.usage[number] < _LEAST_USED * (len(rows) / self.books.shape[1])
-        even = torch.full_like(self.usage[number], len(rows) / self.books.shape[1])
-        self.usage[number] = torch.where(fresh, even, self.usage[number])
-        self.sums[number] = torch.where(fresh[:, None], rows[drawn] * even[:, None], self.sums[number])
+        drawn = torch.randint(len(rows), (size,), device=rows.device)
+        even = len(rows) / size
+        fresh = self.usage[number] < _LEAST_USED * even
+        self.usage[number] = self.usage[number].masked_fill(fresh, even)
+        self.sums[number] = torch.where(fresh[:, None], rows[drawn] * even, self.sums[number])
         self.books[number] = self.sums[number] / self.usage[number][:, None]
 
 
@@ -224,8 +225,6 @@ def load_codec(folder: Path, device: torch.device | str = "cpu") -> Codec:
 
     Raises CheckpointError for a folder without one.
     """
-    from mktts.common import read_object
-
     raw = read_object(folder / STATE, hint=" of `train codec`")["sizes"]
     sizes = CodecSizes(**{key: tuple(v) if isinstance(v, list) else v for key, v in raw.items()})
     return averaged(folder, Codec(sizes), "codec").to(device)

@@ -153,8 +153,8 @@ class CodecTrainer(Trainer):
         total = sum(getattr(r, name) * loss for name, loss in losses.items())
         self._descend("codec", total)
         self.follow(self._share)
-        found = {"loss": total.detach(), **{name: loss.detach() for name, loss in losses.items()}}
-        return found | {"comb": more.max()} | ({"judges": judged.detach()} if adversarial else {})
+        found = {"loss": total, **losses, "comb": more.max()} | ({"judges": judged} if adversarial else {})
+        return {name: value.detach() for name, value in found.items()}
 
     @torch.no_grad()
     def measured(self) -> dict[str, float]:
@@ -162,10 +162,9 @@ class CodecTrainer(Trainer):
         encoder says in a frame: of variances along the principal axes, (sum)^2 / sum of squares."""
         rows = self.codec.encoder(self._always)
         copy = self.codec.decode(self.codec.quantizer.encode(rows)).clone()
-        comb = repetition(copy, self._always)[1].max()
-        power = torch.linalg.eigvalsh(torch.cov(rows.flatten(0, 1).T).cpu())
-        numbers = power.sum().square() / power.square().sum()
-        distance = mel_distance(copy, self._always)
+        distance, comb = mel_distance(copy, self._always), repetition(copy, self._always)[1].max()
+        covariance = torch.cov(rows.flatten(0, 1).T)
+        numbers = covariance.trace().square() / covariance.square().sum()
         return {"fixed_mel": float(distance), "fixed_comb": float(comb), "numbers": float(numbers)}
 
     def _descend(self, name: str, loss: Tensor) -> None:
@@ -227,9 +226,8 @@ def add_training_arguments(parser: argparse.ArgumentParser, recipe: object) -> N
     parser.add_argument("--graphs", action="store_true", help="steps as CUDA graphs")
     group = parser.add_argument_group("recipe")
     for name, value in asdict(recipe).items():
-        group.add_argument(
-            f"--{name.replace('_', '-')}", type=type(value), default=value, help="(default: %(default)s)"
-        )
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, type=type(value), default=value, help="(default: %(default)s)")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -245,5 +243,5 @@ def main(arguments: argparse.Namespace) -> int:
     print(f"{crops.hours:.2f} h of audio, from step {trainer.step}", flush=True)
     train(trainer, arguments.out, arguments.minutes, plan_minutes=arguments.plan)
     reached = trainer.curves[-1] if trainer.curves else {}
-    print(json.dumps({**reached, "step": trainer.step, "of_steps": recipe.steps}))
+    print(json.dumps({**reached, "step": trainer.step, "of_steps": trainer.recipe.steps}))
     return 0
