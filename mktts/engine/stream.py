@@ -709,7 +709,7 @@ class Session(Stream):
         """Adds text; an empty piece is allowed, and text for a stream that is over is dropped.
 
         Raises TextError when `piece` is not a str, the whole exceeds MAX_TEXT_CHARS, and as `TextFeed.push`; such a
-        piece is not taken. Raises EngineError after `finish` and in a forked child.
+        piece is not spoken. Raises EngineError after `finish` and in a forked child.
         """
         piece = clean_piece(piece)
         with self._writing:

@@ -27,7 +27,8 @@ from mktts.model.prompt import Layout, PromptBuilder, Request
 from mktts.model.sampling import Choice, Sampling, drawn_seed
 from mktts.model.voice import Voice
 from mktts.synth.loading import BackendName, EngineChoice, Loading, default_cpu_threads, load_engine
-from mktts.text import FrontEnd
+from mktts.text import FrontEnd, FrontEndFeed
+from mktts.text.markup import MarkupFeed
 from mktts.text.parts import TextFeed
 from mktts.text.split import clean_text, segment_chars
 
@@ -257,8 +258,13 @@ class Synthesizer:
     def _text_feed(self, request: Request, plan: Plan, settings: StreamSettings) -> TextFeed:
         """What a text goes through."""
         voices = {name.lower(): voice for name, voice in settings.get("voices", {}).items()}
-        named = partial(self._named, request, voices)
-        return TextFeed(named, self.front_end, request.language, plan.options.markup)
+        return TextFeed(partial(self._named, request, voices), partial(self._reader, request, plan))
+
+    def _reader(self, request: Request, plan: Plan) -> FrontEndFeed | MarkupFeed | None:
+        markup = plan.options.markup
+        if self.front_end is not None:
+            return self.front_end.feed(request.language, markup)
+        return MarkupFeed() if markup == "strip" else None
 
     def _named(self, request: Request, voices: Mapping[str, Voice], name: str) -> Request | None:
         """`request`, without text, as spoken by the voice or speaker of that name; None where there is none."""

@@ -219,12 +219,8 @@ class FrontEndFeed:
     def push(self, piece: str) -> str:
         """What can be spoken by now, perhaps "". Raises TextError for letters of another script; the piece is then
         not taken."""
-        self.check(piece)
-        return self._read(piece if self._markup is None else self._markup.push(piece))
-
-    def check(self, piece: str) -> None:
-        """Raises TextError for letters of another script."""
         check_script(piece, self._scripts, self._languages)
+        return self._read(piece if self._markup is None else self._markup.push(piece))
 
     def _read(self, piece: str) -> str:
         self._letters = self._letters or any(map(str.isalnum, piece))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from mktts.errors import TextError
 from mktts.text import FrontEnd
+from mktts.text.markup import MarkupFeed
 from mktts.text.parts import Pause, TextFeed, said_as
 
 ENGLISH = FrontEnd.ready("english", ["auto", "english"])
@@ -21,7 +22,8 @@ def named(name: str) -> tuple[str] | None:
 
 def parts(pieces: list[str], front_end: FrontEnd | None = ENGLISH, markup: str = "speak") -> list:
     """Words that follow each other are one part, without the space around them."""
-    feed = TextFeed(named, front_end, markup=markup)
+    plain = MarkupFeed if markup == "strip" else lambda: None
+    feed = TextFeed(named, plain if front_end is None else front_end.feed)
     joined: list = []
     for part in (part for made in (*map(feed.push, pieces), feed.finish()) for part in made):
         if isinstance(part, str) and joined and isinstance(joined[-1], str):

@@ -24,15 +24,10 @@ STEP_SAMPLES = 480  # 20 ms
 _LOUD = 1e-3  # RMS of a band, of full scale: a fainter one is not compared
 
 
-def magnitudes(pcm: Tensor, window: int) -> Tensor:
-    """Short-time magnitudes at a hop of a quarter window: (B, n) -> (B, window // 2 + 1, frames), fp32."""
-    return _spectrum(pcm, window).abs()
-
-
 def mel_distance(a: Tensor, b: Tensor, window: int = 1024, bands: int = 80) -> Tensor:
     """Mean |difference| of natural-log mel magnitudes of PCM (B, n)."""
     mel = mel_filters(window, bands, a.device)
-    x, y = (torch.log((mel @ magnitudes(pcm, window)).clamp(min=_FLOOR)) for pcm in (a, b))
+    x, y = (torch.log((mel @ spectrum(pcm, window).abs()).clamp(min=_FLOOR)) for pcm in (a, b))
     return (x - y).abs().mean()
 
 
@@ -71,9 +66,8 @@ def _autocorrelations(pcm: Tensor) -> Tensor:
 @torch.inference_mode(False)
 def _bands(device: torch.device) -> Tensor:
     hz = torch.linspace(0, SAMPLE_RATE_HZ / 2, _TRANSFORM // 2 + 1)
-    return torch.stack([((hz >= a) & (hz < b)).float() for a, b in zip(EDGES_HZ, EDGES_HZ[1:], strict=False)]).to(
-        device
-    )
+    bands = [((hz >= a) & (hz < b)).float() for a, b in zip(EDGES_HZ, EDGES_HZ[1:], strict=False)]
+    return torch.stack(bands).to(device)
 
 
 class Discriminators(nn.Module):
@@ -92,8 +86,8 @@ class Discriminators(nn.Module):
         """Of PCM (B, n): every layer's output of every judge, the verdict last."""
         seen = []
         for window, judge in zip(_DISCRIMINATOR_WINDOWS, self.spectral, strict=True):
-            spectrum = _spectrum(pcm, window).transpose(1, 2) * (window / 4)  # or biases would drown faint bands
-            seen.append(_layers(judge, torch.stack((spectrum.real, spectrum.imag), 1)))
+            seen_by = spectrum(pcm, window).transpose(1, 2) * (window / 4)  # or biases would drown faint bands
+            seen.append(_layers(judge, torch.stack((seen_by.real, seen_by.imag), 1)))
         for period, judge in zip(_PERIODS, self.periodic, strict=True):
             folded = F.pad(pcm, (0, -pcm.shape[1] % period)).unflatten(1, (-1, period))
             seen.append(_layers(judge, folded[:, None]))
@@ -107,10 +101,10 @@ def judges_loss(real: list[list[Tensor]], fake: list[list[Tensor]]) -> Tensor:
 
 
 def deceiving_losses(real: list[list[Tensor]], fake: list[list[Tensor]]) -> dict[str, Tensor]:
-    """`adversarial`, and `features`: distance of the judges' inner layers, relative to their size."""
+    """`adversarial`, and `features`: distance of inner layers of judges that stand still, relative to their size."""
     adversarial = sum((1 - f[-1].float()).square().mean() for f in fake) / len(fake)
     distances = [
-        (x.float().detach() - y.float()).abs().mean() / x.float().detach().abs().mean().clamp(min=_FLOOR)
+        (x - y.float()).abs().mean() / x.float().abs().mean().clamp(min=_FLOOR)
         for r, f in zip(real, fake, strict=True)
         for x, y in zip(r[:-1], f[:-1], strict=True)
     ]
@@ -131,7 +125,8 @@ def _layers(judge: nn.ModuleList, x: Tensor) -> list[Tensor]:
     return [*seen, judge[-1](x)]
 
 
-def _spectrum(pcm: Tensor, window: int) -> Tensor:
+def spectrum(pcm: Tensor, window: int) -> Tensor:
+    """Short-time spectra at a hop of a quarter window: (B, n) -> (B, window // 2 + 1, frames), complex."""
     shape = torch.hann_window(window, device=pcm.device)
     # 2 / window / mean(hann) = 4 / window: a full-scale sine has magnitude 1 in every resolution
     return torch.stft(pcm.float(), window, window // 4, window=shape, return_complex=True) * (4 / window)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mktts.checkpoint.open import CODEC_FOLDER
 from mktts.checkpoint.random.make import Json, small_files, write_weights
-from mktts.common import write_json
+from mktts.common import read_object, write_json
 from mktts.errors import CheckpointError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 from mktts.training.codec.decoder import Decoder
@@ -109,6 +109,10 @@ class CodecEncoder(nn.Module):
             layers += [_EncoderBlock(width) for _ in range(sizes.encoder_layers)]
         self.layers = nn.Sequential(*layers)
         self.norm, self.last = nn.LayerNorm(width), nn.Linear(width, sizes.vector)
+        for layer in self.modules():  # with torch's own, what frames share hides what differs between them
+            if isinstance(layer, nn.Conv1d | nn.Linear):
+                nn.init.kaiming_uniform_(layer.weight, nonlinearity="linear")
+                nn.init.zeros_(layer.bias)
 
     def forward(self, pcm: Tensor) -> Tensor:
         side = (_WINDOW - _HOP) // 2
@@ -160,35 +164,31 @@ class Quantizer(nn.Module):
             self.sums[number] = book * self.usage[number][:, None]
             left = left - book[_nearest(left, book)]
 
-    def learn(self, rows: Tensor, books: Tensor) -> tuple[Tensor, Tensor]:
+    def learn(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """What stands for rows (B, T, vector), with their gradient, and how far rows are from their entries.
 
-        books (B,): how many of the codebooks each crop has. The entries move towards the rows that chose them; one
-        that hardly any row chooses begins anew with a row drawn by torch's generator of the device.
+        The entries move towards the rows that chose them; one that hardly any row chooses begins anew with a row drawn
+        by torch's generator of the device.
         """
-        left, total, missed = rows.flatten(0, 1), 0.0, rows.new_zeros(())
-        per_row = books.repeat_interleave(rows.shape[1])
+        left, missed = rows.flatten(0, 1), rows.new_zeros(())
         for number, book in enumerate(self.books.clone()):
-            part = (per_row > number)[:, None]
             code = _nearest(left.detach(), book)
-            entry = book[code]
             self._move(number, left.detach(), code)
-            missed = missed + (part * (left - entry).square()).mean() / NUM_CODEBOOKS
-            total = total + part * entry
-            left = left - entry
-        total = total.view_as(rows)
-        return rows + (total - rows).detach(), missed
+            left = left - book[code]
+            missed = missed + left.square().mean() / NUM_CODEBOOKS
+        return rows - left.detach().view_as(rows), missed
 
     @torch.no_grad()
     def _move(self, number: int, rows: Tensor, code: Tensor) -> None:
-        chosen = (code[:, None] == torch.arange(self.books.shape[1], device=rows.device)).to(rows.dtype)
+        size = self.books.shape[1]
+        chosen = (code[:, None] == torch.arange(size, device=rows.device)).to(rows.dtype)
         self.usage[number].lerp_(chosen.sum(0), 1 - _KEPT)
         self.sums[number].lerp_(chosen.T @ rows, 1 - _KEPT)
-        drawn = torch.randint(len(rows), (self.books.shape[1],), device=rows.device)
-        fresh = self.usage[number] < _LEAST_USED * (len(rows) / self.books.shape[1])
-        even = torch.full_like(self.usage[number], len(rows) / self.books.shape[1])
-        self.usage[number] = torch.where(fresh, even, self.usage[number])
-        self.sums[number] = torch.where(fresh[:, None], rows[drawn] * even[:, None], self.sums[number])
+        drawn = torch.randint(len(rows), (size,), device=rows.device)
+        even = len(rows) / size
+        fresh = self.usage[number] < _LEAST_USED * even
+        self.usage[number] = self.usage[number].masked_fill(fresh, even)
+        self.sums[number] = torch.where(fresh[:, None], rows[drawn] * even, self.sums[number])
         self.books[number] = self.sums[number] / self.usage[number][:, None]
 
 
@@ -225,8 +225,6 @@ def load_codec(folder: Path, device: torch.device | str = "cpu") -> Codec:
 
     Raises CheckpointError for a folder without one.
     """
-    from mktts.common import read_object
-
     raw = read_object(folder / STATE, hint=" of `train codec`")["sizes"]
     sizes = CodecSizes(**{key: tuple(v) if isinstance(v, list) else v for key, v in raw.items()})
     return averaged(folder, Codec(sizes), "codec").to(device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mktts.model.backend import device_named
-from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLES_PER_FRAME
+from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.training.codec.losses import (
     Discriminators,
     deceiving_losses,
@@ -55,12 +55,12 @@ class CodecRecipe:
     rate: float = 4e-4
     judge_rate: float = 2e-4
     averaged_steps: int = 1_000  # the weights that are kept are the mean over about as many
-    dropped: float = 0.25  # share of the crops that have only some of the first codebooks
     onsets: float = 0.25  # share of the crops that begin where a clip does
     mel: float = 20.0
     repetition: float = 20.0
     onset: float = 0.02  # of few and faint samples: at 0.1 its gradient is twice that of mel
     commitment: float = 1.0
+    spread: float = 1.0  # until `adversarial_from`
     adversarial: float = 3.0
     features: float = 10.0
 
@@ -115,20 +115,20 @@ class CodecTrainer(Trainer):
         joint, adversarial = self.step < r.joint_steps, self.step >= r.adversarial_from
         judged = (r.crop_frames - r.ahead_frames - r.judged_frames) * SAMPLES_PER_FRAME
         start = torch.randint(judged + 1, (1,)).to(self.device)
-        books = torch.randint(1, NUM_CODEBOOKS + 1, (r.batch,))
-        books = torch.where(torch.rand(r.batch) < r.dropped, books, NUM_CODEBOOKS).to(self.device)
         work = partial(self._step, joint=joint, adversarial=adversarial)
-        losses = self.steps.run((joint, adversarial), work, pcm, start, books)
+        losses = self.steps.run((joint, adversarial), work, pcm, start)
         self.step += 1
         return losses
 
-    def _step(self, pcm: Tensor, start: Tensor, books: Tensor, joint: bool, adversarial: bool) -> dict[str, Tensor]:
+    def _step(self, pcm: Tensor, start: Tensor, joint: bool, adversarial: bool) -> dict[str, Tensor]:
         r, quantizer = self.recipe, self.codec.quantizer
         losses: dict[str, Tensor] = {}
         with torch.set_grad_enabled(joint):
             rows = self.codec.encoder(pcm)  # in fp32, as `encoded` has it: codes depend on small differences
         if joint:
-            rows, losses["commitment"] = quantizer.learn(rows, books)
+            if not adversarial:
+                losses["spread"] = spread(rows)
+            rows, losses["commitment"] = quantizer.learn(rows)
         else:
             rows = quantizer.summed(quantizer.encode(rows))
         ahead = r.ahead_frames
@@ -153,15 +153,19 @@ class CodecTrainer(Trainer):
         total = sum(getattr(r, name) * loss for name, loss in losses.items())
         self._descend("codec", total)
         self.follow(self._share)
-        found = {"loss": total.detach(), **{name: loss.detach() for name, loss in losses.items()}}
-        return found | {"comb": more.max()} | ({"judges": judged.detach()} if adversarial else {})
+        found = {"loss": total, **losses, "comb": more.max()} | ({"judges": judged} if adversarial else {})
+        return {name: value.detach() for name, value in found.items()}
 
     @torch.no_grad()
     def measured(self) -> dict[str, float]:
-        """Log-mel distance and comb of the live codec's copy of the same crops every time."""
-        copy = self.codec.decode(self.codec.encode(self._always)).clone()
-        comb = repetition(copy, self._always)[1].max()
-        return {"fixed_mel": float(mel_distance(copy, self._always)), "fixed_comb": float(comb)}
+        """Log-mel distance and comb of the live codec's copy of the same crops every time; and how many numbers the
+        encoder says in a frame: of variances along the principal axes, (sum)^2 / sum of squares."""
+        rows = self.codec.encoder(self._always)
+        copy = self.codec.decode(self.codec.quantizer.encode(rows)).clone()
+        distance, comb = mel_distance(copy, self._always), repetition(copy, self._always)[1].max()
+        covariance = torch.cov(rows.flatten(0, 1).T)
+        numbers = covariance.trace().square() / covariance.square().sum()
+        return {"fixed_mel": float(distance), "fixed_comb": float(comb), "numbers": float(numbers)}
 
     def _descend(self, name: str, loss: Tensor) -> None:
         optimizer = self.optimizers[name]
@@ -174,6 +178,16 @@ class CodecTrainer(Trainer):
         # a cache of casts made while recording would not be made again when the graph is replayed
         cuda = self.device.type == "cuda"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=cuda, cache_enabled=not self.steps.recording)
+
+
+def spread(rows: Tensor) -> Tensor:
+    """How far the numbers of rows (B, T, vector) are from independent ones of variance 1.
+
+    Alone, the encoder says what the decoder asks for, one number after the other, and commitment takes away the rest.
+    """
+    rows = rows.flatten(0, 1) - rows.mean((0, 1))
+    covariance = rows.T @ rows / len(rows)  # not torch.cov, which looks at a value: a recorded step must not
+    return (covariance - torch.eye(len(covariance), device=rows.device)).square().sum() / len(covariance)
 
 
 def onset(pcm: Tensor, target: Tensor) -> Tensor:
@@ -212,9 +226,8 @@ def add_training_arguments(parser: argparse.ArgumentParser, recipe: object) -> N
     parser.add_argument("--graphs", action="store_true", help="steps as CUDA graphs")
     group = parser.add_argument_group("recipe")
     for name, value in asdict(recipe).items():
-        group.add_argument(
-            f"--{name.replace('_', '-')}", type=type(value), default=value, help="(default: %(default)s)"
-        )
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, type=type(value), default=value, help="(default: %(default)s)")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -230,5 +243,5 @@ def main(arguments: argparse.Namespace) -> int:
     print(f"{crops.hours:.2f} h of audio, from step {trainer.step}", flush=True)
     train(trainer, arguments.out, arguments.minutes, plan_minutes=arguments.plan)
     reached = trainer.curves[-1] if trainer.curves else {}
-    print(json.dumps({**reached, "step": trainer.step, "of_steps": recipe.steps}))
+    print(json.dumps({**reached, "step": trainer.step, "of_steps": trainer.recipe.steps}))
     return 0

@@ -173,9 +173,8 @@ class Kokoro:
         beside = torch.cat([low, *(half.to(low.dtype) for half in halves)], 1) * whole.to(low.dtype)
         x = self._residual("decoder.encode", torch.cat([said, *halves], 1) * whole, sound, whole)
         for i in range(4):
-            x = self._residual(
-                f"decoder.decode.{i}", torch.cat([x, beside], 1), sound, whole, double if i == 3 else None
-            )
+            last = double if i == 3 else None
+            x = self._residual(f"decoder.decode.{i}", torch.cat([x, beside], 1), sound, whole, last)
         return self._generate(x, self._source(curves[0][:, 0], noise, generator), sound, mask)
 
     def _generate(self, x: Tensor, source: Tensor, style: Tensor, mask) -> Tensor:

@@ -76,10 +76,8 @@ def load_kokoro(folder: Path, device: torch.device | str) -> tuple[Kokoro, dict[
     weights = {}
     for name, tensor in packed.items():
         if "|" not in name:
-            scaled = f"{name}|scale" in packed
-            weights[name] = (
-                (tensor.float() - packed[f"{name}|zero"]) * packed[f"{name}|scale"] if scaled else tensor.float()
-            )
+            zero, scale = packed.get(f"{name}|zero", 0), packed.get(f"{name}|scale", 1)
+            weights[name] = (tensor.float() - zero) * scale
     return Kokoro(weights, device), load(_read(folder / _STYLES))
 
 
@@ -143,13 +141,8 @@ def _lstm(put: Any, name: str, inputs: Sequence[str], given: dict[str, np.ndarra
     gates = np.concatenate([np.arange(gate * size, (gate + 1) * size) for gate in (0, 2, 3, 1)])
     for direction, tail in enumerate(("", "_reverse")):
         for at, scale, zero, part in ((1, 8, 9, "ih"), (2, 10, 11, "hh")):
-            numbers = given[inputs[at]][direction].T[gates]
-            put(
-                f"{name}.weight_{part}_l0{tail}",
-                numbers,
-                given[inputs[scale]][direction],
-                given[inputs[zero]][direction],
-            )
+            numbers, scale, zero = (given[inputs[i]][direction] for i in (at, scale, zero))
+            put(f"{name}.weight_{part}_l0{tail}", numbers.T[gates], scale, zero)
         bias = given[inputs[3]][direction]
         put(f"{name}.bias_ih_l0{tail}", bias[: 4 * size][gates])
         put(f"{name}.bias_hh_l0{tail}", bias[4 * size :][gates])

@@ -55,9 +55,8 @@ class Phonemes:
         return fixed or self._listed(word, not following) or self._ended(small) or self._spelt(word)
 
     def _listed(self, word: str, last: bool = False) -> str | None:
-        found = next(
-            (self._words[form] for form in (word, word.lower(), word.capitalize()) if form in self._words), None
-        )
+        forms = word, word.lower(), word.capitalize()
+        found = next((self._words[form] for form in forms if form in self._words), None)
         if isinstance(found, Mapping):
             return found.get("None") if last and found.get("None") else found["DEFAULT"]
         return found

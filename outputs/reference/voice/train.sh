@@ -1,0 +1,82 @@
+#!/bin/bash
+# A voice trained on one lent GPU, in commands of some minutes each. In the root of the repository, on that machine:
+#   train.sh keep FILE...   puts files that travelled with this command into $V: Kokoro's two weights-N.safetensors.xz and
+#                           voices.safetensors (`train teacher --kokoro K --fetch`); texts.xz and natural.xz of `train texts --kokoro
+#                           K`; to go on from another run, its voice-state.N
+#   train.sh start SECONDS  trains for $MINUTES, for $JOINT of them encoder and codebooks too; ends after SECONDS at most
+#   train.sh wait SECONDS   the same of what runs
+# Both put into $OUT the voice-state.N that another run goes on from, 15 MB each, and two of the teacher's shards that judge
+# the voice (NATURAL=23: the other two). Stop where `numbers` of codec.log are below 10 after 1 500 steps without judges.
+V=${V:-/tmp/v}
+MINUTES=${MINUTES:-25} JOINT=${JOINT:-13} DEVICE=${DEVICE:-cuda} OTHER=${OTHER:-$DEVICE}
+SPEAKERS=${SPEAKERS:-heart=af_heart:2.4,michael=am_michael:3.9}
+FIRST=${FIRST:-12} PER=${PER:-1000} CLIPS=${CLIPS:-40000} # shards that the codec learns from, clips of a shard, of all
+export OMP_NUM_THREADS=4 PYTHONUNBUFFERED=1 TORCHDYNAMO_SUPPRESS_ERRORS=1
+mkdir -p $V
+
+left() { python3 -c "import time; print(max(0.05, $MINUTES - (time.time() - $BEGUN) / 60 - $1))"; }
+teach() { python3 -m mktts train teacher --kokoro . --device $OTHER --speakers $SPEAKERS --per-shard $PER "$@"; }
+learn() { # STAGE MINUTES ARGUMENTS...: without CUDA graphs where a step cannot be recorded
+    local stage=$1 end=$(python3 -c "import time; print(time.time() + 60 * $2)")
+    shift 2
+    for graphs in --graphs ""; do
+        timeout -k 10 $((MINUTES * 60)) python3 -m mktts train $stage --out $stage --resume --plan $(left 1) "$@" $graphs \
+            --minutes $(python3 -c "import time; print(max(0.05, ($end - time.time()) / 60))") >> $stage.log 2>&1 && return
+    done
+}
+codec() { learn codec "$@" --device $DEVICE --data first --judged-frames 10 --adversarial-from ${JUDGES:-9000} $CODEC_MORE; }
+
+run() {
+    cd $V && export PYTHONPATH=$V/repo BEGUN=$(date +%s)
+    mkdir -p first audio natural
+    if ls voice-state.* 2> /dev/null; then cat voice-state.* | tar xJ; fi
+    teach --texts texts.xz --clips $((FIRST * PER)) --out audio > teacher.log 2>&1
+    ln -sf $(ls -d $PWD/audio/*.npz | head -$FIRST) first/
+    (
+        teach --texts natural.xz --per-shard 80 --out natural
+        teach --texts texts.xz --clips $CLIPS --out audio
+    ) >> teacher.log 2>&1 &
+    if [ ! -f codec/frozen ]; then
+        codec $JOINT --joint-steps 100000000
+        python3 -c "import json; print(json.load(open('codec/state.json'))['step'])" > codec/frozen
+    fi
+    rm -rf frozen && cp -r codec frozen
+    learn talker $(left 2.5) --device $OTHER --data audio --codec frozen $TALKER_MORE &
+    codec $(left 1) --joint-steps $(cat codec/frozen)
+    wait
+    touch done
+}
+
+pack() { # what `train` wrote, once no file of it changes meanwhile
+    for attempt in 1 2 3 4 5; do
+        rm -rf light && mkdir -p light/codec light/talker/prepared
+        cp codec/light/* codec/frozen light/codec/
+        cp talker/light/* light/talker/ && cp talker/prepared/* light/talker/prepared/
+        PYTHONPATH=repo python3 -c "
+from pathlib import Path
+from mktts.training.state import read_parts
+for path in Path('light').glob('*/state.json'):
+    read_parts(path.parent)" && break
+        sleep 1
+    done 2> /dev/null
+    cp *.log light/
+    tar cJ -C light . | split -d -a 1 -b 15000000 - $OUT/voice-state.
+    cp natural/shard0000[${NATURAL:-01}].npz $OUT/
+}
+
+case $1 in
+keep) cp "${@:2}" $V/ ;;
+run) run ;;
+start)
+    rm -rf $V/repo $V/done && mkdir -p $V/repo && cp -r mktts $V/repo/
+    setsid nohup bash $0 run > $V/run.log 2>&1 < /dev/null &
+    ;;
+esac
+if [ "$1" = start ] || [ "$1" = wait ]; then
+    end=$((SECONDS + $2))
+    while [ $SECONDS -lt $end ] && [ ! -f $V/done ]; do
+        sleep 10
+        tail -qn 1 $V/codec.log $V/talker.log $V/teacher.log 2> /dev/null | cut -c1-300
+    done
+    cd $V && tail -n 5 run.log ./*.log && pack
+fi
