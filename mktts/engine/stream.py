@@ -692,7 +692,7 @@ class Session(Stream):
         """Adds text; an empty piece is allowed, and text for a stream that is over is dropped.
 
         Raises TextError when `piece` is not a str, the whole exceeds MAX_TEXT_CHARS, or the checkpoint's front end has
-        no words for its letters; such a piece is not taken. Raises EngineError after `finish` and in a forked child.
+        no words for its letters; such a piece is not spoken. Raises EngineError after `finish` and in a forked child.
         """
         piece = clean_piece(piece)
         with self._writing:

@@ -72,6 +72,9 @@ class VoiceParams(SamplingParams):
     max_frames: int | None = Field(None, ge=1, description="of audio; left out: the server's limit")
     trim_lead: bool = Field(False, description="leave out the silence before the first audible 10 ms, but 40 ms")
     markup: Markup = Field("speak", description="strip: Markdown, HTML and TeX are taken out")
+    pronunciations: dict[str, str] | None = Field(
+        None, max_length=1_000, description='what is said, by the word: {"nginx": "engine X"}; whole words only'
+    )
 
     def sampling(self) -> dict[str, Any]:
         """The settings that are given, by their names in `Sampling.flat`."""

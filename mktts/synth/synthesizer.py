@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -26,7 +26,8 @@ from mktts.model.sampling import Choice, Sampling, drawn_seed
 from mktts.model.voice import Voice
 from mktts.synth.loading import BackendName, EngineChoice, Loading, default_cpu_threads, load_engine
 from mktts.text import FrontEnd
-from mktts.text.markup import MarkupFeed, strip_markup
+from mktts.text.lexicon import Lexicon
+from mktts.text.markup import strip_markup
 from mktts.text.split import clean_text, segment_chars, split_text
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ class StreamSettings(TypedDict, total=False):
     left out. instruct: how to say it, or for VoiceDesign what the voice is like. voice: for a Base checkpoint, which
     cannot speak without one. layout: None takes upstream's default of the checkpoint. sampling: None takes the
     checkpoint's settings. seed: None draws one, kept in `Stream.seed`. max_frames: of the whole utterance;
-    None leaves each segment MAX_SEGMENT_FRAMES and the guard. options: how frames become chunks.
+    None leaves each segment MAX_SEGMENT_FRAMES and the guard. options: how frames become chunks. pronunciations: what
+    is said for words, before what the synthesizer's lexicon says: see `mktts.text.lexicon.Lexicon`.
     """
 
     language: str
@@ -66,6 +68,7 @@ class StreamSettings(TypedDict, total=False):
     seed: int | None
     max_frames: int | None
     options: StreamOptions | None
+    pronunciations: Mapping[str, str] | None
 
 
 _WAITING = 8  # of so many streams that are made together, one more is open: the next is there when one ends
@@ -90,9 +93,10 @@ class Synthesizer:
         checkpoint: Checkpoint | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        lexicon: Lexicon | None = None,
     ) -> None:
         """`load` is the usual way in. prompts: checks requests. `front_end` is what the checkpoint has its text read
-        by, or None."""
+        by, or None. lexicon: what is said for words."""
         self.engine = engine
         self.checkpoint = checkpoint
         self.backend_name = backend_name
@@ -104,6 +108,7 @@ class Synthesizer:
         self._fed_chars = segment_chars(longest, fed=True)
         name = checkpoint.text_front_end() if checkpoint else None
         self.front_end = None if name is None else FrontEnd.ready(name, checkpoint.config.spoken_languages)
+        self.lexicon = lexicon or Lexicon()
         self._prompts = prompts
 
     @classmethod
@@ -118,6 +123,7 @@ class Synthesizer:
         engine: EngineChoice = "auto",
         deterministic: bool | None = None,
         batch: BatchSettings | None = None,
+        lexicon: Mapping[str, str] | str | Path | None = None,
     ) -> Synthesizer:
         """Loads a checkpoint (see `mktts.checkpoint.open.open_checkpoint`) onto a device.
 
@@ -137,10 +143,13 @@ class Synthesizer:
             on how its prompt was cut over ticks, or on whether its prefix was kept; on one device, in one dtype and
             version. None: where that costs little. True takes the batch engine for every stream.
         batch: how many may be open, and the memory that they take.
+        lexicon: what is said for words, as a mapping or a file of lines `word<TAB>said as`: see
+            `mktts.text.lexicon.Lexicon`.
 
         Raises CheckpointError, OptionsError, and BackendUnavailable naming what is missing.
         """
         wanted = Loading.checked(backend, device, dtype, cpu_threads, engine, deterministic, batch)
+        words = Lexicon.of(lexicon)
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = open_checkpoint(checkpoint)
         made = load_engine(checkpoint, wanted, cpu_threads or default_cpu_threads(checkpoint))
@@ -153,6 +162,7 @@ class Synthesizer:
             checkpoint=checkpoint,
             device=wanted.device,
             dtype=wanted.dtype,
+            lexicon=words,
         )
         try:
             synthesizer.measure_capacity(only_kept=engine != "batch")
@@ -172,7 +182,8 @@ class Synthesizer:
         # It only checks requests: on the CPU in the stored dtype its tables stay on disk.
         tensors, tokenizer = checkpoint.tensors(), checkpoint.tokenizer()
         prompts = PromptBuilder(checkpoint.config, tensors, tokenizer, "cpu", torch.bfloat16)
-        engine = RemoteEngine(name, revision, settings)
+        lexicon = Lexicon.of(settings.get("lexicon"))
+        engine = RemoteEngine(name, revision, settings | {"lexicon": None})
         return cls(
             engine,
             prompts,
@@ -181,6 +192,7 @@ class Synthesizer:
             checkpoint=checkpoint,
             device=engine.device,
             dtype=engine.dtype,
+            lexicon=lexicon,
         )
 
     def stream(self, text: str, **settings: Unpack[StreamSettings]) -> Stream:
@@ -239,10 +251,8 @@ class Synthesizer:
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
         max_chars = plan.options.max_chars_per_segment or self._fed_chars
-        markup = plan.options.markup
-        feed = self.front_end.feed(request.language, markup) if self.front_end else None
-        if feed is None and markup == "strip":
-            feed = MarkupFeed()
+        markup, lexicon = plan.options.markup, self._lexicon(settings)
+        feed = self.front_end.feed(request.language, markup, lexicon) if self.front_end else lexicon.feed(markup)
         return Session(self.engine, self.engine.reserve(plan), request, max_chars, feed)
 
     def _stream(self, text: str, settings: StreamSettings, paced: bool = True) -> Stream:
@@ -250,10 +260,16 @@ class Synthesizer:
         request, plan = self._checked(clean_text(text), settings)
         if plan.options.markup == "strip":
             request = replace(request, text=clean_text(strip_markup(request.text)))
-        spoken = request.text if self.front_end is None else self.front_end.read(request.text, request.language)
+        spoken = self._lexicon(settings).say(request.text)
+        if self.front_end is not None:
+            spoken = self.front_end.read(spoken, request.language)
         pieces = split_text(spoken, plan.options.max_chars_per_segment or self._whole_chars)
         requests = [replace(request, text=piece) for piece in pieces]
         return Stream(self.engine, self.engine.submit(requests, plan, started_s, paced=paced))
+
+    def _lexicon(self, settings: StreamSettings) -> Lexicon:
+        words = settings.get("pronunciations")
+        return self.lexicon if words is None else Lexicon(words, self.lexicon)
 
     def _stream_unpaced(self, text: str, settings: StreamSettings) -> Stream:
         return self._stream(text, settings, paced=False)
