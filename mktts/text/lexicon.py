@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import codecs
+import re
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 
 from mktts.errors import OptionsError
+from mktts.text.letters import WORDS
 from mktts.text.markup import MarkupFeed
 from mktts.text.split import check_length, clean_piece, is_wide
 
 MAX_ENTRY_CHARS = 100  # of a word, and of what is said for it
 _APOSTROPHES = "'’"
 _JOINERS = _APOSTROPHES + ".@"  # between two letters they make one word of them
+_IPA = WORDS["ipa"]
+_SOUND = re.compile("|".join(sorted(_IPA, key=len, reverse=True)))
+_SOUNDS = re.compile(rf"(?:{_SOUND.pattern}|\s)+")
+_SILENT = re.compile(r"[ˈˌ.‿/\[\]\u0329\u0361]")  # stress, syllables, brackets, ties
+_OPEN = re.compile("ɑ(?=[bdfgɡklmnpstvzðŋɾʃθ])")  # of "lot"
+_SHORT = re.compile("(?<![aeɔ])([æɒɛɪʌ])([bdfgɡklmnpstvz])(?=[aeiouæɐɑɒɔəɚɛɜɝɪʊʌ])")  # "dinner" is no "diner"
 _KEPT_CHARS = 2  # of the text before: as far as a word's beginning looks back
 
 
@@ -128,6 +136,15 @@ def read_lexicon(path: Path) -> dict[str, str]:
         except OptionsError as error:
             raise OptionsError(f"{path}, line {number}: {error}") from None
     return words
+
+
+def respelled(ipa: str) -> str | None:
+    """What is written in IPA in English letters, as near as they come; None for a sound that English does not have."""
+    sounds = _SILENT.sub("", unicodedata.normalize("NFC", ipa)).strip()
+    if not _SOUNDS.fullmatch(sounds):
+        return None
+    sounds = _SHORT.sub(r"\1\2\2", _OPEN.sub("ɒ", sounds))
+    return _SOUND.sub(lambda sound: _IPA[sound[0]], sounds)
 
 
 def _entry(word: str, said: str) -> tuple[str, str]:

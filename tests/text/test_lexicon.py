@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mktts.errors import OptionsError, TextError
 from mktts.text import FrontEnd
-from mktts.text.lexicon import MAX_ENTRY_CHARS, Lexicon
+from mktts.text.lexicon import MAX_ENTRY_CHARS, Lexicon, respelled
 from mktts.text.split import MAX_TEXT_CHARS
 
 WORDS = {
@@ -130,6 +130,21 @@ def test_a_file_is_what_its_mapping_is(tmp_path):
 def test_a_bad_mapping_is_refused(words):
     with pytest.raises(OptionsError, match="pronunciations"):
         Lexicon(words)
+
+
+@pytest.mark.parametrize(
+    ("ipa", "letters"),
+    [
+        ("/mɛtˈfɔɹmɪn/", "metformin"),
+        ("ˈt͡ʃiː.nəʊ", "cheenoh"),
+        ("ˈɛndʒɪn ˈɛks", "enjin eks"),
+        ("ʁoz", None),
+        ("ˈ", None),
+        ("", None),
+    ],
+)
+def test_ipa_in_english_letters(ipa, letters):
+    assert respelled(ipa) == letters
 
 
 def test_a_text_that_becomes_too_long_is_refused():
