@@ -22,10 +22,12 @@ from mktts.common import is_special, one_of, write_whole
 from mktts.errors import AudioError, BackendUnavailable, VoiceError
 from mktts.spec import SAMPLE_RATE_HZ
 
-StreamFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
+StreamFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm", "mulaw", "alaw"]
 STREAM_FORMATS: tuple[StreamFormat, ...] = get_args(StreamFormat)
 UNCODED: tuple[StreamFormat, ...] = ("wav", "pcm")  # samples as they are: no work, no package
 MIN_SPEED, MAX_SPEED = 0.25, 4.0  # OpenAI's
+_TELEPHONE: tuple[StreamFormat, ...] = ("mulaw", "alaw")  # ITU-T G.711, without a header
+_TELEPHONE_RATE_HZ = 8_000
 _UNKNOWN_BYTES = 2**32 - 1  # what writers into a pipe put; readers then go on to the end of the file
 _FLUSHED = {"flush_packets": "1"}  # after each packet, instead of when FFmpeg's buffer of 32 KiB is full
 # FFmpeg's atempo: below 0.5 it does not go, and above 2 it skips samples instead of blending them.
@@ -55,12 +57,13 @@ class Encoder(Protocol):
 
 
 def encoder_of(
-    kind: StreamFormat, *, speed: float = 1.0, sample_rate_hz: int = SAMPLE_RATE_HZ, whole: bool = False
+    kind: StreamFormat, *, speed: float = 1.0, sample_rate_hz: int | None = None, whole: bool = False
 ) -> Encoder:
     """An encoder into `kind`.
 
     speed: 0.25 to 4; 2 takes half the time, at the same pitch.
-    sample_rate_hz: of what comes out (Opus is always decoded at 48 kHz: it is then what the encoder is given).
+    sample_rate_hz: of what comes out (Opus is always decoded at 48 kHz: it is then what the encoder is given); None
+        takes `usual_rate_hz`.
     whole: nothing comes before the end, and then a file that says how long it is, which a stream cannot.
 
     Raises AudioError for a rate that the format lacks, a speed or a format that there is not; BackendUnavailable where
@@ -69,6 +72,7 @@ def encoder_of(
     one_of("format", kind, STREAM_FORMATS, AudioError)
     if not MIN_SPEED <= speed <= MAX_SPEED:
         raise AudioError(f"speed must be {MIN_SPEED} to {MAX_SPEED:g}, got {speed!r}")
+    sample_rate_hz = sample_rate_hz or usual_rate_hz(kind)
     encoder: Encoder
     if whole and kind in ("wav", "flac"):  # their headers have a length
         encoder = _Whole(partial(encoded, kind=kind, sample_rate_hz=sample_rate_hz))
@@ -79,6 +83,11 @@ def encoder_of(
     if speed == 1 and sample_rate_hz == SAMPLE_RATE_HZ:
         return encoder
     return _Changed(Tempo(speed, sample_rate_hz), encoder)
+
+
+def usual_rate_hz(kind: str) -> int:
+    """Sample rate in Hz of `kind` where none is asked for: G.711's only one, or that of the speech."""
+    return _TELEPHONE_RATE_HZ if kind in _TELEPHONE else SAMPLE_RATE_HZ
 
 
 def streaming_wav_header(sample_rate_hz: int) -> bytes:
@@ -154,7 +163,7 @@ def import_av() -> Any:
 class _AvCodec:
     """container, name, options: FFmpeg's. bit_rate: bits per second; 0 where there is no such thing.
 
-    sample_format: that the encoder is given; None takes its first.
+    sample_format: that the encoder is given; None takes its first. rates_hz: None takes those that FFmpeg names.
     """
 
     container: str
@@ -163,6 +172,7 @@ class _AvCodec:
     sample_format: str | None = None
     options: dict[str, str] = field(default_factory=dict)
     container_options: dict[str, str] = field(default_factory=dict)
+    rates_hz: tuple[int, ...] | None = None
 
 
 # Bit rates of one channel at 24 kHz: two thirds of MP3's most there (160 000), more than speech needs in the others.
@@ -174,11 +184,12 @@ _CODECS = {
     "aac": _AvCodec("adts", "aac", 64_000),
     # without room for tags, which is 8 KiB before the first sound
     "flac": _AvCodec("flac", "flac", 0, "s16", {}, {"metadata_header_padding": "0"}),
+    **{kind: _AvCodec(kind, f"pcm_{kind}", rates_hz=(_TELEPHONE_RATE_HZ,)) for kind in _TELEPHONE},
 }
 
 
 class AvEncoder:
-    """An `Encoder` of mp3, opus (in Ogg), aac (as ADTS) or flac that gives out every packet at once.
+    """An `Encoder` of mp3, opus (in Ogg), aac (as ADTS), flac, mulaw or alaw that gives out every packet at once.
 
     Raises BackendUnavailable without the package av or without the codec in it, AudioError for a rate that the codec
     does not have.
@@ -191,7 +202,7 @@ class AvEncoder:
         self._sample_rate_hz = sample_rate_hz
         self._samples = 0
         try:
-            rates_hz = av.Codec(codec.name, "w").audio_rates
+            rates_hz = codec.rates_hz or av.Codec(codec.name, "w").audio_rates
         except av.codec.codec.UnknownCodecError:
             raise BackendUnavailable(f"the installed PyAV cannot write {kind}: it has no {codec.name}") from None
         if rates_hz and sample_rate_hz not in rates_hz:

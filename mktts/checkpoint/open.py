@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,6 +82,15 @@ class Checkpoint:
             return Sampling().with_upstream(raw)
         except (SamplingError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: {error}") from None
+
+    def with_instructions(self) -> Checkpoint:
+        """Experimental: the same checkpoint, whose cloned voices take `instruct`, in the place that CustomVoice and
+        VoiceDesign have for it. Base was not trained on it. Raises CheckpointError for one that clones no voices."""
+        if not self.config.type.clones:
+            kind = self.config.type.name
+            raise CheckpointError(f"{self.folder.name}: expected a Base checkpoint, found {kind}: leave the option out")
+        kind = replace(self.config.type, instruct_sizes=(self.config.model_size,))
+        return replace(self, config=replace(self.config, type=kind))
 
     def longest_text_chars(self) -> int | None:
         """The longest text that the checkpoint was trained on: `max_chars_per_segment` of generation_config.json.

@@ -102,7 +102,7 @@ def from_error(error: BaseException) -> ApiError:
 def from_validation(errors: list[Any], tagged: bool = False) -> ApiError:
     """The first of pydantic's errors, without the input. tagged: the message's type stands before each key."""
     first = errors[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
+    path = [str(part) for part in first["loc"] if part not in ("body", "query")]
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":  # its place is one in the text, not a key
         reason = first.get("ctx", {}).get("error", message)

@@ -16,6 +16,7 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Res
 from fastapi.routing import Match
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
+from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from mktts.audio.encoding import encoder_of, import_av
@@ -42,7 +43,7 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_EXPOSED = [*AUDIO_HEADERS, "X-Sample-Rate", "X-Ignored-Keys", "Retry-After"]
+_EXPOSED = [*AUDIO_HEADERS, "X-Sample-Rate", "X-Mktts-Ignored", "X-Ignored-Keys", "Retry-After"]
 _CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
 _SWEEP_S = 5.0  # the longest that a voice deleted by another server stays in memory
 
@@ -69,7 +70,8 @@ def make_app(
         if sweeping is not None:
             sweeping.cancel()
 
-    app = FastAPI(title="mktts", redoc_url=None, lifespan=lifespan)
+    # /docs with its scripts from here: FastAPI's own page loads them from another host
+    app = FastAPIOffline(title="mktts", redoc_url=None, static_url="/page/docs", lifespan=lifespan)
     limits = service.limits
 
     def refused(code: str) -> None:

@@ -56,6 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     voices.add_argument(
         "--voice-folder", type=Path, metavar="FOLDER", help="keeps voices that callers upload (default: none are kept)"
     )
+    voices.add_argument("--instruct-clones", action="store_true", help="experimental: cloned voices take instructions")
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse keys and instructions that change nothing (default: ignore them)"
+    )
     parser.add_argument(
         "--engine",
         default="auto",
@@ -129,6 +133,10 @@ def open_service(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthes
     from mktts.synth.synthesizer import BatchSettings, Synthesizer
 
     checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
+    if arguments.instruct_clones:
+        if arguments.backend == "upstream":
+            raise ServerError("--instruct-clones: qwen-tts takes no instructions for clones: name another --backend")
+        checkpoint = checkpoint.with_instructions()
     files = pairs_of(arguments.voice, "--voice", "NAME=FILE")
     voices = {name.lower(): Voice.load(Path(file)) for name, file in files.items()}
     aliases = pairs_of(arguments.voice_alias, "--voice-alias", "ALIAS=NAME")
@@ -143,7 +151,7 @@ def open_service(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthes
     else:
         synthesizer = Synthesizer.load(checkpoint, **settings)
     try:
-        service = SpeechService(synthesizer, limits, voices, name, aliases, uploads)
+        service = SpeechService(synthesizer, limits, voices, name, aliases, uploads, arguments.strict)
         synthesizer.warm_up()
         synthesizer.measure_capacity()
     except BaseException:

@@ -71,7 +71,7 @@ def describe(document: dict[str, Any], service: SpeechService) -> None:
         _narrow(properties["max_frames"], maximum=service.limits.max_frames)
         if service.takes_instruct:
             _narrow(properties[instruct], maxLength=service.limits.max_chars)
-        else:  # it would be refused whatever it says
+        else:  # it would be refused or ignored, whatever it says
             del properties[instruct]
     _narrow(speech["speaker"], enum=service.speakers)
     name = {"type": "string", "enum": [*service.speakers, *service.aliases, DEFAULT]}

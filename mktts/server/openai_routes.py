@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from difflib import get_close_matches
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Form, Request
+from fastapi import APIRouter, Depends, Form, Query, Request
 from fastapi.responses import Response
 
-from mktts.audio.encoding import STREAM_FORMATS, encoder_of
+from mktts.audio.encoding import STREAM_FORMATS, encoder_of, usual_rate_hz
 from mktts.errors import BusyError, MkttsError
 from mktts.model.voice import Voice
 from mktts.server.access import owner_of_request
+from mktts.server.address import LOOPBACK_ORIGIN
 from mktts.server.api_errors import ApiError
 from mktts.server.document import audio_response, error_responses
 from mktts.server.limits import DAY_S
-from mktts.server.schemas import DEFAULT, OpenAISpeechRequest, UploadedVoice, VoiceUpload
-from mktts.server.served_stream import MEDIA_TYPES, AudioResponse
+from mktts.server.schemas import DEFAULT, OpenAISpeechQuery, OpenAISpeechRequest, UploadedVoice, VoiceUpload
+from mktts.server.served_stream import MEDIA_TYPES, AudioResponse, KeptSounds
 from mktts.server.service import SpeechService
 from mktts.server.voices import OPENAI_VOICES, References, VoiceFolder
 from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
@@ -36,6 +39,17 @@ async def json_only(request: Request) -> None:
         raise ApiError(415, "not_json", f"expected the header Content-Type: application/json, {found}", "Content-Type")
 
 
+async def no_foreign_element(request: Request) -> None:
+    """Raises ApiError 403 for an element or a link of a page from elsewhere: its GET brings no Origin to be checked,
+    and would let any page make this machine speak. Pages of this machine are same-site to it."""
+    here = ("same-origin", "none")
+    if re.fullmatch(LOOPBACK_ORIGIN, f"http://{request.headers.get('host', '')}"):
+        here += ("same-site",)
+    if "origin" not in request.headers and request.headers.get("sec-fetch-site", "none") not in here:
+        message = "pages from elsewhere need --allow-origin, and their elements crossorigin"
+        raise ApiError(403, "foreign_origin", message)
+
+
 def openai_routes(service: SpeechService, references: References, **settings: Any) -> APIRouter:
     """settings: of the router."""
     router = APIRouter(**settings)
@@ -45,22 +59,36 @@ def openai_routes(service: SpeechService, references: References, **settings: An
     keys = [field.alias or name for name, field in OpenAISpeechRequest.model_fields.items()]
     media = [MEDIA_TYPES[format].format(rate_hz=SAMPLE_RATE_HZ).partition(";")[0] for format in STREAM_FORMATS]
 
-    @router.post(
-        SPEECH_PATH,
-        response_class=Response,
-        dependencies=[Depends(json_only)],
-        responses={
-            200: audio_response(*media, "text/event-stream"),
-            **error_responses(400, 408, 413, 415, 429, 500, 503),
-        },
-    )
+    sounds = KeptSounds()
+    spoken = {200: audio_response(*media, "text/event-stream"), **error_responses(400, 408, 413, 415, 429, 500, 503)}
+
+    @router.post(SPEECH_PATH, response_class=Response, dependencies=[Depends(json_only)], responses=spoken)
     async def openai_speech(body: OpenAISpeechRequest, request: Request) -> Response:
         """OpenAI's speech endpoint, with more keys for this model. The sound is encoded and sent while it is made; a
         WAV's header then says 0xFFFFFFFF bytes, as its length is not known."""
+        return await speech(body, request)
+
+    @router.get(
+        SPEECH_PATH,
+        response_class=Response,
+        dependencies=[Depends(no_foreign_element)],
+        responses={**spoken, 206: {"description": "The part that Range asks for."}, **error_responses(403, 416)},
+    )
+    async def openai_speech_of_address(query: Annotated[OpenAISpeechQuery, Query()], request: Request) -> Response:
+        """As POST, for what has an address and no body, such as `<audio src>`. With `stream=false` the sound is kept
+        for a while, by its address and the caller's key, and Range is heeded."""
+        return await speech(query, request)
+
+    async def speech(body: OpenAISpeechRequest, request: Request) -> Response:
+        strict, ignored = service.strict if body.strict is None else body.strict, body.ignored
         for key in body.model_extra or {}:
-            if near := get_close_matches(key, keys, 1, 0.85):
-                message = f"{key[:40]}: there is no such key, did you mean {near[0]}?"
-                raise ApiError(400, "unknown_key", message, key[:40])
+            near = get_close_matches(key, keys, 1, 0.85)
+            if near or strict:
+                hint = f"did you mean {near[0]}?" if near else "leave it out, or send strict: false"
+                raise ApiError(400, "unknown_key", f"{key[:40]}: there is no such key, {hint}", key[:40])
+        if body.instruct is not None and not service.takes_instruct and not strict:
+            body.instruct = None
+            ignored = ["instructions", *ignored]
         if body.task_type not in (None, task):
             message = f"task_type: this checkpoint is for {task}, got {body.task_type}"
             raise ApiError(400, "wrong_task", message, "task_type")
@@ -68,21 +96,28 @@ def openai_routes(service: SpeechService, references: References, **settings: An
         async def usage() -> tuple[int, int]:
             return len(await asyncio.to_thread(lambda: service.tokenizer.encode(body.input))), stream.frames
 
-        how: dict[str, Any] = {"speed": body.speed or 1.0, "sample_rate_hz": body.sample_rate or SAMPLE_RATE_HZ}
         format = body.response_format or "mp3"
+        how: dict[str, Any] = {"speed": body.speed or 1.0, "sample_rate_hz": body.sample_rate or usual_rate_hz(format)}
+        whole = body.stream is False and body.stream_format is None
         try:
-            encoder = encoder_of(format, whole=body.stream is False and body.stream_format is None, **how)
+            encoder = encoder_of(format, whole=whole, **how)
         except MkttsError as error:
             raise ApiError(400, "bad_format", str(error), "response_format") from None
         if body.stream_format == "sse":
             how["usage"] = usage
         owner = owner_of_request(request.scope)
         voice = await brought_voice(body, owner)
+        if whole and request.method == "GET":
+            named = voice or service.saved_voice(body.speaker or DEFAULT, owner)
+            asked = (owner, request.url.query, named and named.digest), request.headers.get("range")
+            if (found := sounds.find(*asked)) is not None:
+                return found
+            how["kept"] = partial(sounds.answer, *asked)
         if body.max_frames is None and body.max_new_tokens is not None:
             body.max_frames = min(body.max_new_tokens, limits.max_frames)
         stream = service.speak("openai_speech", body, body.input, voice=voice, layout=body.layout, owner=owner)
         return AudioResponse(
-            stream, encoder, limits.stall_s, model.random_weights, format=format, ignored_keys=body.ignored, **how
+            stream, encoder, limits.stall_s, model.random_weights, format=format, ignored_keys=ignored, **how
         )
 
     async def brought_voice(body: OpenAISpeechRequest, owner: str) -> Voice | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import UploadFile
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model, model_validator
 
 from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, StreamFormat
 from mktts.engine.options import Markup
@@ -33,6 +33,7 @@ _OTHER_NAMES = {
     "subtalker_dosample": "predictor_greedy",
 }
 _MAX_NAME_CHARS = 40
+_VALUE: TypeAdapter[Any] = TypeAdapter(bool | int | float | dict[str, str] | None, config=ConfigDict(strict=True))
 _TASKS = tuple(kind.upstream_name for kind in MODEL_TYPES.values())
 
 
@@ -99,7 +100,8 @@ def _nullable(schema: dict[str, Any]) -> None:
 
 class OpenAISpeechRequest(VoiceParams):
     """Body of POST /v1/audio/speech: OpenAI's keys, ours, and those of other servers of this model. Every key may be
-    null, which is as leaving it out; keys that are not known are ignored."""
+    null, which is as leaving it out; keys that are not known, and instructions to a voice that takes none, are ignored:
+    X-Mktts-Ignored names them."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_nullable)
 
@@ -114,7 +116,9 @@ class OpenAISpeechRequest(VoiceParams):
         None, alias="instructions", description="how to say it; what the voice is like (VoiceDesign)"
     )
     response_format: StreamFormat | None = Field(
-        None, description="left out: mp3. opus comes in Ogg, aac as ADTS; pcm: 16 bits, little endian, one channel"
+        None,
+        description="left out: mp3. opus comes in Ogg, aac as ADTS; pcm: 16 bits, little endian, one channel; "
+        "mulaw (or ulaw) and alaw: G.711 of telephones, 8 bits at 8000 Hz, no header",
     )
     speed: float | None = Field(
         None, ge=MIN_SPEED, le=MAX_SPEED, description="2 takes half the time, at the same pitch; left out: 1"
@@ -125,7 +129,12 @@ class OpenAISpeechRequest(VoiceParams):
     stream: bool | None = Field(
         None, description="false: the whole at once, with its length; left out or true: while it is made"
     )
-    sample_rate: Literal[SAMPLE_RATES_HZ] | None = Field(None, description=f"Hz; left out: {SAMPLE_RATE_HZ}")
+    sample_rate: Literal[SAMPLE_RATES_HZ] | None = Field(
+        None, description=f"Hz; left out: {SAMPLE_RATE_HZ}, of G.711 8000"
+    )
+    strict: bool | None = Field(
+        None, description="true: what would be ignored is refused; left out: as the server was started"
+    )
     max_new_tokens: int | None = Field(None, ge=1, description="as max_frames; beyond the server's limit: the limit")
     non_streaming_mode: bool | None = Field(
         None,
@@ -161,6 +170,8 @@ class OpenAISpeechRequest(VoiceParams):
             given["voice"] = voice["id"]  # OpenAI's other form
         if isinstance(recording, list) and len(recording) == 1:
             given["ref_audio"] = recording[0]  # vLLM-Omni's
+        if given.get("response_format") == "ulaw":
+            given["response_format"] = "mulaw"
         if given.get("instructions") == "":
             del given["instructions"]
         if given.get("temperature") == 0 and given["temperature"] is not False:
@@ -178,6 +189,27 @@ class OpenAISpeechRequest(VoiceParams):
         """The unknown keys, except odd or long ones."""
         names = self.model_extra or {}
         return sorted(name for name in names if name.isidentifier() and name.isascii() and len(name) <= _MAX_NAME_CHARS)
+
+
+class OpenAISpeechQuery(OpenAISpeechRequest):
+    """Query of GET /v1/audio/speech: the keys of the body of POST."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, given: dict[str, str]) -> dict[str, Any]:
+        """Numbers, true, false, null and objects as JSON has them, but for keys whose value is a text."""
+        fields = cls.model_fields.items()
+        texts = {field.alias or name for name, field in fields if field.annotation in (str, str | None)}
+        return {
+            name: word if _OTHER_NAMES.get(name, name) in texts else _value_of(word) for name, word in given.items()
+        }
+
+
+def _value_of(word: str) -> Any:
+    try:
+        return _VALUE.validate_json(word)
+    except ValueError:
+        return word
 
 
 class VoiceUpload(BaseModel):

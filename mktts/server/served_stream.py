@@ -7,8 +7,10 @@ import base64
 import contextlib
 import json
 import logging
+import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 KEPT_LEAD_S = 0.5  # that a listener has to play while something is held back
 MAX_HELD_FRAMES = round(FRAME_RATE_HZ)  # a second
+_RANGE = re.compile(r"bytes=(\d{0,15})-(\d{0,15})")
 _HELD_UP_S = 0.05  # a write that took longer waited for the client
 MEDIA_TYPES: dict[StreamFormat, str] = {
     "mp3": "audio/mpeg",
@@ -37,6 +40,8 @@ MEDIA_TYPES: dict[StreamFormat, str] = {
     "flac": "audio/flac",
     "wav": "audio/wav",
     "pcm": "audio/pcm;rate={rate_hz};channels=1;format=s16le",
+    "mulaw": "audio/PCMU;rate={rate_hz}",
+    "alaw": "audio/PCMA;rate={rate_hz}",
 }
 
 log = logging.getLogger(__name__)
@@ -239,6 +244,7 @@ class AudioResponse(Response):
     stall_s: a client that takes no byte for this long is dropped.
     usage: for server-sent events as OpenAI's (stream_format: sse): asked at the end for the tokens of the text and the
         frames of the speech. None sends the bytes as they are.
+    kept: makes the response, of headers and bytes, where the first bytes are all there is.
     """
 
     def __init__(
@@ -253,6 +259,7 @@ class AudioResponse(Response):
         sample_rate_hz: int = SAMPLE_RATE_HZ,
         usage: Callable[[], Awaitable[tuple[int, int]]] | None = None,
         ignored_keys: Sequence[str] = (),
+        kept: Callable[[Mapping[str, str], bytes], Response] | None = None,
     ) -> None:
         self.status_code = 200  # Response's own __init__ would announce an empty body
         self.background = None
@@ -269,13 +276,15 @@ class AudioResponse(Response):
             "X-Accel-Buffering": "no",  # a proxy (nginx) passes on what comes at once
         }
         if ignored_keys:
-            headers["X-Ignored-Keys"] = ",".join(ignored_keys)
+            headers["X-Mktts-Ignored"] = ", ".join(ignored_keys)
+            headers["X-Ignored-Keys"] = ",".join(ignored_keys)  # as it was called first
         self.init_headers(headers)
         self._stream = stream
         self._encoder = encoder
         self._stall_s = stall_s
         self._speed = speed
         self._usage = usage
+        self._kept = kept
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         watch = asyncio.create_task(self._close_on_disconnect(receive))
@@ -347,9 +356,47 @@ class AudioResponse(Response):
         if stream.closed:  # the client went away
             return
         stream.close()  # before the last byte: a client that has it all finds the record complete
+        if not started and self._kept is not None:
+            await self._kept(dict(self.headers), rest)(scope, receive, send)
+            return
         if not started:
             self.headers["Content-Length"] = str(len(rest))
         await write(rest, more=False)
+
+
+class KeptSounds:
+    """The last sounds that were made whole, by what they were asked for: a player that jumps asks again for a part.
+
+    most_bytes: of all together. most: how many, as what they were asked for takes memory too.
+    """
+
+    def __init__(self, most_bytes: int = 64 * 2**20, most: int = 32) -> None:
+        self._most_bytes = most_bytes
+        self._most = most
+        self._sounds: OrderedDict[Hashable, tuple[Mapping[str, str], bytes]] = OrderedDict()
+
+    def answer(self, key: Hashable, wanted: str | None, headers: Mapping[str, str], data: bytes) -> Response:
+        """Keeps a sound and its headers, and answers as `find`; one that alone is too large is not kept."""
+        if len(data) <= self._most_bytes:
+            self._sounds[key] = {**headers, "Accept-Ranges": "bytes"}, data
+        while len(self._sounds) > self._most or sum(len(kept) for _, kept in self._sounds.values()) > self._most_bytes:
+            self._sounds.popitem(last=False)
+        return self.find(key, wanted) or Response(data, headers=headers)
+
+    def find(self, key: Hashable, wanted: str | None) -> Response | None:
+        """The sound or, where the header Range wants one, a part of it (RFC 9110, section 14). Raises ApiError 416."""
+        if key not in self._sounds:
+            return None
+        self._sounds.move_to_end(key)
+        headers, data = self._sounds[key]
+        first, last = found.groups() if (found := _RANGE.fullmatch(wanted or "")) else ("", "")
+        start = int(first) if first else max(0, len(data) - int(last or len(data)))
+        end = min(len(data), int(last) + 1) if first and last else len(data)
+        if not (first or last) or (first and last and int(last) < int(first)):  # no range, or not a single one
+            return Response(data, headers=headers)
+        if start >= end:
+            raise ApiError(416, "bad_range", f"Range: expected bytes of {len(data)}, got {wanted}", "Range")
+        return Response(data[start:end], 206, {**headers, "Content-Range": f"bytes {start}-{end - 1}/{len(data)}"})
 
 
 def _event(content: dict[str, Any]) -> bytes:

@@ -38,6 +38,7 @@ class SpeechService:
     name: of the checkpoint, for GET /health; None takes its folder's.
     aliases: more names, each for one of the voices (`voice_aliases`).
     uploads: where voices that callers upload are kept; None keeps none.
+    strict: what a request of OpenAI's shape asks for in vain is refused, not ignored, where it does not say which.
     Raises ServerError for an alias of nothing.
     """
 
@@ -49,10 +50,12 @@ class SpeechService:
         name: str | None = None,
         aliases: Mapping[str, str] | None = None,
         uploads: VoiceFolder | None = None,
+        strict: bool = False,
     ) -> None:
         self.limits = limits or Limits()
         self.stopping = False
         self.uploads = uploads
+        self.strict = strict
         if uploads is not None:
             uploads.on_gone = synthesizer.forget
         self.synthesizer = synthesizer

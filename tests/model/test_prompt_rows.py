@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mktts.checkpoint import Checkpoint
+from mktts.errors import CheckpointError, PromptError
 from mktts.model.prompt import FedPrompt, PromptBuilder, Request, gather, numbers
+from mktts.model.voice import Voice
 
 REQUESTS = [
     Request("Some words.", speaker="ryan"),
@@ -39,6 +43,23 @@ def test_rows_that_are_kept_are_those_of_a_new_builder_whatever_was_built_before
         for request in REQUESTS:
             assert torch.equal(rows_of(used, request), rows_of(builder_of(tiny), request))
         assert torch.equal(fed_rows_of(used), fed_rows_of(builder_of(tiny)))
+
+
+@pytest.mark.parametrize("layout", ["whole", "streaming"])
+def test_an_instruction_to_a_clone_is_a_users_turn_before_the_prompt_it_would_have_without(tiny, tiny_base, layout):
+    asking = tiny_base.with_instructions()
+    voice = Voice(torch.ones(asking.config.talker.hidden_size), None, None, asking.config.model_size)
+    request = Request("Some words.", voice=voice, layout=layout)
+    with pytest.raises(PromptError, match="takes no instructions"):
+        builder_of(tiny_base).build(replace(request, instruct="Softly."))
+    builder, plain = builder_of(asking), builder_of(tiny_base).build(request)
+    asked = builder.build(replace(request, instruct="Softly."))
+    marks, encode = asking.config.text_ids, asking.tokenizer().encode
+    turn = builder.text_rows([marks.im_start, *encode("user\nSoftly."), marks.im_end, *encode("\n")])
+    assert torch.equal(asked.embeds, torch.cat((turn, plain.embeds)))
+    assert torch.equal(asked.trailing, plain.trailing) and asked.prefix_rows == len(turn) + plain.prefix_rows
+    with pytest.raises(CheckpointError, match="expected a Base checkpoint, found custom_voice"):
+        tiny.with_instructions()
 
 
 def test_rows_that_the_first_frame_does_not_need_are_made_when_they_are_asked_for_and_once(tiny, monkeypatch):

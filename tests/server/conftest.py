@@ -27,10 +27,11 @@ class Api(TestClient):
         voices: Any = None,
         aliases: Any = None,
         uploads: Any = None,
+        strict: bool = False,
         **access: Any,
     ) -> None:
         self.synth = FakeSynthesizer(checkpoint)
-        self.service = SpeechService(self.synth, limits, voices, aliases=aliases, uploads=uploads)
+        self.service = SpeechService(self.synth, limits, voices, aliases=aliases, uploads=uploads, strict=strict)
         self.application = make_app(self.service, **access)
         super().__init__(self.application, base_url="http://localhost", raise_server_exceptions=False)
 

@@ -122,6 +122,33 @@ def test_pages_from_elsewhere_cannot_use_a_server_without_a_key(unlocked, origin
         assert answer.json()["error"]["code"] == "foreign_origin" and refused_socket(unlocked, headers=head) == 403
 
 
+@pytest.mark.parametrize(
+    ("host", "site", "allowed"),
+    [
+        *[("localhost:8000", site, True) for site in (None, "none", "same-origin", "same-site")],
+        *[("localhost:8000", site, False) for site in ("cross-site", "", "odd")],
+        ("tts.example", "same-origin", True),
+        ("tts.example", "same-site", False),
+    ],
+)
+def test_elements_of_pages_from_elsewhere_which_bring_no_origin_cannot_make_a_server_speak(
+    unlocked, host, site, allowed
+):
+    at = "/v1/audio/speech?input=Hello.&response_format=pcm&max_frames=1"
+    head = {"Host": host} | ({} if site is None else {"Sec-Fetch-Site": site})
+    assert unlocked.get(at, headers=head).status_code == (200 if allowed else 403)
+    for origin, status in (("https://app.example", 200), (FOREIGN, 403)):
+        assert unlocked.get(at, headers={**head, "Origin": origin}).status_code == status
+
+
+def test_an_address_is_spoken_with_a_key_in_the_header_and_kept_for_its_owner_alone(locked):
+    at = "/v1/audio/speech?input=Hello.&response_format=pcm&max_frames=1&stream=false"
+    for query in ("", f"&key={KEY}", f"&api_key={KEY}"):
+        assert locked.get(at + query).status_code == 401
+    ids = [locked.get(at, headers={"Authorization": f"Bearer {key}"}).headers["X-Request-Id"] for key in (KEY, OTHER)]
+    assert len(set(ids)) == 2 and locked.get(at, headers=BEARER).headers["X-Request-Id"] == ids[0]
+
+
 def test_cors_answers_are_for_listed_pages_and_those_of_this_machine(unlocked, locked):
     ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
     for api, origin, allowed in (

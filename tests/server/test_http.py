@@ -53,10 +53,12 @@ def test_sampling_settings_reach_talker_and_predictor(api, body, implied):
 def test_what_is_said_for_words_reaches_every_route(api):
     words = {"nginx": "engine X"}
     assert api.tts(pronunciations=words).status_code == api.speech(pronunciations=words).status_code == 200
+    query = {"input": "Hello.", "response_format": "pcm", "pronunciations": json.dumps(words)}
+    assert api.get("/v1/audio/speech", params=query).status_code == 200
     with api.open_socket() as socket:
         socket.send_json({"type": "start", "text": "Hello.", "max_frames": 1, "pronunciations": words})
         assert socket.receive_json()["type"] == "started"
-    assert [stream.settings["pronunciations"] for stream in api.synth.streams] == [words] * 3
+    assert [stream.settings["pronunciations"] for stream in api.synth.streams] == [words] * 4
 
 
 def test_a_request_that_names_no_length_gets_the_limit(make_api):

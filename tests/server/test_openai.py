@@ -21,6 +21,7 @@ from mktts.errors import ServerError
 from mktts.model.voice import Voice
 from mktts.server.limits import Limits
 from mktts.server.schemas import DEFAULT
+from mktts.server.served_stream import KeptSounds
 from mktts.server.voices import OPENAI_VOICES, voice_aliases
 from mktts.spec import FRAME_RATE_HZ
 
@@ -67,6 +68,17 @@ async def test_every_format_is_heard_by_another_decoder_and_lasts_as_long_as_the
 
 
 @needs("av")
+@pytest.mark.parametrize(
+    ("format", "media_type"), [("mulaw", "audio/PCMU"), ("ulaw", "audio/PCMU"), ("alaw", "audio/PCMA")]
+)
+def test_telephones_get_8_bits_at_8_khz_streamed_and_whole(api, format, media_type):
+    streamed, whole = (api.speech(response_format=format, stream=stream, **HOW) for stream in (True, False))
+    assert streamed.headers["Content-Type"] == f"{media_type};rate=8000" and streamed.headers["X-Sample-Rate"] == "8000"
+    assert whole.content == streamed.content and len(whole.content) == FRAMES * 640
+    assert "8000" in api.speech(response_format=format, sample_rate=24_000).json()["error"]["message"]
+
+
+@needs("av")
 @pytest.mark.parametrize(("speed", "rate_hz"), [(0.25, 24_000), (1.5, 24_000), (4.0, 24_000), (1.0, 16_000)])
 def test_speed_and_sample_rate_change_how_many_samples_there_are(api, speed, rate_hz):
     answer = api.speech(speed=speed, sample_rate=rate_hz, **HOW)
@@ -88,6 +100,80 @@ def test_what_is_not_streamed_says_how_long_it_is(api, format):
         with wave.open(io.BytesIO(content)) as file:
             assert (file.getnchannels(), file.getframerate(), file.getsampwidth()) == (1, 24_000, 2)
             assert file.readframes(10**6) == HELLO
+
+
+def address(**query) -> str:
+    return "/v1/audio/speech?" + str(httpx.QueryParams({"input": "Hello.", "response_format": "pcm", **query}))
+
+
+@needs("av")
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"voice": "alloy", "seed": 1, "max_frames": FRAMES},
+        {"input": "5", "language": "English", "temperature": 0, "top_k": -1, "do_sample": "false"},
+        {"response_format": "wav", "speed": 2, "sample_rate": 16_000, "stream": "true", "seed": 3},
+        {"response_format": "mp3", "instructions": "true", "lang_code": "a", "x": "null", "seed": 3},
+    ],
+    ids=str,
+)
+def test_an_address_speaks_as_the_same_body_does(api, query):
+    words = {"true": True, "false": False, "null": None}
+    body = {name: words.get(value, value) if name != "instructions" else value for name, value in query.items()}
+    answer, posted = api.get(address(**query)), api.speech(**{"max_frames": None, **body})
+    assert answer.status_code == 200 and answer.content == posted.content, answer.text
+    assert "Content-Length" not in answer.headers and "Accept-Ranges" not in answer.headers
+    for name in ("Content-Type", "X-Mktts-Ignored", "X-Sample-Rate"):
+        assert answer.headers.get(name) == posted.headers.get(name)
+    first, second = api.synth.streams
+    assert (first.text, first.settings["sampling"]) == (second.text, second.settings["sampling"])
+
+
+def test_what_is_whole_behind_an_address_is_kept_and_given_in_parts(api):
+    at = address(stream="false", **HOW)
+    whole = api.get(at)
+    assert (whole.content, whole.headers["Accept-Ranges"]) == (HELLO, "bytes")
+    assert int(whole.headers["Content-Length"]) == len(HELLO)
+    for asked, start, end in (("0-", 0, None), ("100-199", 100, 200), ("-50", -50, None), ("99-9999999", 99, None)):
+        part = api.get(at, headers={"Range": f"bytes={asked}"})
+        assert (part.status_code, part.content) == (206, HELLO[start:end])
+        first, last = range(len(HELLO))[start:end][0], range(len(HELLO))[start:end][-1]
+        assert part.headers["Content-Range"] == f"bytes {first}-{last}/{len(HELLO)}"
+        assert int(part.headers["Content-Length"]) == len(part.content)
+        assert part.headers["X-Request-Id"] == whole.headers["X-Request-Id"]
+    for odd in ("bytes=5-2", "bytes=0-1,4-5", "bytes=-", "frames=0-1", "bytes=" + "9" * 5_000 + "-", "bytes=\xb2-"):
+        assert api.get(at, headers={"Range": odd.encode("latin-1")}).content == HELLO
+    for behind in (f"bytes={len(HELLO)}-", "bytes=-0"):
+        answer = api.get(at, headers={"Range": behind})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (416, "Range")
+    assert len(api.synth.streams) == 1
+    asked = {"Range": "bytes=0-9"}
+    assert api.get(address(seed=2, stream="false"), headers=asked).status_code == 206
+    assert api.get(address(seed=2), headers=asked).status_code == 200 and len(api.synth.streams) == 3
+    assert api.speech(stream=False).headers.get("Accept-Ranges") is None
+
+
+def test_sounds_are_kept_up_to_a_size_and_the_last_ones():
+    sounds = KeptSounds(10, most=2)
+    for key, data in (("a", b"12345"), ("b", b"1234"), ("c", b"123"), ("e", b"x" * 11), ("d", b"")):
+        assert sounds.answer(key, None, {}, data).body == data
+    assert [sounds.find(key, None) is None for key in "abcde"] == [True, True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"speed": "fast"}, "speed"),
+        ({"voice": "nobody"}, "voice"),
+        ({"pronunciations": "nginx"}, "pronunciations"),
+        ({"sped": [2, 3]}, "sped"),
+    ],
+    ids=str,
+)
+def test_a_bad_address_is_told_which_key(api, query, param):
+    answer = api.get(address(**query))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 async def events(api, **body) -> list[dict]:
@@ -130,7 +216,8 @@ async def test_a_failure_after_the_first_event_is_raised_by_openais_client(api):
         ({"input": " "}, "input"),
         ({"input": "x" * 5_001}, "input"),
         ({"stream_format": "websocket"}, "stream_format"),
-        ({"instructions": "softly"}, "instructions"),
+        ({"instructions": "softly", "extra_body": {"strict": True}}, "instructions"),
+        ({"extra_body": {"lang_code": "a", "strict": True}}, "lang_code"),
         ({"extra_body": {"language": "klingon"}}, "language"),
         ({"extra_body": {"task_type": "Base"}}, "task_type"),
         ({"extra_body": {"ref_audio": "UklGR" * 100}}, "ref_audio"),
@@ -155,7 +242,23 @@ def test_keys_that_change_nothing_are_ignored_and_named(api):
     harmless = {"user": "anna", "pitch": 0, "initial_codec_chunk_frames": 1, "x" * 41: "y"}
     answer = api.speech(stream=True, **harmless, **HOW)
     assert answer.content == HELLO
+    assert answer.headers["X-Mktts-Ignored"] == "initial_codec_chunk_frames, pitch, user"
     assert answer.headers["X-Ignored-Keys"] == "initial_codec_chunk_frames,pitch,user"
+    assert "X-Mktts-Ignored" not in api.speech().headers
+
+
+async def test_what_clients_send_by_habit_is_spoken_and_refused_by_a_strict_server(api, make_api):
+    habit = {"lang_code": "a", "normalization_options": {"normalize": True}}
+    request = {**SPOKEN, "response_format": "pcm", "instructions": "softly"}
+    answer = await client(api).audio.speech.create(**request, extra_body={**habit, **HOW})
+    assert answer.content == HELLO
+    assert answer.response.headers["X-Mktts-Ignored"] == "instructions, lang_code, normalization_options"
+    assert api.synth.streams[-1].settings["instruct"] is None
+    strict = make_api(strict=True)
+    for body, key in (({"instructions": "softly"}, "instructions"), (habit, "lang_code"), ({"x" * 41: 1}, "x" * 40)):
+        assert strict.speech(**body).json()["error"]["param"] == key
+    assert strict.synth.streams == []
+    assert strict.speech(**habit, instruct="softly", strict=False).status_code == 200
 
 
 def test_nulls_are_as_keys_left_out_and_neither_model_nor_voice_is_needed(api):
@@ -222,6 +325,11 @@ def test_saved_voices_of_a_base_checkpoint_are_called_by_name(make_api, tiny_bas
     for body in (*names, {"ref_audio": "Anna"}):
         assert api.speech(**body).status_code == 200
         assert api.synth.streams[-1].settings["voice"] is voice and api.synth.streams[-1].settings["speaker"] is None
+    assert api.speech(instructions="softly").headers["X-Mktts-Ignored"] == "instructions"
+    asked = make_api(checkpoint=tiny_base.with_instructions(), voices={"Anna": voice})
+    assert "X-Mktts-Ignored" not in asked.speech(instructions="softly").headers
+    assert asked.synth.streams[-1].settings["instruct"] == "softly"
+    assert asked.get("/health").json()["takes_instructions"]
     assert api.get("/v1/audio/voices").json()["voices"] == ["anna"]
     error = make_api(checkpoint=tiny_base).speech().json()["error"]
     assert (error["code"], error["param"]) == ("no_voice", "voice") and "send ref_audio" in error["message"]

@@ -66,6 +66,8 @@ def test_an_address_that_others_reach_is_refused_without_a_key(monkeypatch, caps
         ("--voice anna=absent.safetensors", "absent.safetensors"),
         ("--voice-alias alloy", "--voice-alias must be ALIAS=NAME"),
         ("--voice-alias alloy=nobody --checkpoint random:tiny", "got 'nobody'"),
+        ("--instruct-clones --checkpoint random:tiny", "expected a Base checkpoint, found custom_voice"),
+        ("--instruct-clones --checkpoint random:tiny:base --backend upstream", "name another --backend"),
         ("--voice-folder blank.txt", "--voice-folder blank.txt: expected a folder to read and write"),
         ("--voice-folder blank.txt/in", "expected a folder to read and write"),
         ("--voice-days inf", "voice_days must be finite"),

@@ -54,6 +54,10 @@ def test_the_page_and_what_it_loads_need_no_key_and_come_from_here(locked, page)
         answer = locked.get(f"/page/{path.name}")
         assert answer.content == path.read_bytes() and answer.headers["X-Content-Type-Options"] == "nosniff"
         assert not re.search(r"https?://|//cdn|@import", answer.text), path
+    documented = locked.get("/docs").text
+    loaded = re.findall(r'(?:src|href)="([^"]+)"', documented)
+    assert loaded and not re.search(r"https?://|//cdn", documented)
+    assert all(locked.get(address).status_code == 200 for address in loaded)
     for absent in ("none.js", "../app.py", "%2e%2e/app.py"):
         assert locked.get(f"/page/{absent}").status_code in (401, 404)
 
@@ -99,6 +103,35 @@ async def speak(page) -> None:
     await page.click("#speak")
     await page.until(DONE)
     assert await page.text("#sound") == SPOKEN, await page.text("#problem")
+
+
+@needs_chromium
+async def test_an_audio_element_plays_an_address_and_jumps_in_it_but_not_on_a_page_from_elsewhere(tiny, tmp_path):
+    duration_s = LIMITS.max_frames / FRAME_RATE_HZ
+    with (
+        served(FakeSynthesizer(tiny), LIMITS) as server,
+        chromium(tmp_path, write_microphone(tmp_path / "silence.wav", np.zeros(480))) as browser,
+    ):
+        address = f"{server.url}/v1/audio/speech?input=Hello.&response_format=wav"
+        event = "new Promise(done => {{ for (const name of ['{}', 'error']) sound['on' + name] = () => done(name) }})"
+        async with browser.tab(server.url) as page:
+            await page.js(f"window.sound = new Audio('{address}&stream=false'); sound.load()")
+            await page.until("sound.readyState >= 3")
+            assert await page.js("sound.duration") == pytest.approx(duration_s)
+            for part in (0.9, 0.2):
+                await page.js(f"(sound.currentTime = {part * duration_s}, {event.format('seeked')})")
+                assert await page.js("sound.currentTime") == pytest.approx(part * duration_s, abs=0.01)
+            assert len(server.watched.streams) == 1
+            await page.js(f"window.sound = new Audio('{address}'); sound.load()")
+            await page.until("sound.readyState >= 3")
+            assert len(server.watched.streams) == 2
+        async with browser.tab(f"{server.url.replace('127.0.0.1', 'localhost')}/health") as page:  # another site
+            await page.js(f"window.sound = new Audio('{address}')")
+            assert await page.js(f"(sound.load(), {event.format('canplay')})") == "error"
+            assert len(server.watched.streams) == 2
+            await page.js("(sound = new Audio()).crossOrigin = 'anonymous'")
+            assert await page.js(f"(sound.src = '{address}', {event.format('canplay')})") == "canplay"
+            assert 'mktts_refused_total{code="foreign_origin"}' in httpx.get(f"{server.url}/metrics").text
 
 
 @needs_chromium

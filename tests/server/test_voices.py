@@ -255,6 +255,19 @@ def test_a_deleted_or_replaced_voice_is_gone_from_every_server_of_the_folder(mak
     assert other.synth.forgotten == [used, replaced] and delete(api).status_code == 404
 
 
+def test_the_kept_sound_of_an_address_is_not_that_of_a_voice_replaced_or_deleted(api, clones):
+    def heard() -> Any:
+        at = "/v1/audio/speech?input=Hello.&voice=anna&stream=false&response_format=pcm&max_frames=1"
+        return api.get(at, headers=bearer(ANNA))
+
+    upload(api)
+    assert heard().content == heard().content and len(api.synth.streams) == 1
+    upload(api, wav=OTHER_WAV)
+    assert heard().status_code == 200 and len(api.synth.streams) == 2
+    delete(api)
+    assert heard().status_code == 400
+
+
 def test_a_server_forgets_what_another_deleted_though_nobody_asks(api, monkeypatch):
     monkeypatch.setattr("mktts.server.app._SWEEP_S", 0.02)
     upload(api)

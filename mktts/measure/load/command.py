@@ -99,6 +99,9 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             if settings.burst:
                 extra |= record.burst(count, point)
                 continue
+            if settings.recordable and point["refused"] and point["in_time"] == point["arrivals"] - point["refused"]:
+                held = {"value": point["playing_mean"], "unit": "listeners", "n": point["in_time"]}
+                extra["capacity_held"] = held  # more were offered than it says, and those it let in were in time
             beside = {name: document[name] for name in record.PROVENANCE} | {"command": _command(sys.argv[1:])}
             if arguments.into is not None:
                 record.merge(arguments.into, beside, gpu, [point])
