@@ -160,6 +160,7 @@ class SpeechService:
             "language": language,
             "speaker": speaker,
             "voice": voice,
+            "voices": self._voices,
             "instruct": params.instruct,
             "seed": params.seed,
             "sampling": sampling,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -18,6 +19,7 @@ from mktts.engine.admission import AdmissionLimits, Capacity
 from mktts.engine.many import SayRequest, SayResult, say_each, say_many
 from mktts.engine.options import Chunk, FinishReason, Guard, Plan, StreamOptions, Timings
 from mktts.engine.runner import EngineStats
+from mktts.engine.script import cut
 from mktts.engine.stream import EngineName, Session, Stream
 from mktts.engine.tick import TICKS
 from mktts.errors import OptionsError, PromptError
@@ -27,8 +29,8 @@ from mktts.model.voice import Voice
 from mktts.synth.loading import BackendName, EngineChoice, Loading, default_cpu_threads, load_engine
 from mktts.text import FrontEnd
 from mktts.text.lexicon import Lexicon
-from mktts.text.markup import strip_markup
-from mktts.text.split import clean_text, segment_chars, split_text
+from mktts.text.parts import TextFeed
+from mktts.text.split import clean_text, segment_chars
 
 if TYPE_CHECKING:
     from mktts.engine.engine import Engine
@@ -53,16 +55,18 @@ class StreamSettings(TypedDict, total=False):
 
     language: "auto" or one of `ModelConfig.spoken_languages`. speaker: of a CustomVoice checkpoint; its first where
     left out. instruct: how to say it, or for VoiceDesign what the voice is like. voice: for a Base checkpoint, which
-    cannot speak without one. layout: None takes upstream's default of the checkpoint. sampling: None takes the
-    checkpoint's settings. seed: None draws one, kept in `Stream.seed`. max_frames: of the whole utterance;
-    None leaves each segment MAX_SEGMENT_FRAMES and the guard. options: how frames become chunks. pronunciations: what
-    is said for words, before what the synthesizer's lexicon says: see `mktts.text.lexicon.Lexicon`.
+    cannot speak without one. voices: that the text may name in brackets, beside the checkpoint's speakers. layout: None
+    takes upstream's default of the checkpoint. sampling: None takes the checkpoint's settings. seed: None draws one,
+    kept in `Stream.seed`. max_frames: of the whole utterance; None leaves each segment MAX_SEGMENT_FRAMES and the
+    guard. options: how frames become chunks. pronunciations: what is said for words, before what the synthesizer's
+    lexicon says: see `mktts.text.lexicon.Lexicon`.
     """
 
     language: str
     speaker: str | None
     instruct: str | None
     voice: Voice | None
+    voices: Mapping[str, Voice]
     layout: Layout | None
     sampling: Sampling | None
     seed: int | None
@@ -251,25 +255,33 @@ class Synthesizer:
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
         max_chars = plan.options.max_chars_per_segment or self._fed_chars
-        markup, lexicon = plan.options.markup, self._lexicon(settings)
-        feed = self.front_end.feed(request.language, markup, lexicon) if self.front_end else lexicon.feed(markup)
+        feed = self._text_feed(request, plan, settings)
         return Session(self.engine, self.engine.reserve(plan), request, max_chars, feed)
 
     def _stream(self, text: str, settings: StreamSettings, paced: bool = True) -> Stream:
         started_s = time.perf_counter()
         request, plan = self._checked(clean_text(text), settings)
-        if plan.options.markup == "strip":
-            request = replace(request, text=clean_text(strip_markup(request.text)))
-        spoken = self._lexicon(settings).say(request.text)
-        if self.front_end is not None:
-            spoken = self.front_end.read(spoken, request.language)
-        pieces = split_text(spoken, plan.options.max_chars_per_segment or self._whole_chars)
-        requests = [replace(request, text=piece) for piece in pieces]
-        return Stream(self.engine, self.engine.submit(requests, plan, started_s, paced=paced))
+        feed = self._text_feed(request, plan, settings)
+        max_chars = plan.options.max_chars_per_segment or self._whole_chars
+        parts = cut(request, (*feed.push(request.text), *feed.finish()), max_chars)
+        return Stream(self.engine, self.engine.submit(parts, plan, started_s, paced=paced))
 
-    def _lexicon(self, settings: StreamSettings) -> Lexicon:
+    def _text_feed(self, request: Request, plan: Plan, settings: StreamSettings) -> TextFeed:
+        """What a text goes through."""
+        voices = {name.lower(): voice for name, voice in settings.get("voices", {}).items()}
+        named = partial(self._named, request, voices)
         words = settings.get("pronunciations")
-        return self.lexicon if words is None else Lexicon(words, self.lexicon)
+        lexicon = self.lexicon if words is None else Lexicon(words, self.lexicon)
+        return TextFeed(named, self.front_end, request.language, plan.options.markup, lexicon)
+
+    def _named(self, request: Request, voices: Mapping[str, Voice], name: str) -> Request | None:
+        """`request`, without text, as spoken by the voice or speaker of that name; None where there is none."""
+        name = name.lower()
+        if name in voices:
+            return self._prompts.check(replace(request, text="", speaker=None, voice=voices[name]))
+        if name in self._prompts.config.speakers:
+            return self._prompts.check(replace(request, text="", speaker=name, voice=None))
+        return None
 
     def _stream_unpaced(self, text: str, settings: StreamSettings) -> Stream:
         return self._stream(text, settings, paced=False)

@@ -470,9 +470,9 @@ def test_words_of_the_lexicon_are_said_as_it_has_them_and_those_of_the_request_b
     reading.lexicon = Lexicon({"nginx": "engine six", "GIF": "jif"})
     settings = {"options": ONE, "pronunciations": {"gif": "gift"}}
     said = "An engine six gift."
-    with reading.stream("An nginx GIF.", **settings) as stream:
+    with reading.stream("An nginx GIF. [pause] GIF", **settings) as stream:
         stream.read()
-    assert reading._prompts.built == [said]
+    assert reading._prompts.built == [said, "Gift." if named else "gift"]
     with reading.open(**settings) as session:
         for piece in ("An ng", "inx", " GI", "F."):
             session.feed(piece)
