@@ -22,6 +22,7 @@ from mktts.engine.stream import Utterance
 
 if TYPE_CHECKING:
     from mktts.model.prompt import Request
+    from mktts.text.parts import Pause
 
 _STATE_S = 0.1
 
@@ -107,24 +108,24 @@ class Child:
         threading.Thread(target=self._send, daemon=True).start()
         return synthesizer.backend_name, str(synthesizer.device), synthesizer.dtype, self._engine.makes_many
 
-    def submit(self, id: int, requests: Sequence[Request], plan: Plan, paced: bool) -> None:
+    def submit(self, id: int, parts: Sequence[Request | Pause], plan: Plan, paced: bool) -> None:
         """A stream of known text: see `Engine.submit`."""
         with self._errors_of(id):
             utterance = self._engine.reserve(plan, paced=paced, sink=StreamSink(id, self))
             self._streams[id] = utterance, None
-            self._engine.begin_known(utterance, requests, time.perf_counter())
+            self._engine.begin_known(utterance, parts, time.perf_counter())
 
-    def begin_fed(self, id: int, request: Request, plan: Plan, max_chars: int, texts: Sequence[str]) -> None:
+    def begin_fed(self, id: int, request: Request, plan: Plan, max_chars: int, texts: Sequence[Any]) -> None:
         """A stream whose text goes on by `feed`: see `Engine.begin_fed`."""
         with self._errors_of(id):
             utterance = self._engine.reserve(plan, sink=StreamSink(id, self))
             self._streams[id] = utterance, self._engine.begin_fed(utterance, request, max_chars, texts)
 
-    def feed(self, id: int, text: str | None) -> None:
-        """More text; None says that no more comes. No effect on a stream that is over."""
+    def feed(self, id: int, piece: Any) -> None:
+        """What `Script.feed` takes; None says that no more comes. No effect on a stream that is over."""
         utterance, script = self._streams.get(id, (None, None))
         if script is not None:
-            script.finish() if text is None else script.feed(text)
+            script.finish() if piece is None else script.feed(piece)
             utterance.update()
 
     def taken(self, frames: dict[int, int | None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 from mktts.audio import first_audible_sample, joined
 from mktts.engine.options import SCHEDULE, Chunk, StreamOptions, Timings
 from mktts.errors import EngineError
-from mktts.spec import AUDIBLE_WINDOW_SAMPLES, SAMPLE_RATE_HZ
+from mktts.spec import AUDIBLE_WINDOW_SAMPLES, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 KEPT_LEAD_SAMPLES = SAMPLE_RATE_HZ * 40 // 1_000  # before the first audible 10 ms: the attack of a soft sound is whole
 
@@ -108,6 +108,15 @@ class Chunker:
         self.pending_frames -= frames
         self.prefill_ms = self.talker_ms = self.predictor_ms = self.codec_ms = 0.0
         return chunk
+
+    def silence(self, samples: int, started_s: float) -> Iterator[Chunk]:
+        """Chunks of exact silence, no longer than those of speech, behind all that was taken so far."""
+        longest = SAMPLES_PER_FRAME * SCHEDULE[-1]
+        for start in range(0, samples, longest):
+            count = min(longest, samples - start)
+            timings = Timings(1e3 * (time.perf_counter() - started_s), 0.0, 0.0, 0.0, 0.0)
+            yield Chunk(np.zeros(count, np.float32), self._samples / SAMPLE_RATE_HZ, 0, timings, bytes(2 * count))
+            self._samples += count
 
     def _trimmed(self, pcm: np.ndarray) -> np.ndarray:
         whole = joined((self._lead, pcm))

@@ -37,6 +37,7 @@ from mktts.errors import EngineError, SamplingError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
+from mktts.text.parts import Pause
 
 _LOG = logging.getLogger(__name__)
 _CLOSE = object()
@@ -99,20 +100,20 @@ class Engine:
 
     def submit(
         self,
-        requests: Sequence[Request],
+        parts: Sequence[Request | Pause],
         plan: Plan,
         started_s: float,
         *,
         paced: bool = True,
         engine: EngineName | None = None,
     ) -> Utterance:
-        """A stream of known text, one checked request a segment. started_s: of the call that timings count from.
-        engine: the lanes; None chooses. paced: see `Utterance`.
+        """A stream of known text: one checked request a segment, and pauses between them. started_s: of the call
+        that timings count from. engine: the lanes; None chooses. paced: see `Utterance`.
 
         Raises EngineError after `close` and in a forked child, SamplingError for draws that no lanes make.
         """
         utterance = self.reserve(plan, paced=paced)
-        self.begin_known(utterance, requests, started_s, engine)
+        self.begin_known(utterance, parts, started_s, engine)
         return utterance
 
     def reserve(self, plan: Plan, *, paced: bool = True, sink: Sink | None = None) -> Utterance:
@@ -127,13 +128,17 @@ class Engine:
         return utterance
 
     def begin_known(
-        self, utterance: Utterance, requests: Sequence[Request], started_s: float, engine: EngineName | None = None
+        self,
+        utterance: Utterance,
+        parts: Sequence[Request | Pause],
+        started_s: float,
+        engine: EngineName | None = None,
     ) -> None:
         """Gives a reserved stream its text. Raises as `submit`."""
         runner = self._choose(utterance.plan.sampling, engine)
-        self._begin(utterance, runner.voices.whole(requests, started_s), runner.name)
+        self._begin(utterance, runner.voices.whole(parts, started_s), runner.name)
 
-    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[str]) -> Script:
+    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> Script:
         """As `mktts.engine.stream.StreamEngine`. request: checked, without text. max_chars: of a segment. Raises as
         `submit`."""
         self._check_process()

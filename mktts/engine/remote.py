@@ -37,6 +37,7 @@ from mktts.errors import EngineError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
+from mktts.text.parts import Pause
 
 _TOLD_S = 0.01  # what consumers have taken is told together: the engine plans ticks of as much
 _END_S = 10.0  # for the other process to go
@@ -51,7 +52,7 @@ class _SentText(Script):
     voice = None
     started_s = 0.0  # the other process counts from when the text comes
 
-    def __init__(self, feed: Callable[[str | None], None]) -> None:
+    def __init__(self, feed: Callable[[Any], None]) -> None:
         self.feed = feed
 
     def finish(self) -> None:
@@ -96,10 +97,12 @@ class RemoteEngine:
 
     # ---- streams
 
-    def submit(self, requests: Sequence[Request], plan: Plan, started_s: float, *, paced: bool = True) -> Utterance:
+    def submit(
+        self, parts: Sequence[Request | Pause], plan: Plan, started_s: float, *, paced: bool = True
+    ) -> Utterance:
         """As `Engine.submit`; timings count from when the other process has it."""
         utterance = self.reserve(plan, paced=paced)
-        self._begin(utterance, "submit", requests, plan, paced)
+        self._begin(utterance, "submit", parts, plan, paced)
         return utterance
 
     def reserve(self, plan: Plan, *, paced: bool = True) -> Utterance:
@@ -109,7 +112,7 @@ class RemoteEngine:
         utterance.watched = True  # what is taken is told
         return utterance
 
-    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[str]) -> Script:
+    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> Script:
         """As `Engine.begin_fed`."""
         return self._begin(utterance, "begin_fed", request, utterance.plan, max_chars, texts)
 
@@ -123,9 +126,9 @@ class RemoteEngine:
         self._send(method, id, *arguments)
         return script
 
-    def _feed(self, id: int, text: str | None) -> None:
+    def _feed(self, id: int, piece: Any) -> None:
         if id in self._utterances:
-            self._send("feed", id, text)
+            self._send("feed", id, piece)
 
     def check(self, sampling: Sampling) -> None:
         """As `Engine.check`, but of the draws, which the other process looks at."""

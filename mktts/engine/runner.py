@@ -30,6 +30,7 @@ from mktts.errors import EngineError
 from mktts.model.backend import no_number
 from mktts.model.prompt import FedPrompt, Prompt, PromptBuilder, Request, SpokenRows, is_of_voice
 from mktts.model.voice import Voice
+from mktts.text.parts import Pause
 
 TICK_BOUNDS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.065, 0.08, 0.16, 0.5)
 _EARLY_S = 2e-3  # until some ran
@@ -84,9 +85,9 @@ class Voices:
     fed: Callable[[PromptBuilder, Request], Any] | None = FedPrompt
     spoken: SpokenRows | None = None
 
-    def whole(self, requests: Sequence[Request], started_s: float) -> WholeScript:
-        """Known text: one checked request a segment."""
-        return WholeScript(requests, self.build, started_s)
+    def whole(self, parts: Sequence[Request | Pause], started_s: float) -> WholeScript:
+        """Known text: one checked request a segment, and the pauses between them."""
+        return WholeScript(parts, self.build, started_s)
 
     def later(self, request: Request, max_chars: int) -> Script:
         """Text that is fed. request: checked, without text."""
@@ -367,13 +368,32 @@ class Runner:
 
     def _begin(self, slot: int, now_s: float) -> None:
         """The segment of the stream in `slot` gets its memory, and its prompt waits to enter."""
-        segment: Segment = self._streams[slot].segment
+        stream = self._streams[slot]
+        segment: Segment = stream.segment
+        if stream.begins_anew:
+            self._begin_anew(slot, stream, now_s)
+            if not stream.open:
+                return
         prompt = segment.prompt
         rows = len(prompt.embeds)
         kept, copies = self._memory.open(slot, rows + segment.max_frames, kept_under(prompt))
         self.lanes.begin(slot, segment, copies)
         self._table.prompt(slot, rows - kept, kept)
         self._table.text(slot, True, now_s)
+
+    def _begin_anew(self, slot: int, stream: Utterance, now_s: float) -> None:
+        """The listener gets all that was said before the segment, and the pause; then the codec begins anew."""
+        stream.begins_anew = False
+        self._flush(slot, stream, now_s)
+        if stream.open and stream.segment_number:
+            self.lanes.leave(slot)
+            self.lanes.enter(slot, stream.reference)
+
+    def _flush(self, slot: int, stream: Utterance, now_s: float) -> None:
+        stream.advance(stream.flush)
+        if stream.open:
+            self._table.chunk(slot, stream.made_frames, stream.made_frames + stream.next_chunk_frames)
+            self._table.pause(slot, stream.silent_s, now_s)
 
     def _leave(self, slot: int) -> None:
         """The stream in `slot` is over."""
@@ -445,9 +465,7 @@ class Runner:
             elif stream.next_segment() and self._goes_on(slot, now_s):
                 return
             if stream.ready() and not stream.unread:
-                stream.advance(stream.flush)  # nothing comes for now: the listener gets what there is
-                if stream.open:
-                    self._table.chunk(slot, stream.made_frames, stream.made_frames + stream.next_chunk_frames)
+                self._flush(slot, stream, now_s)  # nothing comes for now: the listener gets what there is
             if stream.open and not stream.unread and (stream.segment is None or self._memory.is_open(slot)):
                 stream.set_idle(True)  # without a frame on its way, nor memory to wait for
                 self._asleep[stream] = slot

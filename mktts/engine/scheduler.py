@@ -195,7 +195,8 @@ class StreamTable:
     frames_made, frames_taken: of all segments; made counts the tick that runs. chunk_start, chunk_end: frames made
     where the chunk begins that is being made, and where it is whole: before that its listener has none of it.
     arrived_s, newest_s (of the newest frame), playing_since_s (-inf before the first PCM), taken_s (of the newest frame
-    that the reader took). resumed: waited for its text, which has come, and was in no tick since.
+    that the reader took). silent_s: of pauses so far, which have no frames. resumed: waited for its text, which has
+    come, and was in no tick since.
     """
 
     def __init__(self, slots: int) -> None:
@@ -213,6 +214,7 @@ class StreamTable:
         self.chunk_start = np.zeros(slots, np.int64)
         self.chunk_end = np.zeros(slots, np.int64)
         self.arrived_s = np.zeros(slots)
+        self.silent_s = np.zeros(slots)
         self.newest_s = np.zeros(slots)
         self.playing_since_s = np.full(slots, -np.inf)
         self.taken_s = np.zeros(slots)
@@ -228,6 +230,7 @@ class StreamTable:
         self.serial[slot] += 1
         for array in (
             self.prompt_rows, self.context_rows, self.frames_made, self.frames_taken, self.chunk_start, self.chunk_end,
+            self.silent_s,
         ):  # fmt: skip
             array[slot] = 0
         self.arrived_s[slot] = self.newest_s[slot] = self.taken_s[slot] = arrived_s
@@ -253,6 +256,13 @@ class StreamTable:
             if np.isfinite(self.playing_since_s[slot]):
                 self.playing_since_s[slot] = max(self.playing_since_s[slot], latest_s)
         self.text_known[slot] = known
+
+    def pause(self, slot: int, silent_s: float, now_s: float) -> None:
+        """The listener has got pauses of so many seconds in all by now: what follows is wanted that much later."""
+        paused_s, self.silent_s[slot] = silent_s - self.silent_s[slot], silent_s
+        if paused_s:
+            played_s = max(float(self.playing_since_s[slot]), now_s - FRAME_S * self.frames_made[slot])
+            self.playing_since_s[slot] = played_s + paused_s
 
     def chunk(self, slot: int, start: int, end: int) -> None:
         """The chunk that is being made goes from frame `start` to frame `end` of the stream."""
@@ -290,7 +300,7 @@ class StreamTable:
         here = self.open[lanes] & (self.serial[lanes] == tick.serials)
         self.newest_s[lanes[here]] = ended_s
         first = here & (tick.frames == 0)
-        self.playing_since_s[lanes[first]] = ended_s
+        self.playing_since_s[lanes[first]] = np.maximum(self.playing_since_s[lanes[first]], ended_s)
         playing = here & ~first & self.paced[lanes] & np.isfinite(self.playing_since_s[lanes])
         # A chunk is heard when its last frame is made, from the place of its first one on.
         chunked = self.chunk_end[lanes] > tick.frames
@@ -308,7 +318,7 @@ class StreamTable:
             return 0.0
         self.newest_s[slot] = ended_s
         if frame == 0:
-            self.playing_since_s[slot] = ended_s
+            self.playing_since_s[slot] = max(float(self.playing_since_s[slot]), ended_s)
             return 0.0
         chunked = self.chunk_end[slot] > frame
         start = int(self.chunk_start[slot]) if chunked else frame

@@ -8,26 +8,54 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from mktts.model.prompt import Request
 from mktts.model.voice import Voice
+from mktts.text.parts import Pause
 from mktts.text.split import FeedSplitter, split_text
 
 _END = object()
 
 
+def cut(request: Request, parts: Iterable[str | Pause | Request], max_chars: int) -> list[Request | Pause]:
+    """A request a segment, with the pauses between them. parts: of a known text; a request among them speaks from there
+    on."""
+    cut_parts: list[Request | Pause] = []
+    words = ""
+    for part in (*parts, Pause(0)):
+        if isinstance(part, str):
+            words += part
+            continue
+        cut_parts += [replace(request, text=piece) for piece in split_text(words.strip(), max_chars)]
+        words = ""
+        if isinstance(part, Pause):
+            cut_parts.append(part)
+        else:
+            request = part
+    return cut_parts[:-1]
+
+
 class Script:
-    """Hands out one prompt a segment. started_s: perf_counter of the call that timings count from. voice: of all."""
+    """Hands out one prompt a segment. started_s: perf_counter of the call that timings count from. voice: of the
+    segment that was handed out last."""
 
     started_s: float
-    voice: Voice | None
+    voice: Voice | None = None
+    _silent_samples: int | None = None
 
-    def feed(self, piece: str) -> None:
-        """More text, cleaned. Any thread. Known text takes none."""
+    def take_pause(self) -> int | None:
+        """Samples of silence that stand in front of the segment that was handed out last, or where none is left, behind
+        it; None where nothing stands between."""
+        samples, self._silent_samples = self._silent_samples, None
+        return samples
+
+    def feed(self, piece: str | Pause | Request) -> None:
+        """More text, cleaned; a pause; or a request, without text, that says how what follows is spoken. Any thread.
+        Known text takes none."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -37,6 +65,10 @@ class Script:
     def next_segment(self) -> Any | None:
         """The next segment's prompt, ready to prefill, or None: not written yet, or none left (`ended`)."""
         raise NotImplementedError
+
+    def _skip_pauses(self, parts: deque[Any]) -> None:
+        while parts and isinstance(parts[0], Pause):
+            self._silent_samples = (self._silent_samples or 0) + parts.popleft().samples
 
     def ended(self) -> bool:
         """Whether every segment has been handed out and no more text can come."""
@@ -52,27 +84,32 @@ class Script:
 class WholeScript(Script):
     """Text that is known: `build` makes a prompt of each request when its turn comes."""
 
-    def __init__(self, requests: Sequence[Request], build: Callable[[Request], Any], started_s: float) -> None:
-        self.started_s, self.voice = started_s, requests[0].voice
-        self._requests = deque(requests)
+    def __init__(self, parts: Sequence[Request | Pause], build: Callable[[Request], Any], started_s: float) -> None:
+        self.started_s = started_s
+        self._parts = deque(parts)
         self._build = build
 
     def next_segment(self) -> Any | None:
-        return self._build(self._requests.popleft()) if self._requests else None
+        self._skip_pauses(self._parts)
+        if not self._parts:
+            return None
+        request = self._parts.popleft()
+        self.voice = request.voice
+        return self._build(request)
 
     def ended(self) -> bool:
-        return not self._requests
+        return not self._parts
 
 
 class _Inbox(Script):
-    """What reaches the worker from the writing thread: cleaned pieces of text, then the end."""
+    """What reaches the worker from the writing thread: what `feed` takes, then the end."""
 
-    def __init__(self, request: Request) -> None:
-        self.started_s, self.voice = time.perf_counter(), request.voice
+    def __init__(self) -> None:
+        self.started_s = time.perf_counter()
         self._pieces: SimpleQueue[Any] = SimpleQueue()
         self._finished = False
 
-    def feed(self, piece: str) -> None:
+    def feed(self, piece: str | Pause | Request) -> None:
         self._pieces.put(piece)
 
     def finish(self) -> None:
@@ -90,7 +127,7 @@ class _Inbox(Script):
             else:
                 self._take(piece)
 
-    def _take(self, piece: str) -> None:
+    def _take(self, piece: str | Pause | Request) -> None:
         raise NotImplementedError
 
     def _end(self) -> None:
@@ -104,15 +141,20 @@ class FedScript(_Inbox):
     """
 
     def __init__(self, request: Request, open_prompt: Callable[[Request], Any], max_chars: int) -> None:
-        super().__init__(request)
+        super().__init__()
         self._request = replace(request, text="")
-        self._open_prompt = open_prompt
+        self._open_prompt, self._max_chars = open_prompt, max_chars
         self._splitter = FeedSplitter(max_chars)
         self._written: Any | None = None  # the prompt that text goes to
-        self._waiting: deque[Any] = deque()  # prompts whose turn to be spoken has not come, the written one included
+        # Pauses, and prompts with their voices, whose turn has not come, the written one included.
+        self._waiting: deque[Pause | tuple[Any, Voice | None]] = deque()
 
     def next_segment(self) -> Any | None:
-        return self._waiting.popleft() if self._waiting and self._waiting[0].ready else None
+        self._skip_pauses(self._waiting)
+        if not self._waiting or not self._waiting[0][0].ready:
+            return None
+        prompt, self.voice = self._waiting.popleft()
+        return prompt
 
     def ended(self) -> bool:
         return self._finished and not self._waiting
@@ -121,7 +163,15 @@ class FedScript(_Inbox):
         if self._written is not None and not self._waiting:  # the spoken one is the one being written
             self._written = None
 
-    def _take(self, piece: str) -> None:
+    def _take(self, piece: str | Pause | Request) -> None:
+        if not isinstance(piece, str):
+            self._end()
+            self._splitter = FeedSplitter(self._max_chars)
+            if isinstance(piece, Pause):
+                self._waiting.append(piece)
+            else:
+                self._request = piece
+            return
         first, *others = self._splitter.push(piece)
         self._write(first)
         for text in others:
@@ -133,7 +183,7 @@ class FedScript(_Inbox):
             if not text.strip():
                 return
             self._written = self._open_prompt(self._request)
-            self._waiting.append(self._written)
+            self._waiting.append((self._written, self._request.voice))
         self._written.push(text)
 
     def _end(self) -> None:
@@ -146,21 +196,25 @@ class CollectedScript(_Inbox):
     """Text that is collected until its end and then cut like known text: for a model that cannot wait for text."""
 
     def __init__(self, request: Request, max_chars: int, build: Callable[[Request], Any]) -> None:
-        super().__init__(request)
+        super().__init__()
         self._request = request
         self._max_chars, self._build = max_chars, build
-        self._text = ""
-        self._requests: deque[Request] = deque()
+        self._pieces_so_far: list[str | Pause | Request] = []
+        self._whole: WholeScript | None = None
 
     def next_segment(self) -> Any | None:
-        return self._build(self._requests.popleft()) if self._requests else None
+        if self._whole is None:
+            return None
+        prompt = self._whole.next_segment()
+        self.voice, self._silent_samples = self._whole.voice, self._whole.take_pause()
+        return prompt
 
     def ended(self) -> bool:
-        return self._finished and not self._requests
+        return self._whole is not None and self._whole.ended()
 
-    def _take(self, piece: str) -> None:
-        self._text += piece
+    def _take(self, piece: str | Pause | Request) -> None:
+        self._pieces_so_far.append(piece)
 
     def _end(self) -> None:
-        pieces = split_text(self._text.strip(), self._max_chars)
-        self._requests.extend(replace(self._request, text=piece) for piece in pieces)
+        parts = cut(self._request, self._pieces_so_far, self._max_chars)
+        self._whole = WholeScript(parts, self._build, self.started_s)

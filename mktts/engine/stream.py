@@ -30,11 +30,11 @@ from mktts.errors import EngineError, TextError
 from mktts.model.backend import PromptRows
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
-from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS
+from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLE_RATE_HZ
 from mktts.text.split import check_length, clean_piece
 
 if TYPE_CHECKING:
-    from mktts.text import FrontEndFeed
+    from mktts.text.parts import TextFeed
 
 _END = object()
 EngineName = Literal["single", "batch"]
@@ -137,7 +137,8 @@ class Utterance:
     plays from the first one on.
     The worker's: segment: that is being made, None before the first and between two; segment_number: from 0; launched:
     frames of it in ticks that were launched; row: the text row (H,) of the frame after those, None where it is not
-    known; submit: decodes frames to a pending result where lanes give no PCM; on_close: called once, at the end.
+    known; begins_anew: a pause stands before the segment, so that the codec begins anew; silent_s: of pauses that were
+    delivered; submit: decodes frames to a pending result where lanes give no PCM; on_close: called once, at the end.
     """
 
     def __init__(
@@ -173,6 +174,9 @@ class Utterance:
         self.segment_number = -1
         self.launched = 0
         self.row: Tensor | None = None
+        self.begins_anew = False
+        self.silent_s = 0.0
+        self._silent_samples = 0  # to be delivered before the segment, or where there is none, now
         self.submit: Callable[[list[Any]], Any] | None = None
         self.on_close: Callable[[], None] | None = None
         self.chunker: Chunker | None = None
@@ -288,7 +292,8 @@ class Utterance:
 
     def ready(self) -> bool:
         """Whether there is something to make or to hand on; False means: waiting for text."""
-        return self.input_known() or self._spoken() or self.chunker.waiting_frames > 0
+        known = self.input_known()
+        return known or self._spoken() or self.chunker.waiting_frames > 0 or self._silent_samples > 0
 
     def next_segment(self) -> bool:
         """Whether the next segment's turn has come and its prompt is known; it is then `segment`."""
@@ -296,6 +301,9 @@ class Utterance:
             self._script.update()
             begun_s = time.perf_counter()
             prompt = self._script.next_segment()
+            silent_samples = self._script.take_pause()
+            self.begins_anew = self.begins_anew or silent_samples is not None
+            self._silent_samples += silent_samples or 0
             self.chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
             if prompt is not None:
                 self._begin_segment(prompt)
@@ -429,10 +437,18 @@ class Utterance:
                 self.deliver(chunk)
                 if first and self._notifier is not None and self.engine == "single":
                     self._notifier.flush_and_yield()
+            if self._silent_samples:
+                self._deliver_silence()
             if self._over is not None:
                 self.end(self._over)
         except BaseException as error:  # whatever it is belongs to this stream; the worker and the others go on
             self.fail(error)
+
+    def _deliver_silence(self) -> None:
+        for chunk in self.chunker.silence(self._silent_samples, self._script.started_s):
+            self.deliver(chunk)
+        self.silent_s += self._silent_samples / SAMPLE_RATE_HZ
+        self._silent_samples = 0
 
     def fail(self, error: BaseException) -> None:
         """Ends the stream; its consumer gets `error`. No effect on one that is over: it ended as it did."""
@@ -531,8 +547,9 @@ def _set(waiters: Sequence[asyncio.Future[None]]) -> None:
 class StreamEngine(Protocol):
     """The engine, as far as a session knows it."""
 
-    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[str]) -> Script:
-        """The first visible text has come, as the last of `texts`: returns what further text is fed through."""
+    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> Script:
+        """The first visible text has come, with the last of `texts`, which `Script.feed` takes: returns what further
+        text is fed through."""
 
 
 class Stream:
@@ -673,17 +690,17 @@ class Session(Stream):
         utterance: Utterance,
         request: Request,
         max_chars: int,
-        front_end: FrontEndFeed | None = None,
+        text: TextFeed,
     ) -> None:
-        """request: checked, without text. max_chars: of a segment. front_end: what the text goes through.
+        """request: checked, without text. max_chars: of a segment. text: what the text goes through.
 
         The engine knows of the stream from the first visible text on.
         """
         super().__init__(engine, utterance)
         self._request, self._max_chars = request, max_chars
-        self._front_end = front_end
+        self._text = text
         self._script: Script | None = None
-        self._early: list[str] = []  # pieces without anything visible
+        self._early: list[Any] = []  # of pieces without anything visible
         self._writing = threading.Lock()
         self._chars = 0
         self._finished = False
@@ -691,8 +708,8 @@ class Session(Stream):
     def feed(self, piece: str) -> None:
         """Adds text; an empty piece is allowed, and text for a stream that is over is dropped.
 
-        Raises TextError when `piece` is not a str, the whole exceeds MAX_TEXT_CHARS, or the checkpoint's front end has
-        no words for its letters; such a piece is not taken. Raises EngineError after `finish` and in a forked child.
+        Raises TextError when `piece` is not a str, the whole exceeds MAX_TEXT_CHARS, and as `TextFeed.push`; such a
+        piece is not spoken. Raises EngineError after `finish` and in a forked child.
         """
         piece = clean_piece(piece)
         with self._writing:
@@ -701,21 +718,20 @@ class Session(Stream):
             if self._utterance.over:
                 return
             check_length(self._chars + len(piece))
-            words = piece if self._front_end is None else self._front_end.push(piece)
+            parts = self._text.push(piece)
             self._chars += len(piece)
             if self._script is not None:
-                self._script.feed(words)
-                self._utterance.update()
+                self._feed(self._script, parts)
             elif piece.strip():
-                self._begin(words)
+                self._begin(parts)
             else:
-                self._early.append(words)
+                self._early += parts
 
     def finish(self) -> None:
         """Says that no more text comes; a second call does nothing.
 
-        Raises TextError when nothing visible was fed, or where there is a front end, no letter or digit; the stream is
-        then cancelled.
+        Raises TextError when nothing visible was fed, or where there is a front end, no letter or digit, and as
+        `TextFeed.finish`; the stream is then cancelled.
         """
         with self._writing:
             if self._finished:
@@ -728,18 +744,24 @@ class Session(Stream):
                 raise TextError("expected text to speak before finish, got none")
 
     def _end(self, script: Script) -> None:
-        if self._front_end is not None and not self._utterance.over:
+        if not self._utterance.over:
             try:
-                script.feed(self._front_end.finish())
+                self._feed(script, self._text.finish())
             except TextError:
                 self._utterance.cancel()
                 raise
         script.finish()
         self._utterance.update()
 
-    def _begin(self, words: str) -> None:
+    def _feed(self, script: Script, parts: Sequence[Any]) -> None:
+        for part in parts:
+            script.feed(part)
+        if parts:
+            self._utterance.update()
+
+    def _begin(self, parts: Sequence[Any]) -> None:
         try:
-            texts = (*self._early, words)
+            texts = (*self._early, *parts)
             self._script = self._engine.begin_fed(self._utterance, self._request, self._max_chars, texts)
         except EngineError:
             if not self._utterance.over:  # else the engine was closed meanwhile

@@ -160,10 +160,12 @@ class SpeechService:
             "language": language,
             "speaker": speaker,
             "voice": voice,
+            "voices": self._voices,
             "instruct": params.instruct,
             "seed": params.seed,
             "sampling": sampling,
             "max_frames": params.max_frames or limits.max_frames,
+            "pronunciations": params.pronunciations,
             "options": StreamOptions(
                 trim_lead=params.trim_lead, buffer_frames=limits.buffer_frames, markup=params.markup
             ),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -18,6 +19,7 @@ from mktts.engine.admission import AdmissionLimits, Capacity
 from mktts.engine.many import SayRequest, SayResult, say_each, say_many
 from mktts.engine.options import Chunk, FinishReason, Guard, Plan, StreamOptions, Timings
 from mktts.engine.runner import EngineStats
+from mktts.engine.script import cut
 from mktts.engine.stream import EngineName, Session, Stream
 from mktts.engine.tick import TICKS
 from mktts.errors import OptionsError, PromptError
@@ -26,8 +28,9 @@ from mktts.model.sampling import Choice, Sampling, drawn_seed
 from mktts.model.voice import Voice
 from mktts.synth.loading import BackendName, EngineChoice, Loading, default_cpu_threads, load_engine
 from mktts.text import FrontEnd
-from mktts.text.markup import MarkupFeed, strip_markup
-from mktts.text.split import clean_text, segment_chars, split_text
+from mktts.text.lexicon import Lexicon
+from mktts.text.parts import TextFeed
+from mktts.text.split import clean_text, segment_chars
 
 if TYPE_CHECKING:
     from mktts.engine.engine import Engine
@@ -52,20 +55,24 @@ class StreamSettings(TypedDict, total=False):
 
     language: "auto" or one of `ModelConfig.spoken_languages`. speaker: of a CustomVoice checkpoint; its first where
     left out. instruct: how to say it, or for VoiceDesign what the voice is like. voice: for a Base checkpoint, which
-    cannot speak without one. layout: None takes upstream's default of the checkpoint. sampling: None takes the
-    checkpoint's settings. seed: None draws one, kept in `Stream.seed`. max_frames: of the whole utterance;
-    None leaves each segment MAX_SEGMENT_FRAMES and the guard. options: how frames become chunks.
+    cannot speak without one. voices: that the text may name in brackets, beside the checkpoint's speakers. layout: None
+    takes upstream's default of the checkpoint. sampling: None takes the checkpoint's settings. seed: None draws one,
+    kept in `Stream.seed`. max_frames: of the whole utterance; None leaves each segment MAX_SEGMENT_FRAMES and the
+    guard. options: how frames become chunks. pronunciations: what is said for words, before what the synthesizer's
+    lexicon says: see `mktts.text.lexicon.Lexicon`.
     """
 
     language: str
     speaker: str | None
     instruct: str | None
     voice: Voice | None
+    voices: Mapping[str, Voice]
     layout: Layout | None
     sampling: Sampling | None
     seed: int | None
     max_frames: int | None
     options: StreamOptions | None
+    pronunciations: Mapping[str, str] | None
 
 
 _WAITING = 8  # of so many streams that are made together, one more is open: the next is there when one ends
@@ -90,9 +97,10 @@ class Synthesizer:
         checkpoint: Checkpoint | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        lexicon: Lexicon | None = None,
     ) -> None:
         """`load` is the usual way in. prompts: checks requests. `front_end` is what the checkpoint has its text read
-        by, or None."""
+        by, or None. lexicon: what is said for words."""
         self.engine = engine
         self.checkpoint = checkpoint
         self.backend_name = backend_name
@@ -104,6 +112,7 @@ class Synthesizer:
         self._fed_chars = segment_chars(longest, fed=True)
         name = checkpoint.text_front_end() if checkpoint else None
         self.front_end = None if name is None else FrontEnd.ready(name, checkpoint.config.spoken_languages)
+        self.lexicon = lexicon or Lexicon()
         self._prompts = prompts
 
     @classmethod
@@ -118,6 +127,7 @@ class Synthesizer:
         engine: EngineChoice = "auto",
         deterministic: bool | None = None,
         batch: BatchSettings | None = None,
+        lexicon: Mapping[str, str] | str | Path | None = None,
     ) -> Synthesizer:
         """Loads a checkpoint (see `mktts.checkpoint.open.open_checkpoint`) onto a device.
 
@@ -137,10 +147,13 @@ class Synthesizer:
             on how its prompt was cut over ticks, or on whether its prefix was kept; on one device, in one dtype and
             version. None: where that costs little. True takes the batch engine for every stream.
         batch: how many may be open, and the memory that they take.
+        lexicon: what is said for words, as a mapping or a file of lines `word<TAB>said as`: see
+            `mktts.text.lexicon.Lexicon`.
 
         Raises CheckpointError, OptionsError, and BackendUnavailable naming what is missing.
         """
         wanted = Loading.checked(backend, device, dtype, cpu_threads, engine, deterministic, batch)
+        words = Lexicon.of(lexicon)
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = open_checkpoint(checkpoint)
         made = load_engine(checkpoint, wanted, cpu_threads or default_cpu_threads(checkpoint))
@@ -153,6 +166,7 @@ class Synthesizer:
             checkpoint=checkpoint,
             device=wanted.device,
             dtype=wanted.dtype,
+            lexicon=words,
         )
         try:
             synthesizer.measure_capacity(only_kept=engine != "batch")
@@ -172,7 +186,8 @@ class Synthesizer:
         # It only checks requests: on the CPU in the stored dtype its tables stay on disk.
         tensors, tokenizer = checkpoint.tensors(), checkpoint.tokenizer()
         prompts = PromptBuilder(checkpoint.config, tensors, tokenizer, "cpu", torch.bfloat16)
-        engine = RemoteEngine(name, revision, settings)
+        lexicon = Lexicon.of(settings.get("lexicon"))
+        engine = RemoteEngine(name, revision, settings | {"lexicon": None})
         return cls(
             engine,
             prompts,
@@ -181,6 +196,7 @@ class Synthesizer:
             checkpoint=checkpoint,
             device=engine.device,
             dtype=engine.dtype,
+            lexicon=lexicon,
         )
 
     def stream(self, text: str, **settings: Unpack[StreamSettings]) -> Stream:
@@ -239,21 +255,33 @@ class Synthesizer:
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
         max_chars = plan.options.max_chars_per_segment or self._fed_chars
-        markup = plan.options.markup
-        feed = self.front_end.feed(request.language, markup) if self.front_end else None
-        if feed is None and markup == "strip":
-            feed = MarkupFeed()
+        feed = self._text_feed(request, plan, settings)
         return Session(self.engine, self.engine.reserve(plan), request, max_chars, feed)
 
     def _stream(self, text: str, settings: StreamSettings, paced: bool = True) -> Stream:
         started_s = time.perf_counter()
         request, plan = self._checked(clean_text(text), settings)
-        if plan.options.markup == "strip":
-            request = replace(request, text=clean_text(strip_markup(request.text)))
-        spoken = request.text if self.front_end is None else self.front_end.read(request.text, request.language)
-        pieces = split_text(spoken, plan.options.max_chars_per_segment or self._whole_chars)
-        requests = [replace(request, text=piece) for piece in pieces]
-        return Stream(self.engine, self.engine.submit(requests, plan, started_s, paced=paced))
+        feed = self._text_feed(request, plan, settings)
+        max_chars = plan.options.max_chars_per_segment or self._whole_chars
+        parts = cut(request, (*feed.push(request.text), *feed.finish()), max_chars)
+        return Stream(self.engine, self.engine.submit(parts, plan, started_s, paced=paced))
+
+    def _text_feed(self, request: Request, plan: Plan, settings: StreamSettings) -> TextFeed:
+        """What a text goes through."""
+        voices = {name.lower(): voice for name, voice in settings.get("voices", {}).items()}
+        named = partial(self._named, request, voices)
+        words = settings.get("pronunciations")
+        lexicon = self.lexicon if words is None else Lexicon(words, self.lexicon)
+        return TextFeed(named, self.front_end, request.language, plan.options.markup, lexicon)
+
+    def _named(self, request: Request, voices: Mapping[str, Voice], name: str) -> Request | None:
+        """`request`, without text, as spoken by the voice or speaker of that name; None where there is none."""
+        name = name.lower()
+        if name in voices:
+            return self._prompts.check(replace(request, text="", speaker=None, voice=voices[name]))
+        if name in self._prompts.config.speakers:
+            return self._prompts.check(replace(request, text="", speaker=name, voice=None))
+        return None
 
     def _stream_unpaced(self, text: str, settings: StreamSettings) -> Stream:
         return self._stream(text, settings, paced=False)

@@ -40,12 +40,6 @@ _KIND = re.compile(r"[\s>]*(?P<item>#{1,6}\s+|[-*+•]\s+(?:\[[ xX]\]\s+)?|(?=\d
 _KIND_OPEN = re.compile(r"[\s>#*+•=_:|-]*(?:\[[^\]\n]{0,80}(?:\](?::.*)?)?|\d{1,3}[.)]?)?|[\s>]*(?:[|]|``?`?|~~?~?).*")
 
 
-def strip_markup(text: str, code: str = "") -> str:
-    """`text` without its markup. code: what stands for a block of code. Raises TextError where nothing is left."""
-    feed = MarkupFeed(code)
-    return feed.push(text) + feed.finish()
-
-
 class MarkupFeed:
     """A text that arrives in pieces; what `push` and `finish` return, joined, depends on the text alone."""
 

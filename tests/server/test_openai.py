@@ -166,6 +166,7 @@ def test_sounds_are_kept_up_to_a_size_and_the_last_ones():
         ({"input": ""}, "input"),
         ({"speed": "fast"}, "speed"),
         ({"voice": "nobody"}, "voice"),
+        ({"pronunciations": "nginx"}, "pronunciations"),
         ({"sped": [2, 3]}, "sped"),
     ],
     ids=str,
@@ -323,7 +324,9 @@ def test_saved_voices_of_a_base_checkpoint_are_called_by_name(make_api, tiny_bas
     names = [{"voice": name} for name in ("anna", "ANNA", "narrator", "alloy", None)]
     for body in (*names, {"ref_audio": "Anna"}):
         assert api.speech(**body).status_code == 200
-        assert api.synth.streams[-1].settings["voice"] is voice and api.synth.streams[-1].settings["speaker"] is None
+        settings = api.synth.streams[-1].settings
+        assert settings["voice"] is voice and settings["speaker"] is None
+        assert settings["voices"] == {"anna": voice}  # that a text may name in brackets
     assert api.speech(instructions="softly").headers["X-Mktts-Ignored"] == "instructions"
     asked = make_api(checkpoint=tiny_base.with_instructions(), voices={"Anna": voice})
     assert "X-Mktts-Ignored" not in asked.speech(instructions="softly").headers

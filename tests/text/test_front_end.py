@@ -14,7 +14,7 @@ from record_cases import cases, words, wrong
 from mktts.checkpoint.open import FRONT_ENDS as NAMED
 from mktts.errors import OptionsError, TextError
 from mktts.text import FRONT_ENDS, FrontEnd, spoken
-from mktts.text.markup import MarkupFeed, strip_markup
+from mktts.text.markup import MarkupFeed
 from mktts.text.numbers import bare, cardinal, in_pairs, ordinal, year
 
 SEEN = files("mktts.training.judge").joinpath("written_numbers.tsv").read_text(encoding="utf-8")
@@ -66,17 +66,19 @@ def test_markup_is_taken_out_of_pieces_as_of_the_whole(text, cuts):
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     feed = MarkupFeed()
     said = "".join(feed.push(text[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+    at_once = MarkupFeed()
     try:
-        whole = strip_markup(text)
+        whole = at_once.push(text) + at_once.finish()
     except TextError:
         return
     assert said + feed.finish() == whole
 
 
 def test_a_block_of_code_is_left_out_or_named():
-    text = "Run:\n```sh\nls **\n```\nDone."
-    assert strip_markup(text).split() == ["Run:", "Done."]
-    assert strip_markup(text, code="Code left out.").split() == ["Run:", "Code", "left", "out.", "Done."]
+    for code in ("", "Code left out."):
+        feed = MarkupFeed(code)
+        said = feed.push("Run:\n```sh\nls **\n```\nDone.") + feed.finish()
+        assert said.split() == ["Run:", *code.split(), "Done."]
 
 
 @pytest.mark.parametrize("form", [str.upper, str.lower, title, lambda text: text.rstrip(".")])

@@ -1,0 +1,262 @@
+"""What a text may ask for beside its words: pauses, changes of speaker, and a few elements of SSML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from xml.parsers import expat
+
+from mktts.errors import TextError
+from mktts.spec import SAMPLE_RATE_HZ
+from mktts.text.front_end import FrontEnd
+from mktts.text.lexicon import Lexicon
+
+DEFAULT_PAUSE_S = 0.5
+MAX_PAUSE_S = 10.0
+MAX_PAUSES_S = 300.0  # of one text: silence costs no frames, which bound what is made ahead of its reader
+
+_SPEAK = re.compile(r"<speak[\s/>]")
+_STARTS = re.compile(r"[\[<]")
+_TAG = re.compile(r"\[(?P<inner>[^\[\]\n]{1,64})\]|<break(?P<attributes>[\s/][^<>]{0,100})?>", re.IGNORECASE)
+_OPEN = re.compile(r"\[[^\[\]\n]{0,64}\]?|<(?:b|br|bre|brea|break(?:[\s/][^<>]{0,100})?)?", re.IGNORECASE)
+_LENGTH = r"(\d{0,12}(?:\.\d{1,12})?(?<=\d))\s?(ms|s)"
+_MARK = re.compile(r"\A\s*[.,;:!?…]+(?=\s)")  # of a sentence that ended with the pause before it
+_PAUSE = re.compile(rf"pause(?:\s+{_LENGTH})?", re.IGNORECASE)
+_TIME = re.compile(rf"(?:time\s*=\s*[\"']\s*{_LENGTH}\s*[\"'])?", re.IGNORECASE)
+_ELEMENTS = ("speak", "p", "s", "break", "sub", "say-as")
+_MOST_DIGITS = 15  # of a number that has a name
+_SAY_AS = ("characters", "date", "telephone", "cardinal", "ordinal")
+
+
+class Pause(NamedTuple):
+    """Ends a segment; the sound begins anew with the next one. samples: of silence between them, perhaps 0."""
+
+    samples: int
+
+
+def pause_of(number: str | None, unit: str | None) -> Pause:
+    """ "500", "ms"; None is the default. Raises TextError for more than MAX_PAUSE_S."""
+    seconds = DEFAULT_PAUSE_S if number is None else float(number) / (1_000 if unit.lower() == "ms" else 1)
+    if seconds > MAX_PAUSE_S:
+        raise TextError(f"a pause may have {MAX_PAUSE_S:g} s, got {number} {unit}: write a shorter one")
+    return Pause(round(seconds * SAMPLE_RATE_HZ))
+
+
+class TextFeed:
+    """A text that arrives in pieces, as what is to be made of it: words, a `Pause`, and what `named` gives.
+
+    What `push` and `finish` return depends on the text alone, not on the pieces. One that begins with <speak is SSML.
+    """
+
+    def __init__(
+        self,
+        named: Callable[[str], Any | None],
+        front_end: FrontEnd | None = None,
+        language: str = "auto",
+        markup: str = "speak",
+        lexicon: Lexicon | None = None,
+    ) -> None:
+        """named: what stands for a name in brackets, None where that is text. front_end, language, markup, lexicon: of
+        what reads the words between."""
+        self._named, self._front_end = named, front_end
+        self._language, self._markup, self._lexicon = language, markup, lexicon or Lexicon()
+        self._ssml: _Ssml | None = None
+        self._begun = False  # whether the text is SSML is known
+        self._rest = ""  # what may yet become a tag
+        self._reader = self._new_reader()
+        self._signs: str | None = ""  # of the present part; None once it has a letter or a digit
+        self._silent_s = 0.0
+        self._said = False  # something is to be heard
+
+    def push(self, piece: str) -> list[Any]:
+        """What is certain by now. Raises TextError for a pause that is too long, an element of SSML that is not known
+        here, and letters that the front end has no words for; of a text that is no SSML the piece is then not taken."""
+        return self._take(*self._found(piece, final=False))
+
+    def finish(self) -> list[Any]:
+        """The rest. Raises TextError where nothing is to be heard, of SSML also where an element was not ended."""
+        made = self._take(*self._found("", final=True))
+        if self._signs and not self._said:
+            made.append(self._read(self._signs))  # its reader says what becomes of signs
+            self._signs = None
+        made.append(self._end_part(last=True))
+        if not self._said:
+            raise TextError("expected text to speak, got none beside its tags")
+        return made
+
+    def _found(self, piece: str, final: bool) -> tuple[list[Any], str]:
+        """Text, and what stands for tags in it; and what may yet become one."""
+        rest, pieces = self._rest, [piece]
+        if not self._begun:
+            text = (rest + piece).lstrip()
+            if not final and "<speak".startswith(text):
+                return [], text
+            rest, pieces = "", [text]
+            if _SPEAK.match(text):
+                self._begun, self._ssml = True, _Ssml()
+        if self._ssml is not None:
+            pieces = self._ssml.push(pieces[0], final)
+        found: list[Any] = []
+        for part in pieces:
+            if isinstance(part, Pause):
+                found += [*self._tags(rest, final=True)[0], part]
+                rest = ""
+            else:
+                more, rest = self._tags(rest + part, final=False)
+                found += more
+        return (found + self._tags(rest, final=True)[0], "") if final else (found, rest)
+
+    def _tags(self, text: str, final: bool) -> tuple[list[Any], str]:
+        found, start, at = [], 0, 0
+        while (next_start := _STARTS.search(text, at)) is not None:
+            at = next_start.start()
+            tag = _TAG.match(text, at)
+            open_name = tag and tag["inner"] and tag.end() == len(text) and not _PAUSE.fullmatch(tag["inner"])
+            if not final and (open_name or (tag is None and _OPEN.fullmatch(text, at))):
+                return [*found, text[start:at]], text[at:]
+            meant = None if tag is None else self._meant(tag)
+            at = at + 1 if meant is None else tag.end()
+            if meant is not None:
+                found += [text[start : next_start.start()], *meant]
+                start = at
+        return [*found, text[start:]], ""
+
+    def _meant(self, tag: re.Match[str]) -> list[Any] | None:
+        """What stands for it; None where it is text."""
+        if tag["inner"] is None:
+            return [_break((tag["attributes"] or "").strip("/ \n"))]
+        if found := _PAUSE.fullmatch(tag["inner"]):
+            return [pause_of(*found.groups())]
+        link = tag.string.startswith("(", tag.end())
+        named = None if link else self._named(tag["inner"].strip())
+        return None if named is None else [Pause(0), named]
+
+    def _take(self, found: list[Any], rest: str) -> list[Any]:
+        silent_s = self._silent_s + sum(part.samples for part in found if isinstance(part, Pause)) / SAMPLE_RATE_HZ
+        if silent_s > MAX_PAUSES_S:
+            raise TextError(f"the pauses of a text may have {MAX_PAUSES_S:g} s together, got {silent_s:g}")
+        if self._front_end is not None:
+            for part in found:
+                if isinstance(part, str):
+                    self._reader.check(part)
+        self._begun = self._begun or bool(found)
+        self._rest, self._silent_s = rest, silent_s
+        made: list[Any] = []
+        for part in found:
+            if isinstance(part, str):
+                made.append(self._words(part))
+                continue
+            made += [self._end_part(), part]
+            self._said = self._said or (isinstance(part, Pause) and part.samples > 0)
+        return [part for part in made if part != ""]
+
+    def _words(self, text: str) -> str:
+        """What is spoken of a piece of the present part: signs before its first letter wait for that."""
+        if self._signs is None:
+            return self._read(text)
+        self._signs += text
+        if not any(map(str.isalnum, text)):
+            return ""
+        begun, self._signs = self._signs, None
+        return self._read(_MARK.sub("", begun) if self._said else begun)
+
+    def _read(self, text: str) -> str:
+        return text if self._reader is None else self._reader.push(text)
+
+    def _end_part(self, last: bool = False) -> str:
+        words = ""
+        if self._signs is None:
+            try:
+                words = "" if self._reader is None else self._reader.finish()
+                self._said = True
+            except TextError:  # its markup was all that it had
+                if last and not self._said:
+                    raise
+        self._reader, self._signs = self._new_reader(), ""
+        return words
+
+    def _new_reader(self) -> Any:
+        if self._front_end is not None:
+            return self._front_end.feed(self._language, self._markup, self._lexicon)
+        return self._lexicon.feed(self._markup)
+
+
+def _break(attributes: str) -> Pause:
+    found = _TIME.fullmatch(attributes)
+    if found is None:
+        raise TextError(f'expected <break/> or <break time="500ms"/>, got <break {attributes}>')
+    return pause_of(*found.groups())
+
+
+class _Ssml:
+    """SSML as text and pauses."""
+
+    def __init__(self) -> None:
+        self._parser = expat.ParserCreate()
+        self._parser.StartElementHandler, self._parser.EndElementHandler = self._begin, self._end
+        self._parser.CharacterDataHandler = self._text
+        self._parser.StartDoctypeDeclHandler = self._refuse
+        self._found: list[str | Pause] = []
+        self._subs = 0  # that are open
+        self._kind, self._held = "", ""  # of the present say-as
+
+    def push(self, piece: str, final: bool) -> list[str | Pause]:
+        """Raises TextError for what is no SSML, or not known here."""
+        self._found = []
+        try:
+            self._parser.Parse(piece, final)
+        except expat.ExpatError as error:
+            raise TextError(f"expected whole SSML from <speak> to </speak>, with &amp; for &: {error}") from None
+        return self._found
+
+    def _refuse(self, *_: Any) -> None:
+        raise TextError("SSML: expected no document type, got one: leave <!DOCTYPE ...> out")
+
+    def _begin(self, name: str, attributes: dict[str, str]) -> None:
+        if name not in _ELEMENTS:
+            raise TextError(f"SSML: <{name}> cannot be spoken here, expected {', '.join(_ELEMENTS[1:])}: leave it out")
+        if name == "break":
+            self._found.append(_break(" ".join(f'{key}="{value}"' for key, value in attributes.items())))
+        elif name in ("p", "s"):
+            self._found.append(Pause(0))
+        elif name == "sub":
+            if "alias" not in attributes:
+                raise TextError('SSML: expected <sub alias="what is said">, got no alias')
+            self._found.append(attributes["alias"])
+            self._subs += 1
+        elif name == "say-as":
+            self._kind, self._held = attributes.get("interpret-as", ""), ""
+            if self._kind not in _SAY_AS:
+                raise TextError(f"SSML: interpret-as is one of {', '.join(_SAY_AS)}, got {self._kind!r}")
+
+    def _end(self, name: str) -> None:
+        if name in ("p", "s"):
+            self._found.append(Pause(0))
+        elif name == "sub":
+            self._subs -= 1
+        elif name == "say-as":
+            self._found.append(said_as(self._kind, self._held.strip()))
+            self._kind = ""
+
+    def _text(self, text: str) -> None:
+        if self._kind:
+            self._held += text
+        elif not self._subs:
+            self._found.append(text)
+
+
+def said_as(kind: str, written: str) -> str:
+    """`written` so that a front end reads it as one of _SAY_AS; a date it reads as it stands."""
+    if kind == "characters":
+        return ", ".join(written.upper().replace(" ", ""))
+    if kind == "telephone":
+        return ", ".join(" ".join(group) for group in re.findall(r"\+?\d+", written)) or written
+    digits = written.replace(",", "")
+    if kind not in ("cardinal", "ordinal") or not digits.isdecimal() or len(digits) > _MOST_DIGITS:
+        return written
+    number = int(digits)
+    if kind == "cardinal":
+        return f"{number:,}"
+    ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number:,}{ending}"

@@ -1,0 +1,228 @@
+"""Pauses and changes of speaker in a text: against its parts, each said by itself, with zeros between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from desk import Desk, chunks_of
+from fakes import FAKE_ENGINES, OFF, FakeBackend, fake_synthesizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mktts.audio import to_pcm16
+from mktts.checkpoint import open_checkpoint
+from mktts.engine.scheduler import FRAME_S, StreamTable
+from mktts.engine.script import cut
+from mktts.errors import PromptError, TextError
+from mktts.model.prompt import Request
+from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.synth import Synthesizer
+from mktts.text.parts import Pause
+
+ANNA = SimpleNamespace(codes=torch.arange(5 * NUM_CODEBOOKS).reshape(5, NUM_CODEBOOKS) % 97)
+SEED = 11
+Parts = list[tuple[str, dict[str, Any]] | float]
+
+
+def parts_alone(synthesizer: Synthesizer, parts: Parts, **more: Any) -> np.ndarray:
+    """Each text as an utterance of its own, with the seed of its place, and each number as so many seconds of zeros."""
+    pcm, seed = [np.zeros(0, np.float32)], SEED
+    for part in parts:
+        if isinstance(part, float):
+            pcm.append(np.zeros(round(part * SAMPLE_RATE_HZ), np.float32))
+            continue
+        text, how = part
+        pcm.append(synthesizer.say(text, seed=seed, **how, **more))
+        seed += 1
+    return np.concatenate(pcm)
+
+
+CASES: dict[str, tuple[str, Parts]] = {
+    "between": ("Hello. [pause 0.5s] There.", [("Hello.", {}), 0.5, ("There.", {})]),
+    "odd samples": ("Hello. [pause 33ms]There.", [("Hello.", {}), 0.033, ("There.", {})]),
+    "the default": ("Hello.[pause]There.", [("Hello.", {}), 0.5, ("There.", {})]),
+    "ssml's": ('Hello. <break time="1.25s"/> There.', [("Hello.", {}), 1.25, ("There.", {})]),
+    "two in a row": ("Hello. [pause 1s] <break/> There.", [("Hello.", {}), 1.5, ("There.", {})]),
+    "first and last": ("[pause 1s] Hello. [PAUSE 2 s]", [1.0, ("Hello.", {}), 2.0]),
+    "silence alone": ("[pause 1.7s]", [1.7]),
+    "a cut": ("<speak><s>Hello.</s><s>There.</s></speak>", [("Hello.", {}), ("There.", {})]),
+    "nothing but marks between": ("Hello [pause 1s]. [pause 1s] There.", [("Hello", {}), 2.0, ("There.", {})]),
+    "other voices": (
+        "Hello. [Anna] Hi. [nobody] there. [Vivian] [pause 1s] Well.",
+        [
+            ("Hello.", {}),
+            ("Hi. [nobody] there.", {"voice": ANNA}),
+            1.0,
+            ("Well.", {"speaker": "vivian"}),
+        ],
+    ),
+}
+
+
+@pytest.fixture(params=FAKE_ENGINES, scope="module")
+def synthesizer(request) -> Iterator[Synthesizer]:
+    with fake_synthesizer(FakeBackend(eos_after=5), engine=request.param) as made:
+        yield made
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_text_with_pauses_is_its_parts_with_zeros_between(synthesizer, case):
+    text, parts = case
+    expected = parts_alone(synthesizer, parts, options=OFF)
+    with synthesizer.stream(text, seed=SEED, options=OFF, voices={"Anna": ANNA}) as stream:
+        chunks = list(stream)
+    assert np.array_equal(np.concatenate([chunk.pcm for chunk in chunks]), expected)
+    assert stream.finish_reason == "eos"
+    starts = np.cumsum([0, *(len(chunk.pcm) for chunk in chunks[:-1])]) / SAMPLE_RATE_HZ
+    assert np.allclose([chunk.start_s for chunk in chunks], starts)
+    assert sum(chunk.frames for chunk in chunks) == len(stream.codes)
+    assert max(len(chunk.pcm) for chunk in chunks) <= 8 * SAMPLES_PER_FRAME
+    assert all(chunk.pcm16 == to_pcm16(chunk.pcm) for chunk in chunks)
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=st.sampled_from(list(CASES.values())), cuts=st.lists(st.integers(0, 60), max_size=12))
+def test_fed_in_pieces_it_is_the_same_as_fed_at_once(synthesizer, case, cuts):
+    def fed(pieces: list[str]) -> np.ndarray:
+        with synthesizer.open(seed=SEED, options=OFF, voices={"Anna": ANNA}) as session:
+            for piece in pieces:
+                session.feed(piece)
+            session.finish()
+            return session.read()
+
+    text, parts = case
+    places = sorted({0, len(text), *(min(place, len(text)) for place in cuts)})
+    pieces = [text[start:end] for start, end in zip(places, places[1:], strict=False)]
+    pcm = fed(pieces)
+    assert np.array_equal(pcm, fed([text]))
+    spoken = sum(not isinstance(part, float) for part in parts)
+    silent_s = sum(part for part in parts if isinstance(part, float))
+    assert len(pcm) == 5 * spoken * SAMPLES_PER_FRAME + round(silent_s * SAMPLE_RATE_HZ)
+
+
+def test_a_fed_pause_is_heard_before_more_text_comes():
+    with fake_synthesizer(FakeBackend(eos_after=5)) as synthesizer, synthesizer.open(seed=SEED, options=OFF) as session:
+        session.feed("Hello. [pause 0.25s] ")
+        heard = 0
+        while heard < 5 * SAMPLES_PER_FRAME + SAMPLE_RATE_HZ // 4:
+            heard += len(next(session).pcm)
+        session.feed("There.")
+        session.finish()
+        assert len(session.read()) == 5 * SAMPLES_PER_FRAME
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("Wait. [pause 10.5s]", "10 s, got 10.5 s"),
+        ("Wait. [pause 99999999s]", "10 s, got 99999999 s"),
+        ("a [pause 10s] " * 31, "300 s together"),
+        ('Wait. <break time="5"/>', '<break time="500ms"/>'),
+        ("<speak>Hello <audio src='x'/></speak>", "<audio>"),
+        ("<speak>Hello", "whole SSML"),
+        ("<speak></speak>", "expected text to speak"),
+        ("[Vivian]", "expected text to speak"),
+    ],
+)
+def test_what_cannot_be_is_named_whole_and_fed(text, named):
+    with fake_synthesizer(FakeBackend(eos_after=5)) as synthesizer:
+        with pytest.raises(TextError, match=named):
+            synthesizer.stream(text)
+        with synthesizer.open() as session, pytest.raises(TextError, match=named):
+            session.feed(text)
+            session.finish()
+
+
+def test_a_piece_that_is_refused_is_not_taken():
+    with fake_synthesizer(FakeBackend(eos_after=5)) as synthesizer, synthesizer.open(seed=SEED, options=OFF) as session:
+        session.feed("Hello. [pause 1")
+        with pytest.raises(TextError, match="got 11 s"):
+            session.feed("1s]")
+        session.feed("s] There.")
+        session.finish()
+        assert len(session.read()) == 10 * SAMPLES_PER_FRAME + SAMPLE_RATE_HZ
+
+
+def test_a_voice_of_another_kind_of_checkpoint_is_refused(tiny):
+    with Synthesizer.load(tiny, device="cpu", engine="single") as synthesizer:
+        with pytest.raises(PromptError, match="only base checkpoints"):
+            synthesizer.stream("[Anna] Hi.", voices={"anna": ANNA})
+
+
+# ---- a listener's clock
+
+
+@pytest.mark.parametrize("made", [0, 3])
+def test_what_follows_a_pause_is_wanted_that_much_later_and_not_called_late(made):
+    table = StreamTable(2)
+    table.enter(0, 0.0, True)
+    table.frames_made[0] = made
+    if made:
+        table.playing_since_s[0] = 1.0
+    table.pause(0, 2.0, 1.0)
+    assert table.lead_s(np.array([0]), 1.0, 0.4)[0] == pytest.approx(2.0 + made * FRAME_S)
+    table.pause(0, 2.0, 1.5)  # the same one
+    assert table.played_until_s[0] == pytest.approx(3.0 + made * FRAME_S)
+    table.pause(0, 3.0, 9.0)  # the listener had played all: the next second begins now
+    assert table.played_until_s[0] == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("engine", ["lone", "batch"])
+def test_nothing_is_late_because_of_a_pause_and_what_follows_is_made_ahead(monkeypatch, engine):
+    desk = Desk(monkeypatch, FakeBackend(eos_after=5), overlaps=engine == "batch")
+    parts = cut(Request(""), ["Hello.", Pause(2 * SAMPLE_RATE_HZ), "There."], 100)
+    script = desk.batch.voices.whole(parts, desk.now_s)
+    job = desk._opened(script, desk.say("Beside.").plan, True, "batch")
+    heard_s, chunks = 0.0, []
+    while not job.over:
+        desk.turn()
+        for chunk in chunks_of(job):
+            assert desk.now_s <= chunk.start_s + FRAME_S  # in time
+            chunks.append(chunk)
+            heard_s += chunk.duration_s
+        desk.now_s += 0.02
+    assert heard_s == pytest.approx(10 * FRAME_S + 2.0) and job.late_s == 0
+    assert [chunk.frames for chunk in chunks].count(0) == 4  # silence, in chunks no longer than those of speech
+
+
+# ---- real models
+
+
+def said_of(session: Any, text: str) -> np.ndarray:
+    for start in range(0, len(text), 5):
+        session.feed(text[start : start + 5])
+    session.finish()
+    return session.read()
+
+
+DIALOGUE = "[Rms] Yes. [pause 0.4s] Well. [SLT] No."
+OF_DIALOGUE: Parts = [("Yes.", {"speaker": "rms"}), 0.4, ("Well.", {"speaker": "rms"}), ("No.", {"speaker": "slt"})]
+REAL: dict[str, Callable[[], Synthesizer]] = {
+    "single": lambda: Synthesizer.load("small", device="cpu", engine="single"),
+    "batch": lambda: Synthesizer.load("small", device="cpu", engine="batch", deterministic=True),
+    "upstream": lambda: Synthesizer.load("small", device="cpu", backend="upstream"),
+    "own process": lambda: Synthesizer.load_apart(
+        open_checkpoint("small"), "small", None, {"device": "cpu", "engine": "single"}
+    ),
+}
+
+
+@pytest.mark.parametrize("load", REAL.values(), ids=REAL.keys())
+def test_a_dialogue_of_the_voice_in_the_box_is_its_parts(load):
+    with load() as synthesizer:
+        pcm = synthesizer.say(DIALOGUE, seed=SEED)
+        assert np.allclose(pcm, parts_alone(synthesizer, OF_DIALOGUE), atol=2e-5)
+        at_once = synthesizer.say(DIALOGUE, seed=SEED, layout="streaming")
+        assert len(said_of(synthesizer.open(seed=SEED), DIALOGUE)) == len(at_once)
+        silence = synthesizer.say("<speak><break time='40ms'/></speak>")
+        assert len(silence) == 960 and not silence.any()
+
+
+def test_a_guarded_end_within_a_part_is_the_end(synthesizer):
+    with synthesizer.stream("Hello. [pause 1s] There.", seed=SEED, max_frames=3, options=OFF) as stream:
+        assert len(stream.read()) == 3 * SAMPLES_PER_FRAME and stream.finish_reason == "max_frames"

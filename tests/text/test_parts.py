@@ -1,0 +1,130 @@
+"""What a text asks for beside its words: what becomes of it, whole and in pieces."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from mktts.errors import TextError
+from mktts.text import FrontEnd
+from mktts.text.parts import Pause, TextFeed, said_as
+
+ENGLISH = FrontEnd.ready("english", ["auto", "english"])
+HALF = Pause(12_000)
+CUT = Pause(0)
+
+
+def named(name: str) -> tuple[str] | None:
+    return (name.lower(),) if name.lower() in ("ryan", "uncle_fu") else None
+
+
+def parts(pieces: list[str], front_end: FrontEnd | None = ENGLISH, markup: str = "speak") -> list:
+    """Words that follow each other are one part, without the space around them."""
+    feed = TextFeed(named, front_end, markup=markup)
+    joined: list = []
+    for part in (part for made in (*map(feed.push, pieces), feed.finish()) for part in made):
+        if isinstance(part, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += part
+        else:
+            joined.append(part)
+    stripped = (part.strip() if isinstance(part, str) else part for part in joined)
+    return [part for part in stripped if part != ""]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("One [pause] two", ["One.", HALF, "Two."]),
+        ("One[PAUSE  .5 s]two <Break time='500MS' /> three", ["One.", HALF, "Two.", HALF, "Three."]),
+        ("I paid $1 [pause 0.5s] for 2", ["I paid one dollar.", HALF, "For two."]),
+        ("[Ryan] Hello. [UNCLE_FU] Hi.", [CUT, ("ryan",), "Hello.", CUT, ("uncle_fu",), "Hi."]),
+        ("if a < b then [see] or [Ryan](link) <3", None),
+        ("[pause me] [pause 5] [pause 5 m] [pauses] [] [", None),
+        ("<p>no</p> <breakfast> <speaker>", None),
+        ("<speak>A &lt; B</speak>", ["A is less than B."]),
+        ("  <speak version='1.1' xml:lang='en'>Hi <break/> Dr. Who</speak>", ["Hi.", HALF, "Doctor who."]),
+        ("<speak><p><s>One.</s><s>Two.</s></p></speak>", [CUT, CUT, "One.", CUT, CUT, "Two.", CUT, CUT]),
+        ('<speak>The <sub alias="World Wide Web">WWW</sub> is.</speak>', ["The world wide web is."]),
+        ('<speak>It is <say-as interpret-as="ordinal">3</say-as>.</speak>', ["It is third."]),
+        (
+            '<speak>The <say-as interpret-as="cardinal">2024</say-as> ones</speak>',
+            ["The two thousand twenty-four ones."],
+        ),
+        ('<speak>A <say-as interpret-as="characters">cat5</say-as></speak>', ["A C, A, T, five."]),
+        (
+            '<speak>Call <say-as interpret-as="telephone">+1 555-0123</say-as></speak>',
+            ["Call plus one, five five five, zero one two three."],
+        ),
+        (
+            '<speak>On <say-as interpret-as="date">2026-11-26</say-as></speak>',
+            ["On november twenty-sixth, twenty twenty-six."],
+        ),
+        ("One [pause]. [pause] Two", ["One.", HALF, HALF, "Two."]),
+        ("<speak>[Ryan] Yes. [pause] No.</speak>", [CUT, ("ryan",), "Yes.", HALF, "No."]),
+    ],
+)
+def test_a_text_becomes_words_pauses_and_turns(text, expected):
+    assert parts([text]) == ([ENGLISH.read(text)] if expected is None else expected)
+    assert parts(list(text)) == parts([text])
+
+
+@given(st.lists(st.sampled_from(["[pause", " 1s]", "[Ryan]", "(x)", "<bre", "ak/>", "a ", "<", "[", ".", " 3", "]"])))
+@example(["[", "Ryan", "]", "("])
+@example([" ", "<spea", "k>", "<s>hi</s", "></speak>"])
+def test_pieces_give_what_the_whole_gives(pieces):
+    def said(pieces: list[str], front_end: FrontEnd | None) -> object:
+        try:
+            return parts(pieces, front_end)
+        except TextError as error:
+            return str(error)
+
+    for front_end in (None, ENGLISH):
+        assert said(pieces, front_end) == said(["".join(pieces)], front_end)
+
+
+def test_without_a_front_end_the_words_stay_and_only_markup_goes_where_that_is_asked_for():
+    assert parts(["Say 5 [pause] **7** <3"], None) == ["Say 5", HALF, "**7** <3"]
+    assert parts(["Say 5 [pause] **7** [Ryan] `x`"], None, "strip") == ["Say 5", HALF, "7", CUT, ("ryan",), "x"]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("[pause 10.1s]", "may have 10 s, got 10.1 s"),
+        ('<break strength="strong"/>', "<break time="),
+        ("<speak><audio src='x'/>x</speak>", "<audio> cannot be spoken here, expected p, s, break, sub, say-as"),
+        ("<speak><say-as interpret-as='rude'>x</say-as></speak>", "characters, date, telephone, .* got 'rude'"),
+        ("<speak><sub>x</sub></speak>", "alias"),
+        ("<speak>Tom & Jerry</speak>", "&amp; for &"),
+        ("<speak>a<s>b</speak>", "whole SSML"),
+        ("<speak>a</speak> b", "whole SSML"),
+        ("<speak>", "whole SSML"),
+        ("[Ryan] ", "got none"),
+        ("<speak><p/></speak>", "got none"),
+    ],
+)
+def test_what_is_wrong_is_named(text, error):
+    with pytest.raises(TextError, match=error):
+        parts([text])
+
+
+def test_a_document_type_with_its_entities_is_refused():
+    with pytest.raises(TextError):
+        parts(['<speak><!DOCTYPE a [<!ENTITY b "c">]>&b;</speak>'])
+
+
+@pytest.mark.parametrize(
+    ("kind", "written", "said"),
+    [
+        ("ordinal", "1", "1st"),
+        ("ordinal", "12", "12th"),
+        ("ordinal", "1,022", "1,022nd"),
+        ("ordinal", "9" * 5_000, "9" * 5_000),
+        ("cardinal", "first", "first"),
+        ("characters", "a1 b", "A, 1, B"),
+        ("telephone", "none", "none"),
+    ],
+)
+def test_numbers_and_letters_are_written_so_that_they_are_read_as_asked(kind, written, said):
+    assert said_as(kind, written) == said
