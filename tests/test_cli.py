@@ -62,6 +62,16 @@ def test_say_from_a_pipe_to_a_pipe_gives_the_samples_of_the_file(capfdbinary, mo
     assert np.array_equal(np.frombuffer(capfdbinary.readouterr().out, dtype="<i2"), read_wav("out.wav"))
 
 
+def test_say_says_the_words_of_a_lexicon_as_they_are_listed(tmp_path):
+    (tmp_path / "words.tsv").write_text("kit\tHello\n", encoding="utf-8")
+    kept = [*SAY[2:], "--max-frames", "4"]
+    assert main([*SAY[:2], *kept, "-o", "plain.wav"]) == 0
+    assert main(["say", "Kit there.", *kept, "--lexicon", "words.tsv", "-o", "listed.wav"]) == 0
+    assert main(["say", "Kit there.", *kept, "-o", "written.wav"]) == 0
+    assert np.array_equal(read_wav("listed.wav"), read_wav("plain.wav"))
+    assert not np.array_equal(read_wav("written.wav"), read_wav("plain.wav"))
+
+
 def test_say_clones_a_recording_in_one_command_as_from_a_saved_voice():
     soundfile = pytest.importorskip("soundfile")
     hum = 0.3 * np.sin(np.cumsum(0.05 + 0.02 * np.sin(np.arange(SAMPLE_RATE_HZ) / 3_000)))
@@ -111,6 +121,7 @@ def test_greedy_does_not_depend_on_the_seed():
         (["say", "Hi.", "-o", "x.wav", "--voice", "absent.safetensors"], "absent.safetensors"),
         (["say", "Hi.", "-o", "x.wav", "--device", "abacus"], "abacus"),
         (["say", "Hi.", "-o", "x.wav", "--speed", "5"], "--speed must be 0.25 to 4, got 5"),
+        (["say", "Hi.", "-o", "x.wav", "--lexicon", "absent.tsv", *RANDOM], "absent.tsv: expected a lexicon"),
         (["say", "Hi."], "expected -o FILE, -o - (a pipe) or --play"),
         (["say", "Hi.", "-o", "x.mp4", "--checkpoint", "absent-folder"], "x.mp4: expected a name that ends in .wav"),
         (["say", "Hi.", "-o", ".", "--checkpoint", "absent-folder"], ".: expected a name"),

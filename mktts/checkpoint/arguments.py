@@ -22,8 +22,10 @@ def add_model_arguments(
     backends: tuple[str, ...] = BACKENDS,
     *,
     required: bool = False,
+    lexicon: bool = False,
 ) -> None:
-    """Which checkpoint, as `add_checkpoint_arguments`, and what runs it: `loading` reads these."""
+    """Which checkpoint, as `add_checkpoint_arguments`, and what runs it: `loading` reads these. lexicon: whether it may
+    have one."""
     model = parser.add_argument_group("model")
     add_checkpoint_arguments(model, checkpoint, sources, required=required)
     model.add_argument(
@@ -33,6 +35,9 @@ def add_model_arguments(
     model.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="of the model (default: bfloat16 on CUDA, float32 on the CPU)"
     )
+    if lexicon:
+        text = "what is said for words: a file of lines WORD, a tab, SAID AS"
+        model.add_argument("--lexicon", type=Path, metavar="FILE", help=text)
 
 
 def add_checkpoint_arguments(
@@ -70,4 +75,7 @@ def loading(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    return {"backend": arguments.backend, "device": arguments.device, "dtype": dtype}
+    made = {"backend": arguments.backend, "device": arguments.device, "dtype": dtype}
+    if getattr(arguments, "lexicon", None) is not None:
+        made["lexicon"] = arguments.lexicon.resolve()  # for processes that start in another folder
+    return made

@@ -52,8 +52,9 @@ from mktts.pipecat.source import LocalSource, Speech, SpeechSource, Style, share
 from mktts.pipecat.words import AudioTimes, Pace, Playout, WordTimes
 from mktts.spec import LANGUAGE_CODES
 from mktts.synth.synthesizer import BackendName
+from mktts.text.front_end import AUTO, ENGLISH
+from mktts.text.lexicon import respelled
 
-AUTO = "auto"  # the model infers the language from the text
 _SAMPLE_BYTES = 2
 _GUARD_S = 0.02  # of silence, for text that makes no sound: an audio context without audio counts as a failure
 _QUIET_S = 10.0  # without audio until a context counts as over; a large model on a CPU may need more than Pipecat's 3
@@ -252,6 +253,16 @@ class MkttsTTSService(TTSService):
         self._cut_short: set[str] = set()  # contexts with text that was not spoken
         self._speaking: dict[str, SpokenText] = {}  # by audio context
         self._generating = asyncio.Lock()  # turns play one after another, so they are generated one after another
+
+    @classmethod
+    def format_pronunciation(cls, word: str, ipa: str) -> str | None:
+        """The IPA in English letters; None, which Pipecat warns of, for a sound that English does not have."""
+        return respelled(ipa)
+
+    @property
+    def supports_pronunciations(self) -> bool:
+        """Whether respellings of English letters are read as such."""
+        return self._settings.style.language.lower() in (AUTO, ENGLISH)
 
     def can_generate_metrics(self) -> bool:
         return True

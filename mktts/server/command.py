@@ -35,7 +35,7 @@ as `Authorization: Bearer KEY`. SIGTERM and Ctrl-C let open streams finish for a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_arguments(parser, lexicon=True)
     add_address_arguments(parser)
     several = parser.add_argument_group("several GPUs, by Ray Serve (pip install -e '.[ray]' in the checkout)")
     several.add_argument("--replicas", type=int, metavar="N", help="complete servers at one address, one a GPU")

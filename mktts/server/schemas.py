@@ -33,7 +33,7 @@ _OTHER_NAMES = {
     "subtalker_dosample": "predictor_greedy",
 }
 _MAX_NAME_CHARS = 40
-_VALUE: TypeAdapter[bool | float | None] = TypeAdapter(bool | int | float | None, config=ConfigDict(strict=True))
+_VALUE: TypeAdapter[Any] = TypeAdapter(bool | int | float | dict[str, str] | None, config=ConfigDict(strict=True))
 _TASKS = tuple(kind.upstream_name for kind in MODEL_TYPES.values())
 
 
@@ -73,6 +73,9 @@ class VoiceParams(SamplingParams):
     max_frames: int | None = Field(None, ge=1, description="of audio; left out: the server's limit")
     trim_lead: bool = Field(False, description="leave out the silence before the first audible 10 ms, but 40 ms")
     markup: Markup = Field("speak", description="strip: Markdown, HTML and TeX are taken out")
+    pronunciations: dict[str, str] | None = Field(
+        None, max_length=1_000, description='what is said, by the word: {"nginx": "engine X"}; whole words only'
+    )
 
     def sampling(self) -> dict[str, Any]:
         """The settings that are given, by their names in `Sampling.flat`."""
@@ -194,7 +197,7 @@ class OpenAISpeechQuery(OpenAISpeechRequest):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, given: dict[str, str]) -> dict[str, Any]:
-        """Numbers, true, false and null as JSON has them, but for keys whose value is a text."""
+        """Numbers, true, false, null and objects as JSON has them, but for keys whose value is a text."""
         fields = cls.model_fields.items()
         texts = {field.alias or name for name, field in fields if field.annotation in (str, str | None)}
         return {
@@ -202,7 +205,7 @@ class OpenAISpeechQuery(OpenAISpeechRequest):
         }
 
 
-def _value_of(word: str) -> bool | float | str | None:
+def _value_of(word: str) -> Any:
     try:
         return _VALUE.validate_json(word)
     except ValueError:

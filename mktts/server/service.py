@@ -165,6 +165,7 @@ class SpeechService:
             "seed": params.seed,
             "sampling": sampling,
             "max_frames": params.max_frames or limits.max_frames,
+            "pronunciations": params.pronunciations,
             "options": StreamOptions(
                 trim_lead=params.trim_lead, buffer_frames=limits.buffer_frames, markup=params.markup
             ),

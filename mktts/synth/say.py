@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--speed", type=float, default=1.0, help=f"{MIN_SPEED:g} to {MAX_SPEED:g}, at the same pitch (default: 1)"
     )
-    add_model_arguments(parser)
+    add_model_arguments(parser, lexicon=True)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -239,7 +239,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     many = parser.add_argument_group("many GPUs, by Ray Data ($RAY_ADDRESS, or this machine's); all must see DIR")
     many.add_argument("--ray", action="store_true", help="a synthesizer on every GPU")
     many.add_argument("--replicas", type=int, metavar="N", help="synthesizers (default: one a GPU)")
-    add_model_arguments(parser)
+    add_model_arguments(parser, lexicon=True)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -27,8 +27,8 @@ from mktts.model.prompt import Layout, PromptBuilder, Request
 from mktts.model.sampling import Choice, Sampling, drawn_seed
 from mktts.model.voice import Voice
 from mktts.synth.loading import BackendName, EngineChoice, Loading, default_cpu_threads, load_engine
-from mktts.text import FrontEnd, FrontEndFeed
-from mktts.text.markup import MarkupFeed
+from mktts.text import FrontEnd
+from mktts.text.lexicon import Lexicon
 from mktts.text.parts import TextFeed
 from mktts.text.split import clean_text, segment_chars
 
@@ -58,7 +58,8 @@ class StreamSettings(TypedDict, total=False):
     cannot speak without one. voices: that the text may name in brackets, beside the checkpoint's speakers. layout: None
     takes upstream's default of the checkpoint. sampling: None takes the checkpoint's settings. seed: None draws one,
     kept in `Stream.seed`. max_frames: of the whole utterance; None leaves each segment MAX_SEGMENT_FRAMES and the
-    guard. options: how frames become chunks.
+    guard. options: how frames become chunks. pronunciations: what is said for words, before what the synthesizer's
+    lexicon says: see `mktts.text.lexicon.Lexicon`.
     """
 
     language: str
@@ -71,6 +72,7 @@ class StreamSettings(TypedDict, total=False):
     seed: int | None
     max_frames: int | None
     options: StreamOptions | None
+    pronunciations: Mapping[str, str] | None
 
 
 _WAITING = 8  # of so many streams that are made together, one more is open: the next is there when one ends
@@ -95,9 +97,10 @@ class Synthesizer:
         checkpoint: Checkpoint | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        lexicon: Lexicon | None = None,
     ) -> None:
         """`load` is the usual way in. prompts: checks requests. `front_end` is what the checkpoint has its text read
-        by, or None."""
+        by, or None. lexicon: what is said for words."""
         self.engine = engine
         self.checkpoint = checkpoint
         self.backend_name = backend_name
@@ -109,6 +112,7 @@ class Synthesizer:
         self._fed_chars = segment_chars(longest, fed=True)
         name = checkpoint.text_front_end() if checkpoint else None
         self.front_end = None if name is None else FrontEnd.ready(name, checkpoint.config.spoken_languages)
+        self.lexicon = lexicon or Lexicon()
         self._prompts = prompts
 
     @classmethod
@@ -123,6 +127,7 @@ class Synthesizer:
         engine: EngineChoice = "auto",
         deterministic: bool | None = None,
         batch: BatchSettings | None = None,
+        lexicon: Mapping[str, str] | str | Path | None = None,
     ) -> Synthesizer:
         """Loads a checkpoint (see `mktts.checkpoint.open.open_checkpoint`) onto a device.
 
@@ -142,10 +147,13 @@ class Synthesizer:
             on how its prompt was cut over ticks, or on whether its prefix was kept; on one device, in one dtype and
             version. None: where that costs little. True takes the batch engine for every stream.
         batch: how many may be open, and the memory that they take.
+        lexicon: what is said for words, as a mapping or a file of lines `word<TAB>said as`: see
+            `mktts.text.lexicon.Lexicon`.
 
         Raises CheckpointError, OptionsError, and BackendUnavailable naming what is missing.
         """
         wanted = Loading.checked(backend, device, dtype, cpu_threads, engine, deterministic, batch)
+        words = Lexicon.of(lexicon)
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = open_checkpoint(checkpoint)
         made = load_engine(checkpoint, wanted, cpu_threads or default_cpu_threads(checkpoint))
@@ -158,6 +166,7 @@ class Synthesizer:
             checkpoint=checkpoint,
             device=wanted.device,
             dtype=wanted.dtype,
+            lexicon=words,
         )
         try:
             synthesizer.measure_capacity(only_kept=engine != "batch")
@@ -177,7 +186,8 @@ class Synthesizer:
         # It only checks requests: on the CPU in the stored dtype its tables stay on disk.
         tensors, tokenizer = checkpoint.tensors(), checkpoint.tokenizer()
         prompts = PromptBuilder(checkpoint.config, tensors, tokenizer, "cpu", torch.bfloat16)
-        engine = RemoteEngine(name, revision, settings)
+        lexicon = Lexicon.of(settings.get("lexicon"))
+        engine = RemoteEngine(name, revision, settings | {"lexicon": None})
         return cls(
             engine,
             prompts,
@@ -186,6 +196,7 @@ class Synthesizer:
             checkpoint=checkpoint,
             device=engine.device,
             dtype=engine.dtype,
+            lexicon=lexicon,
         )
 
     def stream(self, text: str, **settings: Unpack[StreamSettings]) -> Stream:
@@ -258,13 +269,13 @@ class Synthesizer:
     def _text_feed(self, request: Request, plan: Plan, settings: StreamSettings) -> TextFeed:
         """What a text goes through."""
         voices = {name.lower(): voice for name, voice in settings.get("voices", {}).items()}
-        return TextFeed(partial(self._named, request, voices), partial(self._reader, request, plan))
-
-    def _reader(self, request: Request, plan: Plan) -> FrontEndFeed | MarkupFeed | None:
-        markup = plan.options.markup
-        if self.front_end is not None:
-            return self.front_end.feed(request.language, markup)
-        return MarkupFeed() if markup == "strip" else None
+        words, markup = settings.get("pronunciations"), plan.options.markup
+        lexicon = self.lexicon if words is None else Lexicon(words, self.lexicon)
+        if self.front_end is None:
+            new_reader = partial(lexicon.feed, markup)
+        else:
+            new_reader = partial(self.front_end.feed, request.language, markup, lexicon)
+        return TextFeed(partial(self._named, request, voices), new_reader)
 
     def _named(self, request: Request, voices: Mapping[str, Voice], name: str) -> Request | None:
         """`request`, without text, as spoken by the voice or speaker of that name; None where there is none."""

@@ -10,6 +10,7 @@ from functools import cache, cached_property
 
 from mktts.errors import BackendUnavailable, OptionsError, TextError
 from mktts.text.letters import GREEK
+from mktts.text.lexicon import Lexicon, LexiconFeed
 from mktts.text.markup import MarkupFeed
 
 _LATIN = frozenset({"LATIN"})
@@ -185,11 +186,11 @@ class FrontEnd:
             raise BackendUnavailable(f"the text front end {name!r} needs the package num2words: {error}") from None
         return made
 
-    def feed(self, language: str = AUTO, markup: str = "speak") -> FrontEndFeed:
-        """Of one text in `language`. markup: of `mktts.engine.options.Markup`."""
+    def feed(self, language: str = AUTO, markup: str = "speak", lexicon: Lexicon | None = None) -> FrontEndFeed:
+        """Of one text in `language`. markup: of `mktts.engine.options.Markup`. lexicon: what is said for words."""
         known = self.languages if language == AUTO else (language,)
         reader = Reader(self.rules) if known == (self.name,) else None
-        return FrontEndFeed(reader, known, MarkupFeed() if markup == "strip" else None)
+        return FrontEndFeed(reader, known, (lexicon or Lexicon()).feed(markup))
 
     def read(self, text: str, language: str = AUTO, markup: str = "speak") -> str:
         """`text` as it is spoken. Raises TextError for a script that `language` is not written in, and for text
@@ -209,26 +210,28 @@ class FrontEnd:
 class FrontEndFeed:
     """A text that arrives in pieces; what `push` and `finish` return depends on the text alone, not on the pieces."""
 
-    def __init__(self, reader: Reader | None, languages: Sequence[str], markup: MarkupFeed | None = None) -> None:
-        """reader: None passes text on as it is. markup: what the text goes through before."""
-        self._reader, self._markup = reader, markup
+    def __init__(
+        self, reader: Reader | None, languages: Sequence[str], before: LexiconFeed | MarkupFeed | None = None
+    ) -> None:
+        """reader: None passes text on as it is. before: what the text goes through first."""
+        self._reader, self._before = reader, before
         self._languages = languages
         self._scripts = scripts_of(languages)
         self._letters = False
 
     def push(self, piece: str) -> str:
-        """What can be spoken by now, perhaps "". Raises TextError for letters of another script; the piece is then
-        not taken."""
-        check_script(piece, self._scripts, self._languages)
-        return self._read(piece if self._markup is None else self._markup.push(piece))
+        """What can be spoken by now, perhaps "". Raises TextError for letters of another script; what would have been
+        returned is then left out."""
+        return self._read(piece if self._before is None else self._before.push(piece))
 
     def _read(self, piece: str) -> str:
+        check_script(piece, self._scripts, self._languages)
         self._letters = self._letters or any(map(str.isalnum, piece))
         return piece if self._reader is None else self._reader.push(piece)
 
     def finish(self) -> str:
         """The rest. Raises TextError where no letter or digit came."""
-        rest = "" if self._markup is None else self._read(self._markup.finish())
+        rest = "" if self._before is None else self._read(self._before.finish())
         rest += "" if self._reader is None else self._reader.finish()
         if not self._letters or (self._reader is not None and self._reader.silent):
             raise TextError("expected text with a letter or a digit, got none of them: marks and signs have no words")

@@ -49,6 +49,11 @@ class Cut(IntEnum):
     SENTENCE = 3
 
 
+def is_wide(char: str) -> bool:
+    """Whether no space need stand beside this character."""
+    return ord(char) >= _FIRST_WIDE
+
+
 def clean_piece(piece: str, what: str = "text") -> str:
     """Removes what cannot be spoken, character by character, so that clean(a) + clean(b) == clean(a + b).
 
@@ -160,7 +165,7 @@ def boundary(before: str, gap: str, after: str) -> Cut:
         return Cut.SENTENCE
     if before[-1:] in _WIDE_CLAUSE:
         return Cut.CLAUSE
-    if not gap and ord(after) < _FIRST_WIDE:
+    if not gap and not is_wide(after):
         return Cut.NONE
     if mark and mark in _SENTENCE and not _goes_on(core, after, quoted=core != before):
         return Cut.SENTENCE

@@ -24,7 +24,7 @@ from mktts.common import python_path
 from mktts.engine.admission import AdmissionLimits
 from mktts.engine.messages import Over, Wire, sendable
 from mktts.engine.options import Guard, StreamOptions
-from mktts.errors import BackendUnavailable, BusyError, EngineError, PromptError, TextError
+from mktts.errors import BackendUnavailable, BusyError, EngineError, OptionsError, PromptError, TextError
 from mktts.model.voice import Voice
 from mktts.synth import Synthesizer
 
@@ -53,7 +53,7 @@ def near(tiny: Checkpoint) -> Iterator[Synthesizer]:
 def test_it_says_in_16_bits_what_one_in_this_process_says(far, near):
     settings = {"seed": 3, "max_frames": 30}
     theirs = near.stream("Good morning, everybody.", **settings)
-    chunks = list(far.stream("Good morning, everybody.", **settings))
+    chunks = list(far.stream("Good kit, everybody.", pronunciations={"kit": "morning"}, **settings))
     pcm = np.concatenate([chunk.pcm for chunk in chunks])
     assert b"".join(chunk.pcm16 for chunk in chunks) == to_pcm16(theirs.read()) == to_pcm16(pcm)
     assert sum(chunk.frames for chunk in chunks) == 30
@@ -181,6 +181,8 @@ def test_what_loading_raises_is_raised_here():
     checkpoint = open_checkpoint("random:tiny")
     with pytest.raises(BackendUnavailable):
         Synthesizer.load_apart(checkpoint, "random:tiny", None, {"device": "cuda:77"})
+    with pytest.raises(OptionsError, match="lexicon"):
+        Synthesizer.load_apart(checkpoint, "random:tiny", None, {"device": "cpu", "lexicon": "absent.tsv"})
 
 
 def test_an_error_that_cannot_be_pickled_is_told_in_words():

@@ -31,6 +31,7 @@ from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 from mktts.synth import Synthesizer
 from mktts.synth.loading import step_backend
 from mktts.text import FrontEnd
+from mktts.text.lexicon import Lexicon
 from mktts.text.split import MAX_TEXT_CHARS
 
 _GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -460,6 +461,34 @@ def test_markup_is_taken_out_of_whole_and_fed_text_before_the_model_where_that_i
         reading.stream("```", options=options)
     with pytest.raises(OptionsError, match="markup"):
         StreamOptions(markup="no")
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["front end", "none"])
+def test_words_of_the_lexicon_are_said_as_it_has_them_and_those_of_the_request_before(reading, named):
+    if not named:
+        reading.front_end = None
+    reading.lexicon = Lexicon({"nginx": "engine six", "GIF": "jif"})
+    settings = {"options": ONE, "pronunciations": {"gif": "gift"}}
+    said = "An engine six gift."
+    with reading.stream("An nginx GIF. [pause] GIF", **settings) as stream:
+        stream.read()
+    assert reading._prompts.built == [said, "Gift." if named else "gift"]
+    with reading.open(**settings) as session:
+        for piece in ("An ng", "inx", " GI", "F."):
+            session.feed(piece)
+        session.finish()
+        session.read()
+    assert reading._prompts.opened[-1].text == said
+    with pytest.raises(OptionsError, match="pronunciations must be a mapping"):
+        reading.stream("Hello.", pronunciations=["nginx"])
+    with pytest.raises(OptionsError, match="pronunciations"):
+        reading.open(pronunciations={"nginx": ""})
+
+
+def test_a_bad_lexicon_is_refused_before_the_model_is_loaded(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("mktts.synth.synthesizer.load_engine", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(OptionsError, match="found no file"):
+        Synthesizer.load(tiny, device="cpu", lexicon=tmp_path / "absent.tsv")
 
 
 def test_a_checkpoint_gets_the_front_end_that_it_names(tiny, tmp_path):

@@ -7,6 +7,7 @@ import asyncio
 from itertools import pairwise
 
 import pytest
+from loguru import logger
 from pipecat.frames.frames import (
     AggregatedTextFrame,
     BotStartedSpeakingFrame,
@@ -76,6 +77,21 @@ async def test_an_llm_turn_of_three_sentences_is_one_audio_context_in_order():
     assert [data.value for data in metrics(talk, TTSUsageMetricsData)] == [8, 11, 9]
     assert len(metrics(talk, ProcessingMetricsData)) == 3
     assert {data.model for data in metrics(talk, TTFBMetricsData)} == {"fake"}
+
+
+async def test_ipa_is_said_in_english_letters_and_the_context_has_the_words_as_written():
+    warnings = []
+    kept = logger.add(warnings.append, level="WARNING")
+    say = MkttsTTSService.pronunciation_transform_ipa({"nginx": "/ˈɛndʒɪn ˈɛks/", "Rose": "ʁoz"})
+    logger.remove(kept)
+    assert len(warnings) == 1 and "Rose" in warnings[0] and "nginx" not in warnings[0]
+    for language, sent in (("english", "Use enjin eks, Rose."), ("german", "Use nginx, Rose.")):
+        tts, source = service(text_transforms=[("*", say)], settings=Settings(language=language))
+        async with Talk(tts) as talk:
+            await talk.say(*turn("Use nginx, ", "Rose."))
+        assert [text for text, _ in source.asked] == [sent]
+        kept = [frame.raw_text or frame.text for frame in talk.of(TTSTextFrame) if frame.append_to_context]
+        assert " ".join(kept) == "Use nginx, Rose."
 
 
 async def test_word_times_rise_from_zero_over_the_audio_of_the_turn():

@@ -50,6 +50,17 @@ def test_sampling_settings_reach_talker_and_predictor(api, body, implied):
     assert api.synth.streams[0].settings["sampling"] == api.synth.sampling.with_flat(body | implied)
 
 
+def test_what_is_said_for_words_reaches_every_route(api):
+    words = {"nginx": "engine X"}
+    assert api.tts(pronunciations=words).status_code == api.speech(pronunciations=words).status_code == 200
+    query = {"input": "Hello.", "response_format": "pcm", "pronunciations": json.dumps(words)}
+    assert api.get("/v1/audio/speech", params=query).status_code == 200
+    with api.open_socket() as socket:
+        socket.send_json({"type": "start", "text": "Hello.", "max_frames": 1, "pronunciations": words})
+        assert socket.receive_json()["type"] == "started"
+    assert [stream.settings["pronunciations"] for stream in api.synth.streams] == [words] * 4
+
+
 def test_a_request_that_names_no_length_gets_the_limit(make_api):
     api = make_api(limits=Limits(max_duration_s=3 / FRAME_RATE_HZ))
     assert len(api.tts(max_frames=None).content) == 3 * 3_840
@@ -69,6 +80,9 @@ def test_a_request_that_names_no_length_gets_the_limit(make_api):
         ({"language": "klingon"}, 422, "bad_prompt"),
         ({"instruct": "softly"}, 422, "bad_prompt"),
         ({"sped": 2}, 422, "invalid_value"),
+        ({"pronunciations": ["nginx"]}, 422, "invalid_value"),
+        ({"pronunciations": {"nginx": 3}}, 422, "invalid_value"),
+        ({"pronunciations": {str(n): "x" for n in range(1_001)}}, 422, "invalid_value"),
         ({"temperature": 0}, 422, "bad_sampling"),
         ({"temperature": 100}, 422, "invalid_value"),
         ({"top_k": 10**9}, 422, "invalid_value"),

@@ -166,6 +166,7 @@ def test_sounds_are_kept_up_to_a_size_and_the_last_ones():
         ({"input": ""}, "input"),
         ({"speed": "fast"}, "speed"),
         ({"voice": "nobody"}, "voice"),
+        ({"pronunciations": "nginx"}, "pronunciations"),
         ({"sped": [2, 3]}, "sped"),
     ],
     ids=str,

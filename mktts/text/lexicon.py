@@ -1,0 +1,206 @@
+"""What is said in place of a word: from a file, a mapping, or a request."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import unicodedata
+from collections.abc import Mapping
+from pathlib import Path
+
+from mktts.errors import OptionsError
+from mktts.text.letters import WORDS
+from mktts.text.markup import MarkupFeed
+from mktts.text.split import check_length, clean_piece, is_wide
+
+MAX_ENTRY_CHARS = 100  # of a word, and of what is said for it
+_APOSTROPHES = "'’"
+_JOINERS = _APOSTROPHES + ".@"  # between two letters they make one word of them
+_IPA = WORDS["ipa"]
+_SOUND = re.compile("|".join(sorted(_IPA, key=len, reverse=True)))
+_SOUNDS = re.compile(rf"(?:{_SOUND.pattern}|\s)+")
+_SILENT = re.compile(r"[ˈˌ.‿/\[\]\u0329\u0361]")  # stress, syllables, brackets, ties
+_OPEN = re.compile("ɑ(?=[bdfgɡklmnpstvzðŋɾʃθ])")  # of "lot"
+_SHORT = re.compile("(?<![aeɔ])([æɒɛɪʌ])([bdfgɡklmnpstvz])(?=[aeiouæɐɑɒɔəɚɛɜɝɪʊʌ])")  # "dinner" is no "diner"
+_KEPT_CHARS = 2  # of the text before: as far as a word's beginning looks back
+
+
+class Lexicon:
+    """Words and what is said in their place, whole words only; an entry may be several words with a space between.
+
+    A word with a capital stands for this spelling alone, any other for every case. Of words that begin at one place the
+    longest counts. "'s" may follow a word; Chinese, Japanese and Korean words stand for themselves wherever they are.
+    """
+
+    def __init__(self, words: Mapping[str, str] | None = None, others: Lexicon | None = None) -> None:
+        """words: what is said by what is written. others: for words that are not among them. Raises OptionsError."""
+        self._tables = [_table(words)] if words else []
+        self._tables += others._tables if others else []
+
+    @classmethod
+    def of(cls, source: Mapping[str, str] | str | Path | None) -> Lexicon:
+        """source: a mapping, or a file as `read_lexicon` takes it. Raises OptionsError."""
+        return cls(read_lexicon(Path(source)) if isinstance(source, str | Path) else source)
+
+    def say(self, text: str) -> str:
+        """`text` with what is said. Raises TextError where it becomes longer than a text may be."""
+        feed = LexiconFeed(self) if self._tables else None
+        return text if feed is None else feed.push(text) + feed.finish()
+
+    def feed(self, markup: str = "speak") -> LexiconFeed | MarkupFeed | None:
+        """For a text that arrives in pieces; None where it stays as it is. markup: of `mktts.engine.options.Markup`."""
+        source = MarkupFeed() if markup == "strip" else None
+        return LexiconFeed(self, source) if self._tables else source
+
+    def find(self, text: str, at: int, final: bool) -> tuple[int, str] | None:
+        """The end of the word at `at` and what is said for it, (at, "") for none; None where more text decides."""
+        found = (at, "")
+        if at and _goes_on_before(text, at):
+            return found
+        for end in range(at + 1, len(text) + 1):
+            said = self._said(text[at:end])
+            if said is None:
+                return found
+            goes_on = _goes_on_after(text, end) if said else False
+            if goes_on is None and not final:
+                return None
+            if said and not goes_on:
+                found = (end, said)
+        return found if final else None
+
+    def _said(self, written: str) -> str | None:
+        """What is said for a word; "" for the beginning of one; None for neither."""
+        begins = None
+        for table in self._tables:
+            for form in (written, written.casefold()):
+                said = table.get(form)
+                if said:
+                    return said
+                begins = begins if said is None else said
+        return begins
+
+
+class LexiconFeed:
+    """A text that arrives in pieces; what `push` and `finish` return, joined, depends on the text alone. Held back is
+    what may yet become a word of the lexicon, and no more."""
+
+    def __init__(self, lexicon: Lexicon, markup: MarkupFeed | None = None) -> None:
+        """markup: what the text goes through before."""
+        self._lexicon, self._markup = lexicon, markup
+        self._text = ""  # what is held back, behind the last characters before it
+        self._at = 0  # where it begins
+        self._chars = 0  # handed on
+
+    def push(self, piece: str) -> str:
+        """What is certain by now, perhaps "". Raises TextError where the text has become too long."""
+        return self._say(piece if self._markup is None else self._markup.push(piece), final=False)
+
+    def finish(self) -> str:
+        """The rest. Raises TextError as `push`, and where the whole text was markup."""
+        return self._say("" if self._markup is None else self._markup.finish(), final=True)
+
+    def _say(self, piece: str, final: bool) -> str:
+        text, at, said = self._text + piece, self._at, []
+        while at < len(text) and (found := self._lexicon.find(text, at, final)) is not None:
+            end, words = found
+            said.append(words or text[at])
+            at = max(end, at + 1)
+        kept = max(0, at - _KEPT_CHARS)
+        self._text, self._at = text[kept:], at - kept
+        words = "".join(said)
+        self._chars += len(words)
+        check_length(self._chars)
+        return words
+
+
+def read_lexicon(path: Path) -> dict[str, str]:
+    """The entries of a file in UTF-8: a line is a word, a tab, and what is said for it. Raises OptionsError naming the
+    line of what is none."""
+    if not path.is_file():
+        raise OptionsError(f"{path}: expected a lexicon, found no file of that name")
+    words: dict[str, str] = {}
+    lines: dict[str, int] = {}
+    for number, data in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+        try:
+            line = data.decode("utf-8").strip("\r ")
+            if not line.strip():
+                continue
+            if line.count("\t") != 1:
+                raise OptionsError(f"expected a word, a tab and what is said for it, found {line.count(chr(9))} tabs")
+            word, said = _entry(*line.split("\t"))
+            if (earlier := lines.setdefault(word, number)) != number:
+                raise OptionsError(f"{word!r} stands in line {earlier} already: leave one of them out")
+            words[word] = said
+        except UnicodeDecodeError as error:
+            raise OptionsError(f"{path}, line {number}: expected UTF-8, found other bytes at {error.start}") from None
+        except OptionsError as error:
+            raise OptionsError(f"{path}, line {number}: {error}") from None
+    return words
+
+
+def respelled(ipa: str) -> str | None:
+    """What is written in IPA in English letters, as near as they come; None for a sound that English does not have."""
+    sounds = _SILENT.sub("", unicodedata.normalize("NFC", ipa)).strip()
+    if not _SOUNDS.fullmatch(sounds):
+        return None
+    sounds = _SHORT.sub(r"\1\2\2", _OPEN.sub("ɒ", sounds))
+    return _SOUND.sub(lambda sound: _IPA[sound[0]], sounds)
+
+
+def _entry(word: str, said: str) -> tuple[str, str]:
+    """Both cleaned. Raises OptionsError."""
+    for part in (word, said):
+        if not isinstance(part, str) or not 0 < len(part.strip()) <= MAX_ENTRY_CHARS:
+            found = f"{len(part)} characters" if isinstance(part, str) else type(part).__name__
+            raise OptionsError(
+                f"pronunciations: expected a word and what is said for it, 1 to {MAX_ENTRY_CHARS} characters each, got "
+                f"{found}: {str(part)[:20]!r}"
+            )
+    word, said = (" ".join(unicodedata.normalize("NFC", clean_piece(part)).split()) for part in (word, said))
+    if not word or not any(map(str.isalnum, said)):
+        raise OptionsError(f"pronunciations: expected letters or digits to say for {word!r}, got {said!r}")
+    return word, said
+
+
+def _table(words: Mapping[str, str]) -> dict[str, str]:
+    """What is said for each word, "" for each beginning of one. Raises OptionsError."""
+    if not isinstance(words, Mapping):
+        kind = type(words).__name__
+        raise OptionsError(f"pronunciations must be a mapping of words to what is said for them, got {kind}")
+    table: dict[str, str] = {}
+    for word, said in words.items():
+        word, said = _entry(word, said)
+        written = word if any(char.isupper() or char.istitle() for char in word) else word.casefold()
+        for end in range(1, len(written)):
+            table.setdefault(written[:end], "")
+        table[written] = said
+    return table
+
+
+def _in_word(char: str) -> bool:
+    """Of one character, or of none."""
+    return char.isalnum() or char == "_" or (char != "" and unicodedata.category(char).startswith("M"))
+
+
+def _goes_on_before(text: str, at: int) -> bool:
+    """Whether what begins at `at` is the rest of a word."""
+    before, first = text[at - 1], text[at]
+    if _in_word(before):
+        return not (is_wide(before) or is_wide(first))
+    return before in _JOINERS and at > 1 and _in_word(first) and _in_word(text[at - 2])
+
+
+def _goes_on_after(text: str, end: int) -> bool | None:
+    """Whether the word goes on behind what ends at `end`; None where the text does not say."""
+    last, after = text[end - 1], text[end : end + 3]
+    if not after:
+        return None
+    if _in_word(after[0]):
+        return unicodedata.category(after[0]).startswith("M") or not (is_wide(last) or is_wide(after[0]))
+    if after[0] not in _JOINERS or not _in_word(last):
+        return False
+    if len(after) == 1:
+        return None
+    if after[0] in _APOSTROPHES and after[1] in "sS":
+        return None if len(after) == 2 else _in_word(after[2])
+    return _in_word(after[1])

@@ -1,0 +1,152 @@
+"""What is said in place of words."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from mktts.errors import OptionsError, TextError
+from mktts.text import FrontEnd
+from mktts.text.lexicon import MAX_ENTRY_CHARS, Lexicon, respelled
+from mktts.text.split import MAX_TEXT_CHARS
+
+WORDS = {
+    "nginx": "engine X",
+    "GIF": "jif",
+    "SQL": "sequel",
+    "SQL Server": "sequel server",
+    "C++": "see plus plus",
+    ".NET": "dot net",
+    "Nguyen": "Win",
+    "straße": "shtrahsuh",
+    "重庆": "崇庆",
+    "New York": "Noo Yawk",
+}
+LEXICON = Lexicon(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        pytest.param(
+            "nginx, Nginx and NGINX.", "engine X, engine X and engine X.", id="small-letters-stand-for-any-case"
+        ),
+        pytest.param("A GIF is no gif.", "A jif is no gif.", id="a-capital-stands-for-itself"),
+        pytest.param("nginxes, mynginx, _nginx, nginx2, SQLite", None, id="never-inside-a-word"),
+        pytest.param("nginx's and Nguyen’s", "engine X's and Win’s", id="a-possessive-is-the-word"),
+        pytest.param("O'Nguyen, nginx'd, nginx'sx", None, id="any-other-apostrophe-is-not"),
+        pytest.param("nginx.org me@nginx.org v1.nginx", None, id="names-with-dots-are-one-word"),
+        pytest.param(
+            "'nginx' (SQL) SQL-like/GIF", "'engine X' (sequel) sequel-like/jif", id="marks-and-hyphens-part-words"
+        ),
+        pytest.param("SQL Server, SQL server", "sequel server, sequel server", id="the-longest-counts"),
+        pytest.param("C++ and C++11, ASP.NET and .NET", "see plus plus and C++11, ASP.NET and dot net", id="signs"),
+        pytest.param("Die Straße, die STRASSE", "Die shtrahsuh, die shtrahsuh", id="other-letters-in-any-case"),
+        pytest.param("我去重庆旅行。", "我去崇庆旅行。", id="no-spaces-in-chinese"),
+        pytest.param("nginx\u0301", None, id="an-accent-belongs-to-its-letter"),
+        pytest.param("New York is not New\nYork.", "Noo Yawk is not New\nYork.", id="two-words"),
+        pytest.param("SQL", "sequel", id="alone"),
+    ],
+)
+def test_words_are_said_as_listed(text, said):
+    assert LEXICON.say(text) == (text if said is None else said)
+
+
+def test_what_is_said_is_not_looked_up_again_and_an_entry_of_the_request_comes_before_the_loaded_ones_in_any_case():
+    assert Lexicon({"a": "b", "b": "a"}).say("a b") == "b a"
+    assert Lexicon({"gif": "giff"}, LEXICON).say("GIF SQL") == "giff sequel"
+    assert Lexicon({"SQL": "squeal"}, LEXICON).say("SQL Server, SQL") == "sequel server, squeal"
+
+
+@given(
+    st.text(alphabet="aAbB'’s.@ 重庆é\u0301+", max_size=30),
+    st.dictionaries(
+        st.text(alphabet="aAbB.'+重庆 ", min_size=1, max_size=5).filter(str.strip), st.just("X"), max_size=5
+    ),
+    st.lists(st.integers(0, 30), max_size=6),
+)
+@example("a'sb", {"a": "X"}, [1, 2, 3])
+@example("ab ab.b", {"ab": "X", "ab ab b": "X"}, [2, 4, 6])
+def test_pieces_are_said_as_their_whole_is(text, words, cuts):
+    lexicon = Lexicon(words)
+    feed = Lexicon(words).feed()
+    bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+    fed = "".join(map(feed.push, pieces)) + feed.finish() if feed else text
+    assert fed == lexicon.say(text)
+
+
+@given(
+    st.lists(st.sampled_from(["kit", "Kit", "KIT", "kits", "akit", "tool"]), max_size=12), st.sampled_from([" ", ", "])
+)
+def test_plain_words_are_replaced_as_by_a_regular_expression(words, gap):
+    text = gap.join(words)
+    assert Lexicon({"kit": "cat"}).say(text) == re.sub(r"(?i)\bkit\b", "cat", text)
+
+
+def test_only_what_may_become_a_word_is_held_back():
+    feed = LEXICON.feed()
+    pushed = [feed.push(piece) for piece in ("All of ", "it on ng", "in", "x", " is. S", "o")]
+    assert pushed == ["All of ", "it on ", "", "", "engine X is. ", "So"]
+    assert LEXICON.feed().push("No such thing he") == "No such thing he"
+
+
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [
+        pytest.param(b"nginx engine X\n", "line 1: expected a word, a tab and .* found 0 tabs", id="no-tab"),
+        pytest.param(b"a\tb\n\na\tb\tc\n", "line 3: .* found 2 tabs", id="two-tabs"),
+        pytest.param(b"a\tb\n\xff\tc\n", "line 2: expected UTF-8", id="bytes"),
+        pytest.param(b"a\tb\na\tc\n", "line 2: 'a' stands in line 1 already", id="twice"),
+        pytest.param(b"a\t\n", "line 1: .* got 0 characters", id="nothing-to-say"),
+        pytest.param(b"a\t...\n", "line 1: .*letters or digits to say for 'a'", id="silence"),
+        pytest.param(b"x" * 101 + b"\tb\n", "line 1: .* got 101 characters", id="long"),
+    ],
+)
+def test_a_bad_file_is_refused_by_its_line(tmp_path, lines, named):
+    path = tmp_path / "words.tsv"
+    path.write_bytes(lines)
+    with pytest.raises(OptionsError, match=rf"words.tsv, {named}"):
+        Lexicon.of(path)
+    with pytest.raises(OptionsError, match="found no file"):
+        Lexicon.of(tmp_path / "none.tsv")
+
+
+def test_a_file_is_what_its_mapping_is(tmp_path):
+    path = tmp_path / "words.tsv"
+    path.write_bytes("\ufeffnginx\tengine X\r\n\n  GIF\t jif \n".encode())
+    assert Lexicon.of(str(path)).say("A GIF of nginx") == "A jif of engine X"
+
+
+@pytest.mark.parametrize(
+    "words", [["a"], {"a": 3}, {3: "a"}, {"": "a"}, {"a": "?"}, {"a": "b" * (MAX_ENTRY_CHARS + 1)}]
+)
+def test_a_bad_mapping_is_refused(words):
+    with pytest.raises(OptionsError, match="pronunciations"):
+        Lexicon(words)
+
+
+def test_ipa_in_english_letters():
+    found = {ipa: respelled(ipa) for ipa in ("/mɛtˈfɔɹmɪn/", "ˈt͡ʃiː.nəʊ", "ˈdɪnɚ ˈɛks", "ʁoz", "ˈ", "")}
+    assert [*found.values()] == ["metformin", "cheenoh", "dinner eks", None, None, None]
+
+
+def test_a_text_that_becomes_too_long_is_refused():
+    lexicon = Lexicon({"a": "b" * MAX_ENTRY_CHARS})
+    with pytest.raises(TextError, match="may have"):
+        lexicon.say("a " * (MAX_TEXT_CHARS // 50))
+
+
+def test_a_front_end_reads_what_is_said_and_whole_and_fed_text_alike():
+    lexicon = Lexicon({"nginx": "engine $5", "東京": "Tokyo", "worm": "蟲"})
+    front_end = FrontEnd("english")
+    for markup in ("speak", "strip"):
+        feed = front_end.feed("english", markup, lexicon)
+        fed = "".join(map(feed.push, ("In 東", "京 ngi", "nx cost $1", "2."))) + feed.finish()
+        assert fed == front_end.read(lexicon.say("In 東京 nginx cost $12."))
+        assert "tokyo engine five dollars cost twelve dollars" in fed
+        with pytest.raises(TextError, match="CJK"):
+            front_end.feed("english", markup, lexicon).push("A worm is there")
