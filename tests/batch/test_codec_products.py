@@ -17,7 +17,7 @@ from mktts.codec.layers import SnakeBeta
 from mktts.codec.packed import LOW_SCALE, Packed, pack
 from mktts.model.linear import Linear
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 
 

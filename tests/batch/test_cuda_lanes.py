@@ -22,10 +22,7 @@ from mktts.errors import EngineError, PromptError, SamplingError
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Sampling
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 SETTINGS = TickSettings(
     buckets=((4, 0), (4, 64), (16, 0), (16, 64), (16, 256)), max_lanes=16, max_rows=256, few_lanes=4
 )

@@ -9,6 +9,11 @@ from __future__ import annotations
 
 import struct
 
+import pytest
+
+from mktts.errors import BackendUnavailable
+from mktts.kernel.build import nvrtc
+
 LOADS, STORES = {0x983}, {0x387, 0x987}  # LDL and STL, the second with a base in a uniform register: local memory
 BRANCHES = {0x947, 0x547}  # the second on a uniform predicate
 CALLS, PRODUCTS = {0x943, 0x944}, {0x23C}  # absolute and relative; HMMA, a product on tensor cores
@@ -74,3 +79,15 @@ def aside(code: list[int], loop: range, arch: str) -> set[int]:
             if len(over) <= ASIDE and any(code[i] & 0xFFF in CALLS for i in over):
                 found.update(over)
     return found
+
+
+def _nvrtc_is_there() -> bool:
+    try:
+        nvrtc()
+    except BackendUnavailable:
+        return False
+    return True
+
+
+# It has no package for macOS.
+needs_nvrtc = pytest.mark.skipif(not _nvrtc_is_there(), reason="needs the package nvidia-cuda-nvrtc")

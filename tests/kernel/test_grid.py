@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from compiler import needs_nvrtc
+from machine_code import needs_nvrtc
 
 from mktts.errors import BackendUnavailable
 from mktts.kernel.build import compile_kernel

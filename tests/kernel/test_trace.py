@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from compiler import needs_nvrtc
+from machine_code import needs_nvrtc
 from test_megakernel import prompt_of
 from traces import FRAMES, launch_of
 

@@ -192,15 +192,7 @@ def test_a_smaller_pass_works_at_the_front_of_a_larger_ones_memory():
     assert work.tensor("x", 4, 4).data_ptr() != work.tensor("x", 8, 8).data_ptr()
 
 
-SIZES = [
-    (768, 5376, 768),
-    (96, 672, 96),
-    (192, 192, 192),
-    (288, 384, 192),
-    (6144, 3072, 1536),
-    (12, 84, 12),
-    (8, 56, 8),
-]
+SIZES = [(768, 5376, 768), (96, 672, 96), (288, 384, 192), (6144, 3072, 1536), (12, 84, 12)]
 
 
 @given(

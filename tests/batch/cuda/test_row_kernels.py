@@ -8,10 +8,7 @@ import torch
 
 from mktts.model.qwen3 import rms_norm, rotate
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 HEADS, KV_HEADS, WIDTH, POSITIONS, EPS = 16, 8, 128, 16, 1e-6
 GROUP, COLUMNS = HEADS // KV_HEADS, (HEADS + 2 * KV_HEADS) * WIDTH
