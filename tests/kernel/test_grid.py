@@ -1,7 +1,5 @@
 """Grids of any size: how many blocks there are, and which rows each is dealt."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Notebook parameters as arguments of an utterance, as a panel, and lists of texts."""
 
-from __future__ import annotations
-
 import pytest
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, open_checkpoint
