@@ -1,7 +1,5 @@
 """The command line on a tiny random checkpoint, as its user meets it: files, pipes, exit statuses, messages."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """What `write_whole` does to the things that stand at a path: files, links, FIFOs, devices; lines for people."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -3,8 +3,6 @@
 On a CPU the pass of the CUDA codec runs with plain operators in place of its kernels.
 """
 
-from __future__ import annotations
-
 import random
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The batched codec's product kernel on a CUDA device: against plain operators, and against itself in other tiles."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

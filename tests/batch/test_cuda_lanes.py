@@ -1,7 +1,5 @@
 """Many utterances in one tick against the oracle, one by one, as an engine plays them: see `lane_player`."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial

@@ -1,8 +1,6 @@
 """deterministic=True: a stream's codes are the same bits whatever its neighbours, the number of lanes, how its prompt
 was cut over ticks, and whether its prefix was kept. In bf16, sampled, on a CUDA device."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from dataclasses import replace

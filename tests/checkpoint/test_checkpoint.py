@@ -1,7 +1,5 @@
 """The shape contract against upstream's classes and the released file sizes; the loader against broken folders."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Made checkpoints: the Hub's files, loaded by upstream itself, the same for the same seed, wide margins on request."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -5,8 +5,6 @@ shows, the same from sm_80 to sm_120. `tight_loops` refuses a branch that leads 
 with another encoding is noticed.
 """
 
-from __future__ import annotations
-
 import struct
 
 import pytest

@@ -1,7 +1,5 @@
 """The frame kernel compiles for every target, without a GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The megakernel backend against the oracle, on a GPU; its borders anywhere."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Prefill in padded pieces against the oracle's one pass, by operators and by kernels between products; its keys and
 values in the frame kernel's layout. With TRITON_INTERPRET=1 the kernels run on the CPU, for a minute."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

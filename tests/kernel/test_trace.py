@@ -1,7 +1,5 @@
 """Marks: read back from the kernel's words, in the order in which csrc leaves them, and laid on one clock."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

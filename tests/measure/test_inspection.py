@@ -1,7 +1,5 @@
 """The component table against the published sizes and the frame's arithmetic."""
 
-from __future__ import annotations
-
 import pytest
 
 from mktts.checkpoint import Checkpoint

@@ -1,7 +1,5 @@
 """POST /v1/audio/speech and the routes beside it, with OpenAI's own client; sound is decoded by FFmpeg. In process."""
 
-from __future__ import annotations
-
 import base64
 import io
 import wave

@@ -1,7 +1,5 @@
 """The server on a real socket, over the tiny checkpoint: slow clients, cancelling, half requests, its log."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

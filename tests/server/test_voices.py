@@ -1,7 +1,5 @@
 """Voices of callers: recordings that requests bring, and uploads that are kept for a while, their owner's alone."""
 
-from __future__ import annotations
-
 import base64
 import stat
 import time

@@ -1,8 +1,6 @@
 """What many streams on a CUDA device need of the host, tried without one: blocks of ticks, memory, states of the codec
 by slot, tiles of products, and what is compiled before a first pass (without triton)."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Matrix products and attention with one order of sums: their error, and rows that do not feel their company."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,6 @@
 """Kernels between the products: the predictor's attention over a frame's passes, heads that go to their pages, and the
 talker's attention over pages, whose parts are joined to the same bits by one program and by several."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The batch engine under NVIDIA's compute-sanitizer: no kernel reads or writes what is not its own. `make sanitize`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

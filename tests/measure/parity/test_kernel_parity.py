@@ -1,7 +1,5 @@
 """The kernels' parity check, with torch in the kernels' place: right ones pass, wrong ones are caught and located."""
 
-from __future__ import annotations
-
 from collections import deque
 from types import SimpleNamespace
 
