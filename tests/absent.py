@@ -22,15 +22,8 @@ sys.meta_path.insert(0, Absent())
 
 def needs(*packages: str) -> pytest.MarkDecorator:
     """A mark that skips where one of the packages (by the names that are imported) is not installed."""
-    missing = [package for package in packages if not _is_there(package)]
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
     return pytest.mark.skipif(bool(missing), reason=f"needs the package {', '.join(missing)}")
-
-
-def _is_there(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def python_without(packages: Collection[str], code: str) -> subprocess.CompletedProcess[str]:

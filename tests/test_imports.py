@@ -13,7 +13,6 @@ GROUND = ["errors", "spec", "common", "arguments"]
 TREE = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\nmktts/\n")[2]
 FOLDERS = re.findall(r"^  (\w+)/ ", TREE.partition("```")[0], re.MULTILINE)
 BELOW = {("mktts.engine.child", "synth")}  # the program of the engine's own process loads a synthesizer
-FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 
 
 def module(path: Path) -> str:
@@ -21,7 +20,7 @@ def module(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
-MODULES = {module(path): path for path in FILES}
+MODULES = {module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports(path: Path) -> Iterator[str]:

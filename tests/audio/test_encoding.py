@@ -8,14 +8,12 @@ import pytest
 from absent import needs, python_without
 from sounds import decoded, loudest_hz, tone
 
-from mktts.audio import to_pcm16
 from mktts.audio.encoding import STREAM_FORMATS, encoder_of
 from mktts.errors import AudioError
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 pytestmark = needs("av")
 SECONDS = 2.0
-CODED = ("mp3", "opus", "aac", "flac")
 PADDING_S = {"mp3": 0.1, "opus": 0.001, "aac": 0.1, "flac": 0.0}  # encoders fill their last block
 
 
@@ -27,7 +25,7 @@ def pieces(kind: str, pcm: np.ndarray, samples: int = SAMPLES_PER_FRAME, **how) 
 
 
 @pytest.mark.parametrize("samples", [SAMPLES_PER_FRAME, 777], ids=str)
-@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("kind", PADDING_S)
 def test_what_is_heard_is_what_went_in(kind, samples):
     pcm = tone(SECONDS)
     _, heard, rate_hz = decoded(b"".join(pieces(kind, pcm, samples)))
@@ -35,12 +33,6 @@ def test_what_is_heard_is_what_went_in(kind, samples):
     middle = heard[rate_hz // 2 : rate_hz // 2 * 3]
     assert loudest_hz(middle, rate_hz) == pytest.approx(440, abs=2)
     assert np.sqrt(np.mean(middle**2)) == pytest.approx(0.5 / np.sqrt(2), rel=0.06)  # LAME takes 5 % off
-
-
-def test_flac_is_the_same_samples():
-    pcm = tone(SECONDS) + np.float32(0.1) * np.random.default_rng(0).normal(size=48_000).astype(np.float32)
-    _, heard, _ = decoded(b"".join(pieces("flac", pcm)))
-    assert np.rint(heard * 2**15).astype("<i2").tobytes() == to_pcm16(pcm)
 
 
 @pytest.mark.parametrize(("kind", "frames"), [("mp3", 1), ("opus", 1), ("aac", 2), ("flac", 2), ("wav", 1), ("pcm", 1)])

@@ -1,6 +1,4 @@
-"""The chooser of `mktts.model.sampling`, given a backend's own logits, against the codes that backend drew from
-them.
-"""
+"""The chooser of `mktts.model.sampling`, given a backend's own logits, against the codes it drew from them."""
 
 from dataclasses import replace
 

@@ -26,7 +26,6 @@ from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 FRAME_S = 1 / FRAME_RATE_HZ
 FRAME = np.full(SAMPLES_PER_FRAME, 0.1, np.float32)
-SILENCE = np.zeros(SAMPLES_PER_FRAME, np.float32)
 MINUTE = LoadSettings("x")
 
 
@@ -62,7 +61,7 @@ def test_a_chunk_without_samples_is_a_first_byte_and_no_first_pcm():
 
 @pytest.mark.parametrize("size", [7, 239, 240, 241, 1_000, 2 * SAMPLES_PER_FRAME])
 def test_the_audible_moment_is_when_it_sounds_however_the_sound_is_cut(size):
-    pcm, one = np.concatenate((SILENCE, FRAME)), Listener(0.0)
+    pcm, one = np.concatenate((0 * FRAME, FRAME)), Listener(0.0)
     for start in range(0, len(pcm), size):
         one.receive(5.0, pcm[start : start + size], 0)
     assert one.audible_s == pytest.approx(5.0 + FRAME_S, abs=1e-6)
@@ -266,7 +265,6 @@ SOUND = to_pcm16(np.repeat(np.float32([0.0, 0.1]), SAMPLE_RATE_HZ // 10))
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: audio/pcm;rate=24000\r\nTransfer-Encoding: chunked\r\n\r\n"
 SIZED = b"HTTP/1.1 200 OK\r\nContent-Type: audio/pcm\r\nContent-Length: %d\r\n\r\n"
 BUSY = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\nRetry-After: 1\r\n\r\n{}"
-Answer = Callable[[asyncio.StreamWriter, bytes], Awaitable[None]]
 
 
 def chunked(data: bytes) -> bytes:
@@ -274,7 +272,7 @@ def chunked(data: bytes) -> bytes:
 
 
 @contextmanager
-def serving(answer: Answer) -> Iterator[str]:
+def serving(answer: Callable[[asyncio.StreamWriter, bytes], Awaitable[None]]) -> Iterator[str]:
     """A server on a socket of this machine that answers every POST so, and every GET with 404. Yields its address."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
