@@ -230,6 +230,19 @@ def test_in_bf16_on_a_gpu_it_is_no_further_from_fp32_than_the_oracle(rows):
 
 
 @pytest.mark.gpu
+def test_restored_prefixes_and_poisoned_workspaces_replay_the_same_bits():
+    prefill, x = released(), on_gpu(40)
+    prefill.warm_up()
+    prefill.run(x[:9])
+    kept = prefill.keep(9)
+    expected = prefill.run(x[9:], 9)
+    prefill.run(torch.full_like(on_gpu(500), torch.nan))
+    prefill.restore(kept)
+    assert torch.equal(prefill.run(x[9:], 9), expected)
+    assert bool(expected.isfinite().all())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("config", [WIDE, MHA, MANY], ids=["gqa", "mha", "many"])
 def test_the_kernels_give_what_operators_give(config, dtype):
