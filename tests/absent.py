@@ -1,7 +1,5 @@
 """Packages that are not there: tests that need one skip by its name, and programs run as if it were not installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

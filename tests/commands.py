@@ -1,7 +1,5 @@
 """Commands as a test calls them: what they raise reaches the test."""
 
-from __future__ import annotations
-
 import shlex
 
 from mktts.cli import parse, parser_of

@@ -1,7 +1,5 @@
 """Checkpoints that the whole suite shares: made once per run, whichever xdist worker comes first."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import os

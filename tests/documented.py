@@ -2,8 +2,6 @@
 mark, those that cannot be imported here. Kernels in Triton, for one, need PyTorch's CUDA build.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 

@@ -8,8 +8,6 @@ a time, then `python tests/gpu_record.py FILE --merge PART ...`. Parts are of on
 no file of tests is in two of them; the exit status is 1 where a test failed.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

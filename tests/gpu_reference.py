@@ -5,8 +5,6 @@ Runs the commands of `mktts.notebook.records` that write NAME.json into FOLDER (
 last line names what failed, and the exit status is 1.
 """
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

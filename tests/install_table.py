@@ -4,8 +4,6 @@ Run as a program, this file writes outputs/reference/install.json: a row for eac
 on the day of the table, `missing` those of requirements.txt that a marker leaves out there.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

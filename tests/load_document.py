@@ -1,7 +1,5 @@
 """A made-up document of `python -m mktts bench --load --into`, as the notebook and the record of loads read it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ docs/hardware.md: what was run of the kernel as other cards would run it stands 
 Run as a program, this file rewrites all of them from the files they name.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Servers on a real socket, in a thread of the test; one over a synthesizer that remembers its streams."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -4,8 +4,6 @@
 ceilings for test_budget.py.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import json

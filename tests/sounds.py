@@ -1,7 +1,5 @@
 """Sound decoded by something else than what made it."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

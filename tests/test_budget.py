@@ -1,7 +1,5 @@
 """No folder grows: the figures of outputs/reference/size.json are ceilings, which `make size` lowers."""
 
-from __future__ import annotations
-
 import json
 
 from size import RECORD, exceeded, measured

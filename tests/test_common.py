@@ -1,7 +1,5 @@
 """What `write_whole` does to the things that stand at a path: files, links, FIFOs, devices; lines for people."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat
@@ -98,16 +96,11 @@ def test_a_folder_in_which_even_root_makes_no_files_is_refused():
         require_writable("/proc/new.wav")
 
 
-def test_quick_work_says_nothing(capsys):
-    with announced("working", patience_s=60):
-        pass
-    assert capsys.readouterr().err == ""
-
-
-def test_slow_work_says_what_it_does_and_how_long_it_took(capsys):
-    with announced("working", patience_s=0):
+@pytest.mark.parametrize(("patience_s", "said"), [(60, ""), (0, r"working \.\.\. \d+\.\d s\n")])
+def test_slow_work_says_what_it_does_and_how_long_it_took_and_quick_work_says_nothing(patience_s, said, capsys):
+    with announced("working", patience_s=patience_s):
         time.sleep(0.05)
-    assert re.fullmatch(r"working \.\.\. \d+\.\d s\n", capsys.readouterr().err)
+    assert re.fullmatch(said, capsys.readouterr().err)
 
 
 def test_one_thing_is_counted_as_one():

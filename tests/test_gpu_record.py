@@ -1,7 +1,5 @@
 """The GPU tests' result file says what pytest said."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A GPU's measurements are made one by one; one that fails is named and does not hold the others up."""
 
-from __future__ import annotations
-
 import sys
 
 import gpu_reference

@@ -1,7 +1,5 @@
 """A folder imports itself and those above it in CONTRIBUTING's tree; imports in functions and for types count too."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

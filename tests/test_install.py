@@ -1,7 +1,5 @@
 """It installs where users are: the requirements, the extras and the Makefile's set-up agree, and they resolve."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The README keeps its word: commands exist, code runs, links resolve, figures are those of the files behind them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ pytest-timeout prints the stacks to standard output, which xdist's workers do no
 and ends the process, also where a call into C holds Python's lock; xdist then names the test as failed.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 from typing import Any

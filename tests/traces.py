@@ -1,7 +1,5 @@
 """Launches of a frame kernel that never ran: marks with known times, as a card would leave them."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mktts.kernel.trace import PHASES, Marks, frame_points, talker_points

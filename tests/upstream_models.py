@@ -1,7 +1,5 @@
 """Upstream models on random checkpoints, each loaded once in a test process, whichever file asks first."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

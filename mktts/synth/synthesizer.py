@@ -269,10 +269,13 @@ class Synthesizer:
     def _text_feed(self, request: Request, plan: Plan, settings: StreamSettings) -> TextFeed:
         """What a text goes through."""
         voices = {name.lower(): voice for name, voice in settings.get("voices", {}).items()}
-        named = partial(self._named, request, voices)
-        words = settings.get("pronunciations")
+        words, markup = settings.get("pronunciations"), plan.options.markup
         lexicon = self.lexicon if words is None else Lexicon(words, self.lexicon)
-        return TextFeed(named, self.front_end, request.language, plan.options.markup, lexicon)
+        if self.front_end is None:
+            new_reader = partial(lexicon.feed, markup)
+        else:
+            new_reader = partial(self.front_end.feed, request.language, markup, lexicon)
+        return TextFeed(partial(self._named, request, voices), new_reader)
 
     def _named(self, request: Request, voices: Mapping[str, Voice], name: str) -> Request | None:
         """`request`, without text, as spoken by the voice or speaker of that name; None where there is none."""

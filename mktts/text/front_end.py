@@ -224,10 +224,6 @@ class FrontEndFeed:
         returned is then left out."""
         return self._read(piece if self._before is None else self._before.push(piece))
 
-    def check(self, piece: str) -> None:
-        """Raises TextError for letters of another script."""
-        check_script(piece, self._scripts, self._languages)
-
     def _read(self, piece: str) -> str:
         check_script(piece, self._scripts, self._languages)
         self._letters = self._letters or any(map(str.isalnum, piece))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from xml.parsers import expat
 
 from mktts.errors import TextError
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.text.front_end import FrontEnd
-from mktts.text.lexicon import Lexicon
 
 DEFAULT_PAUSE_S = 0.5
 MAX_PAUSE_S = 10.0
@@ -27,6 +25,14 @@ _TIME = re.compile(rf"(?:time\s*=\s*[\"']\s*{_LENGTH}\s*[\"'])?", re.IGNORECASE)
 _ELEMENTS = ("speak", "p", "s", "break", "sub", "say-as")
 _MOST_DIGITS = 15  # of a number that has a name
 _SAY_AS = ("characters", "date", "telephone", "cardinal", "ordinal")
+
+
+class WordReader(Protocol):
+    """Turns written words into what is spoken: `mktts.text.FrontEndFeed`, `mktts.text.markup.MarkupFeed`."""
+
+    def push(self, piece: str) -> str: ...
+
+    def finish(self) -> str: ...
 
 
 class Pause(NamedTuple):
@@ -49,29 +55,21 @@ class TextFeed:
     What `push` and `finish` return depends on the text alone, not on the pieces. One that begins with <speak is SSML.
     """
 
-    def __init__(
-        self,
-        named: Callable[[str], Any | None],
-        front_end: FrontEnd | None = None,
-        language: str = "auto",
-        markup: str = "speak",
-        lexicon: Lexicon | None = None,
-    ) -> None:
-        """named: what stands for a name in brackets, None where that is text. front_end, language, markup, lexicon: of
-        what reads the words between."""
-        self._named, self._front_end = named, front_end
-        self._language, self._markup, self._lexicon = language, markup, lexicon or Lexicon()
+    def __init__(self, named: Callable[[str], Any | None], new_reader: Callable[[], WordReader | None]) -> None:
+        """named: what stands for a name in brackets, None where that is text. new_reader: of words between two tags;
+        it may give None, for words that stay as they stand."""
+        self._named, self._new_reader = named, new_reader
         self._ssml: _Ssml | None = None
         self._begun = False  # whether the text is SSML is known
         self._rest = ""  # what may yet become a tag
-        self._reader = self._new_reader()
+        self._reader = new_reader()
         self._signs: str | None = ""  # of the present part; None once it has a letter or a digit
         self._silent_s = 0.0
         self._said = False  # something is to be heard
 
     def push(self, piece: str) -> list[Any]:
         """What is certain by now. Raises TextError for a pause that is too long, an element of SSML that is not known
-        here, and letters that the front end has no words for; of a text that is no SSML the piece is then not taken."""
+        here, and what a reader raises; the piece is then not spoken."""
         return self._take(*self._found(piece, final=False))
 
     def finish(self) -> list[Any]:
@@ -136,12 +134,6 @@ class TextFeed:
         silent_s = self._silent_s + sum(part.samples for part in found if isinstance(part, Pause)) / SAMPLE_RATE_HZ
         if silent_s > MAX_PAUSES_S:
             raise TextError(f"the pauses of a text may have {MAX_PAUSES_S:g} s together, got {silent_s:g}")
-        if self._front_end is not None:
-            for part in found:
-                if isinstance(part, str):
-                    self._reader.check(part)
-        self._begun = self._begun or bool(found)
-        self._rest, self._silent_s = rest, silent_s
         made: list[Any] = []
         for part in found:
             if isinstance(part, str):
@@ -149,6 +141,8 @@ class TextFeed:
                 continue
             made += [self._end_part(), part]
             self._said = self._said or (isinstance(part, Pause) and part.samples > 0)
+        self._begun = self._begun or bool(found)
+        self._rest, self._silent_s = rest, silent_s
         return [part for part in made if part != ""]
 
     def _words(self, text: str) -> str:
@@ -175,11 +169,6 @@ class TextFeed:
                     raise
         self._reader, self._signs = self._new_reader(), ""
         return words
-
-    def _new_reader(self) -> Any:
-        if self._front_end is not None:
-            return self._front_end.feed(self._language, self._markup, self._lexicon)
-        return self._lexicon.feed(self._markup)
 
 
 def _break(attributes: str) -> Pause:

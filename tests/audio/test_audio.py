@@ -1,7 +1,5 @@
 """PCM conversions against numbers worked out by hand and against the standard library's reader."""
 
-from __future__ import annotations
-
 import math
 import sys
 import wave

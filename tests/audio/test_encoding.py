@@ -1,7 +1,5 @@
 """What is encoded while it is made: decoded by FFmpeg, early, as long as what went in, at the same pitch."""
 
-from __future__ import annotations
-
 import wave
 from io import BytesIO
 

@@ -1,7 +1,5 @@
 """Audio from somebody unknown: what it holds, or one line about what is wrong; never more time, memory or files."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Each takes the arguments of the kernel of its name, in `mktts.batch.cuda.kernels.codec_rows` or `codec_products`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

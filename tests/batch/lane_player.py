@@ -1,7 +1,5 @@
 """A small engine: plays streams on lanes as the real one does, in ticks that are drawn at random, launched ahead."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 

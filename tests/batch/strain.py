@@ -5,8 +5,6 @@ NVIDIA's compute-sanitizer watch it. Recording a graph takes PyTorch's caching a
 so that memory that is used behind its end, or after it was given back, is nobody's.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

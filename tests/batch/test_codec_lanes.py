@@ -3,8 +3,6 @@
 On a CPU the pass of the CUDA codec runs with plain operators in place of its kernels.
 """
 
-from __future__ import annotations
-
 import random
 from functools import partial
 
@@ -21,7 +19,6 @@ from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.parity.codec import snr_db
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LEAST_SNR_DB = {
     ("cuda", "full"): 80.0,
     ("cuda", "fast"): 50.0,
@@ -39,7 +36,7 @@ END = 2_150  # of speech: no entry of a book
 def codecs(cpu: bool) -> list:
     cases = [(name, "cuda", precision) for name in (TINY, FULL_CODEC) for precision in ("full", "fast")]
     here = [(TINY, "cpu", precision) for precision in ("full", "fast", "plain")] + [("small", "cpu", "plain")]
-    return [*(here if cpu else []), *(pytest.param(case, marks=GPU) for case in cases)]
+    return [*(here if cpu else []), *(pytest.param(case, marks=pytest.mark.gpu) for case in cases)]
 
 
 def plain_of(checkpoint: Checkpoint, device: str) -> partial[CodecDecoder]:

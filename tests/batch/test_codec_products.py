@@ -1,7 +1,5 @@
 """The batched codec's product kernel on a CUDA device: against plain operators, and against itself in other tiles."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -17,7 +15,7 @@ from mktts.codec.layers import SnakeBeta
 from mktts.codec.packed import LOW_SCALE, Packed, pack
 from mktts.model.linear import Linear
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 
 

@@ -1,7 +1,5 @@
 """Many utterances in one tick against the oracle, one by one, as an engine plays them: see `lane_player`."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,10 +20,7 @@ from mktts.errors import EngineError, PromptError, SamplingError
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Sampling
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 SETTINGS = TickSettings(
     buckets=((4, 0), (4, 64), (16, 0), (16, 64), (16, 256)), max_lanes=16, max_rows=256, few_lanes=4
 )

@@ -1,8 +1,6 @@
 """deterministic=True: a stream's codes are the same bits whatever its neighbours, the number of lanes, how its prompt
 was cut over ticks, and whether its prefix was kept. In bf16, sampled, on a CUDA device."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +21,7 @@ from mktts.model.sampling import Choice, Sampling
 from mktts.spec import ModelConfig
 from mktts.synth import Synthesizer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 SIZES = (8, 32, 64, 128, 192, 256, 384, 512)
 PROMPT_ROWS = (0, 64, 1_024)  # of the buckets of each size

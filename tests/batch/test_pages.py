@@ -1,7 +1,5 @@
 """Pages are conserved, nobody reads another stream's rows, and a stream that opened never lacks one."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import settings

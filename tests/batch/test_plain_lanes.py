@@ -1,8 +1,6 @@
 """Lanes of PyTorch operators: the oracle's codes whatever joins, skips, leaves and sits beside a stream, in the
 caller's thread and in two of their own, whatever order ticks are read in."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Prompts as rows that lie somewhere: the same numbers as those that are computed."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The shape contract against upstream's classes and the released file sizes; the loader against broken folders."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -25,8 +23,6 @@ from mktts.errors import CheckpointError
 from mktts.llm import checkpoint as text
 from mktts.spec import ModelConfig
 from mktts.text.split import SEGMENT_CHARS, segment_chars
-
-CODEC_PARAMS = 170_557_441
 
 
 def header_of(specs: TensorSpecs, dtype: str, metadata: dict[str, str] | None) -> tuple[bytes, int]:
@@ -85,7 +81,7 @@ def test_codec_layout_gives_the_released_file_to_the_byte() -> None:
     layout = expected_codec_tensors(small_files("0.6b", "base", True)["speech_tokenizer/config.json"])
     decoder = [spec for name, spec in layout.items() if name.startswith("decoder.")]
     assert (len(layout), len(decoder)) == (496, 271)
-    assert sum(spec.params for spec in layout.values()) == CODEC_PARAMS
+    assert sum(spec.params for spec in layout.values()) == 170_557_441
     assert file_bytes(layout, "F32", None) == 682_293_092
 
 
@@ -125,12 +121,6 @@ def edit_json(path: Path, change: Callable[[dict], object]) -> None:
     path.write_text(json.dumps(content))
 
 
-def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
 HEAD = "talker.codec_head.weight"
 
 
@@ -143,7 +133,13 @@ def generation(**values: object) -> Callable[[Path], object]:
 
 
 def weights(change: Callable[[dict[str, torch.Tensor]], object], folder: str = ".") -> Callable[[Path], object]:
-    return lambda f: edit_weights(f / folder, change)
+    def edited(f: Path) -> None:
+        path = f / folder / "model.safetensors"
+        tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+        change(tensors)
+        save_file(tensors, path)
+
+    return edited
 
 
 def codec(change: Callable[[dict], object]) -> Callable[[Path], object]:

@@ -1,7 +1,5 @@
 """Made checkpoints: the Hub's files, loaded by upstream itself, the same for the same seed, wide margins on request."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -26,12 +24,9 @@ HUB_FILES |= {f"speech_tokenizer/{name}" for name in _SMALL}
 TEXT = "Hello world, this is speech."
 
 
-def files_of(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-
-
 def test_the_files_are_the_hubs_and_a_marker_that_says_they_are_random(tiny: Checkpoint, tmp_path: Path) -> None:
-    assert files_of(tiny.folder) == HUB_FILES | {"mktts.json"}
+    files = {str(path.relative_to(tiny.folder)) for path in tiny.folder.rglob("*") if path.is_file()}
+    assert files == HUB_FILES | {"mktts.json"}
     assert tiny.is_random and tiny.revision is None
     shutil.copytree(tiny.folder, tmp_path / "unmarked", ignore=shutil.ignore_patterns("mktts.json"))
     assert not open_checkpoint(tmp_path / "unmarked").is_random

@@ -1,7 +1,5 @@
 """The streaming codec decoder against upstream's own decoder, and against itself under every chunk schedule."""
 
-from __future__ import annotations
-
 import copy
 import json
 

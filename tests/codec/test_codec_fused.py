@@ -3,8 +3,6 @@
 The kernels themselves need a device: tests/codec/test_codec_fused_cuda.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The fused kernels on a CUDA device against plain operators, and graphs of every kind against fp32."""
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 

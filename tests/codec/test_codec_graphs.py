@@ -1,8 +1,6 @@
 """What the graphed codec does around its graphs: on the CPU with eager passes in their place, on a CUDA device with
 graphs. And the states' one buffer."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

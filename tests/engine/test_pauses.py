@@ -183,13 +183,6 @@ def test_nothing_is_late_because_of_a_pause_and_what_follows_is_made_ahead(monke
 # ---- real models
 
 
-def said_of(session: Any, text: str) -> np.ndarray:
-    for start in range(0, len(text), 5):
-        session.feed(text[start : start + 5])
-    session.finish()
-    return session.read()
-
-
 DIALOGUE = "[Rms] Yes. [pause 0.4s] Well. [SLT] No."
 OF_DIALOGUE: Parts = [("Yes.", {"speaker": "rms"}), 0.4, ("Well.", {"speaker": "rms"}), ("No.", {"speaker": "slt"})]
 REAL: dict[str, Callable[[], Synthesizer]] = {
@@ -208,7 +201,11 @@ def test_a_dialogue_of_the_voice_in_the_box_is_its_parts(load):
         pcm = synthesizer.say(DIALOGUE, seed=SEED)
         assert np.allclose(pcm, parts_alone(synthesizer, OF_DIALOGUE), atol=2e-5)
         at_once = synthesizer.say(DIALOGUE, seed=SEED, layout="streaming")
-        assert len(said_of(synthesizer.open(seed=SEED), DIALOGUE)) == len(at_once)
+        with synthesizer.open(seed=SEED) as session:
+            for start in range(0, len(DIALOGUE), 5):
+                session.feed(DIALOGUE[start : start + 5])
+            session.finish()
+            assert len(session.read()) == len(at_once)
         silence = synthesizer.say("<speak><break time='40ms'/></speak>")
         assert len(silence) == 960 and not silence.any()
 

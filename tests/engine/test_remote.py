@@ -40,7 +40,7 @@ def apart(name: str, **settings: object) -> Synthesizer:
 def far() -> Iterator[Synthesizer]:
     """Streams wait for admission, however small the capacity is at the moment."""
     with apart("random:tiny") as synthesizer:
-        synthesizer.set_limits(AdmissionLimits(max_wait_s=WAIT_S))
+        synthesizer.set_limits(AdmissionLimits(max_wait_s=WAIT_S, max_waiting=64))
         yield synthesizer
 
 

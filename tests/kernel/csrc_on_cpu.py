@@ -1,8 +1,6 @@
 """csrc/frame.cu and csrc/rows.cu compiled for the CPU and launched there, lane by lane: host/ stands in for
 csrc/ptx.cuh."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import re

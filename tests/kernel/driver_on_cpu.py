@@ -1,7 +1,5 @@
 """A launcher without a GPU: stand-ins take launches as the driver would, and write what a kernel would."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -5,9 +5,12 @@ shows, the same from sm_80 to sm_120. `tight_loops` refuses a branch that leads 
 with another encoding is noticed.
 """
 
-from __future__ import annotations
-
 import struct
+
+import pytest
+
+from mktts.errors import BackendUnavailable
+from mktts.kernel.build import nvrtc
 
 LOADS, STORES = {0x983}, {0x387, 0x987}  # LDL and STL, the second with a base in a uniform register: local memory
 BRANCHES = {0x947, 0x547}  # the second on a uniform predicate
@@ -74,3 +77,15 @@ def aside(code: list[int], loop: range, arch: str) -> set[int]:
             if len(over) <= ASIDE and any(code[i] & 0xFFF in CALLS for i in over):
                 found.update(over)
     return found
+
+
+def _nvrtc_is_there() -> bool:
+    try:
+        nvrtc()
+    except BackendUnavailable:
+        return False
+    return True
+
+
+# It has no package for macOS.
+needs_nvrtc = pytest.mark.skipif(not _nvrtc_is_there(), reason="needs the package nvidia-cuda-nvrtc")

@@ -1,7 +1,5 @@
 """Decoder stacks with seeded weights, as matrices or on a tape; prompts for them; how far results differ."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -2,8 +2,6 @@
 
 With $MKTTS_CARDS=outputs/reference/h100/architectures.json every case that ran is put into that record."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from pathlib import Path

@@ -1,15 +1,12 @@
 """The frame kernel compiles for every target, without a GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from dataclasses import replace
 
 import pytest
-from compiler import needs_nvrtc
 from csrc_on_cpu import RINGS
-from machine_code import LOADS, STORES, code_of, local_in_tight_loops, tight_loops
+from machine_code import LOADS, STORES, code_of, local_in_tight_loops, needs_nvrtc, tight_loops
 
 from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.open import SMALL

@@ -1,7 +1,5 @@
 """The frame kernel's own source, run on the CPU in grids that do not divide: codes and errors are the oracles'."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from functools import cache

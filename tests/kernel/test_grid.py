@@ -1,12 +1,10 @@
 """Grids of any size: how many blocks there are, and which rows each is dealt."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
 import pytest
-from compiler import needs_nvrtc
+from machine_code import needs_nvrtc
 
 from mktts.errors import BackendUnavailable
 from mktts.kernel.build import compile_kernel

@@ -1,8 +1,6 @@
 """What the CUDA driver is given for a launch, without one, and what one frame's hand-over leaves behind for the next: a
 stand-in reads a launch as the driver would. Parameters and events are held by their stream."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import re

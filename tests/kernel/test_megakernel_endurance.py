@@ -1,7 +1,5 @@
 """The frame kernel for long, often interrupted, and under NVIDIA's compute-sanitizer. On a GPU, tiny shapes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

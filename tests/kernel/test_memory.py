@@ -1,8 +1,6 @@
 """Device memory of the frame kernel's weights: the table of csrc/README.md, which this file writes anew where it
 is run as a program. They are made on torch's meta device, where a tensor has a shape and no memory."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The models and errors by which other cards' code is judged, and the kernel's fingerprint, without a card."""
 
-from __future__ import annotations
-
 import shutil
 
 import other_cards as cards

@@ -1,7 +1,5 @@
 """Which rows of a prompt no text changes, by which key they are found, and what is kept of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

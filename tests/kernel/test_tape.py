@@ -1,8 +1,6 @@
 """The weight tape: unpacked into layers again, and multiplied as it lies by csrc/rows.cu, on the CPU lane by lane, by
 the definition of the tensor core's A operand, and on a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,13 +1,11 @@
 """Marks: read back from the kernel's words, in the order in which csrc leaves them, and laid on one clock."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
 import pytest
 import torch
-from compiler import needs_nvrtc
+from machine_code import needs_nvrtc
 from test_megakernel import prompt_of
 from traces import FRAMES, launch_of
 

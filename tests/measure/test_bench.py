@@ -1,7 +1,5 @@
 """The bench: what it times, and that a section that fails loses nothing but itself."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

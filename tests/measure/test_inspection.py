@@ -1,7 +1,5 @@
 """The component table against the published sizes and the frame's arithmetic."""
 
-from __future__ import annotations
-
 import pytest
 
 from mktts.checkpoint import Checkpoint
@@ -50,9 +48,3 @@ def test_a_size_without_weights_has_the_same_components_as_with_them(tiny: Check
         return [row for row in rows if not row.name.startswith("codec ") and row.name != "text_embedding"]
 
     assert without_codec(inspection.components_at("tiny")) == without_codec(inspection.components(tiny))
-
-
-def test_the_description_names_components_and_speakers(tiny_projected: Checkpoint) -> None:
-    text = inspection.describe(tiny_projected)
-    for word in ("small_to_mtp_projection", "talker layers", "ryan", "random weights"):
-        assert word in text

@@ -1,7 +1,5 @@
 """The definitions in mktts.measure.metrics, on made-up chunks whose answers are worked out by hand."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Words, their errors and the recogniser that hears them, against known truth."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from absent import needs

@@ -1,7 +1,5 @@
 """The trace's document: medians that are known, and a file that stays small."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Notebook helpers: run folders, clips, tables, widgets."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

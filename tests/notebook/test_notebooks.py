@@ -3,8 +3,6 @@
 They run in this process, which has imported what a kernel imports for seconds; test_runs executes others in kernels.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import itertools

@@ -1,7 +1,5 @@
 """The live player, without a front end: what it sends to the page, and the page's script beside it."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shutil

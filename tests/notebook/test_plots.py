@@ -1,7 +1,5 @@
 """Figures: labelled axes with units, whole files, the data points where they belong."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Measurements on record: where a document comes from, and verdicts."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 

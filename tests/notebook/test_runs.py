@@ -1,7 +1,5 @@
 """Grids of notebook runs, on small notebooks written here and executed for real."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The site of executed notebooks: links, sound, search, figures, and nothing from elsewhere."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

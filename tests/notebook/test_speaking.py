@@ -1,7 +1,5 @@
 """Notebook parameters as arguments of an utterance, as a panel, and lists of texts."""
 
-from __future__ import annotations
-
 import pytest
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, open_checkpoint
@@ -63,22 +61,9 @@ def test_a_panel_folds_away_what_the_checkpoint_does_not_take(source, seen):
     assert sorted(line.description for line in lines) == sorted(seen) and folded.titles == ("more",)
 
 
-@pytest.mark.parametrize(
-    ("read", "wrong", "named"),
-    [
-        (speaking.texts, ("Yes. |",), "TEXTS"),
-        (
-            lambda n: speaking.at_least(1, FRAMES=3, REPEATS=n),
-            (0,),
-            "REPEATS must be a whole number .* at least 1, got 0",
-        ),
-    ],
-)
-def test_what_is_none_is_named_by_its_parameter(read, wrong, named):
-    for text in wrong:
-        with pytest.raises(OptionsError, match=named):
-            read(text)
-
-
-def test_texts_are_read():
+def test_texts_are_read_and_what_is_none_is_named_by_its_parameter():
     assert speaking.texts("Yes. | No, thank you.") == ["Yes.", "No, thank you."]
+    with pytest.raises(OptionsError, match="TEXTS"):
+        speaking.texts("Yes. |")
+    with pytest.raises(OptionsError, match="REPEATS must be a whole number .* at least 1, got 0"):
+        speaking.at_least(1, FRAMES=3, REPEATS=0)

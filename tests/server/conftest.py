@@ -1,7 +1,5 @@
 """A server in process over a synthesizer that makes noise, and one on a socket over the tiny checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

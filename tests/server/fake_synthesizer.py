@@ -1,7 +1,5 @@
 """A synthesizer that makes noise at once: what the server asks of it, and what it gives back, without a model."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Who may use a server: keys, owners, web pages, names of hosts; in process."""
 
-from __future__ import annotations
-
 import base64
 
 import pytest

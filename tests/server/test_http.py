@@ -1,7 +1,5 @@
 """/tts/stream, its record, probes and metrics; what is refused, and in which shape. In process."""
 
-from __future__ import annotations
-
 import gc
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """POST /v1/audio/speech and the routes beside it, with OpenAI's own client; sound is decoded by FFmpeg. In process."""
 
-from __future__ import annotations
-
 import base64
 import io
 import wave
@@ -95,11 +93,6 @@ def test_what_is_not_streamed_says_how_long_it_is(api, format):
     if format == "wav":
         with wave.open(io.BytesIO(answer.content)) as file:
             assert file.readframes(file.getnframes()) == HELLO
-        content = api.speech(response_format="wav", **HOW).content  # streamed: of unknown length
-        assert content[:4] == b"RIFF" and content[4:8] == content[40:44]
-        with wave.open(io.BytesIO(content)) as file:
-            assert (file.getnchannels(), file.getframerate(), file.getsampwidth()) == (1, 24_000, 2)
-            assert file.readframes(10**6) == HELLO
 
 
 def address(**query) -> str:
@@ -160,20 +153,11 @@ def test_sounds_are_kept_up_to_a_size_and_the_last_ones():
     assert [sounds.find(key, None) is None for key in "abcde"] == [True, True, False, False, True]
 
 
-@pytest.mark.parametrize(
-    ("query", "param"),
-    [
-        ({"input": ""}, "input"),
-        ({"speed": "fast"}, "speed"),
-        ({"voice": "nobody"}, "voice"),
-        ({"pronunciations": "nginx"}, "pronunciations"),
-        ({"sped": [2, 3]}, "sped"),
-    ],
-    ids=str,
-)
-def test_a_bad_address_is_told_which_key(api, query, param):
-    answer = api.get(address(**query))
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+def test_a_bad_address_is_told_which_key(api):
+    bad = {"input": "", "speed": "fast", "voice": "nobody", "pronunciations": "nginx", "sped": [2, 3]}
+    for key, value in bad.items():
+        answer = api.get(address(**{key: value}))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, key)
 
 
 async def events(api, **body) -> list[dict]:

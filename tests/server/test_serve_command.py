@@ -1,7 +1,5 @@
 """`python -m mktts serve`: its settings, its signals, an engine in a process of its own, and missing packages."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

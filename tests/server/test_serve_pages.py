@@ -1,7 +1,5 @@
 """The page: whole, from this server alone, and true to what it serves; in a real Chromium where there is one."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

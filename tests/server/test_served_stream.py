@@ -1,7 +1,5 @@
 """One served stream: what is late at a socket, and what is written together."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

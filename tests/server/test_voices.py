@@ -1,7 +1,5 @@
 """Voices of callers: recordings that requests bring, and uploads that are kept for a while, their owner's alone."""
 
-from __future__ import annotations
-
 import base64
 import stat
 import time
@@ -303,19 +301,11 @@ GIANT = WAV[:4] + b"\xff\xff\xff\x7f" + WAV[8:24] + (2**31 - 1).to_bytes(4, "lit
 @pytest.mark.parametrize(
     ("fields", "wav", "code", "param"),
     [
-        ({"name": "../anna"}, WAV, "invalid_value", "name"),
-        ({"name": ".anna"}, WAV, "invalid_value", "name"),
-        ({"name": ""}, WAV, "invalid_value", "name"),
-        ({"name": "a" * 65}, WAV, "invalid_value", "name"),
-        ({"name": "Alloy"}, WAV, "name_taken", "name"),
-        ({"name": "default"}, WAV, "name_taken", "name"),
-        ({"consent": ""}, WAV, "invalid_value", "consent"),
-        ({"consent": " \t"}, WAV, "invalid_value", "consent"),
-        ({"consent": "x" * 2_001}, WAV, "invalid_value", "consent"),
+        *[({"name": name}, WAV, "invalid_value", "name") for name in ("../anna", ".anna", "", "a" * 65)],
+        *[({"name": name}, WAV, "name_taken", "name") for name in ("Alloy", "default")],
+        *[({"consent": words}, WAV, "invalid_value", "consent") for words in ("", " \t", "x" * 2_001)],
         ({"ref_text": "x" * 5_001}, WAV, "ref_text_too_long", "ref_text"),
-        ({"expires_in_s": "0"}, WAV, "invalid_value", "expires_in_s"),
-        ({"expires_in_s": "soon"}, WAV, "invalid_value", "expires_in_s"),
-        ({"expires_in_s": "9" * 5_000}, WAV, "invalid_value", "expires_in_s"),
+        *[({"expires_in_s": age}, WAV, "invalid_value", "expires_in_s") for age in ("0", "soon", "9" * 5_000)],
         ({"colour": "red"}, WAV, "invalid_value", "colour"),
         ({"type": "prompt"}, WAV, "invalid_value", "type"),
         ({}, b"", "bad_reference", "audio_sample"),

@@ -1,7 +1,5 @@
 """`/tts/ws` in process: text as it is written, several utterances, cancel, limits, messages that make no sense."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What many streams on a CUDA device need of the host, tried without one: blocks of ticks, memory, states of the codec
 by slot, tiles of products, and what is compiled before a first pass (without triton)."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from types import SimpleNamespace
@@ -192,15 +190,7 @@ def test_a_smaller_pass_works_at_the_front_of_a_larger_ones_memory():
     assert work.tensor("x", 4, 4).data_ptr() != work.tensor("x", 8, 8).data_ptr()
 
 
-SIZES = [
-    (768, 5376, 768),
-    (96, 672, 96),
-    (192, 192, 192),
-    (288, 384, 192),
-    (6144, 3072, 1536),
-    (12, 84, 12),
-    (8, 56, 8),
-]
+SIZES = [(768, 5376, 768), (96, 672, 96), (288, 384, 192), (6144, 3072, 1536), (12, 84, 12)]
 
 
 @given(

@@ -1,17 +1,12 @@
 """Matrix products and attention with one order of sums: their error, and rows that do not feel their company."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from mktts.batch.cuda.tiles import _MEASURED, Kind, TilePlan, plan_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 SHAPES = [*_MEASURED, (Kind.LINEAR, 120, 96), (Kind.GATED, 72, 64)]
 ROWS = (1, 7, 8, 16, 33, 64, 130, 256, 512, 1_024)
 MOST = 2_048

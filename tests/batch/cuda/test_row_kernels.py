@@ -1,17 +1,12 @@
 """Kernels between the products: the predictor's attention over a frame's passes, heads that go to their pages, and the
 talker's attention over pages, whose parts are joined to the same bits by one program and by several."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from mktts.model.qwen3 import rms_norm, rotate
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 HEADS, KV_HEADS, WIDTH, POSITIONS, EPS = 16, 8, 128, 16, 1e-6
 GROUP, COLUMNS = HEADS // KV_HEADS, (HEADS + 2 * KV_HEADS) * WIDTH

@@ -1,8 +1,6 @@
 """A listener's arithmetic, the figures of a run on times that are given, listeners on their event loop, and a server
 as a source of streams: one that the test writes by hand, so that what its listeners meet is known."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,7 +1,5 @@
 """The file of loads: what may stand in it, how it is merged, and what follows from its points."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The codec's yardsticks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The kernels' parity check, with torch in the kernels' place: right ones pass, wrong ones are caught and located."""
 
-from __future__ import annotations
-
 from collections import deque
 from types import SimpleNamespace
 
@@ -24,8 +22,6 @@ from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS
 
 SCOPE = kernel.Scope(contexts=(16, 90), frames=8, exact=9, lanes=(2, 5), lane_frames=4, lane_exact=5, watched=3)
-gpu = pytest.mark.gpu
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def backend_of(checkpoint: Checkpoint, dtype: torch.dtype, changed: str | None = None) -> TorchBackend:
@@ -316,8 +312,7 @@ def test_a_part_that_fails_is_named_and_the_others_still_count(tiny, tiny_margin
         assert not found["codec"]["passed"] and "codec" in kernel.outcome(found)["reason"]
 
 
-@gpu
-@cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("source", ["random:tiny", "random:tiny-projected"])
 def test_the_megakernels_errors_are_upstreams_beyond_the_rows_its_prefill_takes_too(source):
     found = kernel.parity_of(source, kernel.Scope((16, 200, 1_100), 60, 100), "megakernel", "cuda")
@@ -325,8 +320,7 @@ def test_the_megakernels_errors_are_upstreams_beyond_the_rows_its_prefill_takes_
     assert found["forced"]["prompt_rows_one_by_one"]["1100"] == 76 and found["exact"]["frames"] == 100
 
 
-@gpu
-@cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("source", ["random:tiny", "random:tiny-projected"])
 def test_the_batched_frames_errors_are_upstreams_with_and_without_one_order_of_sums(source):
     scope = kernel.Scope((16, 63, 700), lanes=(8, 64), lane_frames=5, lane_exact=12)

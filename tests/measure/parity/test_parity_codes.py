@@ -1,7 +1,5 @@
 """Codes of the torch backend equal to upstream's own generate, frame for frame: greedy and sampled, CPU."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

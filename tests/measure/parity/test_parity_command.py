@@ -1,7 +1,5 @@
 """`python -m mktts parity`: what is right passes, what is broken is found, and the file holds nobody's paths."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

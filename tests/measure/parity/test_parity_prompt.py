@@ -1,7 +1,5 @@
 """Prompt embeddings bit-equal to what upstream qwen-tts hands its talker, for every mode it has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from upstream_models import loaded
