@@ -113,16 +113,6 @@ async def test_an_interruption_ends_a_reply_within_one_token(model, monkeypatch)
     assert len(words(talk)) > len(before) and not talk.of(ErrorFrame)
 
 
-async def test_two_conversations_take_turns_on_one_model(model):
-    async with Talk(service(model)) as one, Talk(service(model)) as other:
-        await one.say(LLMContextFrame(LLMContext([ASKED])))
-        await ask(other, {"role": "user", "content": "Something else."})
-        await one.until(lambda: one.of(LLMFullResponseEndFrame))
-    alone = TextConversation(model.decoder, reply_tokens=REPLY_TOKENS)
-    asked = [Message("system", INSTRUCTIONS), Message("user", ASKED["content"])]
-    assert words(one) == alone.reply(asked, 3).read() != words(other)
-
-
 async def test_a_failed_model_is_said_and_the_turn_ends(model, monkeypatch):
     def fail(*_):
         raise EngineError("the kernel stopped")
@@ -143,11 +133,6 @@ def test_the_arguments_choose_it_and_speak_its_tokens(checkpoint_cache):
 
 
 # ---- the cache of a conversation
-
-
-def computed_alone(decoder: TextDecoder, messages: list[Message], tokens: int) -> list[int]:
-    ids = ChatTemplate.of(decoder.checkpoint.folder, decoder.vocabulary).ids(messages)
-    return [token.id for token in decoder.generate(ids, seed=1, max_tokens=tokens)]
 
 
 def test_the_second_turn_computes_what_is_new(decoder, monkeypatch):
@@ -188,7 +173,8 @@ def test_what_an_interruption_left_is_kept_and_the_rest_is_not(decoder):
     stream = conversation.reply(heard, seed=1)
     # up to the thought that the template has told it not to think
     assert conversation.kept_tokens == conversation.template.ids([SYSTEM, HELLO]).index(conversation.template.think)
-    assert [next(stream).id for _ in range(6)] == computed_alone(decoder, heard, 6)
+    alone = decoder.generate(conversation.template.ids(heard), seed=1, max_tokens=6)
+    assert [next(stream).id for _ in range(6)] == [token.id for token in alone]
 
 
 def test_a_failed_reply_leaves_nothing_to_go_on_from(decoder, monkeypatch):

@@ -77,12 +77,9 @@ def test_every_phrase_of_the_grammar_gets_its_own_intents_answer():
 
 
 def test_the_time_is_told_in_words():
-    for hour, minute, words in (
-        (21, 1, "one minute past nine."),
-        (0, 0, "twelve o'clock."),
-        (12, 45, "forty-five minutes past twelve."),
-    ):
-        assert intents.spoken_time(datetime(2026, 1, 1, hour, minute)) == f"It is {words}"
+    times = {(21, 1): "one minute past nine.", (0, 0): "twelve o'clock.", (12, 45): "forty-five minutes past twelve."}
+    for hour_minute, words in times.items():
+        assert intents.spoken_time(datetime(2026, 1, 1, *hour_minute)) == f"It is {words}"
 
 
 def test_the_story_goes_on_where_the_context_says_the_listener_was():

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from fakes import OFF, PATIENT, FakeBackend, FakeCodec, FakeLanes, fake_batch, fake_single
 
 from mktts.batch.pages import Pages
@@ -66,12 +65,10 @@ class Desk:
         frames: int | None = None,
         options: StreamOptions = OFF,
         paced: bool = True,
-        reference: torch.Tensor | None = None,
         engine: str = "batch",
     ) -> Utterance:
         """A stream of these segments."""
-        voice = None if reference is None else SimpleNamespace(codes=reference)
-        requests = [Request(text, voice=voice) for text in texts or ("Hello.",)]
+        requests = [Request(text) for text in texts or ("Hello.",)]
         script = self.runners[engine].voices.whole(requests, self.now_s)
         return self._opened(script, Plan(Sampling(), seed, frames, options), paced, engine)
 

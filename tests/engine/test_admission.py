@@ -138,12 +138,8 @@ def test_the_queue_has_an_end_in_length_and_in_time_and_the_refusal_says_why():
 @given(st.data())
 def test_listeners_come_before_others_and_of_each_kind_the_first_comes_first(data):
     """Arrivals, departures, cancels and time, in any order; none is lost, and none leaves the queue twice."""
-    place, now_s, waiting, names = (
-        Place(3, slots=4, pages=24, max_wait_s=1.0, max_waiting=64),
-        0.0,
-        [],
-        iter(range(1_000)),
-    )
+    place, names = Place(3, slots=4, pages=24, max_wait_s=1.0, max_waiting=64), iter(range(1_000))
+    now_s, waiting = 0.0, []
     for _ in range(data.draw(st.integers(1, 40))):
         deed = data.draw(st.sampled_from(["listener", "listener", "file", "leaves", "cancels", "waits"]))
         if deed in ("listener", "file"):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fakes import OFF, ONE, WAIT_S, FakeBackend, in_thread, joined, launched_ahead, settle, speak
 
@@ -60,41 +60,31 @@ def test_cancel_from_another_thread_takes_effect_within_one_frame(held):
     assert 4 <= backend.order.count(1) <= 4 + launched_ahead(synth)  # the frame that was being made, and no other
 
 
-@pytest.mark.parametrize("waits", ["a thread", "a task"])
-async def test_cancel_wakes_a_consumer_that_waits(held, waits):
+@pytest.mark.parametrize("waits", ["a thread", "a task", "a task that is cancelled"])
+async def test_cancel_wakes_a_consumer_that_waits_whose_own_end_cancels_the_generation(held, waits):
     synth, backend = held
     stream = speak(synth, seed=1, frames=1_000)
-    read = asyncio.to_thread(stream.read) if waits == "a thread" else stream.aread()
-    reader = asyncio.create_task(read)
+
+    async def read() -> np.ndarray:
+        async with stream:
+            return await stream.aread()
+
+    reader = asyncio.create_task(asyncio.to_thread(stream.read) if waits == "a thread" else read())
     await asyncio.to_thread(backend.wait_entered, 1)
-    stream.cancel()
-    assert len(await asyncio.wait_for(reader, WAIT_S)) == 0 and stream.finish_reason == "cancelled"
+    if waits == "a task that is cancelled":
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+    else:
+        stream.cancel()
+        assert len(await asyncio.wait_for(reader, WAIT_S)) == 0
+    assert stream.finish_reason == "cancelled"
     backend.release()
     await asyncio.to_thread(settle, synth)
     assert backend.order.count(1) <= 1 + launched_ahead(synth)
 
 
-async def test_cancelling_the_task_that_waits_cancels_the_generation(held):
-    synth, backend = held
-    stream = speak(synth, seed=1, frames=1_000)
-
-    async def read() -> None:
-        async with contextlib.aclosing(stream):
-            async for _ in stream:
-                raise AssertionError("no frame was permitted")
-
-    reader = asyncio.create_task(read())
-    await asyncio.to_thread(backend.wait_entered, 1)
-    reader.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reader
-    assert stream.finish_reason == "cancelled"
-    backend.release()
-    await asyncio.to_thread(settle, synth)
-    assert 1 <= backend.order.count(1) <= 1 + launched_ahead(synth)
-
-
-@pytest.mark.parametrize("leave", ["close", "with", "aclose", "aclosing", "async with"])
+@pytest.mark.parametrize("leave", ["close", "with", "aclose", "async with"])
 async def test_leaving_a_stream_cancels_it(make, leave):
     with make() as synth:
         stream = speak(synth, seed=1, frames=None)
@@ -105,9 +95,6 @@ async def test_leaving_a_stream_cancels_it(make, leave):
                 next(stream)
         elif leave == "aclose":
             await stream.aclose()
-        elif leave == "aclosing":
-            async with contextlib.aclosing(stream):
-                await anext(stream)
         else:
             async with stream:
                 await anext(stream)
@@ -198,7 +185,7 @@ async def test_a_loop_that_closed_while_it_waited_harms_nobody(held):
 # ---- fed text
 
 
-def test_a_stream_begins_with_its_first_visible_text_whoever_waits_for_it(make):
+def test_a_stream_begins_with_its_first_visible_text_and_takes_none_after_its_end_or_of_another_type(make):
     with make() as synth:
         session = synth.open(seed=1, options=ONE, max_frames=2)
         heard: list[int] = []
@@ -206,8 +193,13 @@ def test_a_stream_begins_with_its_first_visible_text_whoever_waits_for_it(make):
         session.feed(" \n")
         settle(synth)
         assert session.engine is None and synth.engine.open_streams == 0 and not session._utterance.over
+        with pytest.raises(TextError, match="must be a str, got int"):
+            session.feed(3)
         session.feed("abc")
         assert session.engine in ("single", "batch")
+        session.finish()
+        with pytest.raises(EngineError, match="feed after finish"):
+            session.feed("two")
         joined(reader)
         assert heard == [1, 1]
 
@@ -229,14 +221,3 @@ def test_a_stream_that_has_not_begun_ends_in_every_way(make):
     for session in (cancelled, ended, closed):
         session.feed("dropped")  # the writer may not know yet that the listener has interrupted
         session.finish()
-
-
-def test_after_finish_and_of_another_type_text_is_refused(make):
-    with make() as synth:
-        session = synth.open()
-        session.feed("one")
-        with pytest.raises(TextError, match="must be a str, got int"):
-            session.feed(3)
-        session.finish()
-        with pytest.raises(EngineError, match="feed after finish"):
-            session.feed("two")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mktts.engine.options import SCHEDULE, TOGETHER_SCHEDULE, Guard, StreamOptions
 from mktts.engine.stream import Stream
 from mktts.model.sampling import Sampling
-from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer
 
 THREE = "The first sentence. And a second one here. The third ends it."
@@ -28,10 +28,10 @@ REFERENCE = torch.arange(5 * NUM_CODEBOOKS).reshape(5, NUM_CODEBOOKS) % 97
 class Case:
     """A stream, the model that it is opened on, and why it ends."""
 
-    text: str
     reason: str
     frames: tuple[int, ...]  # of each chunk
     options: StreamOptions = OFF
+    text: str = "Hello."
     max_frames: int | None = None
     eos_after: int | None = None
     silent: int = 0
@@ -45,38 +45,29 @@ def _guarded(**guard: float | None) -> StreamOptions:
 
 
 CASES = {
-    "a schedule": Case("Hello.", "max_frames", (3, 5, 5), replace(OFF, schedule=(3, 5)), max_frames=13),
-    "one chunk": Case("Hello.", "max_frames", (13,), replace(OFF, schedule=(50,)), max_frames=13),
-    "end of speech": Case("Hello.", "eos", (1, 1, 2, 2), eos_after=6),
-    "no frames": Case("Hello.", "eos", (), eos_after=0),
-    "one frame": Case("Hello.", "max_frames", (1,), max_frames=1),
-    "segments": Case(THREE, "eos", (1, 1, 2, 4, 4), SEGMENTS, eos_after=4),
-    "segments of one frame": Case(THREE, "eos", (1, 1, 1), SEGMENTS, eos_after=1),
-    "segments of no frames": Case(THREE, "eos", (), SEGMENTS, eos_after=0),
-    "max_frames within a segment": Case(THREE, "max_frames", (1, 1, 2, 4, 2), SEGMENTS, max_frames=10, eos_after=4),
-    "max_frames at a join": Case(THREE, "max_frames", (1, 1, 2, 4), SEGMENTS, max_frames=8, eos_after=4),
-    "a repeated code": Case(
-        "Hello.", "runaway", (1, 1, 2, 4, *[8] * 5, 2), _guarded(), code0=lambda frame: min(frame, 10)
-    ),
+    "a schedule": Case("max_frames", (3, 5, 5), replace(OFF, schedule=(3, 5)), max_frames=13),
+    "one chunk": Case("max_frames", (13,), replace(OFF, schedule=(50,)), max_frames=13),
+    "end of speech": Case("eos", (1, 1, 2, 2), eos_after=6),
+    "no frames": Case("eos", (), eos_after=0),
+    "one frame": Case("max_frames", (1,), max_frames=1),
+    "segments": Case("eos", (1, 1, 2, 4, 4), SEGMENTS, THREE, eos_after=4),
+    "segments of one frame": Case("eos", (1, 1, 1), SEGMENTS, THREE, eos_after=1),
+    "segments of no frames": Case("eos", (), SEGMENTS, THREE, eos_after=0),
+    "max_frames within a segment": Case("max_frames", (1, 1, 2, 4, 2), SEGMENTS, THREE, max_frames=10, eos_after=4),
+    "max_frames at a join": Case("max_frames", (1, 1, 2, 4), SEGMENTS, THREE, max_frames=8, eos_after=4),
+    "a repeated code": Case("runaway", (1, 1, 2, 4, *[8] * 5, 2), _guarded(), code0=lambda frame: min(frame, 10)),
     "a missing end": Case(
-        "12345", "runaway", (1, 1, 2, 4, 8, 8, 1), _guarded(frames_per_text_token=3.0, slack_frames=10)
+        "runaway", (1, 1, 2, 4, 8, 8, 1), _guarded(frames_per_text_token=3.0, slack_frames=10), "12345"
     ),
-    "silence first": Case("Hello.", "max_frames", (6, 1, 2, 3), replace(OFF, trim_lead=True), max_frames=12, silent=5),
-    "no silence": Case("Hello.", "max_frames", (1, 1, 2, 4, 4), replace(OFF, trim_lead=True), max_frames=12),
-    "silence alone": Case("Hello.", "max_frames", (), replace(OFF, trim_lead=True), max_frames=9, silent=100),
-    "a small buffer": Case("Hello.", "max_frames", (1,) * 30, replace(ONE, buffer_frames=1), max_frames=30),
+    "silence first": Case("max_frames", (6, 1, 2, 3), replace(OFF, trim_lead=True), max_frames=12, silent=5),
+    "no silence": Case("max_frames", (1, 1, 2, 4, 4), replace(OFF, trim_lead=True), max_frames=12),
+    "silence alone": Case("max_frames", (), replace(OFF, trim_lead=True), max_frames=9, silent=100),
+    "a small buffer": Case("max_frames", (1,) * 30, replace(ONE, buffer_frames=1), max_frames=30),
     "silence over a small buffer": Case(
-        "Hello.",
-        "max_frames",
-        (13,) + (1,) * 17,
-        replace(ONE, trim_lead=True, buffer_frames=2),
-        max_frames=30,
-        silent=12,
+        "max_frames", (13,) + (1,) * 17, replace(ONE, trim_lead=True, buffer_frames=2), max_frames=30, silent=12
     ),
-    "a voice with codes": Case(
-        "Hello.", "max_frames", (1, 1, 2, 3), max_frames=7, voice=SimpleNamespace(codes=REFERENCE)
-    ),
-    "a kept prefix": Case(THREE, "eos", (1, 1, 2, 4, 4), SEGMENTS, eos_after=4, prefix="v" * 150),
+    "a voice with codes": Case("max_frames", (1, 1, 2, 3), max_frames=7, voice=SimpleNamespace(codes=REFERENCE)),
+    "a kept prefix": Case("eos", (1, 1, 2, 4, 4), SEGMENTS, THREE, eos_after=4, prefix="v" * 150),
 }
 
 
@@ -111,23 +102,13 @@ def test_a_stream_is_the_same_on_every_engine_alone_and_beside_others(make, case
         assert {seed: heard(stream) for seed, stream in streams.items()} == wanted
 
 
-def test_chunks_are_contiguous_float32_and_end_where_the_codes_end(make):
-    with make() as synth:
-        stream = synth.stream("Hello.", max_frames=21, seed=1)
-        chunks = list(stream)
-    ends = np.cumsum([len(chunk.pcm) for chunk in chunks])
-    assert [round(chunk.start_s * SAMPLE_RATE_HZ) for chunk in chunks] == [0, *ends[:-1]]
-    assert ends[-1] == len(stream.codes) * SAMPLES_PER_FRAME
-    assert {chunk.pcm.dtype for chunk in chunks} == {np.dtype(np.float32)}
-    assert all(chunk.timings.talker_ms > 0 and chunk.timings.ready_ms > 0 for chunk in chunks)
-
-
 def test_where_no_schedule_is_asked_for_chunks_of_many_streams_stay_small(make):
     with make() as synth:
         stream = synth.stream("Hello.", max_frames=16, seed=1)
-        frames = [chunk.frames for chunk in stream]
+        chunks = list(stream)
     schedule = SCHEDULE if stream.engine == "single" else TOGETHER_SCHEDULE
-    assert tuple(frames[: len(schedule)]) == schedule
+    assert tuple(chunk.frames for chunk in chunks[: len(schedule)]) == schedule
+    assert all(chunk.timings.talker_ms > 0 and chunk.timings.ready_ms > 0 for chunk in chunks)
 
 
 def test_a_voice_is_heard_once_for_many_streams(make):

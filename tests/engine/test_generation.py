@@ -12,6 +12,8 @@ import pytest
 import torch
 from fakes import OFF, FakeBackend, FakeCodec, FakeCodecState, fake_single
 
+from mktts.audio import first_audible_sample
+from mktts.engine.chunker import Chunker
 from mktts.engine.options import Chunk, Guard, Plan, StreamOptions
 from mktts.engine.runner import Runner
 from mktts.engine.script import Script
@@ -19,7 +21,7 @@ from mktts.engine.stream import MAX_SEGMENT_FRAMES, Utterance
 from mktts.errors import OptionsError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
-from mktts.spec import NUM_CODEBOOKS
+from mktts.spec import AUDIBLE_WINDOW_SAMPLES, NUM_CODEBOOKS, SAMPLE_RATE_HZ
 
 HELLO = "Hello."
 NO_LENGTH = StreamOptions(guard=Guard(frames_per_text_token=None))
@@ -94,6 +96,30 @@ def test_a_first_frame_that_is_a_chunk_is_decoded_behind_its_launch(schedule, qu
     assert model.lanes.codec.unmade == queued
     assert [chunk.frames for chunk in chunks[0]] == [chunk.frames for chunk in chunks[1]]
     assert np.array_equal(*map(pcm_of, chunks))
+
+
+@pytest.mark.parametrize("size", [1, 100, 239, 240, 241, 1_000, 1_920, 5_000])
+def test_chunks_of_any_length_are_trimmed_as_the_whole_is(size):
+    """The sound begins 60 samples before a window ends, too late for that one to be audible."""
+    sound_begins = 9 * AUDIBLE_WINDOW_SAMPLES - 60
+    random = np.random.default_rng(3)
+    whole = np.concatenate((1e-4 * random.normal(size=sound_begins), 0.01 * random.normal(size=3_000)))
+    whole = whole.astype(np.float32)
+    assert first_audible_sample(whole) == 9 * AUDIBLE_WINDOW_SAMPLES
+    pieces = iter([whole[start : start + size] for start in range(0, len(whole), size)])
+    chunker = Chunker(
+        lambda codes: SimpleNamespace(result=lambda: next(pieces), pcm16=None),
+        StreamOptions(schedule=(1,), trim_lead=True),
+    )
+    chunks = []
+    for _ in range(0, len(whole), size):
+        chunker.add(None)
+        chunks.append(chunker.take(time.perf_counter()))
+    heard = [chunk for chunk in chunks if chunk]
+    kept = 9 * AUDIBLE_WINDOW_SAMPLES - SAMPLE_RATE_HZ * 40 // 1_000
+    assert np.array_equal(np.concatenate([chunk.pcm for chunk in heard]), whole[kept:])
+    assert heard[0].start_s == pytest.approx(kept / SAMPLE_RATE_HZ)
+    assert sum(chunk.frames for chunk in heard) == len(chunks)
 
 
 def test_timings_add_up_over_the_frames_of_a_chunk():

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 from desk import Desk, alone, chunks_of, fails_at, frames_of
 from fakes import OFF, ONE, FakeBackend, FakeCodec
 
@@ -15,7 +14,6 @@ from mktts.engine.admission import HELD_S, AdmissionLimits
 from mktts.engine.scheduler import TickSettings
 from mktts.engine.single import SingleLanes
 from mktts.errors import CapacityError, EngineError, PromptError
-from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
 HELD = replace(ONE, buffer_frames=2)  # a stream that waits for its reader after two frames
 
@@ -51,8 +49,7 @@ def test_a_stream_that_could_never_have_its_pages_is_refused_at_once(desk):
 
 
 @pytest.mark.parametrize(
-    ("of_the_desk", "reason"),
-    [({"slots": 1}, "slots"), ({"limits": AdmissionLimits(max_streams=1)}, "max_streams")],
+    ("of_the_desk", "reason"), [({"slots": 1}, "slots"), ({"limits": AdmissionLimits(max_streams=1)}, "max_streams")]
 )
 def test_who_finds_no_place_waits_in_line_and_comes_in_when_there_is_one(desk, of_the_desk, reason):
     at = desk(**of_the_desk)
@@ -99,35 +96,7 @@ def test_a_stream_that_nobody_listens_to_is_patient_and_costs_no_turns(desk):
     assert at.all_free()
 
 
-def test_who_gives_up_in_line_leaves_it_and_holds_up_nobody(together):
-    at = together(slots=4, pages=5, rows_per_slot=256)  # four pages
-    small = partial(at.say, frames=58, options=HELD)  # one page
-    first = small(seed=1)
-    at.run(until_s=0.01)
-    large = at.say(seed=2, frames=250)  # all four
-    behind = small(seed=3)
-    at.run(until_s=0.02)
-    assert at.batch._queued == {large, behind}
-    large.cancel()
-    at.run()
-    assert large.finish_reason == "cancelled" and len(chunks_of(behind)) == 2
-    assert at.batch._queued == set()
-    first.cancel(), behind.cancel()
-    at.run()
-    assert at.all_free()
-
-
 # ---- what each is given
-
-
-def test_a_reference_is_heard_before_the_first_frame(desk):
-    codes = torch.full((3, NUM_CODEBOOKS), 5)
-    at = desk()
-    job, plain = at.say(frames=1, reference=codes), at.say(frames=1)
-    at.run()
-    (heard,), (not_heard,) = chunks_of(job), chunks_of(plain)
-    assert len(heard.pcm) == len(not_heard.pcm) == SAMPLES_PER_FRAME
-    assert heard.pcm[0] != not_heard.pcm[0] and heard.pcm[-1] == not_heard.pcm[-1]
 
 
 def test_max_frames_is_never_passed_and_wastes_no_lane(desk):

@@ -45,19 +45,13 @@ def capacity_of(model: TickModel, ticks: TickSettings) -> float:
 
 
 def arrivals(
-    listeners: int,
-    warm_s: float,
-    seconds: float,
-    frames: tuple[int, int] = (25, 150),
-    burst: int = 0,
-    bursts: int = 5,
-    seed: int = 0,
+    listeners: int, warm_s: float, seconds: float, burst: int = 0, bursts: int = 5, seed: int = 0
 ) -> list[tuple[float, int]]:
     """(arrival in s, frames), ascending. Over the first half of the warm-up come `listeners` streams that are already
     under way, so that the load is there when the run begins at `warm_s`. bursts times `burst` streams of 50 frames come
     at once, evenly over the run."""
     rng = np.random.default_rng(seed)
-    low, high = frames
+    low, high = FRAMES
     found = [
         (at, max(2, int(rng.uniform(0.15, 1.0) * rng.integers(low, high + 1))))
         for at in rng.uniform(0.0, warm_s / 2, listeners)
@@ -121,7 +115,7 @@ class Run:
         self._dry_s = np.zeros(self.slots)  # when the listener has played what came
         self._leaving: list[tuple[float, int, int]] = []  # when, slot, serial
         self.free = list(range(self.slots))
-        coming = self.coming or arrivals(self.listeners, self.warm_s, self.seconds, FRAMES, self.burst, seed=self.seed)
+        coming = self.coming or arrivals(self.listeners, self.warm_s, self.seconds, self.burst, seed=self.seed)
         end_s, now_s, index = self.warm_s + self.seconds, 0.0, 0
         while now_s < end_s:
             self._live = now_s >= self.warm_s
@@ -245,17 +239,6 @@ def test_no_underrun_whatever_the_machine_and_the_load(load, prompt_rows, burst,
     assert run.late_s == [] and (not run.ttfc_s or run.ttfc_ms(100) < 1_000)
 
 
-@pytest.mark.parametrize("listeners", [8, 40])
-def test_two_cores_serve_their_listeners_without_a_gap(listeners):
-    true = TickModel(9e-3, 2.4e-3, 70e-6, 50e-6)
-    settings = TickSettings.cpu()
-    run = Run(
-        listeners, settings, TickModel.cpu(), capacity_of(true, settings), seconds=20, truth=true, noise=0.05
-    ).play()
-    assert run.late_s == [] and run.ttfc_ms(99) < 700
-    assert run.refused == 0 or listeners > 16
-
-
 @pytest.mark.parametrize("listeners", [6, 9, 30])
 def test_slow_cores_make_larger_ticks_rather_than_late_ones(listeners):
     """Measured on two cores whose tick of two lanes takes 38 ms: ticks of at most 40 ms would serve four listeners."""
@@ -265,6 +248,7 @@ def test_slow_cores_make_larger_ticks_rather_than_late_ones(listeners):
     run = Run(listeners, ticks, TickModel.cpu(), capacity, **more).play()
     assert run.frames / run.seconds > 10 * min(listeners, capacity) > 50
     assert len(run.late_s) <= (0 if listeners < capacity else 10) and max(run.late_s, default=0) < 20e-3
+    assert run.ttfc_ms(99) < 700 and (run.refused == 0 or listeners > capacity)
 
 
 def test_a_machine_slower_than_measured_lowers_the_capacity_and_listeners_are_in_time_again(monkeypatch):

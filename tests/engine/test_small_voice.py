@@ -59,12 +59,6 @@ def requests(sentences: Sequence[str]) -> list[Request]:
     ]
 
 
-def unequal(small, upstream, sentences: Sequence[str], sampled: bool, max_frames: int) -> list[dict]:
-    sampling = small.sampling() if sampled else small.sampling().greedy()
-    rows = compare_codes(small, requests(sentences), sampling, 7, max_frames, torch.float32, upstream)
-    return [row for row in rows if not row["equal"]]
-
-
 def test_it_is_a_small_custom_voice_of_three_speakers_and_one_language_and_its_card_says_so(small):
     assert small.config.type.name == "custom_voice" and not small.is_random
     assert tuple(small.config.speakers) == SPEAKERS
@@ -82,14 +76,12 @@ def test_prompts_are_upstreams(small, upstream):
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_codes_are_upstreams(small, upstream, sampled):
-    assert unequal(small, upstream, SENTENCES[:3], sampled, 12) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_codes_of_twenty_whole_sentences_are_upstreams(small, upstream, sampled):
-    assert unequal(small, upstream, SENTENCES, sampled, 160) == []
+@pytest.mark.parametrize(("sentences", "max_frames"), [(3, 12), pytest.param(20, 160, marks=pytest.mark.slow)])
+def test_codes_are_upstreams(small, upstream, sampled, sentences, max_frames):
+    sampling = small.sampling() if sampled else small.sampling().greedy()
+    asked = requests(SENTENCES[:sentences])
+    rows = compare_codes(small, asked, sampling, 7, max_frames, torch.float32, upstream)
+    assert [row for row in rows if not row["equal"]] == []
 
 
 @pytest.mark.parametrize("multiprocessors", [132, 108, 82])

@@ -150,12 +150,7 @@ def test_what_runs_away_or_fails_is_tried_again_with_another_seed(engine, tmp_pa
         assert set(errors) == {"long", "nobody", "none", "voice"} and "runaway" in errors["long"]
         kept = {path.stem for path in tmp_path.iterdir()}
         assert kept == {one.id for one in sentences} - set(errors)
-        for name, seed, frames in (
-            ("s0", 0, None),
-            ("s1", seeds[1][1], None),
-            ("s2", seeds[2][3], None),
-            ("cut", 8, 3),
-        ):
+        for name, seed, frames in (("s1", seeds[1][1], None), ("s2", seeds[2][3], None), ("cut", 8, 3)):
             text = next(one.text for one in sentences if one.id == name)
             alone = synth.say(text, seed=seed, max_frames=frames)
             samples, rate_hz = soundfile.read(tmp_path / f"{name}.wav", dtype="int16")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-import threading
 import types
 from dataclasses import replace
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -178,29 +178,25 @@ def test_upstream_takes_text_in_segments_and_fed(speaking):
 
 
 def test_upstream_is_cancelled_within_a_frame(speaking, monkeypatch):
-    third, cancelled = threading.Event(), threading.Event()
-    generate = upstream.generate_codes
+    generate, opened, frames = upstream.generate_codes, SimpleQueue(), []
 
-    def held_at_the_third_frame(*arguments, on_frame, **settings):
-        made = []
-
-        def hold(codes):
+    def cancelled_at_the_third_frame(*arguments, on_frame, **settings):
+        def cancel(codes):
+            frames.append(codes)
             on_frame(codes)
-            made.append(codes)
-            if len(made) == 3:
-                third.set()
-                assert cancelled.wait(WAIT_S)
+            if len(frames) == 3:
+                opened.get(timeout=WAIT_S).cancel()
 
-        return generate(*arguments, on_frame=hold, **settings)
+        return generate(*arguments, on_frame=cancel, **settings)
 
-    monkeypatch.setattr(upstream, "generate_codes", held_at_the_third_frame)
+    monkeypatch.setattr(upstream, "generate_codes", cancelled_at_the_third_frame)
     stream = speak(speaking, frames=1_000)
-    assert third.wait(WAIT_S)
-    stream.cancel()
-    cancelled.set()
-    assert list(stream) == [] and stream.finish_reason == "cancelled"
+    opened.put(stream)
+    stream.read()
+    assert stream.finish_reason == "cancelled"
     monkeypatch.undo()
     assert len(speak(speaking, frames=1).read()) == SAMPLES_PER_FRAME  # the worker is free again
+    assert len(frames) == 3
 
 
 # ---- cloned voices

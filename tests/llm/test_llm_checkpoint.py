@@ -149,7 +149,6 @@ def of_another_dtype(folder: Path) -> None:
     ("breakage", "message"),
     [
         (config(model_type="qwen3_tts"), "model_type must be 'qwen3', found 'qwen3_tts'.*Synthesizer"),
-        (config(model_type=None), "model_type must be 'qwen3', found None"),
         (config(hidden_act="gelu"), "hidden_act must be 'silu', found 'gelu'"),
         (config(attention_bias=True), "attention_bias must be False, found True"),
         (config(use_sliding_window=True, sliding_window=128), "use_sliding_window must be False"),
@@ -164,7 +163,6 @@ def of_another_dtype(folder: Path) -> None:
         (config(head_dim=31), "head_dim must be even"),
         (config(tie_word_embeddings="yes"), "tie_word_embeddings must be true or false"),
         (config(tie_word_embeddings=False), "lm_head.weight: expected shape .*found no such tensor"),
-        (config(num_hidden_layers=4), "layers.3.*no such tensor"),
         (config(num_hidden_layers=2), "layers.2.*expected no such tensor"),
         (config(vocab_size=151900), "embed_tokens.weight: expected shape"),
         (generation(temperature=0.0), "temperature"),
@@ -180,10 +178,7 @@ def of_another_dtype(folder: Path) -> None:
         (removed("vocab.json"), "vocab.json: expected this file of the Hub layout"),
         (lambda folder: (folder / "vocab.json").write_text("{"), "vocab.json: expected a BPE vocabulary"),
         (tokenizer(added_tokens_decoder=None), "expected added_tokens_decoder"),
-        (
-            tokenizer(added_tokens_decoder={"151936": {"content": "x", "special": True}}),
-            "expected ids below the embedding's 151936 rows, found 151936",
-        ),
+        (tokenizer(added_tokens_decoder={"151936": {"content": "x", "special": True}}), "rows, found 151936"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

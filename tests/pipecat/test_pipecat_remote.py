@@ -260,25 +260,18 @@ async def test_errors_of_the_server_are_those_of_a_source_in_process(code, error
         await source.disconnect()
 
 
-async def test_disconnecting_ends_what_is_spoken_with_an_error():
+@pytest.mark.parametrize("by", ["source", "task"])
+async def test_disconnecting_and_cancelling_the_task_that_waits_end_the_generation(by):
     async with FakeServer(forever) as server:
         source = RemoteSource(server.url)
-        await source.connect()
-        speech = await source.speak("Hello.", Style())
-        waiting = asyncio.create_task(taken(speech))
-        await asyncio.sleep(0)
-        await source.disconnect()
-        with pytest.raises(errors.EngineError, match="disconnected"):
-            await waiting
-
-
-async def test_cancelling_the_task_that_waits_cancels_the_generation():
-    async with FakeServer(forever) as server:
-        source = RemoteSource(server.url)
-        speech = await source.speak("Hello.", Style())
-        waiting = asyncio.create_task(taken(speech))
+        waiting = asyncio.create_task(taken(await source.speak("Hello.", Style())))
         await asyncio.sleep(0.05)  # it waits
-        waiting.cancel()
+        if by == "source":
+            await source.disconnect()
+            with pytest.raises(errors.EngineError, match="disconnected"):
+                await waiting
+        else:
+            waiting.cancel()
         await until(lambda: server.clients[0].socket.state is State.CLOSED)
         await source.disconnect()
 

@@ -36,7 +36,7 @@ from pipecat.transports.base_transport import TransportParams
 from pipecat_fakes import TOO_LATE_S, FakeSource, FakeSpeech, Talk, metrics, turn
 
 from mktts.agent.scripted import RecordingOutput
-from mktts.errors import PromptError, TextError
+from mktts.errors import PromptError
 from mktts.pipecat import MkttsTTSService, SpeechFailedFrame
 from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
 
@@ -106,35 +106,6 @@ async def test_word_times_rise_from_zero_over_the_audio_of_the_turn():
 
 
 @pytest.mark.parametrize("mode", TextAggregationMode)
-async def test_an_interruption_lets_no_audio_after_it_and_stops_the_generation(mode):
-    text = "One two three four five six seven eight nine ten eleven twelve."
-    tts, source = service(lambda text: FakeSpeech(None), text_aggregation_mode=mode)
-    async with Talk(tts) as talk:
-        await talk.say(*turn(text))
-        await talk.until(lambda: source.speeches)
-        source.speeches[0].give(4, open=True)
-        await talk.until(lambda: len(talk.of(TTSAudioRawFrame)) == 4)
-        await talk.say(InterruptionFrame())
-        await talk.until(lambda: source.speeches[0].cancelled)
-        source.speeches[0].give(3)  # what was in flight
-        await talk.until(lambda: talk.of(InterruptionFrame))
-        await talk.say(*turn("Now this."))
-        await talk.until(lambda: len(source.speeches) == 2)
-        source.speeches[1].give(2)
-    at = next(i for i, frame in enumerate(talk.down) if isinstance(frame, InterruptionFrame))
-    first = talk.of(TTSStartedFrame)[0].context_id
-    after = [frame for frame in talk.down[at:] if getattr(frame, "context_id", None) == first]
-    assert after == []
-    assert source.speeches[0].made == 4
-    words = [frame.text for frame in talk.down[:at] if isinstance(frame, TTSTextFrame)]
-    assert words == text.split()[: len(words)]
-    assert 0 < len(words) < 6  # of four frames, a third of a second
-    assert talk.heard() == f"{' '.join(words)} Now this."
-    assert talk.samples() == 6 * SAMPLES_PER_FRAME
-    assert len(metrics(talk, TTFBMetricsData)) == 2
-
-
-@pytest.mark.parametrize("mode", TextAggregationMode)
 async def test_an_interruption_before_the_first_audio_reports_no_ttfb(mode):
     tts, source = service(lambda text: FakeSpeech(None), text_aggregation_mode=mode)
     async with Talk(tts) as talk:
@@ -161,18 +132,6 @@ async def test_cancel_ends_the_generation_and_leaves_the_source_disconnected(mod
     assert source.speeches[0].cancelled
     assert source.connected == 0
     assert talk.of(CancelFrame)
-
-
-@pytest.mark.parametrize("mode", TextAggregationMode)
-async def test_end_lets_what_was_written_be_spoken(mode):
-    tts, source = service(lambda text: FakeSpeech(None), text_aggregation_mode=mode)
-    async with Talk(tts) as talk:
-        await talk.say(*turn("One two three."), EndFrame())
-        await talk.until(lambda: source.speeches)
-        source.speeches[0].give(5)
-        await talk.ended()
-    assert talk.samples() == 5 * SAMPLES_PER_FRAME
-    assert talk.heard() == "One two three."
 
 
 @pytest.mark.parametrize("text", ["\U0001f44d", "...", "\u200b!", "Sh."])
@@ -235,20 +194,6 @@ async def test_a_failed_engine_is_a_permanent_error_and_the_unspoken_text_stays_
     assert "nine" in talk.heard() and "fifteen" not in talk.heard()
     assert len(talk.of(TTSStoppedFrame)) == 2  # no context is left hanging
     assert "Nor is this." not in [text for text, _ in source.asked]
-
-
-async def test_text_that_cannot_be_spoken_costs_that_sentence_alone():
-    def plan(text: str) -> FakeSpeech:
-        if "bad" in text:
-            raise TextError("too long")
-        return FakeSpeech(3)
-
-    tts, _ = service(plan, stop_frame_timeout_s=TOO_LATE_S)
-    async with Talk(tts) as talk:
-        await talk.say(*turn("One two. ", "Three bad four. ", "Five six."))
-    assert talk.heard() == "One two. Five six."
-    assert [type(frame) for frame in talk.up] == [SpeechFailedFrame]
-    assert tts.is_usable
 
 
 async def test_settings_that_do_not_fit_are_permanent_until_they_change():

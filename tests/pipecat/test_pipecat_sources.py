@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -166,6 +166,8 @@ async def test_after_an_interruption_no_stale_audio_comes_and_the_model_stops_wi
     interrupted = place.watched.streams[-2]
     assert await asyncio.to_thread(place.watched.wasted_frames, interrupted) <= 1
     assert interrupted.finish_reason == "cancelled"
+    assert talk.heard().endswith(" Now this.") and LONG.replace(".", ",").startswith(talk.heard()[:-10])
+    assert len(metrics(talk, TTFBMetricsData)) == 2
 
 
 async def test_a_voice_or_language_that_the_model_lacks_makes_no_usable_service(place):
@@ -179,10 +181,11 @@ async def test_a_voice_or_language_that_the_model_lacks_makes_no_usable_service(
 
 @pytest.mark.parametrize("chars", [MAX_TEXT_CHARS + 1, 2 * MAX_TEXT_CHARS], ids=["an utterance", "a message"])
 async def test_text_too_long_for_an_utterance_costs_itself_alone(place, chars):
-    async with Talk(place.service()) as talk:
+    tts = place.service()
+    async with Talk(tts) as talk:
         await talk.say(*turn("Good. ", f"{'a' * chars}. ", "Yes."))
     assert [(type(frame), type(frame.exception)) for frame in talk.up] == [(SpeechFailedFrame, TextError)]
-    assert talk.heard() == "Good. Yes."
+    assert talk.heard() == "Good. Yes." and tts.is_usable
 
 
 async def test_nothing_visible_in_a_fed_utterance_is_an_end_without_audio(place):
@@ -229,12 +232,8 @@ async def test_a_saved_voice_speaks_on_a_base_checkpoint(tiny_base, tmp_path):
 
 
 def test_the_shared_model_is_loaded_once_and_closed_when_told():
-    found: list[Synthesizer] = []
-    threads = [threading.Thread(target=lambda: found.append(shared_synthesizer("random:tiny"))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(shared_synthesizer, ["random:tiny"] * 3))
     one = MkttsTTSService(checkpoint="random:tiny")
     two = MkttsTTSService(checkpoint="random:tiny", settings=Settings(voice="ryan"))
     assert {id(synth) for synth in (*found, one._source._synthesizer, two._source._synthesizer)} == {id(found[0])}

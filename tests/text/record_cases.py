@@ -15,8 +15,8 @@ CASES = Path(__file__).with_name("cases.tsv")
 RECORD = Path(__file__).resolve().parents[2] / "outputs" / "reference" / "text.json"
 
 
-def cases() -> list[tuple[str, list[str]]]:
-    rows = [line.split("\t") for line in CASES.read_text(encoding="utf-8").splitlines()]
+def cases(table: str = CASES.read_text(encoding="utf-8")) -> list[tuple[str, list[str]]]:
+    rows = [line.split("\t") for line in table.splitlines()]
     return [(unescaped(written), right.split("|")) for written, right in rows]
 
 
@@ -28,11 +28,12 @@ def words(text: str) -> str:
     return " ".join(re.findall(r"[a-z0-9']+", text.lower()))
 
 
-def wrong() -> list[tuple[str, str]]:
+def wrong(rows: list[tuple[str, list[str]]]) -> list[tuple[str, str]]:
     """(written, spoken) where `spoken` is none of the readings that are right."""
-    return [(text, spoken(text)) for text, right in cases() if words(spoken(text)) not in map(words, right)]
+    return [(text, spoken(text)) for text, right in rows if words(spoken(text)) not in map(words, right)]
 
 
 if __name__ == "__main__":
     total = len(cases())
-    RECORD.write_text(json.dumps({"cases": total, "right": total - len(wrong()), "outside": None}, indent=1) + "\n")
+    right = total - len(wrong(cases()))
+    RECORD.write_text(json.dumps({"cases": total, "right": right, "outside": None}, indent=1) + "\n")

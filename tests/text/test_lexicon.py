@@ -31,17 +31,13 @@ LEXICON = Lexicon(WORDS)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        pytest.param(
-            "nginx, Nginx and NGINX.", "engine X, engine X and engine X.", id="small-letters-stand-for-any-case"
-        ),
+        pytest.param("nginx, Nginx or NGINX", "engine X, engine X or engine X", id="small-letters-for-any-case"),
         pytest.param("A GIF is no gif.", "A jif is no gif.", id="a-capital-stands-for-itself"),
         pytest.param("nginxes, mynginx, _nginx, nginx2, SQLite", None, id="never-inside-a-word"),
         pytest.param("nginx's and Nguyen’s", "engine X's and Win’s", id="a-possessive-is-the-word"),
         pytest.param("O'Nguyen, nginx'd, nginx'sx", None, id="any-other-apostrophe-is-not"),
         pytest.param("nginx.org me@nginx.org v1.nginx", None, id="names-with-dots-are-one-word"),
-        pytest.param(
-            "'nginx' (SQL) SQL-like/GIF", "'engine X' (sequel) sequel-like/jif", id="marks-and-hyphens-part-words"
-        ),
+        pytest.param("'nginx' (SQL) SQL-like/GIF", "'engine X' (sequel) sequel-like/jif", id="marks-part-words"),
         pytest.param("SQL Server, SQL server", "sequel server, sequel server", id="the-longest-counts"),
         pytest.param("C++ and C++11, ASP.NET and .NET", "see plus plus and C++11, ASP.NET and dot net", id="signs"),
         pytest.param("Die Straße, die STRASSE", "Die shtrahsuh, die shtrahsuh", id="other-letters-in-any-case"),
