@@ -1,5 +1,5 @@
 #!/bin/bash
-# A voice trained on one lent GPU, in commands of some minutes each. In the root of the repository, on that machine:
+# A voice trained on one GPU, in commands of some minutes each. In the root of the repository, on that machine:
 #   train.sh keep FILE...   puts files that travelled with this command into $V: Kokoro's two weights-N.safetensors.xz and
 #                           voices.safetensors (`train teacher --kokoro K --fetch`); texts.xz and natural.xz of `train texts --kokoro
 #                           K`; to go on from another run, its voice-state.N
