@@ -6,6 +6,7 @@ The arithmetic is that of `mktts.model.qwen3` and `mktts.codec.layers`, for whol
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -87,3 +88,13 @@ def _frequency(head_dim: int, theta: float, device: torch.device) -> Tensor:
         with torch.inference_mode(False):
             _FREQUENCIES[key] = inverse_frequency(head_dim, theta).to(device)
     return _FREQUENCIES[key]
+
+
+def fused(work: Callable[..., Tensor], x: Tensor) -> Callable[..., Tensor]:
+    """`work` in one pass over memory where x is on a GPU: elementwise passes are what a training step waits for."""
+    return _compiled(work) if x.is_cuda else work
+
+
+@cache
+def _compiled(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(work, dynamic=True)

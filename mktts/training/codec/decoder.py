@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mktts.checkpoint.tensors import expected_codec_tensors
 from mktts.codec.layers import CONVNEXT_EPS
 from mktts.spec import CodecConfig
-from mktts.training.weights import Weights, rotary
+from mktts.training.weights import Weights, fused, rotary
 
 _LAYER_SCALE = 0.1  # at the start; the released 0.01 suits longer training
 
@@ -56,10 +56,7 @@ class Decoder(nn.Module):
         return y[..., : x.shape[-1] * stride]
 
     def _snake(self, name: str, x: Tensor) -> Tensor:
-        """x + sin(x * exp(alpha))^2 / (exp(beta) + 1e-9), in fp32: the phase does not survive bf16."""
-        x = x.float()
-        alpha, beta = (self.w[f"{name}.{part}"].exp()[:, None] for part in ("alpha", "beta"))
-        return x + torch.sin(x * alpha).square() / (beta + 1e-9)
+        return fused(snake, x)(x, self.w[f"{name}.alpha"], self.w[f"{name}.beta"])
 
     def _block(self, name: str, x: Tensor, rate: int) -> Tensor:
         """Snake, up-sampling by `rate` into half the channels, three residual units."""
@@ -91,6 +88,13 @@ class Decoder(nn.Module):
             inner = self.w.mlp(f"{layer}.mlp", self.w.norm(f"{layer}.post_attention_layernorm", h, eps))
             h = h + self.w[f"{layer}.mlp_layer_scale.scale"] * inner
         return self.w.linear(f"{root}.output_proj", self.w.norm(f"{root}.norm", h, c.rms_norm_eps)).transpose(1, 2)
+
+
+def snake(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """x + sin(x * exp(alpha))^2 / (exp(beta) + 1e-9) of x (B, channels, time); in fp32, as the phase does not survive
+    bf16."""
+    wide = x.float()
+    return (wide + torch.sin(wide * alpha.exp()[:, None]).square() / (beta.exp()[:, None] + 1e-9)).to(x.dtype)
 
 
 def _initial(name: str, parameter: Tensor) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.training.weights import fused
 
 _CPU = torch.device("cpu")
 _FLOOR = 1e-5  # of magnitudes before the logarithm, where a full-scale sine is 1: -100 dBFS, below what 16 bits hold
@@ -104,11 +105,15 @@ def deceiving_losses(real: list[list[Tensor]], fake: list[list[Tensor]]) -> dict
     """`adversarial`, and `features`: distance of inner layers of judges that stand still, relative to their size."""
     adversarial = sum((1 - f[-1].float()).square().mean() for f in fake) / len(fake)
     distances = [
-        (x - y.float()).abs().mean() / x.float().abs().mean().clamp(min=_FLOOR)
+        fused(_relative_distance, x)(x.detach(), y)
         for r, f in zip(real, fake, strict=True)
         for x, y in zip(r[:-1], f[:-1], strict=True)
     ]
     return {"adversarial": adversarial, "features": sum(distances) / len(distances)}
+
+
+def _relative_distance(x: Tensor, y: Tensor) -> Tensor:
+    return (x.float() - y.float()).abs().mean() / x.float().abs().mean().clamp(min=_FLOOR)
 
 
 def _judge(widths: tuple[int, ...], kernel: tuple[int, int], stride: tuple[int, int]) -> nn.ModuleList:
@@ -119,10 +124,14 @@ def _judge(widths: tuple[int, ...], kernel: tuple[int, int], stride: tuple[int, 
 
 def _layers(judge: nn.ModuleList, x: Tensor) -> list[Tensor]:
     seen = []
-    for layer in judge[:-1]:
-        x = F.leaky_relu(layer(x), 0.1)
+    for layer in judge:
+        # as bf16 convolutions want it; their input then becomes so too
+        weight = layer.weight.contiguous(memory_format=torch.channels_last)
+        x = F.conv2d(x, weight, layer.bias, layer.stride, layer.padding)
+        if layer is not judge[-1]:
+            x = F.leaky_relu(x, 0.1)
         seen.append(x)
-    return [*seen, judge[-1](x)]
+    return seen
 
 
 def spectrum(pcm: Tensor, window: int) -> Tensor:

@@ -144,14 +144,11 @@ class CodecTrainer(Trainer):
             at = start + torch.arange(r.judged_frames * SAMPLES_PER_FRAME, device=self.device)
             real, fake = pcm.index_select(1, at), output.index_select(1, at)
             with self._cast():
-                judged = judges_loss(self.judges(real), self.judges(fake.detach()))
-            self._descend("judges", judged)
-            self.judges.requires_grad_(False)
-            with self._cast():
-                losses |= deceiving_losses(self.judges(real), self.judges(fake))
-            self.judges.requires_grad_(True)
+                seen, copies = self.judges(real), self.judges(fake)
+                judged = judges_loss(seen, copies)
+                losses |= deceiving_losses(seen, copies)
         total = sum(getattr(r, name) * loss for name, loss in losses.items())
-        self._descend("codec", total)
+        self._descend({"codec": total} | ({"judges": judged} if adversarial else {}))
         self.follow(self._share)
         found = {"loss": total, **losses, "comb": more.max()} | ({"judges": judged} if adversarial else {})
         return {name: value.detach() for name, value in found.items()}
@@ -167,12 +164,14 @@ class CodecTrainer(Trainer):
         numbers = covariance.trace().square() / covariance.square().sum()
         return {"fixed_mel": float(distance), "fixed_comb": float(comb), "numbers": float(numbers)}
 
-    def _descend(self, name: str, loss: Tensor) -> None:
-        optimizer = self.optimizers[name]
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.modules[name].parameters(), 10.0)
-        optimizer.step()
+    def _descend(self, losses: dict[str, Tensor]) -> None:
+        """A step of each module down its own loss: judges and codec have looked at the same copies once."""
+        for name, loss in losses.items():
+            self.optimizers[name].zero_grad(set_to_none=True)
+            loss.backward(inputs=list(self.modules[name].parameters()), retain_graph=name != list(losses)[-1])
+        for name in losses:
+            torch.nn.utils.clip_grad_norm_(self.modules[name].parameters(), 10.0)
+            self.optimizers[name].step()
 
     def _cast(self) -> torch.autocast:
         # a cache of casts made while recording would not be made again when the graph is replayed
