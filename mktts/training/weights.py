@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 
 import torch
+import torch._dynamo
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -97,4 +99,6 @@ def fused(work: Callable[..., Tensor], x: Tensor) -> Callable[..., Tensor]:
 
 @cache
 def _compiled(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    torch._dynamo.config.recompile_limit = 64  # kinds of input: dtypes, layouts, with gradients or without
+    torch._functorch.config.donated_buffer = False  # a graph may be gone through twice
     return torch.compile(work, dynamic=True)

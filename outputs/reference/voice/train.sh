@@ -20,7 +20,7 @@ learn() { # STAGE MINUTES ARGUMENTS...: without CUDA graphs where a step cannot 
     local stage=$1 end=$(python3 -c "import time; print(time.time() + 60 * $2)")
     shift 2
     for graphs in --graphs ""; do
-        timeout -k 10 $((MINUTES * 60)) python3 -m mktts train $stage --out $stage --resume --plan $(left 1) "$@" $graphs \
+        timeout -k 10 ${MINUTES}m python3 -m mktts train $stage --out $stage --resume --plan $(left 1) "$@" $graphs \
             --minutes $(python3 -c "import time; print(max(0.05, ($end - time.time()) / 60))") >> $stage.log 2>&1 && return
     done
 }
