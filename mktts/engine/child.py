@@ -1,30 +1,73 @@
-"""The process that owns an engine for `mktts.engine.remote`: does what messages say, and sends what the worker makes,
-a turn at a time."""
+"""The process that owns an engine for `mktts.engine.remote`, and what the two say to each other: calls, pickled, over a
+socket pair. Both are of this package and started by one user."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import pickle
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mktts.engine.messages import Call, ChunkMade, Idle, Over, Reply, State, Wire, sendable
 from mktts.engine.options import Chunk, Plan
 from mktts.engine.script import Script
 from mktts.engine.stream import Utterance
+from mktts.errors import EngineError, MkttsError
 
 if TYPE_CHECKING:
     from mktts.model.prompt import Request
     from mktts.text.parts import Pause
 
 _STATE_S = 0.1
+
+
+class Call(NamedTuple):
+    """Of a method in the other process: of `Child` or its engine, or of `RemoteEngine`, whose names begin with `_on_`.
+    number: of the reply that is wanted; None: none is."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    number: int | None = None
+
+
+class Wire:
+    """`send` from any thread, `receive` from one. Both raise OSError where the other process is gone."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket, self._connection = end, Connection(os.dup(end.fileno()))
+        self._sending = threading.Lock()
+
+    def send(self, *calls: Call) -> None:
+        data = pickle.dumps(calls, pickle.HIGHEST_PROTOCOL)
+        with self._sending:
+            self._connection.send_bytes(data)
+
+    def receive(self) -> tuple[Call, ...]:
+        """The next calls."""
+        try:
+            return self._connection.recv()
+        except EOFError:
+            raise ConnectionError("the other process has closed its end") from None
+
+    def close(self) -> None:
+        """The other process's `receive` ends, and this one's, though a thread waits in it."""
+        with contextlib.suppress(OSError):  # the other process has gone already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def sendable(error: BaseException | None) -> BaseException | None:
+    """The error, where it is one of ours; others, which may hold what cannot be pickled, in words."""
+    if error is None or isinstance(error, MkttsError):
+        return error
+    return EngineError(f"{type(error).__name__}: {error}")
 
 
 class StreamSink:
@@ -35,12 +78,12 @@ class StreamSink:
 
     def put(self, state: Utterance, chunk: Chunk | None, at_once: bool) -> None:
         if chunk is not None:
-            self._child.add(ChunkMade(self._id, chunk.pcm16, chunk.start_s, chunk.frames, chunk.timings))
+            self._child.add("_on_chunk", self._id, chunk.pcm16, chunk.start_s, chunk.frames, chunk.timings)
         elif not at_once:  # otherwise it was cancelled, by the other process
-            self._child.add(Over(self._id, state.finish_reason, sendable(state.error)))
+            self._child.add("_on_over", self._id, state.finish_reason, sendable(state.error))
 
     def idle(self, state: Utterance) -> None:
-        self._child.add(Idle(self._id, state.idle, state.late_s))
+        self._child.add("_on_idle", self._id, state.idle, state.late_s)
 
 
 class Child:
@@ -50,8 +93,8 @@ class Child:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._streams: dict[int, tuple[Utterance, Script | None]] = {}
-        self._made: list[Any] = []  # in this turn; the worker's
-        self._out: SimpleQueue[list[Any]] = SimpleQueue()
+        self._made: list[Call] = []  # in this turn; the worker's
+        self._out: SimpleQueue[list[Call]] = SimpleQueue()
 
     def run(self) -> None:
         """Returns when the other process is gone."""
@@ -61,9 +104,9 @@ class Child:
                     self._do(call)
                 call = None  # it keeps no voice while it waits
 
-    def add(self, message: Any) -> None:
+    def add(self, method: str, *arguments: Any) -> None:
         """Worker: goes out behind its turn."""
-        self._made.append(message)
+        self._made.append(Call(method, arguments))
 
     def flush(self) -> None:
         """Worker, after a turn."""
@@ -76,24 +119,29 @@ class Child:
         with contextlib.suppress(OSError):  # the other process is gone: `receive` says so too
             while True:
                 try:
-                    messages = self._out.get(timeout=_STATE_S)
+                    calls = self._out.get(timeout=_STATE_S)
                 except Empty:
-                    messages = []
+                    calls = []
                 if time.monotonic() - sent_s >= _STATE_S:
                     sent_s = time.monotonic()
-                    messages.append(State(self._engine.stats, self._engine.capacity))
-                self._wire.send(*messages)
+                    calls.append(self._state())
+                self._wire.send(*calls)
+
+    def _state(self) -> Call:
+        return Call("_on_state", (self._engine.stats, self._engine.capacity))
 
     def _do(self, call: Call) -> None:
         of = self if hasattr(self, call.method) else self._engine
+        value = error = None
         try:
-            reply = Reply(call.number, getattr(of, call.method)(*call.arguments))
-        except Exception as error:
-            reply = Reply(call.number, None, sendable(error))
+            value = getattr(of, call.method)(*call.arguments)
+        except Exception as raised:
+            error = sendable(raised)
             if call.number is None:
                 logging.getLogger(__name__).exception("%s failed", call.method)
         if call.number is not None:
-            self._wire.send(*([State(self._engine.stats, self._engine.capacity)] if reply.error is None else []), reply)
+            state = [self._state()] if error is None else []
+            self._wire.send(*state, Call("_on_reply", (call.number, value, error)))
 
     # ---- what the other process calls
 
@@ -111,9 +159,8 @@ class Child:
     def submit(self, id: int, parts: Sequence[Request | Pause], plan: Plan, paced: bool) -> None:
         """A stream of known text: see `Engine.submit`."""
         with self._errors_of(id):
-            utterance = self._engine.reserve(plan, paced=paced, sink=StreamSink(id, self))
-            self._streams[id] = utterance, None
-            self._engine.begin_known(utterance, parts, time.perf_counter())
+            sink = StreamSink(id, self)
+            self._streams[id] = self._engine.submit(parts, plan, time.perf_counter(), paced=paced, sink=sink), None
 
     def begin_fed(self, id: int, request: Request, plan: Plan, max_chars: int, texts: Sequence[Any]) -> None:
         """A stream whose text goes on by `feed`: see `Engine.begin_fed`."""
@@ -144,8 +191,7 @@ class Child:
         try:
             yield
         except Exception as error:
-            self._streams.pop(id, None)
-            self._out.put([Over(id, None, sendable(error))])
+            self._out.put([Call("_on_over", (id, None, sendable(error)))])
 
 
 def main(handle: int) -> None:
@@ -158,6 +204,6 @@ def main(handle: int) -> None:
 
 
 if __name__ == "__main__":
-    from mktts.engine import child  # messages' classes are of their module, not of __main__
+    from mktts.engine import child  # pickled calls are of the module, not of __main__
 
     child.main(int(sys.argv[1]))

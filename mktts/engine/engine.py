@@ -30,8 +30,8 @@ from mktts.engine import capacity as capacities
 from mktts.engine.admission import Admission, AdmissionLimits, Capacity
 from mktts.engine.options import SCHEDULE, Guard, Plan, StreamOptions
 from mktts.engine.process_settings import ManyStreams
-from mktts.engine.runner import EngineStats, Runner
-from mktts.engine.script import Script
+from mktts.engine.runner import EngineStats, Runner, Voices
+from mktts.engine.script import Script, WholeScript
 from mktts.engine.stream import EngineName, Notifier, Sink, StreamCounters, StreamUpdate, Utterance
 from mktts.errors import EngineError, SamplingError
 from mktts.model.prompt import Request
@@ -106,69 +106,62 @@ class Engine:
         *,
         paced: bool = True,
         engine: EngineName | None = None,
+        sink: Sink | None = None,
     ) -> Utterance:
         """A stream of known text: one checked request a segment, and pauses between them. started_s: of the call
-        that timings count from. engine: the lanes; None chooses. paced: see `Utterance`.
+        that timings count from. engine: the lanes; None chooses. paced, sink: see `Utterance`.
 
         Raises EngineError after `close` and in a forked child, SamplingError for draws that no lanes make.
         """
-        utterance = self.reserve(plan, paced=paced)
-        self.begin_known(utterance, parts, started_s, engine)
+        utterance = self.reserve(plan, paced=paced, sink=sink)
+        self._begin(utterance, lambda voices: WholeScript(parts, voices.build, started_s), engine)
         return utterance
 
     def reserve(self, plan: Plan, *, paced: bool = True, sink: Sink | None = None) -> Utterance:
-        """A stream whose text is to come; the worker knows of it from `begin_known` or `begin_fed` on. sink: see
-        `Utterance`. Raises as `submit`."""
-        self.check(plan.sampling)
-        self._check_process()
+        """A stream whose text is to come; the worker knows of it from `begin_fed` on. Raises as `submit`."""
         utterance = Utterance(plan, self._inbox, self._notifier, paced, sink)
         with self._lock:
-            self._check_open()
+            self._check(plan.sampling)
             self._utterances.add(utterance)
         return utterance
-
-    def begin_known(
-        self,
-        utterance: Utterance,
-        parts: Sequence[Request | Pause],
-        started_s: float,
-        engine: EngineName | None = None,
-    ) -> None:
-        """Gives a reserved stream its text. Raises as `submit`."""
-        runner = self._choose(utterance.plan.sampling, engine)
-        self._begin(utterance, runner.voices.whole(parts, started_s), runner.name)
 
     def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> Script:
         """As `mktts.engine.stream.StreamEngine`. request: checked, without text. max_chars: of a segment. Raises as
         `submit`."""
-        self._check_process()
-        runner = self._choose(utterance.plan.sampling)
-        script = runner.voices.later(request, max_chars)
-        for text in texts:
-            script.feed(text)
-        self._begin(utterance, script, runner.name)
+
+        def script_of(voices: Voices) -> Script:
+            script = voices.later(request, max_chars)
+            for text in texts:
+                script.feed(text)
+            return script
+
+        return self._begin(utterance, script_of)
+
+    def _begin(
+        self, utterance: Utterance, script_of: Callable[[Voices], Script], engine: EngineName | None = None
+    ) -> Script:
+        with self._lock:
+            self._check(utterance.plan.sampling)
+            runner = self._choose(utterance.plan.sampling, engine)
+            counters, script = self._counters[runner.name], script_of(runner.voices)
+            counters.opened += 1
+            utterance.begin(script, runner.name, counters)
+            self._inbox.put(utterance)
         return script
 
-    def _begin(self, utterance: Utterance, script: Script, engine: EngineName) -> None:
-        with self._lock:
-            self._check_open()
-            counters = self._counters[engine]
-            counters.opened += 1
-            utterance.begin(script, engine, counters)
-            self._inbox.put(utterance)
-
-    def check(self, sampling: Sampling) -> None:
-        """Raises EngineError after `close`, and SamplingError for rng="torch" where there are no single lanes."""
-        if not self._runners:
+    def _check(self, sampling: Sampling | None = None) -> None:
+        """Raises EngineError where nothing can be made, and SamplingError for rng="torch" without single lanes."""
+        if os.getpid() != self._pid:
+            raise EngineError("the worker thread stayed in the parent of this fork: load a synthesizer in the child")
+        if self.closed:
             raise EngineError("the synthesizer is closed: load another one")
-        if sampling.rng == "torch" and "single" not in self._runners:
+        if sampling is not None and sampling.rng == "torch" and "single" not in self._runners:
             raise SamplingError(
                 "the batch engine draws with rng='philox': for rng='torch' take backend='torch', engine='single'"
             )
 
     def _choose(self, sampling: Sampling, engine: EngineName | None = None) -> Runner:
         """The lanes of a stream that begins."""
-        self.check(sampling)
         runners = self._runners
         if engine is not None:
             return runners[engine]
@@ -192,7 +185,7 @@ class Engine:
             with torch.inference_mode():
                 runner = later()
             with self._lock:
-                self._check_open()
+                self._check()
                 self._inbox.put(runner)
         except Exception as reason:
             _LOG.warning("streams go on taking turns, the batch engine cannot run: %s", reason)
@@ -243,7 +236,7 @@ class Engine:
     def warm_up(self, request: Request) -> None:
         """Runs one short stream of this checked request on each set of lanes, so that the first one finds everything
         allocated and compiled. One chunk of every size of the default schedule is made."""
-        self._check_open()
+        self._check()
         for runner in list(self._runners.values()):
             self._make_stream(runner, request, sum(SCHEDULE))
 
@@ -297,8 +290,7 @@ class Engine:
 
     def forget(self, voice: Voice) -> None:
         """Lets go of what caches hold of `voice`, soon, in the worker's thread. Raises EngineError after `close`."""
-        if not self._runners:
-            raise EngineError("the synthesizer is closed: load another one")
+        self._check()
         for runner in self._runners.values():
             self._inbox.put(partial(runner.forget, voice))
 
@@ -313,14 +305,6 @@ class Engine:
         if os.getpid() == self._pid and self._thread is not threading.current_thread():
             self._thread.join()
         self._runners, self._later = {}, None
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise EngineError("the worker thread stayed in the parent of this fork: load a synthesizer in the child")
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise EngineError("the synthesizer is closed: load another one")
 
 
 class _Worker:

@@ -27,15 +27,14 @@ import numpy as np
 from mktts.audio.pcm import FULL_SCALE
 from mktts.common import python_path
 from mktts.engine.admission import AdmissionLimits, Capacity
-from mktts.engine.messages import Call, ChunkMade, Idle, Reply, State, Wire
-from mktts.engine.options import Chunk, Plan
+from mktts.engine.child import Call, Wire
+from mktts.engine.options import Chunk, FinishReason, Plan, Timings
 from mktts.engine.process_settings import ManyStreams
 from mktts.engine.runner import EngineStats
 from mktts.engine.script import Script
 from mktts.engine.stream import EngineName, Notifier, StreamUpdate, Utterance
 from mktts.errors import EngineError
 from mktts.model.prompt import Request
-from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
 from mktts.text.parts import Pause
 
@@ -77,7 +76,9 @@ class RemoteEngine:
         self._ids: dict[Utterance, int] = {}
         self._numbers = itertools.count()
         self._replies: dict[int, Future[Any]] = {}
-        self._state = State({}, Capacity(1, "not measured"))
+        # As of `Engine`, a tenth of a second ago at most.
+        self.stats: dict[EngineName, EngineStats] = {}
+        self.capacity = Capacity(1, "not measured")
         self._lock = threading.Lock()
         here, there = socket.socketpair()
         with there:
@@ -130,25 +131,11 @@ class RemoteEngine:
         if id in self._utterances:
             self._send("feed", id, piece)
 
-    def check(self, sampling: Sampling) -> None:
-        """As `Engine.check`, but of the draws, which the other process looks at."""
-        self._check_open()
-
     # ---- all of them
 
     @property
     def open_streams(self) -> int:
         return len(self._utterances)
-
-    @property
-    def stats(self) -> dict[EngineName, EngineStats]:
-        """As `Engine.stats`, a tenth of a second ago at most."""
-        return self._state.stats
-
-    @property
-    def capacity(self) -> Capacity:
-        """As `Engine.capacity`, likewise."""
-        return self._state.capacity
 
     def set_limits(self, limits: AdmissionLimits) -> None:
         self._call("set_limits", limits)
@@ -222,9 +209,9 @@ class RemoteEngine:
         """Thread: hands on what the other process says, to its end."""
         with contextlib.suppress(OSError):
             while True:
-                for message in self._wire.receive():
-                    self._take(message)
-                message = None  # it keeps no error while it waits
+                for call in self._wire.receive():
+                    getattr(self, call.method)(*call.arguments)
+                call = None  # it keeps no error while it waits
                 self._notifier.flush()
                 self._many.count(len(self._utterances))
         self._many.count(0)
@@ -243,24 +230,6 @@ class RemoteEngine:
             if self.on_gone is not None:
                 self.on_gone()
 
-    def _take(self, message: Any) -> None:
-        if isinstance(message, State):
-            self._state = message
-        elif isinstance(message, Reply):
-            reply = self._replies.pop(message.number)
-            reply.set_result(message.value) if message.error is None else reply.set_exception(message.error)
-        elif (utterance := self._utterances.get(message.id)) is None:
-            return  # it was cancelled
-        elif isinstance(message, ChunkMade):
-            pcm = np.frombuffer(message.pcm16, "<i2").astype(np.float32) / np.float32(FULL_SCALE)
-            utterance.deliver(Chunk(pcm, message.start_s, message.frames, message.timings, message.pcm16))
-        elif isinstance(message, Idle):
-            utterance.late_s = message.late_s
-            utterance.set_idle(message.idle)
-        else:
-            self._forget(message.id)
-            utterance.end(message.reason) if message.error is None else utterance.fail(message.error)
-
     def _forget(self, id: int) -> None:
         self._ids.pop(self._utterances.pop(id, None), None)
 
@@ -270,3 +239,27 @@ class RemoteEngine:
         status = self._process.returncode
         how = "has closed its connection" if status is None else f"has ended with status {status}"
         return EngineError(f"the engine's process {how}: its messages stand above; start the server again")
+
+    # ---- what the other process calls; a stream that was cancelled is not known any more
+
+    def _on_state(self, stats: dict[EngineName, EngineStats], capacity: Capacity) -> None:
+        self.stats, self.capacity = stats, capacity
+
+    def _on_reply(self, number: int, value: Any, error: BaseException | None) -> None:
+        reply = self._replies.pop(number)
+        reply.set_result(value) if error is None else reply.set_exception(error)
+
+    def _on_chunk(self, id: int, pcm16: bytes, start_s: float, frames: int, timings: Timings) -> None:
+        if (utterance := self._utterances.get(id)) is not None:
+            pcm = np.frombuffer(pcm16, "<i2").astype(np.float32) / np.float32(FULL_SCALE)
+            utterance.deliver(Chunk(pcm, start_s, frames, timings, pcm16))
+
+    def _on_idle(self, id: int, idle: bool, late_s: float) -> None:
+        if (utterance := self._utterances.get(id)) is not None:
+            utterance.late_s = late_s
+            utterance.set_idle(idle)
+
+    def _on_over(self, id: int, reason: FinishReason | None, error: BaseException | None) -> None:
+        if (utterance := self._utterances.get(id)) is not None:
+            self._forget(id)
+            utterance.end(reason) if error is None else utterance.fail(error)

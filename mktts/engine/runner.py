@@ -23,14 +23,13 @@ from mktts.audio import rows_to_pcm16
 from mktts.engine.admission import Admission, AdmissionQueue, Arrival, Reason, refusal, too_long
 from mktts.engine.lanes import Lanes, Made
 from mktts.engine.scheduler import StreamTable, lone_tick, next_tick
-from mktts.engine.script import CollectedScript, FedScript, Script, WholeScript
+from mktts.engine.script import CollectedScript, FedScript, Script
 from mktts.engine.stream import EngineName, Segment, Utterance
 from mktts.engine.tick import MeanTick, Tick, TickFit, TickLog, TickModel
 from mktts.errors import EngineError
 from mktts.model.backend import no_number
 from mktts.model.prompt import FedPrompt, Prompt, PromptBuilder, Request, SpokenRows, is_of_voice
 from mktts.model.voice import Voice
-from mktts.text.parts import Pause
 
 TICK_BOUNDS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.065, 0.08, 0.16, 0.5)
 _EARLY_S = 2e-3  # until some ran
@@ -84,10 +83,6 @@ class Voices:
     prompts: PromptBuilder
     fed: Callable[[PromptBuilder, Request], Any] | None = FedPrompt
     spoken: SpokenRows | None = None
-
-    def whole(self, parts: Sequence[Request | Pause], started_s: float) -> WholeScript:
-        """Known text: one checked request a segment, and the pauses between them."""
-        return WholeScript(parts, self.build, started_s)
 
     def later(self, request: Request, max_chars: int) -> Script:
         """Text that is fed. request: checked, without text."""

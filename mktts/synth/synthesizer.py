@@ -373,7 +373,6 @@ class Synthesizer:
             settings.get("max_frames"),
             StreamOptions() if options is None else options,
         )
-        self.engine.check(plan.sampling)
         return self._prompts.check(request), plan
 
     def _any_request(self, text: str) -> Request:

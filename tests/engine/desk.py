@@ -16,7 +16,7 @@ from mktts.batch.pages import Pages
 from mktts.engine import runner
 from mktts.engine.admission import Admission, AdmissionLimits
 from mktts.engine.options import Chunk, Plan, StreamOptions
-from mktts.engine.script import FedScript, Script
+from mktts.engine.script import FedScript, Script, WholeScript
 from mktts.engine.single import SingleLanes
 from mktts.engine.stream import Utterance
 from mktts.model.prompt import Request
@@ -69,7 +69,7 @@ class Desk:
     ) -> Utterance:
         """A stream of these segments."""
         requests = [Request(text) for text in texts or ("Hello.",)]
-        script = self.runners[engine].voices.whole(requests, self.now_s)
+        script = WholeScript(requests, self.runners[engine].voices.build, self.now_s)
         return self._opened(script, Plan(Sampling(), seed, frames, options), paced, engine)
 
     def listen(
@@ -181,7 +181,7 @@ def alone(
     """The codes of a stream that is made by itself, frame by frame, without lanes."""
     single = fake_single(FakeBackend(eos_after=eos_after), prefix=prefix)
     job = Utterance(Plan(Sampling(), seed, frames, replace(OFF, buffer_frames=10**9)), SimpleQueue())
-    job.begin(single.voices.whole([Request(text) for text in texts], 0.0), "single")
+    job.begin(WholeScript([Request(text) for text in texts], single.voices.build, 0.0), "single")
     single.take(job)
     while not job.over:
         single.turn(0.0, False)

@@ -16,7 +16,7 @@ from mktts.audio import first_audible_sample
 from mktts.engine.chunker import Chunker
 from mktts.engine.options import Chunk, Guard, Plan, StreamOptions
 from mktts.engine.runner import Runner
-from mktts.engine.script import Script
+from mktts.engine.script import Script, WholeScript
 from mktts.engine.stream import MAX_SEGMENT_FRAMES, Utterance
 from mktts.errors import OptionsError
 from mktts.model.prompt import Request
@@ -31,7 +31,9 @@ def generation(
     runner: Runner, *texts: str, options: StreamOptions = OFF, max_frames: int | None = None, started_s: float = 0.0
 ) -> Utterance:
     """A stream of these segments, that the runner has."""
-    script = runner.voices.whole([Request(text) for text in texts or (HELLO,)], started_s or time.perf_counter())
+    script = WholeScript(
+        [Request(text) for text in texts or (HELLO,)], runner.voices.build, started_s or time.perf_counter()
+    )
     return taken(runner, script, Plan(Sampling(), 5, max_frames, options))
 
 
