@@ -173,8 +173,8 @@ class AdmissionQueue:
         """Of a stream that arrives: "" admits it, "too_long" and "queue" refuse it, for any other reason it waits."""
         if arrival.max_rows > self._memory.rows_per_slot:
             return "too_long"
-        first = self._first(arrival.paced)
-        reason = self.obstacle(arrival, model, arrival.arrived_s) if first is None else "queue"
+        before = self._paced or (self._unpaced if not arrival.paced else ())
+        reason = "queue" if before else self.obstacle(arrival, model, arrival.arrived_s)
         if not reason:
             return ""
         if arrival.paced and len(self._paced) >= self._most_waiting:
@@ -184,24 +184,21 @@ class AdmissionQueue:
 
     def pop(self, now_s: float, model: TickModel) -> tuple[Arrival, Reason] | None:
         """One that waits no longer: admitted (""), or refused for a reason. None: all go on waiting."""
-        first = self._first(paced=False)
-        reason = "" if first is None else self.obstacle(first, model, now_s)
-        if first is not None and not reason:
-            return (self._paced or self._unpaced).popleft(), ""
+        waiting = self._paced or self._unpaced
+        reason: Reason = self.obstacle(waiting[0], model, now_s) if waiting else "queue"
+        if not reason:
+            return waiting.popleft(), ""
         if self._paced and now_s >= self._paced[0].arrived_s + self._max_wait_s(reason):
             return self._paced.popleft(), "waited"
-        if first is not None and self.held(now_s, first.arrived_s):
-            return (self._paced or self._unpaced).popleft(), "held"
+        for waiting in (self._paced, self._unpaced):
+            if waiting and self.held(now_s, waiting[0].arrived_s):
+                return waiting.popleft(), "held"
         return None
 
     def cancel(self, name: Any) -> None:
         """A stream that waits was cancelled."""
         self._paced = deque(arrival for arrival in self._paced if arrival.name != name)
         self._unpaced = deque(arrival for arrival in self._unpaced if arrival.name != name)
-
-    def _first(self, paced: bool) -> Arrival | None:
-        """Whose turn it is before that of a stream that arrives now."""
-        return next(iter(self._paced if paced else self._paced or self._unpaced), None)
 
     def _max_wait_s(self, reason: Reason) -> float:
         """How long a listener's stream may wait that `reason` keeps out."""
@@ -218,8 +215,8 @@ class AdmissionQueue:
         if not len(self) and not self.reserved_pages:
             return math.inf
         changes_s = [self._table.changes_s(now_s), self._idle_since_s + HELD_S]
-        if (first := self._first(paced=False)) is not None:
-            changes_s.append(max(self._idle_since_s, first.arrived_s) + HELD_S)
+        for waiting in filter(None, (self._paced, self._unpaced)):
+            changes_s.append(max(self._idle_since_s, waiting[0].arrived_s) + HELD_S)
         if self._paced:
             reasons: tuple[Reason, ...] = ("first_pcm", "capacity")
             changes_s += [self._paced[0].arrived_s + self._max_wait_s(reason) for reason in reasons]
