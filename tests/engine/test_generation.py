@@ -31,9 +31,8 @@ def generation(
     runner: Runner, *texts: str, options: StreamOptions = OFF, max_frames: int | None = None, started_s: float = 0.0
 ) -> Utterance:
     """A stream of these segments, that the runner has."""
-    script = WholeScript(
-        [Request(text) for text in texts or (HELLO,)], runner.voices.build, started_s or time.perf_counter()
-    )
+    requests = [Request(text) for text in texts or (HELLO,)]
+    script = WholeScript(requests, runner.voices.build, started_s or time.perf_counter())
     return taken(runner, script, Plan(Sampling(), 5, max_frames, options))
 
 
