@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from mktts.common import counted
-from mktts.engine.lanes import Memory
+from mktts.engine.pages import Pages
 from mktts.engine.scheduler import FRAME_S, StreamTable, TickSettings
 from mktts.engine.tick import TickModel
 from mktts.errors import BusyError, CapacityError, OptionsError
 
-Reason = Literal["", "too_long", "slots", "memory", "capacity", "max_streams", "first_pcm", "queue", "waited", "held"]
+Reason = Literal["", "slots", "memory", "capacity", "max_streams", "first_pcm", "queue", "waited", "held"]
 
 PROMPT_WAIT_S = 0.5  # behind the prompts of those that came at the same time
 HELD_S = 10.0  # a fed text may pause for some seconds, and others wait for its place
@@ -141,8 +141,8 @@ class AdmissionQueue:
     reserved_pages: that open streams wait for between two segments.
     """
 
-    def __init__(self, admission: Admission, table: StreamTable, memory: Memory, ticks: TickSettings) -> None:
-        self._admission, self._table, self._memory, self._ticks = admission, table, memory, ticks
+    def __init__(self, admission: Admission, table: StreamTable, pages: Pages | None, ticks: TickSettings) -> None:
+        self._admission, self._table, self._pages, self._ticks = admission, table, pages, ticks
         self.reserved_pages = 0
         self._paced: deque[Arrival] = deque()
         self._unpaced: deque[Arrival] = deque()
@@ -170,9 +170,7 @@ class AdmissionQueue:
         return now_s >= max(self._idle_since_s, arrived_s) + HELD_S
 
     def submit(self, arrival: Arrival, model: TickModel) -> Reason:
-        """Of a stream that arrives: "" admits it, "too_long" and "queue" refuse it, for any other reason it waits."""
-        if arrival.max_rows > self._memory.rows_per_slot:
-            return "too_long"
+        """Of a stream that arrives: "" admits it, "queue" refuses it, for any other reason it waits."""
         before = self._paced or (self._unpaced if not arrival.paced else ())
         reason = "queue" if before else self.obstacle(arrival, model, arrival.arrived_s)
         if not reason:
@@ -230,7 +228,7 @@ class AdmissionQueue:
         table, admission = self._table, self._admission
         if table.open.all():
             return "slots"
-        if not self._memory.fits(arrival.max_rows, arrival.key, self.reserved_pages):
+        if self._pages is not None and not self._pages.fits(arrival.max_rows, arrival.key, self.reserved_pages):
             return "memory"
         listeners = admission.count(now_s)
         if arrival.paced and listeners >= admission.most:
@@ -253,16 +251,8 @@ _OBSTACLES: dict[Reason, str] = {
 }
 
 
-def too_long(arrival: Arrival, memory: Memory) -> CapacityError:
-    """Of a stream whose keys and values could never have their place."""
-    return CapacityError(
-        f"a stream of {arrival.max_rows} positions (prompt and frames) was asked for, one may have "
-        f"{memory.rows_per_slot}: shorten the text or lower max_frames"
-    )
-
-
 def refusal(reason: Reason, open_streams: int, capacity: Capacity) -> CapacityError:
-    """What ends a stream that was refused for `reason`, other than for its length."""
+    """What ends a stream that was refused for `reason`."""
     served = "" if math.isinf(capacity.streams) else f", where {int(capacity.streams)} can be served at once"
     error = BusyError(
         f"refused with {counted(open_streams, 'stream')} open{served}: {_OBSTACLES[reason]}; try again when some have "

@@ -8,51 +8,18 @@ lanes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from mktts.codec.packed import Precision
+from mktts.engine.pages import Copy, Pages
 from mktts.engine.scheduler import TickSettings
 from mktts.engine.stream import Segment
 from mktts.engine.tick import Tick, TickModel
 from mktts.model.voice import Voice
-
-
-class Copy(NamedTuple):
-    """The first `rows` rows of page `source` are to be copied to page `target` before the next tick."""
-
-    source: int
-    target: int
-    rows: int
-
-
-class Memory(Protocol):
-    """Keys and values of streams, by slot: `mktts.batch.pages.Pages`, or `OwnMemory` where each stream has its own."""
-
-    rows_per_slot: int  # the most that one stream may have
-    all: int  # pages
-    free: int
-
-    def count(self, rows: int) -> int: ...
-
-    def find(self, key: Hashable | None) -> int: ...
-
-    def fits(self, rows: int, key: Hashable | None = None, beside: int = 0) -> bool: ...
-
-    def is_open(self, slot: int) -> bool: ...
-
-    def open(self, slot: int, rows: int, key: Hashable | None = None) -> tuple[int, list[Copy]]: ...
-
-    def close(self, slot: int) -> None: ...
-
-    def keep(self, slot: int, key: Hashable, rows: int) -> list[Copy] | None: ...
-
-    def known(self, wanted: Callable[[Hashable], bool]) -> list[Hashable]: ...
-
-    def forget(self, key: Hashable) -> None: ...
 
 
 class Made(NamedTuple):
@@ -80,7 +47,10 @@ class Lanes(Protocol):
     precision: Precision  # of the codec
     overlaps: bool  # whether the newest tick runs beside what the host does next; otherwise it is waited for at once
     slots: int  # 0 to slots - 1 are the engine's
-    pages: Memory  # the engine opens, keeps and closes, the lanes bring what changed to the device
+    positions: int  # of one segment, prompt and frames together, at most
+    pages: (
+        Pages | None
+    )  # the engine's book of them, whose changes the lanes bring to the device; None: no limit
     settings: TickSettings  # the ticks that it can run
     model: TickModel  # what a tick takes, before any was seen
     alone: bool  # set before every launch: no other stream is open, so that more may be done ahead

@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mktts.audio import rows_to_pcm16
-from mktts.engine.admission import Admission, AdmissionQueue, Arrival, Reason, refusal, too_long
+from mktts.engine.admission import Admission, AdmissionQueue, Arrival, Reason, refusal
 from mktts.engine.lanes import Lanes, Made
+from mktts.engine.pages import PAGE_ROWS
 from mktts.engine.scheduler import StreamTable, lone_tick, next_tick
 from mktts.engine.script import CollectedScript, FedScript, Script
 from mktts.engine.stream import EngineName, Segment, Utterance
 from mktts.engine.tick import MeanTick, Tick, TickFit, TickLog, TickModel
-from mktts.errors import EngineError
+from mktts.errors import CapacityError, EngineError
 from mktts.model.backend import no_number
 from mktts.model.prompt import FedPrompt, Prompt, PromptBuilder, Request, SpokenRows, is_of_voice
 from mktts.model.voice import Voice
@@ -38,8 +39,6 @@ _EARLY_S = 2e-3  # until some ran
 _GAP_PART = 0.6
 _RELAX = 0.97
 _MOST_EARLY_S = 0.05
-# A prefix shorter than this many rows, a page's, is computed sooner than it is kept.
-KEPT_ROWS = 64
 
 
 class TickTimes:
@@ -156,7 +155,7 @@ class Runner:
         self.lanes, self.voices, self.log = lanes, voices, TickLog()
         self.admission = admission
         self.name: EngineName = "single" if lanes.settings.max_lanes == 1 else "batch"
-        self._memory, self._settings = lanes.pages, lanes.settings
+        self._pages, self._settings = lanes.pages, lanes.settings
         self._ticks = TickTimes()
         self._pace = TickPace(lanes.model, lanes.settings.max_lanes)
         self.reference_model: TickModel | None = None  # of the measured capacity: what ticks are expected to take
@@ -168,13 +167,14 @@ class Runner:
         """Nothing is open."""
         slots = self.lanes.slots
         self._table = StreamTable(slots)
-        self._queue = AdmissionQueue(self.admission, self._table, self._memory, self._settings)
+        self._queue = AdmissionQueue(self.admission, self._table, self._pages, self._settings)
         self.free_slots = list(range(slots - 1, -1, -1))
         self._streams: dict[int, Utterance] = {}  # by slot
         self._arrived: deque[Utterance] = deque()  # not looked at yet
         self._textless: set[Utterance] = set()  # not admitted: their text has not come
         self._queued: set[Utterance] = set()
         self._awake: dict[int, Utterance] = {}  # those of `_streams` that are looked at before every tick
+        self._begun: set[int] = set()  # slots that have memory for a segment
         self._asleep: dict[Utterance, int] = {}  # the others, with their slots: they wait for text, and an update
         self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[Running] = deque()  # two at most, and one between two turns
@@ -197,21 +197,23 @@ class Runner:
     @property
     def stats(self) -> EngineStats:
         """Any thread."""
-        memory, waiting = self._memory, len(self._queue) + len(self._arrived) + len(self._textless)
+        waiting = len(self._queue) + len(self._arrived) + len(self._textless)
         listeners = self.count_listeners(time.perf_counter())
         slots = self.lanes.slots, len(self._streams)
-        return EngineStats(listeners, waiting, *slots, memory.all, memory.free, self._ticks)
+        pages = (0, 0) if self._pages is None else (self._pages.all, self._pages.free)
+        return EngineStats(listeners, waiting, *slots, *pages, self._ticks)
 
     def forget(self, voice: Voice) -> None:
         """Lets go of what is kept for prompts with this voice; streams that are open go on."""
         self.voices.prompts.forget(voice)
-        for key in self._memory.known(lambda key: is_of_voice(key, voice)):
-            self._memory.forget(key)
+        if self._pages is not None:
+            for key in self._pages.known(lambda key: is_of_voice(key, voice)):
+                self._pages.forget(key)
         self.lanes.forget(voice)
 
     def take(self, stream: Utterance) -> None:
         """A new stream."""
-        stream.prepare(self._memory.rows_per_slot, self._settings.chunks)
+        stream.prepare(self.lanes.positions, self._settings.chunks)
         self._arrived.append(stream)
 
     def update(self, stream: Utterance) -> None:
@@ -258,8 +260,8 @@ class Runner:
         """`turn` has raised `error`: every stream ends with an EngineError, those that come later are served."""
         why = f"the engine failed while this stream was open: {type(error).__name__}: {error}"
         self._end_all(lambda stream: stream.fail(EngineError(why)))  # raising writes into it: each has its own
-        for slot in filter(self._memory.is_open, range(self.lanes.slots)):
-            self._memory.close(slot)
+        for slot in self._begun.copy():
+            self._free_memory(slot)
         self._reset()
 
     def close(self) -> None:
@@ -334,17 +336,26 @@ class Runner:
         return not stream.open
 
     def _arrival(self, stream: Utterance, now_s: float) -> Arrival:
-        segment = stream.segment
-        rows, key = len(segment.prompt.embeds), kept_under(segment.prompt)
-        computed = rows - self._memory.find(key)
-        return Arrival(now_s, computed, rows + segment.max_frames, stream.paced, key, stream)
+        """Raises CapacityError for a segment whose keys and values could never have their place."""
+        segment, key, kept = stream.segment, None, 0
+        rows = len(segment.prompt.embeds)
+        most = rows + segment.max_frames
+        if most > self.lanes.positions:
+            raise CapacityError(
+                f"a stream of {most} positions (prompt and frames) was asked for, one may have "
+                f"{self.lanes.positions}: shorten the text or lower max_frames"
+            )
+        if self._pages is not None:
+            key = kept_under(segment.prompt)
+            kept = self._pages.find(key)
+        return Arrival(now_s, rows - kept, most, stream.paced, key, stream)
 
     def _decided(self, arrival: Arrival, reason: Reason, now_s: float) -> None:
         stream: Utterance = arrival.name
         if not stream.open or stream.cancelled:
             stream.end(None)
         elif reason:
-            stream.fail(too_long(arrival, self._memory) if reason == "too_long" else self._refusal(reason))
+            stream.fail(self._refusal(reason))
         else:
             slot = self.free_slots.pop()
             self._streams[slot] = self._awake[slot] = stream
@@ -369,9 +380,11 @@ class Runner:
             self._begin_anew(slot, stream, now_s)
             if not stream.open:
                 return
-        prompt = segment.prompt
+        prompt, kept, copies = segment.prompt, 0, ()
         rows = len(prompt.embeds)
-        kept, copies = self._memory.open(slot, rows + segment.max_frames, kept_under(prompt))
+        if self._pages is not None:
+            kept, copies = self._pages.open(slot, rows + segment.max_frames, kept_under(prompt))
+        self._begun.add(slot)
         self.lanes.begin(slot, segment, copies)
         self._table.prompt(slot, rows - kept, kept)
         self._table.text(slot, True, now_s)
@@ -397,10 +410,16 @@ class Runner:
         self._awake.pop(slot, None)
         self._waiting.pop(slot, None)
         self._table.leave(slot)
-        if self._memory.is_open(slot):
-            self._memory.close(slot)
+        if slot in self._begun:
+            self._free_memory(slot)
         self.free_slots.append(slot)
         self._freed = True
+
+    def _free_memory(self, slot: int) -> None:
+        """The segment in `slot` is over."""
+        self._begun.discard(slot)
+        if self._pages is not None:
+            self._pages.close(slot)
 
     # ---- readers and text
 
@@ -452,7 +471,7 @@ class Runner:
         """Lets a stream go on that waited for text, or for memory between two segments, if they have come."""
         stream = self._streams[slot]
         try:
-            if self._memory.is_open(slot):
+            if slot in self._begun:
                 if stream.input_known():
                     del self._waiting[slot]
                     self._table.text(slot, True, now_s)
@@ -461,7 +480,7 @@ class Runner:
                 return
             if stream.ready() and not stream.unread:
                 self._flush(slot, stream, now_s)  # nothing comes for now: the listener gets what there is
-            if stream.open and not stream.unread and (stream.segment is None or self._memory.is_open(slot)):
+            if stream.open and not stream.unread and (stream.segment is None or slot in self._begun):
                 stream.set_idle(True)  # without a frame on its way, nor memory to wait for
                 self._asleep[stream] = slot
                 del self._awake[slot], self._waiting[slot]
@@ -470,14 +489,12 @@ class Runner:
 
     def _goes_on(self, slot: int, now_s: float) -> bool:
         """Begins the next segment of the stream in `slot` if its memory is there; it precedes streams that arrive."""
-        queue, memory = self._queue, self._memory
+        queue, pages = self._queue, self._pages
         arrival = self._arrival(self._streams[slot], now_s)
-        if arrival.max_rows > memory.rows_per_slot:
-            raise too_long(arrival, memory)
-        if not memory.fits(arrival.max_rows, arrival.key, queue.reserved_pages):
+        if pages is not None and not pages.fits(arrival.max_rows, arrival.key, queue.reserved_pages):
             if queue.held(now_s):
                 raise self._refusal("held")
-            queue.reserved_pages += memory.count(arrival.max_rows)
+            queue.reserved_pages += pages.count(arrival.max_rows)
             return False
         del self._waiting[slot]
         self._begin(slot, now_s)
@@ -534,10 +551,8 @@ class Runner:
         self.log.add(tick, made.took_s, ended_s, len(self._streams), float(late_s.max(initial=0.0)))
         self._compare(running, made, ended_s, late_s)
         self._give(running, made, late_s, ended_s)
-        for lane in running.lanes[: tick.new_lanes]:
-            segment = lane.stream.segment
-            if segment is not None and lane.stream.segment_number == lane.segment:
-                self._keep_prefix(lane.slot, segment.prompt)
+        if self._pages is not None:
+            self._keep_prefixes(running.lanes[: tick.new_lanes])
 
     def _compare(self, running: Running, made: Made, ended_s: float, late_s: np.ndarray) -> None:
         """Tells admission how long the tick took, with the pause before it, beside what the measurement says."""
@@ -578,18 +593,21 @@ class Runner:
             if stream.made_frames != before or not before:
                 table.chunk(slot, stream.made_frames, stream.made_frames + stream.next_chunk_frames)
             if ended:
-                self._memory.close(slot)
+                self._free_memory(slot)
                 table.text_known[slot] = False
                 self._waiting[slot] = None
                 self._resume(slot, ended_s)
 
-    def _keep_prefix(self, slot: int, prompt: Any) -> None:
-        """The prompt in `slot` has entered: its prefix is kept for others, where it fills a page at least."""
-        key = kept_under(prompt)
-        if key is not None and not self._memory.find(key):
-            self.lanes.copy(self._memory.keep(slot, key, prompt.prefix_rows) or ())
+    def _keep_prefixes(self, lanes: Sequence[TickLane]) -> None:
+        """The prompts of these have entered: their prefixes are kept for others."""
+        for slot, stream, number in lanes:
+            if stream.segment is None or stream.segment_number != number:
+                continue
+            prompt = stream.segment.prompt
+            if (key := kept_under(prompt)) is not None and not self._pages.find(key):
+                self.lanes.copy(self._pages.keep(slot, key, prompt.prefix_rows) or ())
 
 
 def kept_under(prompt: Any) -> Hashable | None:
-    """What a prompt's prefix is kept under; None where that saves less than it costs."""
-    return prompt.prefix_key if prompt.prefix_rows >= KEPT_ROWS else None
+    """What a prompt's prefix is kept under; None where it fills no page, and is computed sooner than it is kept."""
+    return prompt.prefix_key if prompt.prefix_rows >= PAGE_ROWS else None

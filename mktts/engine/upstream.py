@@ -27,9 +27,10 @@ from torch import Tensor
 
 from mktts.codec.decoder import PendingPcm
 from mktts.common import checked_int
-from mktts.engine.lanes import Copy, Made
+from mktts.engine.lanes import Made
 from mktts.engine.options import FinishReason, GuardState
-from mktts.engine.single import OneLane, OwnMemory
+from mktts.engine.pages import Copy
+from mktts.engine.single import OneLane
 from mktts.engine.stream import Segment
 from mktts.engine.tick import Tick
 from mktts.errors import BackendUnavailable, CapacityError, MkttsError, PromptError
@@ -313,8 +314,7 @@ class UpstreamLanes(OneLane):
     name = "upstream"
 
     def __init__(self, upstream: Any, positions: int) -> None:
-        self.upstream = upstream
-        self.pages = OwnMemory(positions)
+        self.upstream, self.positions = upstream, positions
         self._segments: dict[int, Segment] = {}
         self._frames: dict[int, deque[Tensor]] = {}  # made, not handed on
         self._pcm: dict[int, np.ndarray] = {}  # not decoded into chunks yet

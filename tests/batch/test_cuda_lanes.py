@@ -10,9 +10,9 @@ import pytest
 import torch
 from lane_player import CountingCodec, Player, differences, expected_codes, random_segments
 
-from mktts.batch.pages import Copy, Pages
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder
+from mktts.engine.pages import Copy, Pages
 from mktts.engine.scheduler import TickSettings
 from mktts.engine.stream import Segment
 from mktts.engine.tick import Piece, Tick

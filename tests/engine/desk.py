@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from fakes import OFF, PATIENT, FakeBackend, FakeCodec, FakeLanes, fake_batch, fake_single
 
-from mktts.batch.pages import Pages
 from mktts.engine import runner
 from mktts.engine.admission import Admission, AdmissionLimits
 from mktts.engine.options import Chunk, Plan, StreamOptions
@@ -133,8 +132,9 @@ class Desk:
         for slot, job in batch._streams.items():
             coming = sum(lane.stream is job for running in batch._running for lane in running.lanes)
             assert table.frames_made[slot] == len(job.codes) + coming
-        assert not [slot for slot in range(self.lanes.slots) if pages.is_open(slot) and slot not in slots]
-        if isinstance(pages, Pages):
+        assert batch._begun <= slots
+        if pages is not None:
+            assert batch._begun == set(pages._slots)
             held = {page for slot in slots for page in pages.table[slot].tolist()} - {0}
             kept = {page for prefix in pages._kept.values() for page in prefix.pages}
             assert pages.free + len(held | kept) == len(pages._users) - 1

@@ -58,7 +58,7 @@ def test_who_finds_no_place_waits_in_line_and_comes_in_when_there_is_one(desk, o
     second = at.say(seed=2, frames=50, options=HELD)
     at.run(until_s=0.2)
     queue = at.batch._queue
-    assert at.batch._queued == {second} and queue.obstacle(queue._first(True), at.lanes.model, at.now_s) == reason
+    assert at.batch._queued == {second} and queue.obstacle(queue._paced[0], at.lanes.model, at.now_s) == reason
     assert len(first.codes) == 2
     first.cancel()
     at.run(until_s=0.3)
@@ -171,7 +171,7 @@ def test_text_after_the_end_of_speech_is_a_new_segment(desk):
     job, script = at.listen()
     script.feed("Hello there")
     at.run()
-    assert (len(job.codes), job.finish_reason) == (3, None) and not any(map(at.pages.is_open, at.batch._streams))
+    assert (len(job.codes), job.finish_reason) == (3, None) and not at.batch._begun
     script.feed(" you")
     script.finish()
     at.run()

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mktts.batch.pages import Pages
 from mktts.engine.admission import AdmissionLimits
+from mktts.engine.pages import Pages
 from mktts.engine.scheduler import FRAME_S, StreamTable, TickSettings, lone_tick, next_tick
 from mktts.engine.tick import TickFit, TickModel
 from mktts.errors import CapacityError, EngineError, OptionsError

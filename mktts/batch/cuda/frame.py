@@ -20,7 +20,7 @@ from mktts.batch.cuda.kernels.launching import launch, power_of_two
 from mktts.batch.cuda.memory import ATTENTION_PARTS, Slots, Workspace, space_shapes
 from mktts.batch.cuda.products import CublasProducts
 from mktts.batch.cuda.stage import PagedMemory
-from mktts.batch.pages import PAGE_ROWS
+from mktts.engine.pages import PAGE_ROWS
 from mktts.kernel.rows import add_norm
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.qwen3 import LayerWeights, Qwen3Stack

@@ -24,11 +24,11 @@ from mktts.batch.cuda.kernels.launching import compiling
 from mktts.batch.cuda.memory import Slots, Workspace
 from mktts.batch.cuda.products import CublasProducts, FixedOrderProducts
 from mktts.batch.cuda.stage import PagedMemory, Stage, uploaded
-from mktts.batch.pages import Pages
 from mktts.codec.decoder import PrimedStates
 from mktts.codec.packed import Precision
 from mktts.common import announced
-from mktts.engine.lanes import Copy, Made
+from mktts.engine.lanes import Made
+from mktts.engine.pages import Copy, Pages
 from mktts.engine.scheduler import TickSettings
 from mktts.engine.stream import Segment
 from mktts.engine.tick import Tick, TickModel
@@ -93,6 +93,7 @@ class CudaLanes:
         self.config, self.device, self.dtype, self.slots = config, device, dtype, slots
         self.settings, self.model = settings or TickSettings.h200(), TickModel.h200()
         self.pages = Pages(pages, slots, positions)
+        self.positions = self.pages.rows_per_slot
         self._memory = PagedMemory(self.pages, config.talker, pages, device, dtype)
         weights = FrameWeights.load(config, tensors, device, dtype, self._memory.positions)
         self.deterministic = deterministic

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mktts.batch.pages import PAGE_ROWS
+from mktts.engine.pages import PAGE_ROWS
 from mktts.errors import EngineError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig, StackConfig
 

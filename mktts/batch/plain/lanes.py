@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.pages import PAGE_ROWS, Pages
 from mktts.batch.plain.codec import CodecLanes
 from mktts.batch.plain.stack import FoldedStack
 from mktts.codec.decoder import CodecDecoder, PrimedStates
-from mktts.engine.lanes import Copy, Made
+from mktts.engine.lanes import Made
+from mktts.engine.pages import PAGE_ROWS, Copy, Pages
 from mktts.engine.scheduler import TickSettings
 from mktts.engine.stream import Segment
 from mktts.engine.tick import Tick, TickModel
@@ -120,6 +120,7 @@ class TorchLanes:
         position_bytes = config.talker.kv_bytes_per_position // torch.bfloat16.itemsize * dtype.itemsize
         pages = min(memory_bytes // (PAGE_ROWS * position_bytes), slots * -(-positions // PAGE_ROWS))
         self.pages = Pages(int(pages) + 1, slots, positions, max_kept=0)
+        self.positions = self.pages.rows_per_slot
 
     def enter(self, slot: int, reference: Tensor | None) -> None:
         primed = None if reference is None else self._primed.of(reference)

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.pages import PAGE_ROWS
 from mktts.checkpoint import Checkpoint
 from mktts.engine.lanes import Lanes
+from mktts.engine.pages import PAGE_ROWS
 from mktts.engine.scheduler import TickSettings
 from mktts.engine.stream import Segment
 from mktts.engine.tick import Piece, Tick

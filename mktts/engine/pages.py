@@ -14,14 +14,22 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from mktts.engine.lanes import Copy
 from mktts.errors import CapacityError, EngineError, PromptError
 
-PAGE_ROWS = 64  # as many as mktts.engine.runner.KEPT_ROWS: a shorter prefix has no whole page
+PAGE_ROWS = 64
 NO_OWNER = 0
+
+
+class Copy(NamedTuple):
+    """The first `rows` rows of page `source` are to be copied to page `target` before the next tick."""
+
+    source: int
+    target: int
+    rows: int
 
 
 @dataclass(frozen=True)
