@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mktts.engine.options import Chunk, Plan
-from mktts.engine.script import Script
+from mktts.engine.script import FedScript
 from mktts.engine.stream import Utterance
 from mktts.errors import EngineError, MkttsError
 
@@ -92,7 +92,7 @@ class Child:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._streams: dict[int, tuple[Utterance, Script | None]] = {}
+        self._streams: dict[int, tuple[Utterance, FedScript | None]] = {}
         self._made: list[Call] = []  # in this turn; the worker's
         self._out: SimpleQueue[list[Call]] = SimpleQueue()
 
@@ -169,7 +169,7 @@ class Child:
             self._streams[id] = utterance, self._engine.begin_fed(utterance, request, max_chars, texts)
 
     def feed(self, id: int, piece: Any) -> None:
-        """What `Script.feed` takes; None says that no more comes. No effect on a stream that is over."""
+        """What `FedScript.feed` takes; None says that no more comes. No effect on a stream that is over."""
         utterance, script = self._streams.get(id, (None, None))
         if script is not None:
             script.finish() if piece is None else script.feed(piece)

@@ -31,7 +31,7 @@ from mktts.engine.admission import Admission, AdmissionLimits, Capacity
 from mktts.engine.options import SCHEDULE, Guard, Plan, StreamOptions
 from mktts.engine.process_settings import ManyStreams
 from mktts.engine.runner import EngineStats, Runner, Voices
-from mktts.engine.script import Script, WholeScript
+from mktts.engine.script import FedScript, Script, WholeScript
 from mktts.engine.stream import EngineName, Notifier, Sink, StreamCounters, StreamUpdate, Utterance
 from mktts.errors import EngineError, SamplingError
 from mktts.model.prompt import Request
@@ -125,11 +125,11 @@ class Engine:
             self._utterances.add(utterance)
         return utterance
 
-    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> Script:
+    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> FedScript:
         """As `mktts.engine.stream.StreamEngine`. request: checked, without text. max_chars: of a segment. Raises as
         `submit`."""
 
-        def script_of(voices: Voices) -> Script:
+        def script_of(voices: Voices) -> FedScript:
             script = voices.later(request, max_chars)
             for text in texts:
                 script.feed(text)

@@ -48,9 +48,7 @@ class Lanes(Protocol):
     overlaps: bool  # whether the newest tick runs beside what the host does next; otherwise it is waited for at once
     slots: int  # 0 to slots - 1 are the engine's
     positions: int  # of one segment, prompt and frames together, at most
-    pages: (
-        Pages | None
-    )  # the engine's book of them, whose changes the lanes bring to the device; None: no limit
+    pages: Pages | None  # the engine's book of them, whose changes the lanes bring to the device; None: no limit
     settings: TickSettings  # the ticks that it can run
     model: TickModel  # what a tick takes, before any was seen
     alone: bool  # set before every launch: no other stream is open, so that more may be done ahead

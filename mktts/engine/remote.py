@@ -31,7 +31,6 @@ from mktts.engine.child import Call, Wire
 from mktts.engine.options import Chunk, FinishReason, Plan, Timings
 from mktts.engine.process_settings import ManyStreams
 from mktts.engine.runner import EngineStats
-from mktts.engine.script import Script
 from mktts.engine.stream import EngineName, Notifier, StreamUpdate, Utterance
 from mktts.errors import EngineError
 from mktts.model.prompt import Request
@@ -45,11 +44,8 @@ _CLOSED = "the synthesizer is closed: load another one"
 _LOG = logging.getLogger(__name__)
 
 
-class _SentText(Script):
-    """Text that another process speaks. feed: sends it a piece, or with None the end."""
-
-    voice = None
-    started_s = 0.0  # the other process counts from when the text comes
+class _SentText:
+    """As a `FedScript`, of text that another process speaks. feed: sends it a piece, or with None the end."""
 
     def __init__(self, feed: Callable[[Any], None]) -> None:
         self.feed = feed
@@ -113,11 +109,11 @@ class RemoteEngine:
         utterance.watched = True  # what is taken is told
         return utterance
 
-    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> Script:
+    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> _SentText:
         """As `Engine.begin_fed`."""
         return self._begin(utterance, "begin_fed", request, utterance.plan, max_chars, texts)
 
-    def _begin(self, utterance: Utterance, method: str, *arguments: Any) -> Script:
+    def _begin(self, utterance: Utterance, method: str, *arguments: Any) -> _SentText:
         with self._lock:
             self._check_open()
             id = next(self._numbers)

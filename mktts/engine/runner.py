@@ -24,7 +24,7 @@ from mktts.engine.admission import Admission, AdmissionQueue, Arrival, Reason, r
 from mktts.engine.lanes import Lanes, Made
 from mktts.engine.pages import PAGE_ROWS
 from mktts.engine.scheduler import StreamTable, lone_tick, next_tick
-from mktts.engine.script import CollectedScript, FedScript, Script
+from mktts.engine.script import FedScript
 from mktts.engine.stream import EngineName, Segment, Utterance
 from mktts.engine.tick import MeanTick, Tick, TickFit, TickLog, TickModel
 from mktts.errors import CapacityError, EngineError
@@ -76,17 +76,15 @@ class EngineStats(NamedTuple):
 
 @dataclass(frozen=True)
 class Voices:
-    """What makes prompts for the lanes. prompts: of requests. fed: makes a prompt whose text comes later; None: its
-    text is collected first. spoken: rows of texts that prompts are made of; None: they are computed."""
+    """What makes prompts for the lanes. prompts: of requests. fed: makes a prompt whose text comes later. spoken: rows
+    of texts that prompts are made of; None: they are computed."""
 
     prompts: PromptBuilder
-    fed: Callable[[PromptBuilder, Request], Any] | None = FedPrompt
+    fed: Callable[[PromptBuilder, Request], Any] = FedPrompt
     spoken: SpokenRows | None = None
 
-    def later(self, request: Request, max_chars: int) -> Script:
+    def later(self, request: Request, max_chars: int) -> FedScript:
         """Text that is fed. request: checked, without text."""
-        if self.fed is None:
-            return CollectedScript(request, max_chars, self.build)
         return FedScript(request, partial(self.fed, self.prompts), max_chars)
 
     def build(self, request: Request) -> Prompt:

@@ -25,7 +25,7 @@ from torch import Tensor
 from mktts.audio import joined
 from mktts.engine.chunker import Chunker
 from mktts.engine.options import SCHEDULE, Chunk, FinishReason, GuardState, Plan
-from mktts.engine.script import Script
+from mktts.engine.script import FedScript, Script
 from mktts.errors import EngineError, TextError
 from mktts.model.backend import PromptRows
 from mktts.model.prompt import Request
@@ -547,8 +547,8 @@ def _set(waiters: Sequence[asyncio.Future[None]]) -> None:
 class StreamEngine(Protocol):
     """The engine, as far as a session knows it."""
 
-    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> Script:
-        """The first visible text has come, with the last of `texts`, which `Script.feed` takes: returns what further
+    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> FedScript:
+        """The first visible text has come, with the last of `texts`, which `FedScript.feed` takes: returns what further
         text is fed through."""
 
 
@@ -699,7 +699,7 @@ class Session(Stream):
         super().__init__(engine, utterance)
         self._request, self._max_chars = request, max_chars
         self._text = text
-        self._script: Script | None = None
+        self._script: FedScript | None = None
         self._early: list[Any] = []  # of pieces without anything visible
         self._writing = threading.Lock()
         self._chars = 0
@@ -743,7 +743,7 @@ class Session(Stream):
                 self._utterance.cancel()
                 raise TextError("expected text to speak before finish, got none")
 
-    def _end(self, script: Script) -> None:
+    def _end(self, script: FedScript) -> None:
         if not self._utterance.over:
             try:
                 self._feed(script, self._text.finish())
@@ -753,7 +753,7 @@ class Session(Stream):
         script.finish()
         self._utterance.update()
 
-    def _feed(self, script: Script, parts: Sequence[Any]) -> None:
+    def _feed(self, script: FedScript, parts: Sequence[Any]) -> None:
         for part in parts:
             script.feed(part)
         if parts:

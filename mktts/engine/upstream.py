@@ -16,7 +16,8 @@ import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,6 +37,7 @@ from mktts.engine.tick import Tick
 from mktts.errors import BackendUnavailable, CapacityError, MkttsError, PromptError
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.sampling import Sampling
+from mktts.model.tokenizer import TextTokenizer
 from mktts.model.voice import Voice
 from mktts.spec import MODEL_TYPES, NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
@@ -281,32 +283,51 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class UpstreamPrompt:
-    """A request as qwen-tts takes it, with what the engine asks of a prompt. Its rows are qwen-tts's own: one stands
-    for all of them here."""
+    """A request as qwen-tts takes it, with what the engine asks of a prompt; text that is fed is collected, since
+    qwen-tts begins with the whole of it. Its rows are qwen-tts's own: one stands for all of them here."""
 
     request: Request
-    text_tokens: int
-    embeds: Tensor = torch.zeros(1, 0)  # noqa: RUF009
+    tokenizer: TextTokenizer
     text_ended: bool = True
+    embeds: Tensor = torch.zeros(1, 0)  # noqa: RUF009
     prefix_rows: int = 0
     prefix_key: None = None
+
+    @classmethod
+    def open(cls, prompts: PromptBuilder, request: Request) -> UpstreamPrompt:
+        """As `FedPrompt`."""
+        return cls(request, prompts.tokenizer, text_ended=False)
+
+    @property
+    def ready(self) -> bool:
+        return self.text_ended
+
+    @cached_property
+    def text_tokens(self) -> int:
+        return len(self.tokenizer.encode(self.request.text))
+
+    def push(self, text: str) -> None:
+        self.request = replace(self.request, text=self.request.text + text)
+
+    def close(self) -> None:
+        self.text_ended = True
 
     def row(self, frame: int) -> Tensor:
         return self.embeds[0]
 
 
 class UpstreamPrompts(PromptBuilder):
-    """Checks requests and counts tokens; qwen-tts builds the prompts."""
+    """Checks requests; qwen-tts builds the prompts."""
 
     def of_checked(self, request: Request) -> UpstreamPrompt:
-        return UpstreamPrompt(request, len(self.tokenizer.encode(request.text)))
+        return UpstreamPrompt(request, self.tokenizer)
 
 
 class UpstreamLanes(OneLane):
     """See `mktts.engine.lanes.Lanes`: qwen-tts makes a whole segment in its first tick, which the others hand on. All
-    generation time shows as talker_ms. Its text cannot be fed while it speaks.
+    generation time shows as talker_ms.
 
     upstream: a qwen_tts.Qwen3TTSModel.
     """

@@ -147,13 +147,13 @@ def single_runner(
 
 
 def _upstream_runner(checkpoint: Checkpoint, wanted: Loading, admission: Admission) -> Runner:
-    from mktts.engine.upstream import UpstreamLanes, UpstreamPrompts, load_upstream
+    from mktts.engine.upstream import UpstreamLanes, UpstreamPrompt, UpstreamPrompts, load_upstream
 
     # The builder only checks requests and counts tokens; on the CPU in the stored dtype its tables stay on disk.
     prompts = UpstreamPrompts(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)
     positions = checkpoint.config.talker.max_position_embeddings
     lanes = UpstreamLanes(load_upstream(checkpoint, wanted.dtype, wanted.device), positions)
-    return Runner(lanes, Voices(prompts, fed=None), admission)
+    return Runner(lanes, Voices(prompts, UpstreamPrompt.open), admission)
 
 
 def batch_runner(checkpoint: Checkpoint, wanted: Loading, single: Runner | None, admission: Admission) -> Runner:
