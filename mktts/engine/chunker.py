@@ -11,24 +11,16 @@ from torch import Tensor
 
 from mktts.audio import first_audible_sample, joined
 from mktts.engine.options import SCHEDULE, Chunk, StreamOptions, Timings
-from mktts.errors import EngineError
 from mktts.spec import AUDIBLE_WINDOW_SAMPLES, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 KEPT_LEAD_SAMPLES = SAMPLE_RATE_HZ * 40 // 1_000  # before the first audible 10 ms: the attack of a soft sound is whole
 
 
 class Chunker:
-    """Collects the frames of one utterance and hands out chunks.
+    """Collects the frames of one utterance and hands out chunks."""
 
-    `decode` begins to turn the next frames, a list of codes (16,), into PCM (T * SAMPLES_PER_FRAME,) float32 on the
-    host, which its result waits for.
-    """
-
-    def __init__(
-        self, decode: Callable[[list[Tensor]], Any], options: StreamOptions, schedule: tuple[int, ...] = SCHEDULE
-    ) -> None:
+    def __init__(self, options: StreamOptions, schedule: tuple[int, ...] = SCHEDULE) -> None:
         """schedule: where the options leave it open."""
-        self._decode = decode
         self._schedule = options.schedule or schedule
         self._trimming = options.trim_lead
         self.undecoded: list[Tensor] = []
@@ -53,34 +45,31 @@ class Chunker:
     @property
     def missing_frames(self) -> int:
         """How many more frames make the next chunk whole."""
-        return self._wanted - len(self.undecoded)
-
-    @property
-    def _wanted(self) -> int:
-        return self._schedule[min(self._chunks + len(self._decoding), len(self._schedule) - 1)]
-
-    def close(self) -> None:
-        """Lets go of what decodes, which refers to this: without a cycle, all is free as soon as nobody needs it."""
-        self._decode = _closed
+        wanted = self._schedule[min(self._chunks + len(self._decoding), len(self._schedule) - 1)]
+        return wanted - len(self.undecoded)
 
     def add(self, codes: Tensor) -> None:
         """Takes one frame, (16,) int64 on the host."""
         self.undecoded.append(codes)
         self.pending_frames += 1
 
-    def take(self, started_s: float, flush: bool = False, ahead: bool = False) -> Chunk | None:
+    def take(
+        self, decode: Callable[[list[Tensor]], Any], started_s: float, flush: bool = False, ahead: bool = False
+    ) -> Chunk | None:
         """The next chunk once the schedule has it whole, or what there is with `flush`; None for nothing to hear.
 
+        `decode` begins to turn the next frames, a list of codes (16,), into PCM (T * SAMPLES_PER_FRAME,) float32 on the
+        host, which its result waits for.
         `ahead`: a chunk that has become whole is only begun to be decoded, while the caller makes more frames; the
         call after this one hands it out.
         """
-        whole = len(self.undecoded) >= (1 if flush else self._wanted)
+        whole = bool(self.undecoded) if flush else self.missing_frames <= 0
         if not whole and not self._decoding:
             return None
         begun_s = time.perf_counter()
         taken = len(self._decoding)
         if whole:
-            self._decoding.append((self._decode(self.undecoded), len(self.undecoded)))
+            self._decoding.append((decode(self.undecoded), len(self.undecoded)))
             self.undecoded = []
             taken += not ahead
         if not taken:
@@ -127,7 +116,3 @@ class Chunker:
         self._trimming = False
         self._lead = whole[:0]
         return whole[max(0, audible - KEPT_LEAD_SAMPLES) :]
-
-
-def _closed(frames: list[Tensor]) -> Any:
-    raise EngineError("the utterance is over: nothing more is decoded for it")

@@ -316,7 +316,9 @@ class Runner:
     def _settled(self, stream: Utterance, now_s: float) -> bool:
         """Whether a new stream is over, or its text has come and admission has decided."""
         try:
-            if stream.runnable():
+            if stream.cancelled:
+                stream.end(None)
+            elif stream.open and stream.ready():
                 if stream.paced and self._queue.full:  # no prompt is made for nothing: forty may come at once
                     raise self._refusal("queue")
                 if not stream.next_segment():
@@ -520,8 +522,7 @@ class Runner:
         self._running.append(Running(tick, lanes, streams, launched, ends_s, follows, alone))
         table.begin(tick)
         for slot, stream, _ in lanes:
-            stream.has_launched()
-            if not stream.may_go_on:
+            if not stream.has_launched():
                 table.text_known[slot] = False
             elif stream.row is None:
                 table.text(slot, False, now_s)
@@ -547,19 +548,13 @@ class Runner:
         late_s = table.finish(tick, ended_s)
         self._ticks.add(made.took_s)
         self.log.add(tick, made.took_s, ended_s, len(self._streams), float(late_s.max(initial=0.0)))
-        self._compare(running, made, ended_s, late_s)
+        if self.reference_model is not None:
+            took_s = made.took_s + (made.idle_s if running.follows else 0.0)
+            expected_s = self.reference_model.predict(*tick.bucket, tick.context_rows)
+            self.admission.tick(ended_s, took_s, expected_s, int((late_s > 0).sum()), len(tick.lanes))
         self._give(running, made, late_s, ended_s)
         if self._pages is not None:
             self._keep_prefixes(running.lanes[: tick.new_lanes])
-
-    def _compare(self, running: Running, made: Made, ended_s: float, late_s: np.ndarray) -> None:
-        """Tells admission how long the tick took, with the pause before it, beside what the measurement says."""
-        expected = self.reference_model
-        if expected is not None:
-            tick = running.tick
-            took_s = made.took_s + (made.idle_s if running.follows else 0.0)
-            expected_s = expected.predict(*tick.bucket, tick.context_rows)
-            self.admission.tick(ended_s, took_s, expected_s, int((late_s > 0).sum()), len(tick.lanes))
 
     def _give(self, running: Running, made: Made, late_s: np.ndarray, ended_s: float) -> None:
         table, pcm16 = self._table, None

@@ -59,11 +59,6 @@ class Notifier:
         """Worker: `waiter` is done at the next `flush`."""
         self._waiters[loop].append(waiter)
 
-    def flush_and_yield(self) -> None:
-        """Worker, in the middle of a turn: consumers take what they were given now."""
-        self.flush()
-        time.sleep(_YIELD_S)
-
     def flush(self) -> None:
         """Worker."""
         if self._waiters:
@@ -288,7 +283,7 @@ class Utterance:
         """The lanes have it. positions: of the talker, prompt and frames of one segment together. schedule: of chunks,
         where the options leave it open."""
         self._positions = positions
-        self.chunker = Chunker(self._decode, self.plan.options, schedule)
+        self.chunker = Chunker(self.plan.options, schedule)
 
     def ready(self) -> bool:
         """Whether there is something to make or to hand on; False means: waiting for text."""
@@ -329,10 +324,12 @@ class Utterance:
         self._fetch_row()
         return self.row is not None
 
-    def has_launched(self) -> None:
-        """A tick with a frame of the segment was launched."""
+    def has_launched(self) -> bool:
+        """A tick with a frame of the segment was launched. Whether the segment may have another, as far as is known
+        before that is read."""
         self.launched += 1
         self._fetch_row()
+        return self.launched < self.segment.max_frames
 
     def rows_ahead(self, most: int) -> list[Tensor | None]:
         """The row of the frame to be launched, and of frames after it as far as they are known, to the chunk's end."""
@@ -341,11 +338,6 @@ class Utterance:
         while len(rows) < most and (row := self.segment.prompt.row(self.launched - 1 + len(rows))) is not None:
             rows.append(row)
         return rows
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether the segment may have another frame, as far as is known before those launched are read."""
-        return self.segment is not None and self.launched < self.segment.max_frames
 
     @property
     def unread(self) -> bool:
@@ -380,13 +372,13 @@ class Utterance:
         if self.cancelled:
             return None
         over = self._over is not None
-        return self.chunker.take(self._script.started_s, flush=over, ahead=ahead and not over)
+        return self.chunker.take(self._decode, self._script.started_s, flush=over, ahead=ahead and not over)
 
     def flush(self) -> Chunk | None:
         """Without input: the end, or the text has stopped for now, and the listener gets what there is."""
         if self._spoken():
             self._over = "eos"
-        return self.chunker.take(self._script.started_s, flush=True)
+        return self.chunker.take(self._decode, self._script.started_s, flush=True)
 
     def _fetch_row(self) -> None:
         self.row = self.segment.prompt.row(self.launched - 1) if self.launched else None
@@ -412,19 +404,6 @@ class Utterance:
         voice = None if self._script is None else self._script.voice
         return None if voice is None else voice.codes
 
-    def runnable(self) -> bool:
-        """Whether it can go on now. Ends one that was cancelled, and one whose text cannot be spoken."""
-        if self.cancelled:
-            self.end(None)
-            return False
-        if self._script is None or self.full(self.chunker.pending_frames):
-            return False
-        try:
-            return self.ready()
-        except BaseException as error:
-            self.fail(error)
-            return False
-
     def advance(self, make: Callable[[], Chunk | None]) -> None:
         """Delivers the chunk that `make` gives. An error ends this stream alone."""
         try:
@@ -436,19 +415,17 @@ class Utterance:
                 first = not self.made_frames
                 self.deliver(chunk)
                 if first and self._notifier is not None and self.engine == "single":
-                    self._notifier.flush_and_yield()
+                    self._notifier.flush()  # the consumer takes it now
+                    time.sleep(_YIELD_S)
             if self._silent_samples:
-                self._deliver_silence()
+                for silence in self.chunker.silence(self._silent_samples, self._script.started_s):
+                    self.deliver(silence)
+                self.silent_s += self._silent_samples / SAMPLE_RATE_HZ
+                self._silent_samples = 0
             if self._over is not None:
                 self.end(self._over)
         except BaseException as error:  # whatever it is belongs to this stream; the worker and the others go on
             self.fail(error)
-
-    def _deliver_silence(self) -> None:
-        for chunk in self.chunker.silence(self._silent_samples, self._script.started_s):
-            self.deliver(chunk)
-        self.silent_s += self._silent_samples / SAMPLE_RATE_HZ
-        self._silent_samples = 0
 
     def fail(self, error: BaseException) -> None:
         """Ends the stream; its consumer gets `error`. No effect on one that is over: it ended as it did."""
@@ -468,8 +445,6 @@ class Utterance:
         self._counters.ended += 1
         on_close, self.on_close = self.on_close, None
         try:
-            if self.chunker is not None:
-                self.chunker.close()
             if on_close is not None:
                 on_close()
         finally:  # whatever closing does, nothing waits for more
