@@ -22,10 +22,9 @@ from mktts.engine.lanes import Copy, Made
 from mktts.engine.options import SCHEDULE, Guard, StreamOptions
 from mktts.engine.pages import NO_OWNER, Pages
 from mktts.engine.runner import Runner, Voices
-from mktts.engine.scheduler import TickSettings
+from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.single import SingleLanes
 from mktts.engine.stream import Segment, Stream
-from mktts.engine.tick import Tick, TickModel
 from mktts.errors import PromptError
 from mktts.model.backend import Frame, PromptRows
 from mktts.model.prompt import Request

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mktts.codec.layers import CausalConv, CodecTransformer, ConvNeXt, ResidualUnit, SnakeBeta, Upsampling
 from mktts.errors import CodecError
-from mktts.model.linear import Linear
+from mktts.model.qwen3 import Linear
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 
 _ALIGNMENT_BYTES = 16  # the widest load of torch's elementwise kernels

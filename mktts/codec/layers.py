@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.model.linear import Linear
-from mktts.model.qwen3 import inverse_frequency, rms_norm, rotate
+from mktts.model.qwen3 import Linear, inverse_frequency, rms_norm, rotate
 from mktts.spec import CodecConfig
 
 History = Iterator[Tensor]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.layers import CausalConv, CodecTransformer, SnakeBeta, Upsampling
-from mktts.model.linear import Linear
+from mktts.model.qwen3 import Linear
 from mktts.spec import SAMPLES_PER_FRAME
 
 # How exactly many streams are decoded on a CUDA device: "full" is nearly fp32 (88 dB above the difference to it, of 300

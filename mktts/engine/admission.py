@@ -17,8 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from mktts.common import counted
 from mktts.engine.pages import Pages
-from mktts.engine.scheduler import FRAME_S, StreamTable, TickSettings
-from mktts.engine.tick import TickModel
+from mktts.engine.scheduler import FRAME_S, StreamTable, TickModel, TickSettings
 from mktts.errors import BusyError, CapacityError, OptionsError
 
 Reason = Literal["", "slots", "memory", "capacity", "max_streams", "first_pcm", "queue", "waited", "held"]

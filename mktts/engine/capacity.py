@@ -20,9 +20,8 @@ from mktts.common import cache_folder, read_object, write_json
 from mktts.engine.admission import Capacity, measured_streams
 from mktts.engine.lanes import Lanes
 from mktts.engine.runner import Runner
-from mktts.engine.scheduler import FRAME_S
+from mktts.engine.scheduler import FRAME_S, Piece, Tick, TickFit, TickModel
 from mktts.engine.stream import Segment
-from mktts.engine.tick import Piece, Tick, TickFit, TickModel
 from mktts.errors import CheckpointError
 from mktts.model.sampling import Sampling
 

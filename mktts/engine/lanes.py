@@ -16,9 +16,8 @@ from torch import Tensor
 
 from mktts.codec.packed import Precision
 from mktts.engine.pages import Copy, Pages
-from mktts.engine.scheduler import TickSettings
+from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
-from mktts.engine.tick import Tick, TickModel
 from mktts.model.voice import Voice
 
 

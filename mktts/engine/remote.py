@@ -28,8 +28,8 @@ from mktts.audio.pcm import FULL_SCALE
 from mktts.common import python_path
 from mktts.engine.admission import AdmissionLimits, Capacity
 from mktts.engine.child import Call, Wire
+from mktts.engine.engine import ManyStreams
 from mktts.engine.options import Chunk, FinishReason, Plan, Timings
-from mktts.engine.process_settings import ManyStreams
 from mktts.engine.runner import EngineStats
 from mktts.engine.stream import EngineName, Notifier, StreamUpdate, Utterance
 from mktts.errors import EngineError

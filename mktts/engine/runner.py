@@ -23,10 +23,9 @@ from mktts.audio import rows_to_pcm16
 from mktts.engine.admission import Admission, AdmissionQueue, Arrival, Reason, refusal
 from mktts.engine.lanes import Lanes, Made
 from mktts.engine.pages import PAGE_ROWS
-from mktts.engine.scheduler import StreamTable, lone_tick, next_tick
+from mktts.engine.scheduler import MeanTick, StreamTable, Tick, TickFit, TickLog, TickModel, lone_tick, next_tick
 from mktts.engine.script import FedScript
 from mktts.engine.stream import EngineName, Segment, Utterance
-from mktts.engine.tick import MeanTick, Tick, TickFit, TickLog, TickModel
 from mktts.errors import CapacityError, EngineError
 from mktts.model.backend import no_number
 from mktts.model.prompt import FedPrompt, Prompt, PromptBuilder, Request, SpokenRows, is_of_voice

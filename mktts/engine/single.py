@@ -15,9 +15,8 @@ from mktts.codec.decoder import CodecDecoder, CodecState, PendingPcm, PrimedStat
 from mktts.codec.graphs import GraphedCodec
 from mktts.engine.lanes import Made
 from mktts.engine.pages import Copy
-from mktts.engine.scheduler import TickSettings
+from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
-from mktts.engine.tick import Tick, TickModel
 from mktts.model.backend import Backend, Frame
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS

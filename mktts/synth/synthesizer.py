@@ -19,9 +19,9 @@ from mktts.engine.admission import AdmissionLimits, Capacity
 from mktts.engine.many import SayRequest, SayResult, say_each, say_many
 from mktts.engine.options import Chunk, FinishReason, Guard, Plan, StreamOptions, Timings
 from mktts.engine.runner import EngineStats
+from mktts.engine.scheduler import TICKS
 from mktts.engine.script import cut
 from mktts.engine.stream import EngineName, Session, Stream
-from mktts.engine.tick import TICKS
 from mktts.errors import OptionsError, PromptError
 from mktts.model.prompt import Layout, PromptBuilder, Request
 from mktts.model.sampling import Choice, Sampling, drawn_seed
@@ -303,7 +303,7 @@ class Synthesizer:
 
     @property
     def ticks(self) -> np.ndarray:
-        """What the batch engine did last, one record a tick of dtype `mktts.engine.tick.TICKS`, oldest first."""
+        """What the batch engine did last, one record a tick of dtype `mktts.engine.scheduler.TICKS`, oldest first."""
         batch = self.engine.runners.get("batch")
         return np.zeros(0, TICKS) if batch is None else batch.log.table()
 

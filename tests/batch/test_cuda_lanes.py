@@ -13,9 +13,8 @@ from lane_player import CountingCodec, Player, differences, expected_codes, rand
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.engine.pages import Copy, Pages
-from mktts.engine.scheduler import TickSettings
+from mktts.engine.scheduler import Piece, Tick, TickSettings
 from mktts.engine.stream import Segment
-from mktts.engine.tick import Piece, Tick
 from mktts.errors import EngineError, PromptError, SamplingError
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Sampling

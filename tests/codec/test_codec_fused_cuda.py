@@ -14,7 +14,7 @@ from mktts.codec.graphs import GraphedCodec, codec_for
 from mktts.codec.layers import SnakeBeta
 from mktts.codec.packed import copies, pack
 from mktts.measure.parity.codec import random_codes, snr_db
-from mktts.model.linear import Linear
+from mktts.model.qwen3 import Linear
 from mktts.spec import NUM_CODEBOOKS
 
 pytestmark = pytest.mark.gpu

@@ -18,8 +18,7 @@ from mktts.engine.admission import (
     refusal,
 )
 from mktts.engine.pages import Pages
-from mktts.engine.scheduler import StreamTable, TickSettings
-from mktts.engine.tick import TickModel
+from mktts.engine.scheduler import StreamTable, TickModel, TickSettings
 
 MODEL = TickModel.h200()
 

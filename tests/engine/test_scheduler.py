@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from mktts.engine.admission import AdmissionLimits
 from mktts.engine.pages import Pages
-from mktts.engine.scheduler import FRAME_S, StreamTable, TickSettings, lone_tick, next_tick
-from mktts.engine.tick import TickFit, TickModel
+from mktts.engine.scheduler import FRAME_S, StreamTable, TickFit, TickModel, TickSettings, lone_tick, next_tick
 from mktts.errors import CapacityError, EngineError, OptionsError
 
 NOW_S = 100.0

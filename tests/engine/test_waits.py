@@ -19,9 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mktts.engine.admission import AdmissionLimits, Capacity
-from mktts.engine.scheduler import TickSettings
+from mktts.engine.scheduler import TickModel, TickSettings
 from mktts.engine.stream import Utterance
-from mktts.engine.tick import TickModel
 from mktts.errors import CapacityError, EngineError
 
 BUFFER_FRAMES = 8

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.engine.tick import Tick
+from mktts.engine.scheduler import Tick
 from mktts.model.sampling import Sampling
 
 SETTINGS = 12  # 32-bit words of a lane's settings, see `packed`

@@ -29,9 +29,8 @@ from mktts.codec.packed import Precision
 from mktts.common import announced
 from mktts.engine.lanes import Made
 from mktts.engine.pages import Copy, Pages
-from mktts.engine.scheduler import TickSettings
+from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
-from mktts.engine.tick import Tick, TickModel
 from mktts.errors import EngineError, PromptError, SamplingError
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.cuda_graph import record

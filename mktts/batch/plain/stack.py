@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.model.linear import LEAST_ROWS, Linear, filled_up
-from mktts.model.qwen3 import KVCache, LayerWeights, Place, Qwen3Stack, attended
+from mktts.model.qwen3 import LEAST_ROWS, KVCache, LayerWeights, Linear, Place, Qwen3Stack, attended, filled_up
 from mktts.spec import NUM_CODEBOOKS, StackConfig
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mktts.batch.cuda.block import PENALTY, BlockLayout, packed
-from mktts.batch.cuda.codec_memory import INPUT_SCALE, CodecWork, RingStates, RowsShape
+from mktts.batch.cuda.codec import INPUT_SCALE, CodecWork, RingStates, RowsShape
 from mktts.batch.cuda.kernels.launching import compiling, launch
 from mktts.batch.cuda.loading import cuda_lanes
 from mktts.batch.cuda.memory import LaneMemory, Workspace, space_bytes, space_shapes
@@ -30,7 +30,7 @@ from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.packed import LOW_SCALE, rows_per_frame
-from mktts.engine.tick import Piece, Tick
+from mktts.engine.scheduler import Piece, Tick
 from mktts.errors import BackendUnavailable, CodecError, EngineError
 from mktts.measure.parity.codec import random_codes
 from mktts.model.sampling import Choice, Sampling
