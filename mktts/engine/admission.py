@@ -1,10 +1,10 @@
-"""Decides which streams may begin now, which wait, and which are refused, for a named reason.
+"""Decides which streams may begin now, which wait, and which are refused, for a named reason. Nothing here reads a
+clock or a device.
 
-One rule: as many listeners are served at once as the capacity says, and prompts enter as fast as the first PCM of each
-stays within a bound. The capacity is measured (`mktts.engine.capacity`). Frames that come late while ticks take longer
-than what was measured lower it; ticks that take no longer raise it again to what was measured, and no further.
-A stream that waits for its text or its reader is no listener. Nothing waits without an end: a listener's stream is
-refused after `max_wait_s`, any stream after `HELD_S` in which no tick has run. Nothing here reads a clock or a device.
+As many listeners are served at once as the capacity says, and prompts enter as fast as the first PCM of each stays
+within a bound. The capacity is measured (`mktts.engine.capacity`); frames that come late while ticks take longer than
+measured lower it, ticks that take no longer raise it again. Nothing waits without an end: a listener's stream is
+refused after `max_wait_s`, any stream after `HELD_S` in which no tick has run.
 """
 
 from __future__ import annotations
@@ -54,10 +54,8 @@ class AdmissionLimits:
 
 
 class Capacity(NamedTuple):
-    """Listeners that are served in time at once, and how that is known.
-
-    streams: below 1 where the machine is slower than real time even for one. basis: in words.
-    """
+    """Listeners that are served in time at once, below 1 where the machine is slower than real time for one; and how
+    that is known."""
 
     streams: float
     basis: str
@@ -77,10 +75,8 @@ class Arrival(NamedTuple):
 
 
 class Admission:
-    """The limits and the capacity of an engine, common to all of its lanes.
-
-    listeners: counts them, of each set of lanes, at a time in perf_counter seconds.
-    """
+    """The limits and the capacity of an engine, common to all of its lanes. listeners: counts them, for each set of
+    lanes, at a time in perf_counter seconds."""
 
     def __init__(self, limits: AdmissionLimits | None = None) -> None:
         self.limits = limits or AdmissionLimits()
@@ -135,10 +131,7 @@ class Admission:
 
 class AdmissionQueue:
     """Streams of one set of lanes that wait for admission: listeners' before others, first come, first served.
-
-    The caller opens what is admitted (memory, `StreamTable.enter`, `StreamTable.prompt`) before it asks again.
-    reserved_pages: that open streams wait for between two segments.
-    """
+    reserved_pages: that open streams wait for between two segments."""
 
     def __init__(self, admission: Admission, table: StreamTable, pages: Pages | None, ticks: TickSettings) -> None:
         self._admission, self._table, self._pages, self._ticks = admission, table, pages, ticks
@@ -205,10 +198,8 @@ class AdmissionQueue:
         return most_s
 
     def wake_s(self, now_s: float) -> float:
-        """Until when time alone changes nothing for those that wait, for admission or pages; inf where none does.
-
-        Every time is the sum that is compared with elsewhere: rounded otherwise, it could come and change nothing.
-        """
+        """Until when time alone changes nothing for those that wait; inf where none does. Every time is the sum that is
+        compared with elsewhere: rounded otherwise, it could come and change nothing."""
         if not len(self) and not self.reserved_pages:
             return math.inf
         changes_s = [self._table.changes_s(now_s), self._idle_since_s + HELD_S]
@@ -220,10 +211,8 @@ class AdmissionQueue:
         return min((at_s for at_s in changes_s if at_s > now_s), default=now_s)
 
     def obstacle(self, arrival: Arrival, model: TickModel, now_s: float) -> Reason:
-        """What keeps a stream from being admitted now; "" for nothing.
-
-        One that would be the only listener is let in however slow the machine is and however long the prompt.
-        """
+        """What keeps a stream from being admitted now; "" for nothing. The only listener is let in however slow the
+        machine is."""
         table, admission = self._table, self._admission
         if table.open.all():
             return "slots"
@@ -262,11 +251,8 @@ def refusal(reason: Reason, open_streams: int, capacity: Capacity) -> CapacityEr
 
 
 def measured_streams(frame_s: float, row_s: float, margin: float) -> float:
-    """Listeners whose frames and prompts are made in time. frame_s: of one frame; row_s: of a prompt's row; margin: of
-    the ticks' time that is used.
-
-    Utterances of 7 s on average (2 to 12 s) with prompts of 32 rows, as in the load benchmark.
-    """
+    """Listeners whose frames (`frame_s` each) and prompts (`row_s` a row) are made in time, in this `margin` of it:
+    utterances of 7 s on average with prompts of 32 rows, as in the load benchmark."""
     return margin / (frame_s / FRAME_S + row_s * _MEAN_ROWS / _MEAN_S)
 
 

@@ -33,9 +33,9 @@ class Chunker:
         self.prefill_ms = self.talker_ms = self.predictor_ms = self.codec_ms = 0.0  # since the last chunk
 
     @property
-    def waiting_frames(self) -> int:
-        """Frames that `take` with `flush` would turn into PCM."""
-        return len(self.undecoded) + sum(count for _, count in self._decoding)
+    def has_undecoded(self) -> bool:
+        """Whether there is what `take` with `flush` would turn into PCM."""
+        return bool(self.undecoded or self._decoding)
 
     @property
     def begun(self) -> bool:
@@ -44,12 +44,12 @@ class Chunker:
 
     @property
     def missing_frames(self) -> int:
-        """How many more frames make the next chunk whole."""
+        """That make the next chunk whole."""
         wanted = self._schedule[min(self._chunks + len(self._decoding), len(self._schedule) - 1)]
         return wanted - len(self.undecoded)
 
     def add(self, codes: Tensor) -> None:
-        """Takes one frame, (16,) int64 on the host."""
+        """codes (16,) int64, on the host: of the next frame."""
         self.undecoded.append(codes)
         self.pending_frames += 1
 
@@ -58,10 +58,9 @@ class Chunker:
     ) -> Chunk | None:
         """The next chunk once the schedule has it whole, or what there is with `flush`; None for nothing to hear.
 
-        `decode` begins to turn the next frames, a list of codes (16,), into PCM (T * SAMPLES_PER_FRAME,) float32 on the
-        host, which its result waits for.
-        `ahead`: a chunk that has become whole is only begun to be decoded, while the caller makes more frames; the
-        call after this one hands it out.
+        decode: begins to turn the next frames, a list of codes (16,), into PCM (T * SAMPLES_PER_FRAME,) float32, which
+        its result waits for. ahead: a chunk that has become whole is only begun to be decoded, and the next call hands
+        it out.
         """
         whole = bool(self.undecoded) if flush else self.missing_frames <= 0
         if not whole and not self._decoding:

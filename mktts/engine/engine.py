@@ -1,12 +1,8 @@
 """The worker thread that owns the model and makes the open streams, tick by tick; and which lanes make a stream.
 
-Nothing here takes a lock that a garbage-collected stream could need: the worker learns of new streams, cancelled ones
-and emptied buffers from one `queue.SimpleQueue`, whose `put` may be called from anywhere, finalizers included. With
-nothing to do the worker sleeps.
-
-Threads: all of `Engine` may be called from any thread. A stream has one consumer at a time.
-Forks: threads do not survive `os.fork`, so an engine is usable only in the process that made it; in a child, make
-another one.
+Nothing here takes a lock that a garbage-collected stream could need: the worker learns of what happens outside from one
+`queue.SimpleQueue`, whose `put` may be called from finalizers too. All of `Engine` may be called from any thread, in
+the process that made it: threads do not survive `os.fork`.
 """
 
 from __future__ import annotations
@@ -420,17 +416,13 @@ def _set() -> None:
 
 @contextlib.contextmanager
 def many_streams(collect: bool = True) -> Iterator[None]:
-    """For as long as the context lasts, other threads wait less for the interpreter, and it does not pause for garbage.
+    """For as long as the context lasts, other threads wait SWITCH_S for the interpreter instead of 5 ms, and nothing is
+    collected but where YOUNG_OBJECTS came to what was there: what a stream held is free without the collector, which
+    stops every thread for up to 66 ms. With 1,600 listeners of an engine without a device, on two cores, p99 first PCM
+    was 218 ms with the long interval and 71 ms with this.
 
-    What a stream held is free when it ends, without the garbage collector, which would visit all that young streams
-    hold: up to 66 ms, in which every thread stands still, while who has heard one frame has 80 ms until the next. So
-    nothing is collected but where YOUNG_OBJECTS have come to what was there, which says that something leaks. Threads
-    that wait for their turn get it after SWITCH_S instead of 5 ms. With 1,600 listeners of an engine of 24 ms a tick
-    without a device, on two cores, p99 first PCM was 218 ms with the long interval and 71 ms with this.
-
-    The settings are the process's: several contexts may be open at once, in any threads, and end in any order. The
-    first sets, the last to end puts back what was before the first.
-    collect: whether the garbage of before is collected first, which takes as long as any full collection.
+    The settings are the process's: the first of several contexts sets them, the last to end puts back what was before.
+    collect: whether the garbage of before is collected first.
     """
     global _contexts
     if collect:

@@ -1,9 +1,7 @@
 """The one interface between the engine, which decides ticks, and what runs them: lanes in, codes and PCM out.
 
-`mktts.engine.single.SingleLanes` makes a frame of one stream a tick, on a backend; `mktts.batch.plain.lanes.TorchLanes`
-one of many in PyTorch operators, `mktts.batch.cuda.lanes.CudaLanes` as one CUDA graph. The engine owns the slots: it
-takes one for a stream, begins the stream's segments in it one after the other, and gives it back. One thread owns the
-lanes.
+The engine owns the slots: it takes one for a stream, begins the stream's segments in it one after the other, and gives
+it back. One thread owns the lanes.
 """
 
 from __future__ import annotations
@@ -61,11 +59,9 @@ class Lanes(Protocol):
         """Nothing of the voice is kept for streams to come."""
 
     def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
-        """A segment of the stream in `slot`: the talker starts anew behind its prompt's rows, the codec goes on.
-
-        The prompt's rows enter by the pieces of the ticks that follow; rows that lie in shared pages need not. copies:
-        of pages, to be made before the next tick. Raises PromptError, SamplingError.
-        """
+        """A segment of the stream in `slot`: the talker starts anew behind its prompt's rows, which enter by the pieces
+        of the ticks that follow; the codec goes on. copies: of pages, to be made before the next tick. Raises
+        PromptError, SamplingError."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies rows of pages behind what was launched and before what will be."""
@@ -74,10 +70,8 @@ class Lanes(Protocol):
         """The stream is over, or `enter` has raised; a tick that still runs may have a lane of it."""
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Any:
-        """Queues one tick. rows: for each of `tick.lanes` the text row (H,), None exactly for the `new_lanes`.
-
-        At most two launched ticks may be waiting to be collected.
-        """
+        """Queues one tick; two at most may wait to be collected. rows: for each of `tick.lanes` the text row (H,), None
+        exactly for the `new_lanes`."""
 
     def collect(self, launched: Any) -> Made:
         """Waits for the oldest launched tick. A lane of a slot that had ended before it is `ended` again."""

@@ -1,9 +1,5 @@
-"""An engine in a process of its own, behind the engine's interface.
-
-A server of many listeners has two busy threads: the engine's worker, and the event loop with its sockets. In one
-process they share one interpreter, whose lock each gives up and waits for thousands of times a second; in two, each
-has its own. `mktts.engine.child` is the other process.
-"""
+"""An engine in a process of its own (`mktts.engine.child`), behind the engine's interface: in one process, the engine's
+worker and an event loop with its sockets wait for each other's interpreter lock thousands of times a second."""
 
 from __future__ import annotations
 

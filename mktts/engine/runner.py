@@ -41,10 +41,7 @@ _MOST_EARLY_S = 0.05
 
 
 class TickTimes:
-    """How long ticks took, all since the beginning: counts (of TICK_BOUNDS_S and of what is longer), and their sum.
-
-    Written by the worker, read from any thread.
-    """
+    """How long ticks took, all since the beginning: counts (of TICK_BOUNDS_S and of what is longer), and their sum."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(TICK_BOUNDS_S) + 1)
@@ -226,11 +223,8 @@ class Runner:
             self._waiting[slot] = None
 
     def turn(self, now_s: float, alone: bool) -> float:
-        """Does what is due: a tick, at most. alone: no other stream is open, on any lanes.
-
-        Returns when it wants its next turn if nothing happens outside: perf_counter seconds, -inf for at once, inf for
-        never.
-        """
+        """Does what is due: a tick, at most. alone: no other stream is open, on any lanes. Returns when it wants its
+        next turn if nothing happens outside: perf_counter seconds, -inf for at once, inf for never."""
         running = self._running[0] if self._running else None
         plan_s = now_s if running is None else running.ends_s - self._pace.early_s
         self._admit(now_s, now_s + _STARTING_S if running is None else plan_s)
@@ -285,7 +279,9 @@ class Runner:
     def _pause(self, tick: Tick, now_s: float) -> float:
         """Until when nothing is to be done without an update; -inf where one has come."""
         for slot in self._table.able().tolist():  # they are ahead, and what their readers take is an update
-            if self._streams[slot].watch() != self._table.frames_taken[slot]:
+            stream = self._streams[slot]
+            stream.watched = True
+            if stream.taken_frames != self._table.frames_taken[slot]:
                 return float("-inf")
         return min(tick.wake_s, self._queue.wake_s(now_s))
 

@@ -1,14 +1,10 @@
 """Decides one tick: which prompts enter, which streams get a frame, which bucket runs. No device and no clock.
 
 Arrivals come first, oldest first, as far as the bucket's prompt rows go; a longer prompt enters in pieces over ticks.
-Then the streams that have the least lead before their listeners, of those that have less than a limit: streams that
-are ahead skip ticks, so a tick is as small as what is wanted now, and the next arrival waits for it no longer than it
-must. One whose text has come after a wait goes first. Where many enter at once, only those ride along that would soon
-be late. Empty lanes of the bucket that runs anyway are given to streams that are not far beyond the limit. Few streams
-are not held back at all: a lone one gets its frames at once. Where nothing is wanted now, a small tick takes those on
-that are least ahead, so that who reads faster than speech is served as fast as the machine goes.
-
-A stream that waits for text, or for its reader, is in no tick.
+Then the streams that have the least lead before their listeners, of those that have less than a limit, so that a tick
+is as small as what is wanted now; one whose text has come after a wait goes first. Where many enter at once, only those
+ride along that would soon be late. Few streams are not held back at all, and where nothing is wanted now, a small tick
+takes those on that are least ahead. A stream that waits for text, or for its reader, is in no tick.
 """
 
 from __future__ import annotations
@@ -93,21 +89,14 @@ class TickModel:
 
     @classmethod
     def h200(cls) -> TickModel:
-        """0.6B shapes in bfloat16 and the codec in fp16 on one H200, everything in one CUDA graph.
-
-        Least squares of relative errors over 25 measured buckets of 8 to 512 lanes and 0 to 1 024 prompt rows, all
-        lanes at 400 rows (5.2 to 26 ms), with attention from the frame alone at 500 rows (13.7 us a lane: 4.2 TB/s of
-        keys and values). Every bucket lies within 5 % of the model.
-        """
+        """0.6B shapes in bfloat16 and the codec in fp16 on one H200, in one CUDA graph: least squares over 25 measured
+        buckets of 8 to 512 lanes and 0 to 1 024 prompt rows, all within 5 %."""
         return cls(constant_s=4.97e-3, lane_s=23.2e-6, row_s=2.86e-6, attention_s=2.74e-6)
 
     @classmethod
     def cpu(cls) -> TickModel:
-        """The voice in the box by batched PyTorch operators in fp32: CPU time of one thread at 2.3 GHz.
-
-        Whole ticks of 1 to 16 lanes, and products of 32 to 256 rows by themselves, on a machine that had other work:
-        good for the first ticks only, then `TickFit` knows better.
-        """
+        """The voice in the box by batched PyTorch operators in fp32, CPU time of one thread at 2.3 GHz: good for the
+        first ticks only, then `TickFit` knows better."""
         return cls(constant_s=11.5e-3, lane_s=2.0e-3, row_s=85e-6, attention_s=55e-6)
 
     def predict(self, lanes: int, rows: int = 0, context_rows: float = 0.0) -> float:
@@ -120,11 +109,8 @@ _KEEP = math.exp(-1 / 500)  # after 500 ticks an observation weighs 1/e
 
 
 class TickFit:
-    """The model of a machine, learnt from its ticks: exponentially weighted least squares of relative errors.
-
-    Each part of `prior` is scaled by its own factor. The prior stays in the sum with the weight of one tick, so that a
-    part which the ticks say nothing about (no prompt came for a while) keeps its value.
-    """
+    """The model of a machine, learnt from its ticks: exponentially weighted least squares of relative errors, of a
+    factor for each part of `prior`, which stays in the sum with the weight of one tick."""
 
     def __init__(self, prior: TickModel) -> None:
         self.model = prior
@@ -136,10 +122,8 @@ class TickFit:
         self._right = np.zeros(len(self._parts))
 
     def observe(self, lanes: int, rows: int, context_rows: float, took_s: float) -> TickModel:
-        """Takes a tick that was run (as `TickModel.predict`) and its measured seconds; returns the model from now on.
-
-        A tick far from what is expected (the machine did something else) counts as three times, or a third of, that.
-        """
+        """Takes a tick that was run (as `TickModel.predict`) and its measured seconds, no further than a factor of
+        three from what is expected; returns the model from now on."""
         if not took_s > 0:
             return self.model
         expected_s = self.model.predict(lanes, rows, context_rows)
@@ -315,10 +299,8 @@ class TickSettings:
         return tuple(sorted({lanes for lanes, _ in self.buckets if lanes < self.max_lanes} | {self.max_lanes}))
 
     def most_lanes(self, model: TickModel, context_rows: float) -> int:
-        """The most lanes, each of so many rows, with which a tick keeps to `max_tick_s`; at least one size is run.
-
-        Where a tick of one lane takes nearly as long, or longer, fewer lanes would not help those who wait.
-        """
+        """The most lanes, each of so many rows, with which a tick keeps to `max_tick_s`; where a tick of one takes
+        nearly as long, fewer would not help those who wait."""
         lane_s = model.predict(1, 0, context_rows) - model.constant_s
         time_s = max(self.max_tick_s, min(1.5 * model.constant_s, self.margin * FRAME_S))
         fitting = (time_s - model.constant_s) / lane_s if lane_s else np.inf
@@ -530,11 +512,8 @@ class StreamTable:
         return np.flatnonzero(self.open & self.text_known & ~self.full & ready)
 
     def lead_s(self, slots: np.ndarray, now_s: float, unpaced_s: float) -> np.ndarray:
-        """Seconds (n,) from now until each stream's next frame is wanted.
-
-        What the reader has not taken is certainly ahead, whatever the clock says. An unpaced stream's next frame is
-        wanted `unpaced_s` after its last one; a stream that made none, at once (-inf).
-        """
+        """Seconds (n,) from now until each stream's next frame is wanted; what the reader has not taken is certainly
+        ahead. An unpaced stream's is wanted `unpaced_s` after its last one, or at once (-inf)."""
         made = self.frames_made[slots]
         heard = np.where(made < self.chunk_end[slots], self.chunk_start[slots], made)  # as far as chunks are whole
         ahead_s = FRAME_S * (heard - self.frames_taken[slots])
@@ -682,10 +661,8 @@ def _pieces(table: StreamTable, order: np.ndarray, rows: int, most_prompts: int,
 
 
 def _wake_s(table: StreamTable, able: np.ndarray, now_s: float, settings: TickSettings) -> float:
-    """When the first of the streams that are ahead will be wanted if nothing else happens.
-
-    What the reader has not taken does not become less by waiting.
-    """
+    """When the first of the streams that are ahead will be wanted if nothing else happens: by waiting, what the reader
+    has not taken does not become less."""
     ahead_s = FRAME_S * (table.frames_made[able] - table.frames_taken[able])
     heard_out = able[ahead_s <= settings.lead_s]
     if not len(heard_out):

@@ -1,8 +1,5 @@
-"""The text of one utterance as a row of segments: known at the start, or fed while it is being spoken.
-
-A script is the only meeting place of the thread that writes text and the worker that speaks it: `feed` and `finish`
-may come from any thread, everything else belongs to the worker.
-"""
+"""The text of one utterance as a row of segments: known at the start, or fed while it is being spoken. Everything but
+`feed` and `finish` belongs to the worker."""
 
 from __future__ import annotations
 
@@ -93,10 +90,8 @@ class WholeScript(Script):
 
 
 class FedScript(Script):
-    """Text that is spoken while it is written: each segment is a prompt that waits for its text.
-
-    `open_prompt` makes a `FedPrompt` of a request with no text yet.
-    """
+    """Text that is spoken while it is written: each segment is a prompt that waits for its text. open_prompt: makes a
+    `FedPrompt` of a request with no text yet."""
 
     def __init__(self, request: Request, open_prompt: Callable[[Request], Any], max_chars: int) -> None:
         self.started_s = time.perf_counter()

@@ -58,11 +58,8 @@ class _Slot:
 
 @dataclass
 class SingleLanes(OneLane):
-    """See `mktts.engine.lanes.Lanes`.
-
-    positions: of the talker, prompt and frames of one segment together. decodes_beside: whether the codec works beside
-    the host, so that waiting for it at once would waste time.
-    """
+    """See `mktts.engine.lanes.Lanes`. positions: of one segment, prompt and frames together. decodes_beside: whether
+    the codec works beside the host, so that waiting for it at once would waste time."""
 
     backend: Backend
     codec: CodecDecoder | GraphedCodec

@@ -1,7 +1,7 @@
 """A stream: what the worker knows of it while it is made, the queue of its chunks, and what its consumer holds.
 
 Text longer than a segment is spoken segment after segment, each with its own prompt and talker state, while the codec
-state goes on: the waveform is continuous over a join, because the decoder never restarts.
+state goes on: the waveform is continuous over a join.
 """
 
 from __future__ import annotations
@@ -45,10 +45,8 @@ _YIELD_S = 20e-6
 
 
 class Notifier:
-    """Wakes event loops: consumers that were notified since the last `flush` are woken together, one call a loop.
-
-    after: called at the end of every `flush`.
-    """
+    """Wakes event loops for the worker: consumers that were notified since the last `flush` are woken together, one
+    call a loop. after: called at the end of every `flush`."""
 
     after: Callable[[], None] | None = None
 
@@ -56,11 +54,10 @@ class Notifier:
         self._waiters: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = defaultdict(list)
 
     def add(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
-        """Worker: `waiter` is done at the next `flush`."""
+        """`waiter` is done at the next `flush`."""
         self._waiters[loop].append(waiter)
 
     def flush(self) -> None:
-        """Worker."""
         if self._waiters:
             waiters, self._waiters = self._waiters, defaultdict(list)
             for loop, of_loop in waiters.items():
@@ -70,10 +67,8 @@ class Notifier:
 
 
 class StreamCounters:
-    """Streams of an engine, as counted by those that open them (under their lock) and by the worker.
-
-    idle: open, and waiting for their text or for their reader.
-    """
+    """Streams of an engine, as counted by those that open them (under their lock) and by the worker. idle: open, and
+    waiting for their text or for their reader."""
 
     def __init__(self) -> None:
         self.opened = self.ended = self.idle = 0
@@ -96,10 +91,8 @@ class StreamUpdate(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """What the frames of one segment are made from.
-
-    prompt: a `Prompt`, or a `FedPrompt` that is ready. max_frames: at most. stream: that it is of.
-    """
+    """What the frames of one segment are made from. prompt: a `Prompt`, or a `FedPrompt` that is ready. max_frames: at
+    most. stream: that it is of."""
 
     prompt: Any
     sampling: Sampling
@@ -194,12 +187,11 @@ class Utterance:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will be made."""
         return self.cancelled or (self._begun and self._script is None)
 
     def cancel(self) -> None:
         """Ends the stream: no chunk is handed out after this. No effect on one that is over and taken."""
-        if self.cancelled or (self._begun and self._script is None and self.taken_frames == self.made_frames):
+        if self.cancelled or (self.over and self.taken_frames == self.made_frames):
             return
         self.cancelled = True
         self._put(_END, at_once=True)
@@ -226,11 +218,8 @@ class Utterance:
         return self._accept(self._chunks.get())
 
     async def take_async(self, within_s: float | None = None) -> Chunk | None:
-        """As `take`, for an event loop: the worker wakes the loop, no thread waits. Raises TimeoutError where there is
-        nothing within `within_s`; nothing is lost by that.
-
-        Other tasks get their turn before every chunk, also while many are waiting to be taken.
-        """
+        """As `take`, for an event loop: the worker wakes the loop, no thread waits. Other tasks get their turn before
+        every chunk. Raises TimeoutError where there is nothing within `within_s`; nothing is lost by that."""
         loop = asyncio.get_running_loop()
         if not self._chunks.empty():  # otherwise the wait for it is their turn
             await asyncio.sleep(0)
@@ -280,15 +269,15 @@ class Utterance:
     # ---- worker: text, segments and frames
 
     def prepare(self, positions: int, schedule: tuple[int, ...] = SCHEDULE) -> None:
-        """The lanes have it. positions: of the talker, prompt and frames of one segment together. schedule: of chunks,
-        where the options leave it open."""
+        """The lanes have it. positions: of one segment, prompt and frames together. schedule: of chunks, where the
+        options leave it open."""
         self._positions = positions
         self.chunker = Chunker(self.plan.options, schedule)
 
     def ready(self) -> bool:
         """Whether there is something to make or to hand on; False means: waiting for text."""
         known = self.input_known()
-        return known or self._spoken() or self.chunker.waiting_frames > 0 or self._silent_samples > 0
+        return known or self._spoken() or self.chunker.has_undecoded or self._silent_samples > 0
 
     def next_segment(self) -> bool:
         """Whether the next segment's turn has come and its prompt is known; it is then `segment`."""
@@ -396,6 +385,7 @@ class Utterance:
 
     @property
     def open(self) -> bool:
+        """Whether frames may be made for it: False before `begin`, and once it is over."""
         return self._script is not None
 
     @property
@@ -428,7 +418,7 @@ class Utterance:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the stream; its consumer gets `error`. No effect on one that is over: it ended as it did."""
+        """Ends the stream; its consumer gets `error`. No effect on one that is over."""
         if self._script is None:
             return
         traceback.clear_frames(error.__traceback__)  # all that would keep the stream's caches
@@ -453,7 +443,6 @@ class Utterance:
                 self._when_over()
 
     def set_idle(self, idle: bool) -> None:
-        """Says whether it waits for its text, or for its consumer."""
         if idle is not self.idle:
             self.idle = idle
             self._counters.idle += 1 if idle else -1
@@ -461,7 +450,6 @@ class Utterance:
                 self.sink.idle(self)
 
     def deliver(self, chunk: Chunk) -> None:
-        """A chunk for the consumer."""
         self.made_frames += chunk.frames
         self._put(chunk)
 
@@ -476,11 +464,6 @@ class Utterance:
             if not asked_again:
                 self.watched = True  # what the consumer takes from now on wakes the worker: look once more
         return True
-
-    def watch(self) -> int:
-        """What the consumer takes wakes the worker from now on. Returns the frames that it had taken by then."""
-        self.watched = True
-        return self.taken_frames
 
     def _put(self, item: Any, at_once: bool = False) -> None:
         if self.sink is not None:
@@ -528,14 +511,10 @@ class StreamEngine(Protocol):
 
 
 class Stream:
-    """Chunks of one utterance, in order, made while they are taken.
-
-    Iterate with `for` (waits in the calling thread) or with `async for` (the event loop goes on); one consumer at a
-    time. Leaving the `with` block, `close`, `aclose`, dropping the object, an exception while waiting (Ctrl-C), and
-    cancelling the task that waits all end the generation within one frame. What fails inside is raised here.
-
-    seed: what every draw of this utterance follows from; the same seed and text give the same speech.
-    """
+    """Chunks of one utterance, in order, made while they are taken. Iterate with `for` or with `async for`, one
+    consumer at a time. Leaving the `with` block, `close`, `aclose`, dropping the object, an exception while waiting
+    (Ctrl-C), and cancelling the task that waits all end the generation within one frame. What fails inside is raised
+    here. seed: what every draw follows from; the same seed and text give the same speech."""
 
     def __init__(self, engine: StreamEngine, utterance: Utterance) -> None:
         self.seed = utterance.plan.seed
@@ -552,7 +531,7 @@ class Stream:
 
     @property
     def idle(self) -> bool:
-        """Whether it waits for its text, or for its reader."""
+        """Whether it waits for its text, or for its consumer."""
         return self._utterance.idle
 
     @property
@@ -651,12 +630,12 @@ class Stream:
 
 
 class Session(Stream):
-    """A stream whose text is written while it is spoken.
+    """A stream whose text is written while it is spoken; `feed` and `finish` never wait, and may be called from any
+    thread.
 
-    `feed` and `finish` never wait and may be called from any thread. The model does not step while it waits for
-    text, and other streams go on. A word is spoken once it is complete, that is, when the next one begins; where
-    the checkpoint names a text front end, once its reading is certain: numbers and names wait for the words around
-    them, other words for the end of the next one.
+    A word is spoken once it is complete, that is, when the next one begins; where the checkpoint names a text front
+    end, once its reading is certain: numbers and names wait for the words around them, other words for the next one's
+    end.
     """
 
     def __init__(
@@ -667,10 +646,8 @@ class Session(Stream):
         max_chars: int,
         text: TextFeed,
     ) -> None:
-        """request: checked, without text. max_chars: of a segment. text: what the text goes through.
-
-        The engine knows of the stream from the first visible text on.
-        """
+        """request: checked, without text. max_chars: of a segment. text: what the text goes through, before the engine,
+        which knows of the stream from the first visible text on."""
         super().__init__(engine, utterance)
         self._request, self._max_chars = request, max_chars
         self._text = text
@@ -681,11 +658,9 @@ class Session(Stream):
         self._finished = False
 
     def feed(self, piece: str) -> None:
-        """Adds text; an empty piece is allowed, and text for a stream that is over is dropped.
-
-        Raises TextError when `piece` is not a str, the whole exceeds MAX_TEXT_CHARS, and as `TextFeed.push`; such a
-        piece is not spoken. Raises EngineError after `finish` and in a forked child.
-        """
+        """Adds text; an empty piece is allowed, and text for a stream that is over is dropped. Raises TextError when
+        `piece` is not a str, the whole exceeds MAX_TEXT_CHARS, and as `TextFeed.push`; such a piece is not spoken.
+        Raises EngineError after `finish` and in a forked child."""
         piece = clean_piece(piece)
         with self._writing:
             if self._finished:
@@ -696,41 +671,34 @@ class Session(Stream):
             parts = self._text.push(piece)
             self._chars += len(piece)
             if self._script is not None:
-                self._feed(self._script, parts)
+                self._feed(parts)
             elif piece.strip():
                 self._begin(parts)
             else:
                 self._early += parts
 
     def finish(self) -> None:
-        """Says that no more text comes; a second call does nothing.
-
-        Raises TextError when nothing visible was fed, or where there is a front end, no letter or digit, and as
-        `TextFeed.finish`; the stream is then cancelled.
-        """
+        """Says that no more text comes; a second call does nothing. Raises TextError where nothing visible was fed, and
+        as `TextFeed.finish`; the stream is then cancelled."""
         with self._writing:
             if self._finished:
                 return
             self._finished = True
-            if self._script is not None:
-                self._end(self._script)
-            elif not self._utterance.over:
-                self._utterance.cancel()
-                raise TextError("expected text to speak before finish, got none")
-
-    def _end(self, script: FedScript) -> None:
-        if not self._utterance.over:
             try:
-                self._feed(script, self._text.finish())
+                if self._script is None and not self._utterance.over:
+                    raise TextError("expected text to speak before finish, got none")
+                if not self._utterance.over:
+                    self._feed(self._text.finish())
             except TextError:
                 self._utterance.cancel()
                 raise
-        script.finish()
-        self._utterance.update()
+            if self._script is not None:
+                self._script.finish()
+                self._utterance.update()
 
-    def _feed(self, script: FedScript, parts: Sequence[Any]) -> None:
+    def _feed(self, parts: Sequence[Any]) -> None:
         for part in parts:
-            script.feed(part)
+            self._script.feed(part)
         if parts:
             self._utterance.update()
 
