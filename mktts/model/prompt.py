@@ -1,19 +1,13 @@
 """Prompt layouts of every Qwen3-TTS mode, as embeddings for the talker.
 
-A prompt is an optional instruction, three role rows (`<|im_start|>assistant\\n`), the language tags, the speaker,
-and then the text in one of two layouts:
+A prompt is an optional instruction, three role rows (`<|im_start|>assistant\n`), the language tags, the speaker, and
+then the text. Whole layout: every text token is in the prompt, and every later frame adds the pad embedding. Streaming
+layout: the prompt ends with the first text token (or the reference frames), and token t + 1 is added after frame t.
+Both are upstream's; in the streaming layout a `FedPrompt` takes text that arrives later.
 
-* whole: every text token is in the prompt; every later frame adds the pad embedding.
-* streaming: the prompt ends with the first text token (or the reference frames); token t + 1 is added after frame t.
-
-Both are upstream's (`non_streaming_mode` True and False). What upstream lacks is
-`FedPrompt`: in the streaming layout the text may arrive later, piece by piece.
-
-The prefix of a prompt is the rows in front that are the same bits for every text: instruction, role, tags and speaker
-in both layouts. The next row is the first that text enters: the text's first row, or for an in-context voice the
-transcript's. A transcript's rows do not depend on the text in meaning, but in bits: `build` projects transcript and
-text in one matrix product, as upstream does, and that rounds by its number of rows. `FedPrompt` projects row by row, so
-there the prefix goes on through the transcript, up to the text's first token.
+The prefix of a prompt is the rows in front that are the same bits for every text: instruction, role, tags and speaker.
+A transcript's rows are not: `of_checked` projects transcript and text in one matrix product, as upstream does, which
+rounds by its number of rows. `FedPrompt` projects row by row, so there the prefix goes on through the transcript.
 """
 
 from __future__ import annotations
@@ -81,10 +75,8 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Builds prompts for one checkpoint. `tensors` carries the Hub's names.
-
-    The text embeddings stay where their tensor is, see `TextTable`. Everything else is computed on `device`.
-    """
+    """Builds prompts for one checkpoint, on `device`; text embeddings stay where their tensor is, see `TextTable`.
+    tensors: by Hub name."""
 
     def __init__(
         self,
@@ -116,11 +108,8 @@ class PromptBuilder:
     # ---- public
 
     def check(self, request: Request) -> Request:
-        """The request in the checkpoint's spelling, its text stripped, what it leaves out filled in: what
-        `of_checked` takes.
-
-        Where no speaker is named, the checkpoint's first speaks. Raises PromptError or TextError.
-        """
+        """The request as `of_checked` takes it: in the checkpoint's spelling, its text stripped, what it leaves out
+        filled in; where no speaker is named, the checkpoint's first speaks. Raises PromptError or TextError."""
         config = self.config
         if not isinstance(request.text, str):
             raise TextError(f"text must be a str, got {type(request.text).__name__}")
@@ -153,11 +142,9 @@ class PromptBuilder:
         return self.of_checked(self.check(request))
 
     def of_checked(self, request: Request, spoken: SpokenRows | None = None) -> Prompt:
-        """The prompt of a whole text, bit-equal to upstream's embeddings. `request` comes from `check`.
-
-        spoken: text rows of whole prompts are taken from it instead of being computed; those were projected in products
-        of other sizes, which round differently. Raises TextError where it has no text.
-        """
+        """The prompt of a whole text, bit-equal to upstream's embeddings. request: from `check`. spoken: rows of whole
+        prompts are taken from it; they come of products of other sizes, which round differently. Raises TextError where
+        it has no text."""
         ids = self.tokenizer.encode(request.text)
         if not ids:
             raise TextError("expected text to speak, got an empty text")
@@ -321,16 +308,12 @@ class PromptBuilder:
 
 
 class FedPrompt:
-    """Talker input of one utterance whose text arrives piece by piece. Streaming layout; not thread-safe.
-
-    `embeds` exists once `ready`; `row` returns None while its token has not arrived and the text is open.
-    """
+    """Talker input of one utterance whose text arrives piece by piece, in the streaming layout. `embeds` exists once
+    `ready`; `row` returns None while its token has not arrived and the text is open."""
 
     def __init__(self, builder: PromptBuilder, request: Request) -> None:
-        """`request` comes from `PromptBuilder.check`, in the streaming layout; its text is the first piece, or empty.
-
-        Raises PromptError for another layout.
-        """
+        """request: from `PromptBuilder.check`; its text is the first piece, or empty. Raises PromptError for another
+        layout."""
         if request.layout != "streaming":
             raise PromptError(f"text that arrives later needs the streaming layout, got layout={request.layout!r}")
         self._builder = builder
@@ -436,11 +419,8 @@ def numbers(table: Tensor) -> np.ndarray:
 
 
 def gather(table: np.ndarray, ids: Sequence[int], out: np.ndarray) -> None:
-    """Writes rows of a table (V, E) to `out` (N, E), N > 0. Raises IndexError for an id that is not in the table.
-
-    In the calling thread alone: torch's own operator wakes all its threads for 16 rows and more, which takes longer
-    than the copy, and very long where they find no core.
-    """
+    """Writes rows of a table (V, E) to `out` (N, E), N > 0, in the calling thread alone: torch's operator wakes all its
+    threads, which takes longer than the copy. Raises IndexError for an id that is not in the table."""
     if min(ids) < 0 or max(ids) >= len(table):
         raise IndexError(f"ids must be 0 to {len(table) - 1}, got {min(ids)} to {max(ids)}")
     np.take(table, np.array(ids, np.int64), axis=0, out=out, mode="clip")  # "raise" would copy twice
@@ -448,10 +428,8 @@ def gather(table: np.ndarray, ids: Sequence[int], out: np.ndarray) -> None:
 
 @dataclass(frozen=True, eq=False)
 class AddressedRows:
-    """A prompt (L, H) whose rows are read where they lie.
-
-    addresses (L,) int64. like: a tensor of the rows' width, dtype and device. kept: what they lie in.
-    """
+    """A prompt (L, H) whose rows are read where they lie. addresses (L,) int64. like: a tensor of the rows' width,
+    dtype and device. kept: what they lie in."""
 
     addresses: np.ndarray
     like: Tensor

@@ -1,8 +1,7 @@
 """Qwen3 decoder stacks in plain PyTorch, over rows of any number of streams; keys and values are the caller's.
 
-The talker and the code predictor are both such a stack. `Qwen3Stack` rounds where transformers 4.57 rounds (sdpa
-attention): in bf16 every intermediate named in upstream's modules is rounded to bf16, RMSNorm computes in fp32, and
-rotary angles are fp32; that makes the greedy codes of one stream equal to upstream's on CPU.
+`Qwen3Stack` rounds where transformers 4.57 rounds (sdpa attention): in bf16 every intermediate named in upstream's
+modules, RMSNorm in fp32, rotary angles in fp32; that makes the greedy codes of one stream equal to upstream's on CPU.
 Talker M-RoPE has equal temporal, height and width positions, so it is ordinary RoPE.
 """
 
@@ -34,12 +33,9 @@ def filled_up(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Linear:
-    """x @ weight + bias.
-
-    A BLAS cuts long sums by the number of rows and treats a single row in its own way, so a row's last bits depend
-    on its company, and what comes behind amplifies them. On CPU, sums are therefore cut here, short enough for MKL to
-    leave alone, and few rows are filled up to `LEAST_ROWS`.
-    """
+    """x @ weight + bias, on a CPU in fp32 with rows that do not depend on how many there are: a BLAS cuts long sums by
+    the number of rows, so sums are cut here, short enough for MKL to leave alone, and few rows are filled up to
+    `LEAST_ROWS`."""
 
     weight: Tensor  # (in, out), or as oneDNN has packed it
     bias: Tensor | None = None
@@ -52,11 +48,8 @@ class Linear:
 
     @classmethod
     def packed(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """From `weight` (out, in) in fp32, which is not read again: a large matrix is packed.
-
-        Few rows are then made as fast as the matrix can be read, where MKL copies it first: a row at a time in half the
-        time, and no number of rows changes another's bits.
-        """
+        """From `weight` (out, in) in fp32, which is not read again. A large matrix is packed: MKL would copy it first,
+        twice the time of a row."""
         known = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
         if known and weight.numel() >= _LARGE:
             return cls(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), LEAST_ROWS), bias)
@@ -74,10 +67,8 @@ class Linear:
         return self.of_rows(x)
 
     def of_rows(self, x: Tensor, onto: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """`x` (R, in) -> (R, out): added to `onto` without the bias, or written to `out`, where those are given.
-
-        R is at least LEAST_ROWS where the matrix is not packed.
-        """
+        """`x` (R, in) -> (R, out): added to `onto` without the bias, or written to `out`, where those are given. R is
+        at least LEAST_ROWS where the matrix is not packed."""
         if self.weight.is_mkldnn:
             if onto is not None:
                 return torch.ops.mkldnn._linear_pointwise.binary(x, onto, self.weight, None, "add")
@@ -97,10 +88,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Weights of one decoder layer; shapes as in the checkpoint, (out, in).
-
-    `qkv` and `gate_up` are set by `fused` only: q, k, v (gate, up) are then row ranges of them.
-    """
+    """Weights of one decoder layer; shapes as in the checkpoint, (out, in). `qkv` and `gate_up` are set by `fused`
+    only: q, k, v (gate, up) are then row ranges of them."""
 
     input_norm: Tensor
     q: Tensor
@@ -148,11 +137,9 @@ CHUNK_POSITIONS = 64  # that a growing cache grows by
 
 
 class Place(NamedTuple):
-    """Where rows of a pass belong in one layer of a cache: `count` rows of each of B streams, behind `past` positions.
-
-    new: (2, B, kv heads, count, head_dim), for their keys and values. keys, values: (B, kv heads, past + count,
-    head_dim), theirs included.
-    """
+    """Where `count` rows of each of B streams belong in one layer of a cache, behind `past` positions. new: (2, B, kv
+    heads, count, head_dim), for their keys and values. keys, values: (B, kv heads, past + count, head_dim), theirs
+    included."""
 
     past: int
     count: int
@@ -164,9 +151,7 @@ class Place(NamedTuple):
 @dataclass
 class KVCache:
     """Keys (rotated) and values of streams at the same position; `length` are filled, and at most `limit` ever are.
-
-    memory: (layers, 2, B, kv heads, capacity, head_dim); the capacity grows up to the limit as it is needed.
-    """
+    memory: (layers, 2, B, kv heads, capacity, head_dim); the capacity grows up to the limit as it is needed."""
 
     memory: Tensor
     limit: int
@@ -186,10 +171,7 @@ class KVCache:
         return KVCache(self.memory.clone(), self.limit, self.length)
 
     def places(self, count: int) -> list[Place]:
-        """Those of every layer for `count` rows more of each stream, which `length` has then taken in.
-
-        Raises CapacityError when the cache is full.
-        """
+        """Those of every layer for `count` rows more of each stream. Raises CapacityError when the cache is full."""
         past, end = self.length, self.length + count
         if end > self.limit:
             raise CapacityError(f"key-value cache holds {self.limit} positions, position {end} was asked for")
@@ -244,10 +226,8 @@ class Qwen3Stack(Stack):
         self._table = self._turn_table(NUM_CODEBOOKS)
 
     def layer_weights(self, index: int) -> LayerWeights:
-        """As `Stack.layer_weights`; the layer is fused in place, with one more layer in memory while that is done.
-
-        Sums may then be ordered otherwise: in fp32 on the CPU results stay within 1e-5 of the separate products'.
-        """
+        """As `Stack.layer_weights`; the layer is fused in place. Sums may then be ordered otherwise: in fp32 on the CPU
+        results stay within 1e-5 of the separate products'."""
         if self.layers[index].qkv is None:
             self.layers[index] = self.layers[index].fused()
         return self.layers[index]
@@ -258,10 +238,8 @@ class Qwen3Stack(Stack):
         return lambda x: F.linear(x, weight, bias)
 
     def new_cache(self, positions: int, streams: int = 1, grows: bool = False) -> KVCache:
-        """A cache for `positions` tokens of so many streams; grows: memory is taken as they come.
-
-        Raises CapacityError beyond the model's own limit.
-        """
+        """A cache for `positions` tokens of so many streams; grows: memory is taken as they come. Raises CapacityError
+        beyond the model's own limit."""
         c = self.config
         if positions > c.max_position_embeddings:
             raise CapacityError(
@@ -273,16 +251,12 @@ class Qwen3Stack(Stack):
 
     def forward(self, x: Tensor, cache: KVCache) -> Tensor:
         """Appends `x` (B, T, H), or (B, H), to the cache of B streams; returns the normed hidden states, as many.
-
-        Raises CapacityError when the cache is full.
-        """
+        Raises CapacityError when the cache is full."""
         return self.advance(x.reshape(-1, x.shape[-1]), [cache], [x.shape[1] if x.dim() > 2 else 1]).view(x.shape)
 
     def advance(self, x: Tensor, caches: Sequence[KVCache], counts: Sequence[int]) -> Tensor:
         """Appends rows `x` (R, H) to the caches, in order, `counts[i]` to each stream of cache i -> (R, H), normed.
-
-        Raises CapacityError when a cache is full.
-        """
+        Raises CapacityError when a cache is full."""
         by_cache = [cache.places(count) for cache, count in zip(caches, counts, strict=True)]
         positions = [
             position
@@ -336,10 +310,8 @@ class Qwen3Stack(Stack):
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, place: Place, scale: float | None = None) -> Tensor:
-    """Attention of rows (n, heads, head_dim) to themselves and what is before: (n, heads * head_dim).
-
-    Keys and values go to their place first. scale: of scores; None: 1 / root of head_dim.
-    """
+    """Attention of rows (n, heads, head_dim) to themselves and what is before: (n, heads * head_dim). Keys and values
+    go to their place first. scale: of scores; None: 1 / root of head_dim."""
     shape = place.keys.shape[0], place.count, -1, q.shape[-1]
     q, k, v = q.reshape(shape).transpose(1, 2), k.reshape(shape).transpose(1, 2), v.reshape(shape).transpose(1, 2)
     place.new[0], place.new[1] = k, v

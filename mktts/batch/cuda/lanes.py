@@ -1,8 +1,6 @@
-"""Many utterances on a CUDA device at once: a tick is one CUDA graph, of the smallest bucket that it fits into.
-
-Implements `mktts.engine.lanes.Lanes`. All work is queued on one CUDA stream of its own, in the order of the calls, so a
-slot or a page that changes hands while ticks still run does so behind them.
-"""
+"""Many utterances on a CUDA device at once: a tick is one CUDA graph, of the smallest bucket that it fits into. All
+work is queued on one CUDA stream of its own, so a slot or a page that changes hands while ticks still run does so
+behind them."""
 
 from __future__ import annotations
 
@@ -54,10 +52,8 @@ class _Bucket:
 
 
 class CudaLanes:
-    """Talker, predictor, draws and codec of many utterances. Not thread-safe: one thread owns it.
-
-    embeddings: the sixteen embedding tables by Hub name, on the device, for others to read.
-    """
+    """See `mktts.engine.lanes.Lanes`. One thread owns it. embeddings: the sixteen embedding tables by Hub name, on the
+    device."""
 
     name = "batch"
     alone = decodes_beside = False

@@ -24,10 +24,8 @@ def uploaded(numbers: np.ndarray, device: torch.device) -> Tensor:
 
 
 class Stage:
-    """One tick at a time: `begin`, then the tick's work, then `end`, all on one CUDA stream; later `collect`.
-
-    block (words,) int64 goes to the device. kept: what must stay in memory until the tick is over.
-    """
+    """One tick at a time: `begin`, its work, then `end`, all on one CUDA stream; later `collect`. block (words,) int64
+    goes to the device. kept: what must stay in memory until the tick is over."""
 
     def __init__(self, words: int, lanes: int) -> None:
         def pinned(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -73,9 +71,7 @@ class Stage:
 
 class PagedMemory:
     """`memory` (pages, layers, kv heads, 2, 64, D) and `table` (slots + 1, pages a slot) int32, both on the device.
-
-    Changes of the book and copies wait for `push`, which queues them on the current CUDA stream.
-    """
+    Changes of the book and copies wait for `push`, which queues them on the current CUDA stream."""
 
     def __init__(self, book: Pages, talker: StackConfig, pages: int, device: torch.device, dtype: torch.dtype) -> None:
         """Raises CapacityError where the device has no room for `pages`."""

@@ -1,8 +1,6 @@
-"""The lanes in plain PyTorch operators: for the CPU, where operators of these sizes cost by the call, not the row.
-
-With a core to spare, talker and codec have a thread each: while the codec decodes one tick, the talker makes the codes
-of the next. Each is about half of the work, in operators that let go of the interpreter.
-"""
+"""The lanes in plain PyTorch operators: for the CPU, where operators of these sizes cost by the call, not the row. With
+a core to spare, talker and codec have a thread each: while the codec decodes one tick, the talker makes the next one's
+codes."""
 
 from __future__ import annotations
 
@@ -33,10 +31,8 @@ _LANES_AT_A_TIME = 16  # beyond, an operator gains nothing and its results leave
 
 
 class CodecLanes:
-    """Codec states by slot, and `decode`: the next frame of any of them. One thread at a time.
-
-    A slot's row has the bytes of a `CodecState` of the decoder, so that a primed state is copied in as it is.
-    """
+    """Codec states by slot, each in the bytes of a `CodecState`, and `decode`: the next frame of any. One thread at a
+    time."""
 
     def __init__(self, decoder: CodecDecoder, slots: int) -> None:
         """The weights stay the decoder's."""
@@ -50,10 +46,8 @@ class CodecLanes:
 
     @torch.inference_mode()
     def enter(self, slot: int, primed: CodecState | None) -> None:
-        """`slot` begins with silence, or goes on from `primed`, which is copied.
-
-        Raises CodecError for a slot that does not exist, and for a state of another decoder.
-        """
+        """`slot` begins with silence, or with a copy of `primed`. Raises CodecError for no slot, and a state of another
+        decoder."""
         if not 0 <= slot < self.slots:
             raise CodecError(f"slots are 0 to {self.slots - 1}, got {slot}")
         if primed is not None and primed.layout != self._decoder.layout:
@@ -62,10 +56,8 @@ class CodecLanes:
 
     @torch.inference_mode()
     def decode(self, codes: Tensor, slots: Sequence[int]) -> Tensor:
-        """The next frame of each slot, once each: codes (B, 16) integer -> PCM (B, 1920) float32 in [-1, 1].
-
-        Raises CodecError, before anything is changed, for codes of another shape, dtype or range.
-        """
+        """The next frame of each slot, once each: codes (B, 16) integer -> PCM (B, 1920) float32 in [-1, 1]. Raises
+        CodecError, before anything is changed, for codes of another shape, dtype or range."""
         shape, size = (len(slots), NUM_CODEBOOKS), self.config.codebook_size
         if codes.shape != shape or codes.is_floating_point() or codes.min() < 0 or codes.max() >= size:
             raise CodecError(f"codes must be {shape} whole numbers in 0..{size - 1}, got {codes}")
@@ -129,10 +121,8 @@ class _Launched(NamedTuple):
 
 
 class TorchLanes:
-    """See `mktts.engine.lanes.Lanes`. Prompts enter whole; no prefix is shared. embeddings: as of `Backend`.
-
-    Everything goes through the talker's thread and from there to the codec's, so that both do it in the same order.
-    """
+    """See `mktts.engine.lanes.Lanes`. Prompts enter whole; no prefix is shared. embeddings: as of `Backend`. Everything
+    goes through the talker's thread and from there to the codec's, so that both do it in the same order."""
 
     name = "batch"
     alone = decodes_beside = False
@@ -154,10 +144,8 @@ class TorchLanes:
         *,
         threads: bool = False,
     ) -> None:
-        """positions: of one segment. memory_bytes: that keys and values may take; they take it as they grow.
-
-        threads: of their own for talker and codec, each with operators of one thread; otherwise the caller's.
-        """
+        """positions: of one segment. memory_bytes: that keys and values may take; they take it as they grow. threads:
+        of their own for talker and codec, each with operators of one thread; otherwise the caller's."""
         self.slots, self._threads, self.overlaps = slots, threads, False
         if threads:
             self.settings = replace(self.settings, max_tick_s=_BESIDE_TICK_S)
