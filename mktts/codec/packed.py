@@ -27,10 +27,8 @@ _SPLIT_DEPTH = 512  # the shortest sum that a program is started for
 
 @dataclass(frozen=True)
 class Packed:
-    """A linear layer or causal convolution: (outs, depth), depth = taps * channels, the oldest tap first.
-
-    An overlapping transposed convolution is one of two taps, whose row of outputs is the stride's outputs in order.
-    """
+    """A linear layer or causal convolution: (outs, depth), depth = taps * channels, the oldest tap first. An
+    overlapping transposed convolution is one of two taps, whose row of outputs is the stride's outputs in order."""
 
     high: Tensor  # (outs, depth) fp16
     low: Tensor | None  # (outs, depth) fp16: LOW_SCALE times what `high` rounds away; None for one fp16 product

@@ -1,23 +1,21 @@
-"""The process that owns an engine for `mktts.engine.remote`, and what the two say to each other: calls, pickled, over a
-socket pair. Both are of this package and started by one user."""
+"""The process that owns an engine for `mktts.engine.remote`: does what that says, and sends what the worker makes."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import pickle
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mktts.engine.options import Chunk, Plan
+from mktts.engine.remote import Call, Wire
 from mktts.engine.script import FedScript
 from mktts.engine.stream import Utterance
 from mktts.errors import EngineError, MkttsError
@@ -27,40 +25,6 @@ if TYPE_CHECKING:
     from mktts.text.parts import Pause
 
 _STATE_S = 0.1
-
-
-class Call(NamedTuple):
-    """Of a method in the other process: of `Child` or its engine, or of `RemoteEngine`, whose names begin with `_on_`.
-    number: of the reply that is wanted; None: none is."""
-
-    method: str
-    arguments: tuple[Any, ...]
-    number: int | None = None
-
-
-class Wire:
-    """`send` from any thread, `receive` from one. Both raise OSError where the other process is gone."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._socket, self._connection = end, Connection(os.dup(end.fileno()))
-        self._sending = threading.Lock()
-
-    def send(self, *calls: Call) -> None:
-        data = pickle.dumps(calls, pickle.HIGHEST_PROTOCOL)
-        with self._sending:
-            self._connection.send_bytes(data)
-
-    def receive(self) -> tuple[Call, ...]:
-        """The next calls."""
-        try:
-            return self._connection.recv()
-        except EOFError:
-            raise ConnectionError("the other process has closed its end") from None
-
-    def close(self) -> None:
-        """The other process's `receive` ends, and this one's, though a thread waits in it."""
-        with contextlib.suppress(OSError):  # the other process has gone already
-            self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def sendable(error: BaseException | None) -> BaseException | None:
@@ -204,6 +168,4 @@ def main(handle: int) -> None:
 
 
 if __name__ == "__main__":
-    from mktts.engine import child  # pickled calls are of the module, not of __main__
-
-    child.main(int(sys.argv[1]))
+    main(int(sys.argv[1]))

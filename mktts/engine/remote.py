@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -15,15 +16,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mktts.audio.pcm import FULL_SCALE
 from mktts.common import python_path
 from mktts.engine.admission import AdmissionLimits, Capacity
-from mktts.engine.child import Call, Wire
 from mktts.engine.engine import ManyStreams
 from mktts.engine.options import Chunk, FinishReason, Plan, Timings
 from mktts.engine.runner import EngineStats
@@ -38,6 +39,40 @@ _END_S = 10.0  # for the other process to go
 _DEAD_S = 0.5  # until the system says that it is dead
 _CLOSED = "the synthesizer is closed: load another one"
 _LOG = logging.getLogger(__name__)
+
+
+class Call(NamedTuple):
+    """Of a method in the other process, pickled: of `Child` or its engine, or of `RemoteEngine`, whose names begin with
+    `_on_`. number: of the reply that is wanted; None: none is."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    number: int | None = None
+
+
+class Wire:
+    """`send` from any thread, `receive` from one. Both raise OSError where the other process is gone."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket, self._connection = end, Connection(os.dup(end.fileno()))
+        self._sending = threading.Lock()
+
+    def send(self, *calls: Call) -> None:
+        data = pickle.dumps(calls, pickle.HIGHEST_PROTOCOL)
+        with self._sending:
+            self._connection.send_bytes(data)
+
+    def receive(self) -> tuple[Call, ...]:
+        """The next calls."""
+        try:
+            return self._connection.recv()
+        except EOFError:
+            raise ConnectionError("the other process has closed its end") from None
+
+    def close(self) -> None:
+        """The other process's `receive` ends, and this one's, though a thread waits in it."""
+        with contextlib.suppress(OSError):  # the other process has gone already
+            self._socket.shutdown(socket.SHUT_RDWR)
 
 
 class _SentText:

@@ -80,20 +80,14 @@ class Loading:
 
 
 def default_cpu_threads(checkpoint: Checkpoint) -> int | None:
-    """1 for small models, None (torch's own choice) for the released sizes.
-
-    A small model's operators take microseconds, and waking a second thread for each costs more than it saves: at 64
-    wide, one frame on the worker took 8.6 ms with one thread and 25 ms with two.
-    """
+    """1 for small models, None (torch's own choice) for the released sizes: at 64 wide, where waking a second thread
+    costs more than it saves, one frame on the worker took 8.6 ms with one thread and 25 ms with two."""
     return 1 if checkpoint.config.talker.hidden_size < _WIDE else None
 
 
 def load_engine(checkpoint: Checkpoint, wanted: Loading, threads: int | None) -> Engine:
-    """The engine with the lanes that are wanted. threads: that one operator may use on a CPU.
-
-    Where both kinds of lanes are wanted, a GPU gets those of many streams when they are needed: they take most of the
-    memory, and seconds.
-    """
+    """The engine with the lanes that are wanted. threads: that one operator may use on a CPU. Where both kinds are
+    wanted, a GPU gets those of many streams when they are needed: they take most of the memory, and seconds."""
     admission = Admission()
     made_for = (checkpoint.folder.resolve(), checkpoint.revision, wanted.dtype, wanted.backend, wanted.batch)
     key = "; ".join(map(str, (machine_key(wanted.device, threads), *made_for)))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mktts.batch.cuda.block import PENALTY, BlockLayout, packed
-from mktts.batch.cuda.codec import INPUT_SCALE, CodecWork, RingStates, RowsShape
+from mktts.batch.cuda.codec_memory import INPUT_SCALE, CodecWork, RingStates, RowsShape
 from mktts.batch.cuda.kernels.launching import compiling, launch
 from mktts.batch.cuda.loading import cuda_lanes
 from mktts.batch.cuda.memory import LaneMemory, Workspace, space_bytes, space_shapes
