@@ -72,11 +72,6 @@ class StateLayout:
     history: tuple[tuple[int, int], ...]
     dtype: torch.dtype  # of all but the position
 
-    def zeros(self, device: torch.device) -> CodecState:
-        """The state before the first frame."""
-        start, count, dtype = self.places[-1]
-        return CodecState(torch.zeros(start + count * dtype.itemsize, dtype=torch.uint8, device=device), self)
-
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Keys, values, every history and the position of B states in `flat` (B, bytes) uint8, each (B, ...). A history
         (B, P, C) holds the rows before a layer that looks back, in the order of the pass."""
@@ -101,28 +96,23 @@ class StateLayout:
         return places
 
 
+@dataclass
 class PendingPcm:
-    """PCM that is on its way to the host. pcm16: the same in 16 bits, where that is made with it."""
+    """PCM on its way to the host. pcm (S,) float32 there, pinned where `arrived` says when it is written. pcm16: the
+    same in 16 bits, where that is made with it."""
 
+    pcm: Tensor | None
+    arrived: torch.cuda.Event | None = None
     pcm16: bytes | None = None
-
-    def __init__(self, pcm: Tensor, arrived: torch.cuda.Event | None = None) -> None:
-        """`pcm` (S,) float32 of the host, pinned if `arrived` says when it is written, else written already."""
-        self._pcm = pcm
-        self._arrived = arrived
-        self._result: np.ndarray | None = None
-
-    def ready(self) -> bool:
-        """True once `result` does not wait."""
-        return self._arrived is None or self._arrived.query()
+    _result: np.ndarray | None = None
 
     def result(self) -> np.ndarray:
         """The samples (S,) float32, a copy that stays. Waits for this work only, not for work queued later."""
         if self._result is None:
-            if self._arrived is not None:
-                self._arrived.synchronize()
-            self._result = self._pcm.numpy().copy()  # a chunk may be kept for long: pinned memory should go back
-            self._pcm = torch.empty(0)
+            if self.arrived is not None:
+                self.arrived.synchronize()
+            self._result = self.pcm.numpy().copy()  # a chunk may be kept for long: pinned memory should go back
+            self.pcm = None
         return self._result
 
 
@@ -151,7 +141,9 @@ class StreamingCodec(ABC):
     @torch.inference_mode()
     def start(self) -> CodecState:
         """The state before the first frame: silence, and nothing to attend to."""
-        return self.layout.zeros(self.device)
+        start, count, dtype = self.layout.places[-1]
+        flat = torch.zeros(start + count * dtype.itemsize, dtype=torch.uint8, device=self.device)
+        return CodecState(flat, self.layout)
 
     @torch.inference_mode()
     def decode(self, codes: Tensor, state: CodecState) -> Tensor:

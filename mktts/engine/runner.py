@@ -225,14 +225,18 @@ class Runner:
     def turn(self, now_s: float, alone: bool) -> float:
         """Does what is due: a tick, at most. alone: no other stream is open, on any lanes. Returns when it wants its
         next turn if nothing happens outside: perf_counter seconds, -inf for at once, inf for never."""
-        running = self._running[0] if self._running else None
+        running, table = self._running[0] if self._running else None, self._table
         plan_s = now_s if running is None else running.ends_s - self._pace.early_s
         self._admit(now_s, now_s + _STARTING_S if running is None else plan_s)
         if now_s < plan_s:
             return float("-inf") if self._arrived else plan_s
         self._update_streams(now_s)
         begins_s = now_s if running is None else max(now_s, running.ends_s)
-        tick = self._next_tick(begins_s)
+        lone = next(iter(self._awake), None) if self._settings.max_lanes == len(self._awake) == 1 else None
+        if lone is not None and table.text_known[lone] and not table.full[lone]:
+            tick = lone_tick(table, lone, begins_s)
+        else:
+            tick = next_tick(table, begins_s, self._pace.model, self._settings)
         if not tick.empty:
             self._launch(tick, now_s, begins_s, alone)
         self._queue.set_idle(not self._running, now_s)
@@ -268,13 +272,6 @@ class Runner:
         for stream in (*self._streams.values(), *self._arrived, *self._textless, *self._queued):
             with contextlib.suppress(Exception):
                 end(stream)
-
-    def _next_tick(self, begins_s: float) -> Tick:
-        if self._settings.max_lanes == 1 and len(self._awake) == 1:
-            (slot,) = self._awake
-            if self._table.text_known[slot] and not self._table.full[slot]:
-                return lone_tick(self._table, slot, begins_s)
-        return next_tick(self._table, begins_s, self._pace.model, self._settings)
 
     def _pause(self, tick: Tick, now_s: float) -> float:
         """Until when nothing is to be done without an update; -inf where one has come."""

@@ -422,10 +422,6 @@ class StreamTable:
         """The chunk that is being made goes from frame `start` to frame `end` of the stream."""
         self.chunk_start[slot], self.chunk_end[slot] = start, end
 
-    def taken(self, slot: int, frames: int, full: bool = False) -> None:
-        """The reader has taken `frames` in all; `full`: its buffer takes no more."""
-        self.frames_taken[slot], self.full[slot] = frames, full
-
     def read(self, slots: Sequence[int], frames: Sequence[int], now_s: float) -> None:
         """The readers of these slots have taken so many frames in all by now."""
         where, taken = np.asarray(slots, np.int64), np.asarray(frames, np.int64)

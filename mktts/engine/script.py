@@ -37,26 +37,22 @@ def cut(request: Request, parts: Iterable[str | Pause | Request], max_chars: int
 
 
 class Script:
-    """Hands out one prompt a segment. started_s: perf_counter of the call that timings count from. voice: of the
-    segment that was handed out last."""
+    """Hands out one prompt a segment. started_s: perf_counter of the call that timings count from. Of the segment that
+    was handed out last: voice; silent_samples: that stand before it, or where none is left, behind it; None for nothing
+    between."""
 
     started_s: float
     voice: Voice | None = None
-    _silent_samples: int | None = None
-
-    def take_pause(self) -> int | None:
-        """Samples of silence that stand in front of the segment that was handed out last, or where none is left, behind
-        it; None where nothing stands between."""
-        samples, self._silent_samples = self._silent_samples, None
-        return samples
+    silent_samples: int | None = None
 
     def next_segment(self) -> Any | None:
         """The next segment's prompt, ready to prefill, or None: not written yet, or none left (`ended`)."""
         raise NotImplementedError
 
     def _skip_pauses(self, parts: deque[Any]) -> None:
+        self.silent_samples = None
         while parts and isinstance(parts[0], Pause):
-            self._silent_samples = (self._silent_samples or 0) + parts.popleft().samples
+            self.silent_samples = (self.silent_samples or 0) + parts.popleft().samples
 
     def ended(self) -> bool:
         """Whether every segment has been handed out and no more text can come."""

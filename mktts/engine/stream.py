@@ -66,12 +66,14 @@ class Notifier:
             self.after()
 
 
+@dataclass
 class StreamCounters:
     """Streams of an engine, as counted by those that open them (under their lock) and by the worker. idle: open, and
     waiting for their text or for their reader."""
 
-    def __init__(self) -> None:
-        self.opened = self.ended = self.idle = 0
+    opened: int = 0
+    ended: int = 0
+    idle: int = 0
 
     @property
     def open(self) -> int:
@@ -284,8 +286,7 @@ class Utterance:
         if self.segment is None:
             self._script.update()
             begun_s = time.perf_counter()
-            prompt = self._script.next_segment()
-            silent_samples = self._script.take_pause()
+            prompt, silent_samples = self._script.next_segment(), self._script.silent_samples
             self.begins_anew = self.begins_anew or silent_samples is not None
             self._silent_samples += silent_samples or 0
             self.chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
@@ -310,14 +311,15 @@ class Utterance:
         if self.segment is None:
             return self.next_segment()
         self._script.update()
-        self._fetch_row()
+        if self.launched:
+            self.row = self.segment.prompt.row(self.launched - 1)
         return self.row is not None
 
     def has_launched(self) -> bool:
         """A tick with a frame of the segment was launched. Whether the segment may have another, as far as is known
         before that is read."""
+        self.row = self.segment.prompt.row(self.launched)
         self.launched += 1
-        self._fetch_row()
         return self.launched < self.segment.max_frames
 
     def rows_ahead(self, most: int) -> list[Tensor | None]:
@@ -368,9 +370,6 @@ class Utterance:
         if self._spoken():
             self._over = "eos"
         return self.chunker.take(self._decode, self._script.started_s, flush=True)
-
-    def _fetch_row(self) -> None:
-        self.row = self.segment.prompt.row(self.launched - 1) if self.launched else None
 
     def _spoken(self) -> bool:
         return self.segment is None and self._script.ended()

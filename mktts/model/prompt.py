@@ -148,34 +148,26 @@ class PromptBuilder:
         ids = self.tokenizer.encode(request.text)
         if not ids:
             raise TextError("expected text to speak, got an empty text")
-        head, special = self._head(request)
-        if request.layout == "whole" and spoken is not None and not _in_context(request):
+        (head, special), in_context = self._head(request), _in_context(request)
+        text_ids = self.reference_ids(request) + ids if in_context else ids  # rows of one product
+        trailing: Tensor | Callable[[], Tensor] = special.nothing
+        if request.layout == "whole" and spoken is not None and not in_context:
             embeds = spoken.prompt(head, ids, special.end)
-            return Prompt(embeds, special.nothing, special.pad_row, len(ids), len(head), self._prefix_key(request))
-        if request.layout == "whole":
-            body, trailing = self._whole_body(request, ids, special), special.nothing
-        elif _in_context(request):
-            text = torch.cat((self._text_side(request, ids), special.eos))
-            first, trailing = self._streaming_body(request, text, special)
-            body = (first,)
+        elif request.layout == "whole":
+            # All text rows against codec_pad, then the codec side, reference frames included, against tts_pad.
+            codec = self._codec_side(request, special) + special.pad if in_context else special.codec_begin
+            embeds = torch.cat((head, self.text_rows(text_ids) + special.codec_pad, special.text_end, codec))
+        elif in_context:
+            text = torch.cat((self.text_rows(text_ids), special.eos))
+            body, trailing = self._streaming_body(request, text, special)
+            embeds = torch.cat((head, body))
         else:
             # The first token's row and the others' come of two products, as upstream has it.
-            body = (self.text_rows(ids[:1]) + special.codec_bos,)
+            embeds = torch.cat((head, self.text_rows(ids[:1]) + special.codec_bos))
             trailing = partial(self._rest, ids[1:], special)
-        embeds = torch.cat((head, *body))
         return Prompt(embeds, trailing, special.pad_row, len(ids), len(head), self._prefix_key(request))
 
     # ---- used by FedPrompt
-
-    def text_rows_in_prompt(self, request: Request) -> int:
-        """How many rows of (reference transcript, text, end-of-text) the streaming prompt holds at most."""
-        return 1 if not _in_context(request) else 1 + len(request.voice.codes)
-
-    def reference_rows(self, request: Request) -> list[Tensor]:
-        """Text rows (H,) that come before the text's own: the transcript of an in-context voice."""
-        if not _in_context(request):
-            return []
-        return list(self.text_rows(self._reference_ids(request)))
 
     def fed_prompt(self, request: Request, rows: Sequence[Tensor], reference_rows: int) -> PromptRows:
         """The streaming prompt. `rows` are the text rows so far, each (H,); the first `reference_rows` are a
@@ -257,19 +249,9 @@ class PromptBuilder:
             parts.insert(0, self.text_rows([text.im_start, *turn, text.im_end, *self._role[2:]]))
         return torch.cat(parts), _Special.of(pad, eos, *self._codec_rows([codec.pad, codec.bos]).split(1))
 
-    def _text_side(self, request: Request, ids: list[int]) -> Tensor:
-        """Text rows in one product: with the transcript's, where the voice has one, and all of the text."""
-        return self.text_rows(self._reference_ids(request) + ids if _in_context(request) else ids)
-
-    def _reference_ids(self, request: Request) -> list[int]:
+    def reference_ids(self, request: Request) -> list[int]:
+        """Of the transcript of an in-context voice, which comes before the text."""
         return self.tokenizer.encode(request.voice.transcript.strip())
-
-    def _whole_body(self, request: Request, ids: list[int], special: _Special) -> tuple[Tensor, ...]:
-        """All text rows against codec_pad, then the codec side (reference frames included) against tts_pad."""
-        text = self._text_side(request, ids) + special.codec_pad
-        if not _in_context(request):
-            return text, special.text_end, special.codec_begin
-        return text, special.text_end, self._codec_side(request, special) + special.pad
 
     @torch.inference_mode()
     def _rest(self, ids: list[int], special: _Special) -> Tensor:
@@ -321,9 +303,13 @@ class FedPrompt:
         self._tokens = IncrementalTokenizer(builder.tokenizer)
         self.text_tokens = 0
         self.text_ended = False
-        self._rows = builder.reference_rows(request)  # then one per text token, then end-of-text
+        # Rows (H,) of the transcript of an in-context voice, then one per text token, then end-of-text; and how many of
+        # them the prompt holds at most.
+        self._rows, self._in_prompt = [], 1
+        if _in_context(request):
+            self._rows += builder.text_rows(builder.reference_ids(request))
+            self._in_prompt += len(request.voice.codes)
         self._reference_rows = len(self._rows)
-        self._in_prompt = builder.text_rows_in_prompt(request)
         self._prompt: PromptRows | None = None
         self.pad = builder.special_rows(builder.config.text_ids.tts_pad)[0]
         self.push(request.text)

@@ -183,7 +183,7 @@ class KVCache:
             self.memory = longer
         self.length = end
         new = self.memory.narrow(4, past, count).unbind()
-        keys, values = (part.narrow(3, 0, end).unbind() for part in (self.keys, self.values))
+        keys, values = (part.unbind() for part in self.memory.narrow(4, 0, end).unbind(1))
         return [Place(past, count, *views) for views in zip(new, keys, values, strict=True)]
 
 
@@ -327,13 +327,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, place: Place, scale: float | None 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension, normalised in at least fp32 and rounded before the weight, as Qwen3RMSNorm."""
-    return weight * unit_rms(x, eps)
-
-
-def unit_rms(x: Tensor, eps: float) -> Tensor:
-    """`x` over the root of its mean square, rounded to x's dtype: one kernel on CUDA. No weight, as that would skip
-    the rounding before it."""
-    return F.rms_norm(x, x.shape[-1:], eps=eps)
+    return weight * F.rms_norm(x, x.shape[-1:], eps=eps)  # with the weight given to it, it would not round before
 
 
 def inverse_frequency(head_dim: int, theta: float) -> Tensor:
