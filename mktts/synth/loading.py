@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -30,53 +30,40 @@ _WIDE = 512  # hidden size from which a matrix-vector product gains from a secon
 _CPU_STREAMS, _CPU_BYTES = 32, 2 << 30
 
 
-@dataclass(frozen=True)
+@dataclass
 class Loading:
-    """Checked arguments of `Synthesizer.load`."""
+    """Arguments of `Synthesizer.load`, checked. single, together: which lanes are wanted. Raises BackendUnavailable and
+    OptionsError."""
 
     backend: str
-    device: torch.device
-    dtype: torch.dtype
-    single: bool
-    together: bool
+    device: Any
+    dtype: torch.dtype | None
+    cpu_threads: int | None
+    engine: str
     deterministic: bool | None
-    batch: BatchSettings
-    own_threads: bool = False  # nobody said how many threads an operator may use
+    batch: BatchSettings | None
 
-    @classmethod
-    def checked(
-        cls,
-        backend: str,
-        device: str,
-        dtype: torch.dtype | None,
-        cpu_threads: int | None,
-        engine: str,
-        deterministic: bool | None,
-        batch: BatchSettings | None,
-    ) -> Loading:
-        """Raises BackendUnavailable and OptionsError, see `Synthesizer.load`."""
-        one_of("backend", backend, get_args(BackendName), BackendUnavailable)
-        one_of("engine", engine, get_args(EngineChoice))
-        where = device_named(device)
-        dtype = default_dtype(where) if dtype is None else dtype
-        one_of("dtype", dtype, (torch.bfloat16, torch.float32), BackendUnavailable)
-        if cpu_threads is not None:
-            checked_int("cpu_threads", cpu_threads, 1, error=BackendUnavailable)
-        if deterministic and engine == "single":
+    def __post_init__(self) -> None:
+        one_of("backend", self.backend, get_args(BackendName), BackendUnavailable)
+        one_of("engine", self.engine, get_args(EngineChoice))
+        self.device = device_named(self.device)
+        self.dtype = default_dtype(self.device) if self.dtype is None else self.dtype
+        one_of("dtype", self.dtype, (torch.bfloat16, torch.float32), BackendUnavailable)
+        if self.cpu_threads is not None:
+            checked_int("cpu_threads", self.cpu_threads, 1, error=BackendUnavailable)
+        if self.deterministic and self.engine == "single":
             raise OptionsError("deterministic=True is a promise of the batch engine: leave engine='single' out")
-        together = engine == "batch" or bool(deterministic)
-        if together and backend not in ("auto", "torch"):
+        asked = self.engine == "batch" or bool(self.deterministic)
+        if asked and self.backend not in ("auto", "torch"):
             raise BackendUnavailable(
                 f"the batch engine, which engine='batch' and deterministic=True take, does not run on backend "
-                f"{backend!r}: leave the backend out"
+                f"{self.backend!r}: leave the backend out"
             )
-        if not isinstance(batch, BatchSettings | None):
-            raise OptionsError(f"batch must be BatchSettings or None, got {type(batch).__name__}")
-        together = together or (engine == "auto" and backend == "auto")
-        single = engine == "single" or (engine == "auto" and not deterministic)
-        return cls(
-            backend, where, dtype, single, together, deterministic, batch or BatchSettings(), cpu_threads is None
-        )
+        if not isinstance(self.batch, BatchSettings | None):
+            raise OptionsError(f"batch must be BatchSettings or None, got {type(self.batch).__name__}")
+        self.batch = self.batch or BatchSettings()
+        self.together = asked or (self.engine == "auto" and self.backend == "auto")
+        self.single = self.engine == "single" or (self.engine == "auto" and not self.deterministic)
 
 
 def default_cpu_threads(checkpoint: Checkpoint) -> int | None:
@@ -172,7 +159,7 @@ def batch_runner(checkpoint: Checkpoint, wanted: Loading, single: Runner | None,
             settings.memory_bytes or _CPU_BYTES,
             wanted.dtype,
             # operators of one thread each leave the other cores to it
-            threads=wanted.own_threads and default_cpu_threads(checkpoint) == 1 and torch.get_num_threads() > 1,
+            threads=wanted.cpu_threads is None and default_cpu_threads(checkpoint) == 1 and torch.get_num_threads() > 1,
         )
     if single is not None:
         prompts = single.voices.prompts

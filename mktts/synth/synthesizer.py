@@ -150,7 +150,7 @@ class Synthesizer:
 
         Raises CheckpointError, OptionsError, and BackendUnavailable naming what is missing.
         """
-        wanted = Loading.checked(backend, device, dtype, cpu_threads, engine, deterministic, batch)
+        wanted = Loading(backend, device, dtype, cpu_threads, engine, deterministic, batch)
         words = Lexicon.of(lexicon)
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = open_checkpoint(checkpoint)

@@ -47,7 +47,7 @@ class Stage:
         self._began.record()
 
     def end(self, made: Tensor, pcm: Tensor | None, count: int) -> None:
-        """Queues the way back. made (17 B,) int32, pcm (B, 1920) fp32: see `memory.Space`; `count` lanes are
+        """Queues the way back. made (17 B,) int32, pcm (B, 1920) fp32: see `memory.space_shapes`; `count` lanes are
         filled. pcm None: silence."""
         self._lanes, self._count = len(made) // (NUM_CODEBOOKS + 1), count
         self._made[: len(made)].copy_(made, non_blocking=True)
