@@ -30,7 +30,7 @@ from mktts.engine.admission import Admission, AdmissionLimits, Capacity
 from mktts.engine.options import SCHEDULE, Guard, Plan, StreamOptions
 from mktts.engine.runner import EngineStats, Runner, Voices
 from mktts.engine.script import FedScript, Script, WholeScript
-from mktts.engine.stream import EngineName, Notifier, Sink, StreamCounters, StreamUpdate, Utterance
+from mktts.engine.stream import EngineName, Notifier, Sink, StreamCounters, Utterance
 from mktts.errors import EngineError, SamplingError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
@@ -88,9 +88,7 @@ class Engine:
             if runner is not None:
                 self._runners[runner.name] = runner
         self._worker = _Worker(self._inbox, self._runners, self._notifier)
-        self._thread = threading.Thread(
-            target=_work, args=(self._worker, cpu_threads), name="mktts-worker", daemon=True
-        )
+        self._thread = threading.Thread(target=self._worker.run, args=(cpu_threads,), name="mktts-worker", daemon=True)
         self._thread.start()
         weakref.finalize(self, _abandon, self._inbox, self._thread)  # also at interpreter exit
 
@@ -315,11 +313,14 @@ class _Worker:
         self._inbox, self._notifier = inbox, notifier
         self._many = ManyStreams()
 
-    def run(self) -> None:
+    @torch.inference_mode()
+    def run(self, cpu_threads: int | None) -> None:
+        if cpu_threads is not None:
+            torch.set_num_threads(cpu_threads)  # OpenMP keeps the number per calling thread: others are not touched
         wake_s = math.inf
         while self._take_in(wake_s):
             alone = sum(runner.open_streams for runner in self.runners.values()) == 1
-            wake_s = min(_turn(runner, alone) for runner in self.runners.values())
+            wake_s = min(self._turn(runner, alone) for runner in self.runners.values())
             self._notifier.flush()
             # Here, not in the runner: behind every turn, also one that failed or ended streams before they had begun.
             batch = self.runners.get("batch")
@@ -340,48 +341,33 @@ class _Worker:
         try:
             item = self._inbox.get(wait_s > 0, None if math.isinf(wait_s) else max(wait_s, 0.0))
             self.sleeps = False
-            while True:
-                if item is _CLOSE:
-                    return False
+            while item is not _CLOSE:
                 if isinstance(item, Utterance):
-                    self.runners[item.engine].take(item)
-                elif isinstance(item, StreamUpdate):
-                    if item.state.engine is not None:  # else it was cancelled before it had begun
-                        self.runners[item.state.engine].update(item.state)
+                    if item.engine is not None:  # else it was cancelled before it had begun
+                        self.runners[item.engine].update(item)
                 elif isinstance(item, Runner):
                     self.runners[item.name] = item
                 else:
-                    _call(item)
+                    try:
+                        item()
+                    except Exception:
+                        _LOG.exception("a call in the worker's thread failed")
                 item = self._inbox.get_nowait()
         except Empty:
             return True
+        return False
 
-
-def _call(call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception:
-        _LOG.exception("a call in the worker's thread failed")
-
-
-def _turn(runner: Runner, alone: bool) -> float:
-    """A runner's turn; one that fails as a whole loses its streams, and the worker goes on."""
-    try:
-        return runner.turn(time.perf_counter(), alone)
-    except BaseException as error:
-        _LOG.exception("the streams of the engine %r end: a turn failed", runner.name)
+    def _turn(self, runner: Runner, alone: bool) -> float:
+        """A runner's turn; one that fails as a whole loses its streams, and the worker goes on."""
         try:
-            runner.fail_all(error)
-        except BaseException:
-            _LOG.exception("its state could not be cleared")
-        return math.inf
-
-
-def _work(worker: _Worker, cpu_threads: int | None) -> None:
-    if cpu_threads is not None:
-        torch.set_num_threads(cpu_threads)  # OpenMP keeps the number per calling thread: others are not touched
-    with torch.inference_mode():
-        worker.run()
+            return runner.turn(time.perf_counter(), alone)
+        except BaseException as error:
+            _LOG.exception("the streams of the engine %r end: a turn failed", runner.name)
+            try:
+                runner.fail_all(error)
+            except BaseException:
+                _LOG.exception("its state could not be cleared")
+            return math.inf
 
 
 def _abandon(inbox: SimpleQueue[Any], thread: threading.Thread) -> None:

@@ -28,7 +28,7 @@ from mktts.engine.admission import AdmissionLimits, Capacity
 from mktts.engine.engine import ManyStreams
 from mktts.engine.options import Chunk, FinishReason, Plan, Timings
 from mktts.engine.runner import EngineStats
-from mktts.engine.stream import EngineName, Notifier, StreamUpdate, Utterance
+from mktts.engine.stream import EngineName, Notifier, Utterance
 from mktts.errors import EngineError
 from mktts.model.prompt import Request
 from mktts.model.voice import Voice
@@ -97,7 +97,7 @@ class RemoteEngine:
         self.gone = self.closed = False
         self.on_gone: Callable[[], None] | None = None
         self.runners: dict[EngineName, Any] = {}  # are in the other process
-        self._inbox: SimpleQueue[StreamUpdate | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Utterance | None] = SimpleQueue()
         self._notifier, self._many = Notifier(), ManyStreams()
         self._utterances: dict[int, Utterance] = {}
         self._ids: dict[Utterance, int] = {}
@@ -219,16 +219,16 @@ class RemoteEngine:
                 self._tell_next()  # a function, so that no stream is kept while it waits
 
     def _tell_next(self) -> None:
-        updates = [self._inbox.get()]
+        told = [self._inbox.get()]
         time.sleep(_TOLD_S)
         while not self._inbox.empty():
-            updates.append(self._inbox.get())
+            told.append(self._inbox.get())
         taken: dict[int, int | None] = {}
-        for update in updates:
-            if update is None or (id := self._ids.get(update.state)) is None:
+        for utterance in told:
+            if (id := self._ids.get(utterance)) is None:
                 continue  # it had not begun, or is over
-            taken[id] = None if update.state.cancelled else update.state.taken_frames
-            if update.state.cancelled:
+            taken[id] = None if utterance.cancelled else utterance.taken_frames
+            if utterance.cancelled:
                 self._forget(id)
         self._send("taken", taken)
 

@@ -205,15 +205,13 @@ class Runner:
                 self._pages.forget(key)
         self.lanes.forget(voice)
 
-    def take(self, stream: Utterance) -> None:
-        """A new stream."""
-        stream.prepare(self.lanes.positions, self._settings.chunks)
-        self._arrived.append(stream)
-
     def update(self, stream: Utterance) -> None:
-        """Of a stream that it was given, over perhaps: its text went on, its full buffer was read from, or it was
+        """Of a new stream; or of one, over perhaps, whose text went on, whose full buffer was read from, or that was
         cancelled. One that waits is not looked at before."""
-        if stream in self._textless:
+        if stream.chunker is None:
+            stream.prepare(self.lanes.positions, self._settings.chunks)
+            self._arrived.append(stream)
+        elif stream in self._textless:
             self._textless.discard(stream)
             self._arrived.append(stream)
         elif (slot := self._asleep.pop(stream, None)) is not None:

@@ -166,8 +166,8 @@ TICKS = np.dtype([("ended_s", float), ("took_s", float), *((name, int) for name 
 class TickLog:
     """Keeps the newest ticks. Written by the worker, read from any thread."""
 
-    def __init__(self, ticks: int = 100_000) -> None:
-        self._ticks: deque[tuple] = deque(maxlen=ticks)
+    def __init__(self) -> None:
+        self._ticks: deque[tuple] = deque(maxlen=100_000)
 
     def add(self, tick: Tick, took_s: float, ended_s: float, open_streams: int, late_s: float) -> None:
         """took_s: on the device; ended_s: when its PCM was on the host (perf_counter); late_s: of its latest frame."""

@@ -85,12 +85,6 @@ class StreamCounters:
         return self.open - self.idle
 
 
-class StreamUpdate(NamedTuple):
-    """To the worker: a stream's text went on, its full buffer was read from, or it was cancelled."""
-
-    state: Utterance
-
-
 @dataclass(frozen=True)
 class Segment:
     """What the frames of one segment are made from. prompt: a `Prompt`, or a `FedPrompt` that is ready. max_frames: at
@@ -177,9 +171,8 @@ class Utterance:
 
     def begin(self, script: Script, engine: EngineName, counters: StreamCounters | None = None) -> None:
         """Before the worker is given it, once: what it says, and the lanes that make it."""
-        self.engine, self._counters = engine, counters or StreamCounters()
-        self._script = script
-        self._begun = True
+        self._counters, self._script, self._begun = counters or StreamCounters(), script, True
+        self.engine = engine  # last: from now on the worker looks at it
 
     # ---- consumer, any thread
 
@@ -201,7 +194,7 @@ class Utterance:
 
     def update(self) -> None:
         """Lets the worker look at it again. Any thread."""
-        self._inbox.put(StreamUpdate(self))
+        self._inbox.put(self)
 
     def when_over(self, call: Callable[[], None]) -> None:
         """Has `call` called, quickly and perhaps twice, when the worker is done with a stream that has begun: from its

@@ -88,13 +88,13 @@ class Desk:
     def _opened(self, script: Script, plan: Plan, paced: bool, engine: str) -> Utterance:
         job = Utterance(plan, self.inbox, paced=paced)
         job.begin(script, engine)
-        self.runners[engine].take(job)
+        self.runners[engine].update(job)
         return job
 
     def hear(self) -> None:
         """The runners get the updates that have come."""
         while not self.inbox.empty():
-            job = self.inbox.get().state
+            job = self.inbox.get()
             self.runners[job.engine].update(job)
 
     def turn(self) -> float:
@@ -182,7 +182,7 @@ def alone(
     single = fake_single(FakeBackend(eos_after=eos_after), prefix=prefix)
     job = Utterance(Plan(Sampling(), seed, frames, replace(OFF, buffer_frames=10**9)), SimpleQueue())
     job.begin(WholeScript([Request(text) for text in texts], single.voices.build, 0.0), "single")
-    single.take(job)
+    single.update(job)
     while not job.over:
         single.turn(0.0, False)
     return [frame.tolist() for frame in job.codes]

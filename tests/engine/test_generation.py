@@ -40,7 +40,7 @@ def taken(runner: Runner, script: Script, plan: Plan) -> Utterance:
     utterance = Utterance(replace(plan, options=replace(plan.options, buffer_frames=10**9)), SimpleQueue(), paced=False)
     utterance.begin(script, "single")
     utterance.runner = runner
-    runner.take(utterance)
+    runner.update(utterance)
     return utterance
 
 

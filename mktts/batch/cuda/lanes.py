@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,20 +121,20 @@ class CudaLanes:
 
     # ---- buckets
 
-    def prepare(self, announce: Callable[[str], AbstractContextManager[None]] = announced) -> None:
+    def prepare(self) -> None:
         """Records the CUDA graphs of all buckets, the largest first, whose memory the others then share. Takes some
-        seconds, and more where kernels are compiled; `announce` says so. Without graphs there is nothing to do."""
+        seconds, and more where kernels are compiled."""
         if self._pool is None:
             return
         sizes = sorted(self._buckets, reverse=True)
         with (
-            announce("mktts: loading the batch engine's kernels (a new one is compiled, once)"),
+            announced("mktts: loading the batch engine's kernels (a new one is compiled, once)"),
             torch.cuda.stream(self._stream),
         ):
             with compiling(_THREADS):
                 for size in sizes:
                     self._buckets[size].frame.run()
-        with announce(f"mktts: recording {len(sizes)} CUDA graphs of the batch engine"):
+        with announced(f"mktts: recording {len(sizes)} CUDA graphs of the batch engine"):
             for size in sizes:
                 self.record(size)
 
