@@ -254,8 +254,6 @@ def test_memory_grows_with_a_stream_and_goes_with_it(tiny):
 
 def test_what_cannot_begin_or_run_is_named_and_changes_nothing(tiny):
     (segment,), talker = random_segments(tiny.config, CPU, 1, 4), talker_of(tiny)
-    with pytest.raises(SamplingError, match="rng='torch'"):
-        lanes_of(tiny, False).begin(0, Segment.of_rows(segment.embeds, Sampling(rng="torch"), 0))
     with pytest.raises(SamplingError, match="seed"):
         talker.open(segment.embeds, Sampling(), -1)
     with pytest.raises(PromptError):

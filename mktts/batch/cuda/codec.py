@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from mktts.batch.cuda.codec_memory import PIECE_VALUES, UNIT, CodecWork, RingStates, Rows, RowsShape
-from mktts.batch.cuda.kernels.launching import compiling, launch, power_of_two
+from mktts.batch.cuda.kernels.launching import compiling, launch
 from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.codec.layers import CONVNEXT_EPS, SnakeBeta
 from mktts.codec.packed import CodecWeights, Packed, PackedBlock, PackedLayer, Precision, rows_per_frame
 from mktts.errors import BackendUnavailable, CodecError
+from mktts.kernel.grid import power_of_two
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
 LANES_AT_A_TIME = 512  # of one pass: with more, its memory (4.3 GB in full precision at full size) would only grow

@@ -13,11 +13,12 @@ from torch import Tensor
 from mktts.batch.cuda.block import PENALTY, SETTINGS, BlockLayout
 from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.cuda.kernels import attention, draws, rows
-from mktts.batch.cuda.kernels.launching import launch, power_of_two
+from mktts.batch.cuda.kernels.launching import launch
 from mktts.batch.cuda.memory import ATTENTION_PARTS, Slots, Workspace, space_shapes
 from mktts.batch.cuda.products import CublasProducts
 from mktts.batch.cuda.stage import PagedMemory
 from mktts.engine.pages import PAGE_ROWS
+from mktts.kernel.grid import power_of_two
 from mktts.kernel.rows import add_norm
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.qwen3 import LayerWeights, Qwen3Stack

@@ -28,7 +28,7 @@ from mktts.engine.lanes import Made
 from mktts.engine.pages import Copy, Pages
 from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
-from mktts.errors import EngineError, PromptError, SamplingError
+from mktts.errors import EngineError, PromptError
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.cuda_graph import record
 from mktts.model.prompt import AddressedRows
@@ -183,8 +183,6 @@ class CudaLanes:
         width, most = self.config.talker.hidden_size, self._memory.positions
         if len(prompt.shape) != 2 or not 0 < len(prompt) <= most or prompt.shape[1] != width:
             raise PromptError(f"a prompt must be (1 to {most}, {width}), got {tuple(prompt.shape)}")
-        if sampling.rng != "philox":
-            raise SamplingError(f"the batch engine draws with rng='philox', got {sampling.rng!r}")
         self._settings[slot] = packed(sampling, checked_seed(segment.seed))
         if isinstance(prompt, Tensor):
             prompt = AddressedRows.of(prompt.to(self.device, self.dtype).contiguous())

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from mktts.batch.cuda.kernels import rows as kernels
-from mktts.batch.cuda.kernels.launching import launch, power_of_two
+from mktts.batch.cuda.kernels.launching import launch
 from mktts.engine.lanes import Made
 from mktts.engine.pages import NO_OWNER, PAGE_ROWS, Copy, Pages
 from mktts.errors import CapacityError
+from mktts.kernel.grid import power_of_two
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, StackConfig
 
 

@@ -20,7 +20,7 @@ from mktts.engine.lanes import Made
 from mktts.engine.pages import PAGE_ROWS, Copy, Pages
 from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
-from mktts.errors import CodecError, SamplingError
+from mktts.errors import CodecError
 from mktts.model.backend import no_number
 from mktts.model.oracle import TorchBackend, TorchStream
 from mktts.model.qwen3 import Qwen3Stack
@@ -178,11 +178,6 @@ class TorchLanes:
         prompt = segment.prompt.embeds
         if not prompt.isfinite().all():
             raise no_number()
-        if segment.sampling.rng != "philox":
-            raise SamplingError(
-                f"the batch engine draws by counters, rng='philox'; rng={segment.sampling.rng!r} needs "
-                "backend='torch' with engine='single'"
-            )
         stream = self._backend.open(prompt, segment.sampling, segment.seed)
         self._talking.do(self._streams.__setitem__, slot, stream).result()
 
