@@ -55,12 +55,10 @@ class CodecState:
         return self.layout.views(self.flat[None])
 
     def copy(self) -> CodecState:
-        """A second stream that continues from here."""
         return CodecState(self.flat.clone(), self.layout, self.frames)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.views)
 
 

@@ -141,7 +141,6 @@ class FusedCodec(StreamingCodec):
         return target, rows
 
     def _product(self, x: Tensor, weight: Packed, rows: int, **options) -> Tensor:
-        """A product into a new tensor."""
         y = torch.empty(rows, len(weight.high), device=self.device)
         self._kernels.product(x, weight, rows, raw=y, **options)
         return y

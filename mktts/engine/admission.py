@@ -111,7 +111,6 @@ class Admission:
         return Capacity(most, measured.basis)
 
     def count(self, now_s: float) -> int:
-        """Listeners now."""
         return sum(count(now_s) for count in self.listeners)
 
     def tick(self, ended_s: float, took_s: float, expected_s: float, late: int, frames: int) -> None:
@@ -186,7 +185,6 @@ class AdmissionQueue:
         return None
 
     def cancel(self, name: Any) -> None:
-        """A stream that waits was cancelled."""
         self._paced = deque(arrival for arrival in self._paced if arrival.name != name)
         self._unpaced = deque(arrival for arrival in self._unpaced if arrival.name != name)
 

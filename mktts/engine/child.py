@@ -73,7 +73,6 @@ class Child:
         self._made.append(Call(method, arguments))
 
     def flush(self) -> None:
-        """Worker, after a turn."""
         if self._made:
             made, self._made = self._made, []
             self._out.put(made)
@@ -159,7 +158,6 @@ class Child:
 
 
 def main(handle: int) -> None:
-    """The process, with the socket of that number."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they go to the whole group: the other process decides
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)

@@ -157,7 +157,6 @@ class Engine:
             )
 
     def _choose(self, sampling: Sampling, engine: EngineName | None = None) -> Runner:
-        """The lanes of a stream that begins."""
         runners = self._runners
         if engine is not None:
             return runners[engine]
@@ -208,7 +207,6 @@ class Engine:
 
     @property
     def stats(self) -> dict[EngineName, EngineStats]:
-        """The state of each set of lanes at the moment."""
         return {name: runner.stats for name, runner in list(self._runners.items())}
 
     @property
@@ -261,7 +259,6 @@ class Engine:
         return self.capacity
 
     def _key(self, runner: Runner) -> str:
-        """What the capacity of these lanes is kept under."""
         return f"{self._capacity_key}; {runner.name}"
 
     def _on_worker(self, call: Callable[[], Any]) -> Any:

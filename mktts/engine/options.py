@@ -50,7 +50,6 @@ class Guard:
 
     @classmethod
     def off(cls) -> Guard:
-        """A guard that never ends anything."""
         return cls(repeat_frames=None, frames_per_text_token=None)
 
     def limit_frames(self, text_tokens: int) -> int | None:

@@ -66,7 +66,6 @@ class Pages:
     # ---- what there is
 
     def count(self, rows: int) -> int:
-        """Pages that `rows` positions take."""
         return -(-rows // self.page_rows)
 
     @property
@@ -76,7 +75,6 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
         return len(self._free)
 
     @property
@@ -85,7 +83,6 @@ class Pages:
         return len({page for kept in self._kept.values() for page in kept.pages})
 
     def is_open(self, slot: int) -> bool:
-        """Whether the slot has pages."""
         return slot in self._slots
 
     def find(self, key: Hashable | None) -> int:
@@ -169,7 +166,6 @@ class Pages:
         return [Copy(held[full], last[0], partial)] if partial else []
 
     def known(self, wanted: Callable[[Hashable], bool]) -> list[Hashable]:
-        """Keys of kept prefixes that are `wanted`."""
         return [key for key in self._kept if wanted(key)]
 
     def forget(self, key: Hashable) -> None:

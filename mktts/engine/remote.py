@@ -63,7 +63,6 @@ class Wire:
             self._connection.send_bytes(data)
 
     def receive(self) -> tuple[Call, ...]:
-        """The next calls."""
         try:
             return self._connection.recv()
         except EOFError:
@@ -134,14 +133,12 @@ class RemoteEngine:
         return utterance
 
     def reserve(self, plan: Plan, *, paced: bool = True) -> Utterance:
-        """As `Engine.reserve`."""
         self._check_open()
         utterance = Utterance(plan, self._inbox, self._notifier, paced)
         utterance.watched = True  # what is taken is told
         return utterance
 
     def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> _SentText:
-        """As `Engine.begin_fed`."""
         return self._begin(utterance, "begin_fed", request, utterance.plan, max_chars, texts)
 
     def _begin(self, utterance: Utterance, method: str, *arguments: Any) -> _SentText:

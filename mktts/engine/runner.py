@@ -48,7 +48,6 @@ class TickTimes:
         self.sum_s = 0.0
 
     def add(self, took_s: float) -> None:
-        """A tick was made."""
         self.counts[bisect_left(TICK_BOUNDS_S, took_s)] += 1
         self.sum_s += took_s
 
@@ -84,7 +83,6 @@ class Voices:
         return FedScript(request, partial(self.fed, self.prompts), max_chars)
 
     def build(self, request: Request) -> Prompt:
-        """The prompt of a checked request."""
         if self.spoken is None:
             return self.prompts.of_checked(request)
         return self.prompts.of_checked(request, self.spoken)
@@ -158,7 +156,6 @@ class Runner:
         admission.listeners.append(self.count_listeners)
 
     def _reset(self) -> None:
-        """Nothing is open."""
         slots = self.lanes.slots
         self._table = StreamTable(slots)
         self._queue = AdmissionQueue(self.admission, self._table, self._pages, self._settings)
@@ -258,7 +255,6 @@ class Runner:
         self._reset()
 
     def close(self) -> None:
-        """Ends every stream as cancelled."""
         self._end_all(lambda stream: (stream.cancel(), stream.end(None)))
         self.admission.listeners.remove(self.count_listeners)  # a cycle would keep the lanes until collection
 
@@ -394,7 +390,6 @@ class Runner:
             self._table.pause(slot, stream.silent_s, now_s)
 
     def _leave(self, slot: int) -> None:
-        """The stream in `slot` is over."""
         self.lanes.leave(slot)
         self._asleep.pop(self._streams.pop(slot), None)
         self._awake.pop(slot, None)

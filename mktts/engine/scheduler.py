@@ -60,7 +60,6 @@ class Tick:
 
     @property
     def rows(self) -> int:
-        """Prompt rows that enter."""
         return sum(piece.rows for piece in self.pieces)
 
 

@@ -81,7 +81,6 @@ class StreamCounters:
 
     @property
     def active(self) -> int:
-        """Open streams that frames are made for."""
         return self.open - self.idle
 
 

@@ -287,7 +287,6 @@ class UpstreamPrompt:
 
     @classmethod
     def open(cls, prompts: PromptBuilder, request: Request) -> UpstreamPrompt:
-        """As `FedPrompt`."""
         return cls(request, prompts.tokenizer, text_ended=False)
 
     @property

@@ -140,7 +140,6 @@ class MegakernelBackend:
         return state
 
     def forget(self, voice: Voice) -> None:
-        """Lets go of the prefixes with this voice."""
         self._prefill.forget(voice)
 
     def put_rows(self, state: MegakernelStream, rows: Tensor, position: int) -> torch.cuda.Event:

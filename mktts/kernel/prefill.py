@@ -108,7 +108,6 @@ class FusedRows(PlainRows):
     """As `PlainRows`, with one kernel of the project in the place of the operators between two products."""
 
     def __init__(self, stack: Stack, rotary: Tensor, kernels: ModuleType) -> None:
-        """kernels: as from `row_kernels`."""
         super().__init__(stack, rotary)
         self._kernels = kernels
 

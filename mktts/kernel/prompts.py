@@ -21,7 +21,6 @@ class KernelPrefill:
     """Fills caches laid out as csrc/state.cuh has them: (layers, kv heads, group, slots, 2, head_dim)."""
 
     def __init__(self, stack: Stack, few: TapeRows | None = None) -> None:
-        """few: as for `Prefill`."""
         self.stack = stack
         self._prefill = Prefill(stack, few=few)
         self._prefill.warm_up()  # a graph that is captured while a stream waits delays it by tens of ms
@@ -34,7 +33,6 @@ class KernelPrefill:
         copy_into_cache(self._prefixes.prefix(rows, key), kv)
 
     def forget(self, voice: Voice) -> None:
-        """Lets go of the prefixes with this voice."""
         self._prefixes.forget(voice)
 
     @torch.inference_mode()

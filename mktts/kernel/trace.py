@@ -124,7 +124,6 @@ class TracedBackend(MegakernelBackend):
     frame's times mean something and its codes nothing. Streams never end by themselves."""
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], device: torch.device | str = "cuda") -> None:
-        """Raises BackendUnavailable as `MegakernelBackend`."""
         super().__init__(config, tensors, device)
         self._fixed.ends[:] = [-1] * 4
         self.points = frame_points(config.talker.num_hidden_layers, config.predictor.num_hidden_layers)

@@ -138,7 +138,6 @@ class PromptBuilder:
         return replace(request, text=text, language=language, speaker=speaker, instruct=instruct, layout=layout)
 
     def build(self, request: Request) -> Prompt:
-        """`of_checked(check(request))`."""
         return self.of_checked(self.check(request))
 
     def of_checked(self, request: Request, spoken: SpokenRows | None = None) -> Prompt:
@@ -384,7 +383,6 @@ class TextTable:
             self._numbers = numbers(table)
 
     def __len__(self) -> int:
-        """V."""
         return len(self._table)
 
     def rows(self, ids: Sequence[int]) -> Tensor:

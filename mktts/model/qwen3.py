@@ -305,7 +305,6 @@ class Qwen3Stack(Stack):
         return tuple(part[:, None] for part in self.rotary(0, positions))
 
     def final(self, x: Tensor) -> Tensor:
-        """The final norm of rows (R, H)."""
         return rms_norm(x, self.norm, self.config.rms_norm_eps)
 
 

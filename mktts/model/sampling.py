@@ -209,7 +209,6 @@ class ChoiceRows:
     @staticmethod
     @lru_cache(maxsize=64)
     def of(choices: tuple[Choice, ...], device: torch.device) -> ChoiceRows:
-        """Of one choice a row."""
 
         def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)[:, None]

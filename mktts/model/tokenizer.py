@@ -68,7 +68,6 @@ class TextTokenizer:
         return [piece for piece, _ in self._split.pre_tokenize_str(normalized)]
 
     def encode_piece(self, piece: str) -> list[int]:
-        """Token ids of one piece of `split`."""
         return [t.id for word, _ in self._bytes.pre_tokenize_str(piece) for t in self.model.tokenize(word)]
 
 

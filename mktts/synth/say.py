@@ -165,7 +165,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _request(arguments: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The keyword arguments of Synthesizer.stream."""
     return {
         "speaker": arguments.speaker or checkpoint.config.default_speaker,
         "language": arguments.language,

@@ -261,7 +261,6 @@ class Synthesizer:
         return Stream(self.engine, self.engine.submit(parts, plan, started_s, paced=paced))
 
     def _text_feed(self, request: Request, plan: Plan, settings: StreamSettings) -> TextFeed:
-        """What a text goes through."""
         voices = {name.lower(): voice for name, voice in settings.get("voices", {}).items()}
         words, markup = settings.get("pronunciations"), plan.options.markup
         lexicon = self.lexicon if words is None else Lexicon(words, self.lexicon)

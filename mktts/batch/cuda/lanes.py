@@ -237,7 +237,6 @@ class CudaLanes:
         return made
 
     def _entering(self, layout: BlockLayout, tick: Tick) -> list[AddressedRows]:
-        """The prompts that the tick's pieces are of."""
         prompts = []
         for piece in tick.pieces:
             prompt = self._prompts.get(piece.slot)

@@ -28,7 +28,6 @@ class Slots:
 
     @classmethod
     def make(cls, config: ModelConfig, count: int, device: torch.device) -> Slots:
-        """Slots of which none has begun."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -44,12 +43,10 @@ class Slots:
 
     @staticmethod
     def bytes_each(config: ModelConfig) -> int:
-        """Bytes of one slot."""
         return 3 * 4 + config.talker.vocab_size + 4 * config.talker.hidden_size
 
     @property
     def nobody(self) -> int:
-        """The slot of padded lanes and rows."""
         return self.count - 1
 
 
@@ -89,7 +86,6 @@ def space_shapes(config: ModelConfig, dtype: torch.dtype, lanes: int, prompt_row
 
 
 def space_bytes(shapes: Shapes) -> int:
-    """Bytes of all tensors."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
 
 

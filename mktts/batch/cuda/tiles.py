@@ -54,7 +54,6 @@ class TilePlan:
     tiles: tuple[tuple[int, FixedOrderTile], ...]
 
     def tile(self, rows: int) -> FixedOrderTile:
-        """The tile for `rows` rows."""
         return next((tile for most, tile in self.tiles if rows <= most), self.tiles[-1][1])
 
 

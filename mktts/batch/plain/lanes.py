@@ -35,7 +35,6 @@ class CodecLanes:
     time."""
 
     def __init__(self, decoder: CodecDecoder, slots: int) -> None:
-        """The weights stay the decoder's."""
         self.config, self.slots = decoder.config, slots
         self._decoder = decoder
         self._silence = _words(decoder.start())
