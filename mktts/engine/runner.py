@@ -222,7 +222,11 @@ class Runner:
         next turn if nothing happens outside: perf_counter seconds, -inf for at once, inf for never."""
         running, table = self._running[0] if self._running else None, self._table
         plan_s = now_s if running is None else running.ends_s - self._pace.early_s
-        self._admit(now_s, now_s + _STARTING_S if running is None else plan_s)
+        self._take_arrivals(now_s, now_s + _STARTING_S if running is None else plan_s)
+        self._freed = False
+        while self._queued and (left := self._queue.pop(now_s, self._pace.step_model)) is not None:
+            self._queued.discard(left[0].name)
+            self._decided(*left, now_s)
         if now_s < plan_s:
             return float("-inf") if self._arrived else plan_s
         self._update_streams(now_s)
@@ -277,14 +281,6 @@ class Runner:
         return min(tick.wake_s, self._queue.wake_s(now_s))
 
     # ---- admission
-
-    def _admit(self, now_s: float, until_s: float) -> None:
-        """Streams that arrived, as far as there is time, and streams that wait."""
-        self._take_arrivals(now_s, until_s)
-        self._freed = False
-        while self._queued and (left := self._queue.pop(now_s, self._pace.step_model)) is not None:
-            self._queued.discard(left[0].name)
-            self._decided(*left, now_s)
 
     def _take_arrivals(self, now_s: float, until_s: float) -> None:
         """Looks at streams that arrived, until then, or a little longer; at one always where none is open."""

@@ -275,18 +275,16 @@ class Utterance:
 
     def next_segment(self) -> bool:
         """Whether the next segment's turn has come and its prompt is known; it is then `segment`."""
-        if self.segment is None:
-            self._script.update()
-            begun_s = time.perf_counter()
-            prompt, silent_samples = self._script.next_segment(), self._script.silent_samples
-            self.begins_anew = self.begins_anew or silent_samples is not None
-            self._silent_samples += silent_samples or 0
-            self.chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
-            if prompt is not None:
-                self._begin_segment(prompt)
-        return self.segment is not None
-
-    def _begin_segment(self, prompt: Any) -> None:
+        if self.segment is not None:
+            return True
+        self._script.update()
+        begun_s = time.perf_counter()
+        prompt, silent_samples = self._script.next_segment(), self._script.silent_samples
+        self.begins_anew = self.begins_anew or silent_samples is not None
+        self._silent_samples += silent_samples or 0
+        self.chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
+        if prompt is None:
+            return False
         plan = self.plan
         limit = MAX_SEGMENT_FRAMES if plan.max_frames is None else plan.max_frames - len(self.codes)
         limit = min(limit, self._positions - len(prompt.embeds))
@@ -297,6 +295,7 @@ class Utterance:
         self.segment_number += 1
         self.segment = Segment(prompt, plan.sampling, plan.seed + self.segment_number, most, self)
         self.launched, self.row = 0, None
+        return True
 
     def input_known(self) -> bool:
         """Whether the input of the frame after those launched is known; fetches it."""

@@ -368,7 +368,7 @@ def test_a_prefix_that_a_failed_tick_should_have_filled_is_not_kept(together, mo
 # ---- the runner itself
 
 
-@pytest.mark.parametrize("where", ["_update_streams", "_give", "_admit", "_launch", "_read"])
+@pytest.mark.parametrize("where", ["_update_streams", "_give", "_take_arrivals", "_launch", "_read"])
 def test_after_a_turn_that_raised_everything_is_free_and_the_next_stream_is_served(desk, monkeypatch, where):
     at = desk()
     jobs = [at.say(seed=seed, frames=20) for seed in range(4)]
