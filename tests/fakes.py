@@ -15,17 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.pages import NO_OWNER, Pages
 from mktts.codec.decoder import PendingPcm, PrimedStates
 from mktts.engine.admission import Admission, AdmissionLimits
 from mktts.engine.engine import Engine
 from mktts.engine.lanes import Copy, Made
 from mktts.engine.options import SCHEDULE, Guard, StreamOptions
+from mktts.engine.pages import NO_OWNER, Pages
 from mktts.engine.runner import Runner, Voices
-from mktts.engine.scheduler import TickSettings
+from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.single import SingleLanes
 from mktts.engine.stream import Segment, Stream
-from mktts.engine.tick import Tick, TickModel
 from mktts.errors import PromptError
 from mktts.model.backend import Frame, PromptRows
 from mktts.model.prompt import Request
@@ -284,6 +283,7 @@ class FakeLanes:
         self.overlaps, self.slots, self.settings = overlaps, slots, settings
         self.model = model
         self.pages = Pages(pages, slots, rows_per_slot, max_kept=max_kept)
+        self.positions = self.pages.rows_per_slot
         self.backend, self.codec = backend, codec
         self.spoil: Callable[[int], bool] = lambda slot: False
         self.ticks: list[Tick] = []

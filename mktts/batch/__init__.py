@@ -1,2 +1,1 @@
-"""Lanes of many streams: `plain` makes a tick of PyTorch operators, `cuda` one CUDA graph; `pages` is their memory of
-keys and values."""
+"""Lanes of many streams: `plain` makes a tick of PyTorch operators, `cuda` one CUDA graph."""

@@ -16,12 +16,9 @@ class BatchSettings:
     None: on a CUDA device what weights and slots leave of four fifths of what is free, on a CPU 2 GiB. codec: its
     precision on a CUDA device; "fast" computes the waveform in fp16, in half the memory a slot.
 
-    What takes the memory: a slot, which every one of `max_streams` has whether it speaks or not (the codec's state and
-    a few numbers), and pages of 64 positions of keys and values in all layers. A stream has the pages of its prompt and
-    of the most frames that it may speak from the start of a segment to its end, so that none stops for want of one: a
-    lower `max_frames` lets more streams in. On a CUDA device pages are allocated at once, on a CPU as they fill.
-    What is made and not read yet lies in the host's memory: up to `StreamOptions.buffer_frames` of 7.7 KB a stream.
-    Raises OptionsError for values out of range.
+    A slot takes memory whether it speaks or not. A stream has the pages of its prompt and of the most frames that it
+    may speak from the start of a segment, so that none stops for want of one: a lower `max_frames` lets more streams
+    in. Raises OptionsError for values out of range.
     """
 
     max_streams: int | None = None

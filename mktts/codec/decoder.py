@@ -1,9 +1,7 @@
-"""The 12 Hz codec decoder, streaming without approximation.
-
-Every layer of the decoder is causal, so keeping what each one still needs (the last rows before a convolution, the
-last window - 1 keys and values) makes decoding frame by frame the same computation as decoding the utterance in one
-pass: any schedule of chunks gives the same samples up to fp32 rounding. Upstream instead decodes chunks of 300
-frames and repeats 25 frames of context, which is shorter than the attention window (03_parity shows how far off)."""
+"""The 12 Hz codec decoder, streaming without approximation: every layer is causal, so with what each one still needs
+(the last rows before a convolution, the last window - 1 keys and values) any schedule of chunks gives the same samples
+up to fp32 rounding. Upstream decodes chunks of 300 frames and repeats 25, which is shorter than the attention
+window."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from torch import Tensor
 
 from mktts.codec.layers import CausalConv, CodecTransformer, ConvNeXt, ResidualUnit, SnakeBeta, Upsampling
 from mktts.errors import CodecError
-from mktts.model.linear import Linear
+from mktts.model.qwen3 import Linear
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 
 _ALIGNMENT_BYTES = 16  # the widest load of torch's elementwise kernels
@@ -29,11 +27,8 @@ _ALIGNMENT_BYTES = 16  # the widest load of torch's elementwise kernels
 
 @dataclass
 class CodecState:
-    """Everything one stream carries from chunk to chunk. Tensors are updated in place and never replaced.
-
-    They are made when they are first asked for: captured graphs copy `flat` as a whole, and a hundred views cost their
-    streams 0.16 ms of the time to first PCM.
-    """
+    """Everything one stream carries from chunk to chunk, updated in place. Its tensors are made when they are first
+    asked for: captured graphs copy `flat` as a whole, and a hundred views cost 0.16 ms of the time to first PCM."""
 
     flat: Tensor  # (bytes,) uint8: the memory that all tensors are views of
     layout: StateLayout
@@ -60,12 +55,10 @@ class CodecState:
         return self.layout.views(self.flat[None])
 
     def copy(self) -> CodecState:
-        """A second stream that continues from here."""
         return CodecState(self.flat.clone(), self.layout, self.frames)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.views)
 
 
@@ -77,16 +70,9 @@ class StateLayout:
     history: tuple[tuple[int, int], ...]
     dtype: torch.dtype  # of all but the position
 
-    def zeros(self, device: torch.device) -> CodecState:
-        """The state before the first frame."""
-        start, count, dtype = self.places[-1]
-        return CodecState(torch.zeros(start + count * dtype.itemsize, dtype=torch.uint8, device=device), self)
-
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Keys, values, every history and the position of B states in `flat` (B, bytes) uint8, each (B, ...).
-
-        A history (B, P, C) holds the rows before a layer that looks back, in the order of the pass.
-        """
+        """Keys, values, every history and the position of B states in `flat` (B, bytes) uint8, each (B, ...). A history
+        (B, P, C) holds the rows before a layer that looks back, in the order of the pass."""
         shapes = (self.cache, self.cache, *self.history, ())
         return tuple(
             flat[:, start : start + count * dtype.itemsize].view(dtype).view(-1, *shape)
@@ -108,28 +94,23 @@ class StateLayout:
         return places
 
 
+@dataclass
 class PendingPcm:
-    """PCM that is on its way to the host. pcm16: the same in 16 bits, where that is made with it."""
+    """PCM on its way to the host. pcm (S,) float32 there, pinned where `arrived` says when it is written. pcm16: the
+    same in 16 bits, where that is made with it."""
 
+    pcm: Tensor | None
+    arrived: torch.cuda.Event | None = None
     pcm16: bytes | None = None
-
-    def __init__(self, pcm: Tensor, arrived: torch.cuda.Event | None = None) -> None:
-        """`pcm` (S,) float32 of the host, pinned if `arrived` says when it is written, else written already."""
-        self._pcm = pcm
-        self._arrived = arrived
-        self._result: np.ndarray | None = None
-
-    def ready(self) -> bool:
-        """True once `result` does not wait."""
-        return self._arrived is None or self._arrived.query()
+    _result: np.ndarray | None = None
 
     def result(self) -> np.ndarray:
         """The samples (S,) float32, a copy that stays. Waits for this work only, not for work queued later."""
         if self._result is None:
-            if self._arrived is not None:
-                self._arrived.synchronize()
-            self._result = self._pcm.numpy().copy()  # a chunk may be kept for long: pinned memory should go back
-            self._pcm = torch.empty(0)
+            if self.arrived is not None:
+                self.arrived.synchronize()
+            self._result = self.pcm.numpy().copy()  # a chunk may be kept for long: pinned memory should go back
+            self.pcm = None
         return self._result
 
 
@@ -137,10 +118,8 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class StreamingCodec(ABC):
-    """Codes to PCM. Holds weights only, so any number of streams can share one decoder (one thread at a time).
-
-    Decoders whose `layout` is equal can take turns on one state.
-    """
+    """Codes to PCM. Holds weights only, so any number of streams can share one decoder (one thread at a time); decoders
+    whose `layout` is equal can take turns on one state."""
 
     name: str  # how it computes, as reports call it
 
@@ -154,23 +133,21 @@ class StreamingCodec(ABC):
 
     @abstractmethod
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
-        """`decode` without checks: tensor operations only, no host synchronisation, so a CUDA graph can hold it.
-
-        `codes` (T, 16) int64 on the device. `state.frames` is left to the caller.
-        """
+        """`decode` without checks, of codes (T, 16) int64 on the device: tensor operations only, so a CUDA graph can
+        hold it. `state.frames` is left to the caller."""
 
     @torch.inference_mode()
     def start(self) -> CodecState:
         """The state before the first frame: silence, and nothing to attend to."""
-        return self.layout.zeros(self.device)
+        start, count, dtype = self.layout.places[-1]
+        flat = torch.zeros(start + count * dtype.itemsize, dtype=torch.uint8, device=self.device)
+        return CodecState(flat, self.layout)
 
     @torch.inference_mode()
     def decode(self, codes: Tensor, state: CodecState) -> Tensor:
-        """The next T frames of a stream: codes (T, 16) integer -> PCM (T * 1920,) float32 in [-1, 1] on the device.
-
-        Codes may lie on the host (checked there, without waiting for the device) or on the device.
-        Raises CodecError for codes of another shape, dtype, device or range, and for a state of another decoder.
-        """
+        """The next T frames of a stream: codes (T, 16) integer, on the host or the device -> PCM (T * 1920,) float32 in
+        [-1, 1] on the device. Raises CodecError for codes of another shape, dtype, device or range, and for a state of
+        another decoder."""
         self.check(codes, state)
         pcm = self.advance(codes.to(self.device, torch.int64), state)
         state.frames += len(codes)
@@ -236,10 +213,8 @@ class CodecDecoder(StreamingCodec):
         return self.together(codes[None], state.views)[0]
 
     def together(self, codes: Tensor, states: Sequence[Tensor]) -> Tensor:
-        """The next T frames of B streams: codes (B, T, 16) int64 -> PCM (B, T * 1920) float32.
-
-        states: as of `StateLayout.views`, updated in place.
-        """
+        """The next T frames of B streams: codes (B, T, 16) int64 -> PCM (B, T * 1920) float32. states: as of
+        `StateLayout.views`, updated in place."""
         keys, values, *histories, position = states
         history = iter(histories)
         x = F.embedding(codes + self.first_row, self.books)  # (B, T, 16, codebook_dim / 2)

@@ -1,9 +1,8 @@
 """The streaming codec decoder with few, fused kernels: the pass of `CodecDecoder`, a launch for a layer or less.
 
-Every layer that looks back reads one buffer, (history + new) rows: histories are copied from the state to the fronts
-at the start of a pass, each layer writes its output, through the next layer's SnakeBeta, behind the next layer's
-history, and the newest rows are copied back to the state at the end. Residual additions, biases and activations are
-the ends of matrix products (`fused_kernels.product`), attention with its rotation and cache is one kernel.
+Every layer that looks back reads one buffer, (history + new) rows: histories are copied from the state to the fronts at
+the start, each layer writes its output, through the next one's SnakeBeta, behind the next one's history, and the newest
+rows are copied back at the end. Additions, biases and activations are the ends of matrix products.
 """
 
 from __future__ import annotations
@@ -38,22 +37,15 @@ class _Buffers:
 
 
 class FusedCodec(StreamingCodec):
-    """A decoder (fp32 state) that decodes up to MAX_FUSED_FRAMES frames at a time by fused kernels.
-
-    Products run on fp16 matrix units with fp32 sums. Every operand is split in two fp16 numbers, which costs three
-    products and keeps fp32's accuracy to about 2 bits (88 dB above the difference to fp32, of 300 frames at full size
-    and random weights, H200).
-    Only packed weights stay on the device (433 MiB at full size).
-    The first passes on a machine compile some forty kernels, half a minute in all; triton caches them on disk.
-    """
+    """A decoder (fp32 state) that decodes up to MAX_FUSED_FRAMES frames at a time by fused kernels, on fp16 matrix
+    units with split operands, nearly fp32 (88 dB above the difference to it, of 300 frames at full size and random
+    weights, H200). Only packed weights stay on the device (433 MiB at full size)."""
 
     name = "fused"
 
     def __init__(self, plain: Callable[[], CodecDecoder], kernels: ModuleType | None = None) -> None:
-        """`plain` makes the fp32 decoder whose weights are packed; it is let go.
-
-        `kernels`: in place of mktts.codec.fused_kernels, for tests. Raises BackendUnavailable where they cannot run.
-        """
+        """plain: makes the fp32 decoder whose weights are packed; it is let go. kernels: in place of
+        mktts.codec.fused_kernels, for tests. Raises BackendUnavailable where they cannot run."""
         decoder = plain()
         super().__init__(decoder.config, decoder.books, decoder.layout, decoder.device)
         if self.config.sliding_window <= MAX_FUSED_FRAMES:
@@ -132,10 +124,8 @@ class FusedCodec(StreamingCodec):
     def _run_block(
         self, block: PackedBlock, source: Tensor, count: int, inputs: Iterator[Tensor], following: SnakeBeta
     ) -> tuple[Tensor, int]:
-        """One waveform block, from the `count` newest rows of `source`, which are through its SnakeBeta already.
-
-        Returns the input of the layer behind it, whose newest rows it fills through `following`, and how many.
-        """
+        """One waveform block, from the `count` newest rows of `source`, which are through its SnakeBeta already: the
+        input of the layer behind it, whose newest rows it fills through `following`, and how many."""
         run, target = self._kernels, next(inputs)
         rows = count * len(block.up.high) // block.channels
         x = torch.empty(rows, block.channels, device=self.device)
@@ -151,7 +141,6 @@ class FusedCodec(StreamingCodec):
         return target, rows
 
     def _product(self, x: Tensor, weight: Packed, rows: int, **options) -> Tensor:
-        """A product into a new tensor."""
         y = torch.empty(rows, len(weight.high), device=self.device)
         self._kernels.product(x, weight, rows, raw=y, **options)
         return y

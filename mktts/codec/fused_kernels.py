@@ -1,12 +1,9 @@
-"""Triton kernels of the fused codec decoder, and how they are launched. Import only where triton is installed.
+"""Triton kernels of the fused codec decoder, and how they are launched. Tensors are contiguous fp32 unless said
+otherwise.
 
-All tensors are contiguous fp32 unless said otherwise. A causal convolution is a matrix product over the window of
-rows it sees: row t of the operand is x[t], x[t + dilation], ... of an input that begins with the history rows, so
-nothing is copied to make it. Sums run in fp32 and in a fixed order: the same input gives the same bits.
-
-Matrix units take fp16 here. One product of fp16 operands keeps 11 bits; split operands (high + low / 2048, both
-fp16, three products) keep 22, nearly fp32's 24. Inputs are scaled by 1/16 on the way, exactly, so that fp16's
-range reaches 10^6.
+A causal convolution is a matrix product over the window of rows it sees, of an input that begins with the history rows.
+Sums run in fp32 and in a fixed order: the same input gives the same bits. Operands are split in two fp16 numbers (high
++ low / 2048, three products), which keep 22 bits of fp32's 24, scaled by 1/16 so that fp16's range reaches 10^6.
 """
 
 from __future__ import annotations
@@ -266,10 +263,8 @@ def product(
 def attention(
     qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor, position: Tensor, inverse_frequency: Tensor
 ) -> None:
-    """`qkv` (n, 3 * heads * head_dim) -> `out` (n, heads * head_dim).
-
-    `keys`, `values` (heads, window - 1 + n, head_dim): the last n places are written, keys rotated.
-    """
+    """`qkv` (n, 3 * heads * head_dim) -> `out` (n, heads * head_dim). keys, values (heads, window - 1 + n, head_dim):
+    the last n places are written, keys rotated."""
     frames, (heads, places, head_dim) = len(qkv), keys.shape
     before = places - frames
     _attention_kernel[(heads, frames)](
@@ -301,8 +296,6 @@ def waveform(x: Tensor, taps: Tensor, bias: Tensor, pcm: Tensor) -> None:
 
 
 def move(source: Tensor, target: Tensor, table: Tensor, position: Tensor, frames: int) -> None:
-    """Copies pieces of flat `source` to flat `target`, by rows (from, to, count <= MOVE_WORDS) of `table` int64.
-
-    Adds `frames` to `position` () int64. Pieces must not overlap.
-    """
+    """Copies pieces of flat `source` to flat `target`, by rows (from, to, count <= MOVE_WORDS) of `table` int64, and
+    adds `frames` to `position` () int64."""
     _move_kernel[(len(table),)](source, target, table, position, frames, WORDS=MOVE_WORDS)

@@ -22,10 +22,9 @@ GRAPH_FRAMES = (1, 2, 4, 8)  # frames of one graph; one of them must be 1
 class GraphedCodec:
     """A decoder on CUDA whose `decode` replays graphs: the same kernels, so the same samples and states.
 
-    The graphs are captured at construction, and read and write static tensors: codes, one state, PCM. A call copies
-    its stream's state there and back (2 x 5.2 MB at full size, microseconds on the device), so any number of streams
-    can interleave. All work runs on the decoder's CUDA stream, after the work that the caller's stream held at the
-    call. One thread at a time, as the static tensors are shared.
+    A call copies its stream's state to the graphs' and back (2 x 5.2 MB at full size, microseconds), so any number of
+    streams can interleave. All work runs on the decoder's CUDA stream, after what the caller's stream held at the call.
+    One thread at a time.
     """
 
     def __init__(self, decoder: StreamingCodec) -> None:
@@ -45,10 +44,8 @@ class GraphedCodec:
 
     @torch.inference_mode()
     def decode(self, codes: Tensor, state: CodecState) -> Tensor:
-        """As `StreamingCodec.decode`, errors too. The PCM is the caller's: no later call changes it.
-
-        T frames are decoded in pieces of GRAPH_FRAMES, the largest first.
-        """
+        """As `StreamingCodec.decode`, errors too, in pieces of GRAPH_FRAMES. The PCM is the caller's: no later call
+        changes it."""
         self._decoder.check(codes, state)
         pcm = torch.empty(len(codes) * SAMPLES_PER_FRAME, device=self.device)
         with self._after_caller(state.flat, codes, pcm):
@@ -59,12 +56,9 @@ class GraphedCodec:
 
     @torch.inference_mode()
     def submit(self, codes: Tensor, state: CodecState) -> PendingPcm:
-        """`decode` to the host, without waiting: `result()` of what is returned is the PCM (T * 1920,) float32.
-
-        The work runs after what the caller's stream holds now and at the same time as what it is given later: to
-        overlap with the next frame, submit before launching that. Until the result is there, `state` and `codes` on
-        the device may be passed to this decoder only, which keeps its calls in order.
-        """
+        """`decode` to the host, without waiting: `result()` of what is returned is the PCM (T * 1920,) float32. It runs
+        beside what the caller's stream is given later: to overlap with the next frame, submit before launching that.
+        Until the result is there, `state` and `codes` may be passed to this decoder only."""
         self._decoder.check(codes, state)
         with self._after_caller(state.flat, codes):
             return self._pending(self._staged(codes), state)
@@ -142,11 +136,8 @@ def pieces(frames: int) -> Iterator[int]:
 
 @torch.inference_mode()
 def capture(decoder: StreamingCodec) -> tuple[dict[int, Recorded[Tensor]], Tensor, CodecState]:
-    """One graph for each of GRAPH_FRAMES, the codes (8, 16) whose first rows they read, and the state they advance.
-
-    A graph's result is its PCM (frames * 1920,).
-    Raises BackendUnavailable where there is no CUDA device or the decoder is not on one.
-    """
+    """One graph for each of GRAPH_FRAMES, whose result is its PCM (frames * 1920,), the codes (8, 16) whose first rows
+    they read, and the state they advance. Raises BackendUnavailable where the decoder is not on a CUDA device."""
     if decoder.device.type != "cuda" or not torch.cuda.is_available():
         raise BackendUnavailable(
             f"CUDA graphs need a decoder on a CUDA device, this one is on {decoder.device}: use CodecDecoder itself"

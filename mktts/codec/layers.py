@@ -1,9 +1,8 @@
 """Layers of the streaming codec decoder, on channels-last signals (B, L, C) of B streams.
 
-Every layer is causal. One that looks back takes `history`, an iterator over the states' tensors (B, P, C): it takes the
-next one, reads the rows that came before `x`, and writes the newest rows back in place, so addresses never change and
-nothing depends on data: the whole pass can be captured in a CUDA graph.
-On a CPU in fp32 a frame's last bits depend neither on the streams nor on the frames that it is decoded with.
+One that looks back takes the next of `history`, an iterator over the states' tensors (B, P, C), and writes the newest
+rows back in place: addresses never change, so a CUDA graph can hold the pass. On a CPU in fp32 a frame's last bits
+depend neither on the streams nor on the frames that it is decoded with.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.model.linear import Linear
-from mktts.model.qwen3 import inverse_frequency, rms_norm, rotate
+from mktts.model.qwen3 import Linear, inverse_frequency, rms_norm, rotate
 from mktts.spec import CodecConfig
 
 History = Iterator[Tensor]
@@ -29,10 +27,8 @@ _WIDTH = 96  # of rows that elementwise operators take
 
 
 def extended(x: Tensor, history: History, snake: SnakeBeta | None = None) -> Tensor:
-    """`x` (B, L, C), or what `snake` makes of it, with the P rows before it: (B, P + L, C).
-
-    The history (B, P, C) then holds the newest P rows.
-    """
+    """`x` (B, L, C), or what `snake` makes of it, with the P rows before it: (B, P + L, C). The history (B, P, C) then
+    holds the newest P rows."""
     rows = next(history)
     before = rows.shape[1]
     whole = x.new_empty(x.shape[0], before + x.shape[1], x.shape[2])
@@ -47,11 +43,8 @@ def extended(x: Tensor, history: History, snake: SnakeBeta | None = None) -> Ten
 
 @dataclass(frozen=True)
 class CausalConv:
-    """y[t] = bias + sum over j of x[t - (k - 1 - j) * dilation] @ W[j].
-
-    A product of copied windows; on a CPU, where that costs more, oneDNN's convolution, whose sums no length changes. On
-    CUDA never: cuDNN would use TF32 by default.
-    """
+    """y[t] = bias + sum over j of x[t - (k - 1 - j) * dilation] @ W[j]: a product of copied windows; on a CPU, where
+    that costs more, oneDNN's convolution, whose sums no length changes."""
 
     taps: Linear  # (k * C in, C out)
     kernel: int
@@ -90,10 +83,8 @@ class CausalConv:
 
 @dataclass(frozen=True)
 class Upsampling:
-    """Transposed convolution of stride s and kernel s or 2s, right side trimmed: no look-ahead.
-
-    y[n * s : (n + 1) * s] = bias + x[n] @ W[:s] + x[n - 1] @ W[s:], the second term only for kernel 2s.
-    """
+    """Transposed convolution of stride s and kernel s or 2s, right side trimmed: y[n * s : (n + 1) * s] = bias + x[n] @
+    W[:s] + x[n - 1] @ W[s:], the second term only for kernel 2s."""
 
     linear: Linear  # (C in or 2 C in, s * C out); rows ordered (previous, current)
     c_in: int
@@ -235,10 +226,8 @@ class CodecTransformer:
         return c.num_hidden_layers, c.num_attention_heads, c.sliding_window - 1, c.head_dim
 
     def __call__(self, x: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
-        """`x` (B, n, latent), each stream's first row at its `position` (B,).
-
-        Updates keys and values (B, layers, heads, window - 1, head_dim) and position in place.
-        """
+        """`x` (B, n, latent), each stream's first row at its `position` (B,). Updates keys and values (B, layers,
+        heads, window - 1, head_dim) and position in place."""
         at = position[:, None] + torch.arange(x.shape[1], device=x.device)
         angle = at[..., None].float() * self.inverse_frequency  # fp32, as upstream
         angle = torch.cat((angle, angle), -1)[:, :, None, None]
@@ -304,12 +293,9 @@ class AttentionLayer:
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, absent: Tensor) -> Tensor:
-    """Attention of query t to keys t .. t + window - 1: (B, heads, n, head_dim).
-
-    `q` (B, heads, n, head_dim); `k`, `v` (B, heads, window - 1 + n, head_dim); `absent` (B, 1, n, 1, window) is True
-    before frame 0. Every query sees its own copy of its window, so its sums do not depend on how many queries come
-    with it.
-    """
+    """Attention of query t to keys t .. t + window - 1: (B, heads, n, head_dim). q (B, heads, n, head_dim); k, v (B,
+    heads, window - 1 + n, head_dim); absent (B, 1, n, 1, window): True before frame 0. Every query sees its own copy of
+    its window, so its sums do not depend on how many come with it."""
     window = absent.shape[-1]
     blocks = []
     for start in range(0, q.shape[2], _QUERY_BLOCK):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.layers import CausalConv, CodecTransformer, SnakeBeta, Upsampling
-from mktts.model.linear import Linear
+from mktts.model.qwen3 import Linear
 from mktts.spec import SAMPLES_PER_FRAME
 
 # How exactly many streams are decoded on a CUDA device: "full" is nearly fp32 (88 dB above the difference to it, of 300
@@ -27,10 +27,8 @@ _SPLIT_DEPTH = 512  # the shortest sum that a program is started for
 
 @dataclass(frozen=True)
 class Packed:
-    """A linear layer or causal convolution: (outs, depth), depth = taps * channels, the oldest tap first.
-
-    An overlapping transposed convolution is one of two taps, whose row of outputs is the stride's outputs in order.
-    """
+    """A linear layer or causal convolution: (outs, depth), depth = taps * channels, the oldest tap first. An
+    overlapping transposed convolution is one of two taps, whose row of outputs is the stride's outputs in order."""
 
     high: Tensor  # (outs, depth) fp16
     low: Tensor | None  # (outs, depth) fp16: LOW_SCALE times what `high` rounds away; None for one fp16 product

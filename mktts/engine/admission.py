@@ -1,10 +1,10 @@
-"""Decides which streams may begin now, which wait, and which are refused, for a named reason.
+"""Decides which streams may begin now, which wait, and which are refused, for a named reason. Nothing here reads a
+clock or a device.
 
-One rule: as many listeners are served at once as the capacity says, and prompts enter as fast as the first PCM of each
-stays within a bound. The capacity is measured (`mktts.engine.capacity`). Frames that come late while ticks take longer
-than what was measured lower it; ticks that take no longer raise it again to what was measured, and no further.
-A stream that waits for its text or its reader is no listener. Nothing waits without an end: a listener's stream is
-refused after `max_wait_s`, any stream after `HELD_S` in which no tick has run. Nothing here reads a clock or a device.
+As many listeners are served at once as the capacity says, and prompts enter as fast as the first PCM of each stays
+within a bound. The capacity is measured (`mktts.engine.capacity`); frames that come late while ticks take longer than
+measured lower it, ticks that take no longer raise it again. Nothing waits without an end: a listener's stream is
+refused after `max_wait_s`, any stream after `HELD_S` in which no tick has run.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from mktts.common import counted
-from mktts.engine.lanes import Memory
-from mktts.engine.scheduler import FRAME_S, StreamTable, TickSettings
-from mktts.engine.tick import TickModel
+from mktts.engine.pages import Pages
+from mktts.engine.scheduler import FRAME_S, StreamTable, TickModel, TickSettings
 from mktts.errors import BusyError, CapacityError, OptionsError
 
-Reason = Literal["", "too_long", "slots", "memory", "capacity", "max_streams", "first_pcm", "queue", "waited", "held"]
+Reason = Literal["", "slots", "memory", "capacity", "max_streams", "first_pcm", "queue", "waited", "held"]
 
 PROMPT_WAIT_S = 0.5  # behind the prompts of those that came at the same time
 HELD_S = 10.0  # a fed text may pause for some seconds, and others wait for its place
@@ -55,10 +54,8 @@ class AdmissionLimits:
 
 
 class Capacity(NamedTuple):
-    """Listeners that are served in time at once, and how that is known.
-
-    streams: below 1 where the machine is slower than real time even for one. basis: in words.
-    """
+    """Listeners that are served in time at once, below 1 where the machine is slower than real time for one; and how
+    that is known."""
 
     streams: float
     basis: str
@@ -78,10 +75,8 @@ class Arrival(NamedTuple):
 
 
 class Admission:
-    """The limits and the capacity of an engine, common to all of its lanes.
-
-    listeners: counts them, of each set of lanes, at a time in perf_counter seconds.
-    """
+    """The limits and the capacity of an engine, common to all of its lanes. listeners: counts them, for each set of
+    lanes, at a time in perf_counter seconds."""
 
     def __init__(self, limits: AdmissionLimits | None = None) -> None:
         self.limits = limits or AdmissionLimits()
@@ -116,7 +111,6 @@ class Admission:
         return Capacity(most, measured.basis)
 
     def count(self, now_s: float) -> int:
-        """Listeners now."""
         return sum(count(now_s) for count in self.listeners)
 
     def tick(self, ended_s: float, took_s: float, expected_s: float, late: int, frames: int) -> None:
@@ -136,13 +130,10 @@ class Admission:
 
 class AdmissionQueue:
     """Streams of one set of lanes that wait for admission: listeners' before others, first come, first served.
+    reserved_pages: that open streams wait for between two segments."""
 
-    The caller opens what is admitted (memory, `StreamTable.enter`, `StreamTable.prompt`) before it asks again.
-    reserved_pages: that open streams wait for between two segments.
-    """
-
-    def __init__(self, admission: Admission, table: StreamTable, memory: Memory, ticks: TickSettings) -> None:
-        self._admission, self._table, self._memory, self._ticks = admission, table, memory, ticks
+    def __init__(self, admission: Admission, table: StreamTable, pages: Pages | None, ticks: TickSettings) -> None:
+        self._admission, self._table, self._pages, self._ticks = admission, table, pages, ticks
         self.reserved_pages = 0
         self._paced: deque[Arrival] = deque()
         self._unpaced: deque[Arrival] = deque()
@@ -170,11 +161,9 @@ class AdmissionQueue:
         return now_s >= max(self._idle_since_s, arrived_s) + HELD_S
 
     def submit(self, arrival: Arrival, model: TickModel) -> Reason:
-        """Of a stream that arrives: "" admits it, "too_long" and "queue" refuse it, for any other reason it waits."""
-        if arrival.max_rows > self._memory.rows_per_slot:
-            return "too_long"
-        first = self._first(arrival.paced)
-        reason = self.obstacle(arrival, model, arrival.arrived_s) if first is None else "queue"
+        """Of a stream that arrives: "" admits it, "queue" refuses it, for any other reason it waits."""
+        before = self._paced or (self._unpaced if not arrival.paced else ())
+        reason = "queue" if before else self.obstacle(arrival, model, arrival.arrived_s)
         if not reason:
             return ""
         if arrival.paced and len(self._paced) >= self._most_waiting:
@@ -184,24 +173,20 @@ class AdmissionQueue:
 
     def pop(self, now_s: float, model: TickModel) -> tuple[Arrival, Reason] | None:
         """One that waits no longer: admitted (""), or refused for a reason. None: all go on waiting."""
-        first = self._first(paced=False)
-        reason = "" if first is None else self.obstacle(first, model, now_s)
-        if first is not None and not reason:
-            return (self._paced or self._unpaced).popleft(), ""
+        waiting = self._paced or self._unpaced
+        reason: Reason = self.obstacle(waiting[0], model, now_s) if waiting else "queue"
+        if not reason:
+            return waiting.popleft(), ""
         if self._paced and now_s >= self._paced[0].arrived_s + self._max_wait_s(reason):
             return self._paced.popleft(), "waited"
-        if first is not None and self.held(now_s, first.arrived_s):
-            return (self._paced or self._unpaced).popleft(), "held"
+        for waiting in (self._paced, self._unpaced):
+            if waiting and self.held(now_s, waiting[0].arrived_s):
+                return waiting.popleft(), "held"
         return None
 
     def cancel(self, name: Any) -> None:
-        """A stream that waits was cancelled."""
         self._paced = deque(arrival for arrival in self._paced if arrival.name != name)
         self._unpaced = deque(arrival for arrival in self._unpaced if arrival.name != name)
-
-    def _first(self, paced: bool) -> Arrival | None:
-        """Whose turn it is before that of a stream that arrives now."""
-        return next(iter(self._paced if paced else self._paced or self._unpaced), None)
 
     def _max_wait_s(self, reason: Reason) -> float:
         """How long a listener's stream may wait that `reason` keeps out."""
@@ -211,29 +196,25 @@ class AdmissionQueue:
         return most_s
 
     def wake_s(self, now_s: float) -> float:
-        """Until when time alone changes nothing for those that wait, for admission or pages; inf where none does.
-
-        Every time is the sum that is compared with elsewhere: rounded otherwise, it could come and change nothing.
-        """
+        """Until when time alone changes nothing for those that wait; inf where none does. Every time is the sum that is
+        compared with elsewhere: rounded otherwise, it could come and change nothing."""
         if not len(self) and not self.reserved_pages:
             return math.inf
         changes_s = [self._table.changes_s(now_s), self._idle_since_s + HELD_S]
-        if (first := self._first(paced=False)) is not None:
-            changes_s.append(max(self._idle_since_s, first.arrived_s) + HELD_S)
+        for waiting in filter(None, (self._paced, self._unpaced)):
+            changes_s.append(max(self._idle_since_s, waiting[0].arrived_s) + HELD_S)
         if self._paced:
             reasons: tuple[Reason, ...] = ("first_pcm", "capacity")
             changes_s += [self._paced[0].arrived_s + self._max_wait_s(reason) for reason in reasons]
         return min((at_s for at_s in changes_s if at_s > now_s), default=now_s)
 
     def obstacle(self, arrival: Arrival, model: TickModel, now_s: float) -> Reason:
-        """What keeps a stream from being admitted now; "" for nothing.
-
-        One that would be the only listener is let in however slow the machine is and however long the prompt.
-        """
+        """What keeps a stream from being admitted now; "" for nothing. The only listener is let in however slow the
+        machine is."""
         table, admission = self._table, self._admission
         if table.open.all():
             return "slots"
-        if not self._memory.fits(arrival.max_rows, arrival.key, self.reserved_pages):
+        if self._pages is not None and not self._pages.fits(arrival.max_rows, arrival.key, self.reserved_pages):
             return "memory"
         listeners = admission.count(now_s)
         if arrival.paced and listeners >= admission.most:
@@ -256,16 +237,8 @@ _OBSTACLES: dict[Reason, str] = {
 }
 
 
-def too_long(arrival: Arrival, memory: Memory) -> CapacityError:
-    """Of a stream whose keys and values could never have their place."""
-    return CapacityError(
-        f"a stream of {arrival.max_rows} positions (prompt and frames) was asked for, one may have "
-        f"{memory.rows_per_slot}: shorten the text or lower max_frames"
-    )
-
-
 def refusal(reason: Reason, open_streams: int, capacity: Capacity) -> CapacityError:
-    """What ends a stream that was refused for `reason`, other than for its length."""
+    """What ends a stream that was refused for `reason`."""
     served = "" if math.isinf(capacity.streams) else f", where {int(capacity.streams)} can be served at once"
     error = BusyError(
         f"refused with {counted(open_streams, 'stream')} open{served}: {_OBSTACLES[reason]}; try again when some have "
@@ -276,11 +249,8 @@ def refusal(reason: Reason, open_streams: int, capacity: Capacity) -> CapacityEr
 
 
 def measured_streams(frame_s: float, row_s: float, margin: float) -> float:
-    """Listeners whose frames and prompts are made in time. frame_s: of one frame; row_s: of a prompt's row; margin: of
-    the ticks' time that is used.
-
-    Utterances of 7 s on average (2 to 12 s) with prompts of 32 rows, as in the load benchmark.
-    """
+    """Listeners whose frames (`frame_s` each) and prompts (`row_s` a row) are made in time, in this `margin` of it:
+    utterances of 7 s on average with prompts of 32 rows, as in the load benchmark."""
     return margin / (frame_s / FRAME_S + row_s * _MEAN_ROWS / _MEAN_S)
 
 

@@ -20,9 +20,8 @@ from mktts.common import cache_folder, read_object, write_json
 from mktts.engine.admission import Capacity, measured_streams
 from mktts.engine.lanes import Lanes
 from mktts.engine.runner import Runner
-from mktts.engine.scheduler import FRAME_S
+from mktts.engine.scheduler import FRAME_S, Piece, Tick, TickFit, TickModel
 from mktts.engine.stream import Segment
-from mktts.engine.tick import Piece, Tick, TickFit, TickModel
 from mktts.errors import CheckpointError
 from mktts.model.sampling import Sampling
 
@@ -104,9 +103,9 @@ def tick_times(lanes: Lanes, slots: Sequence[int], prompt: Any, fit: TickFit) ->
     """Median seconds of ticks that have a lane of each of these slots; all of them are told to `fit`."""
     rows, settings = len(prompt.embeds), lanes.settings
     for seed, slot in enumerate(slots):
-        _, copies = lanes.pages.open(slot, rows + FRAMES + 1)
+        lanes.pages.open(slot, rows + FRAMES + 1)
         lanes.enter(slot, None)
-        lanes.begin(slot, Segment(prompt, Sampling(), seed, FRAMES + 1, None), copies)
+        lanes.begin(slot, Segment(prompt, Sampling(), seed, FRAMES + 1, None))
     at_once = max(1, settings.max_rows // rows)
     groups = [slots[i : i + at_once] for i in range(0, len(slots), at_once)]
     ticks = [(_tick(lanes, group, rows, 0), [None] * len(group)) for group in groups]

@@ -1,5 +1,4 @@
-"""The process that owns an engine for `mktts.engine.remote`: does what messages say, and sends what the worker makes,
-a turn at a time."""
+"""The process that owns an engine for `mktts.engine.remote`: does what that says, and sends what the worker makes."""
 
 from __future__ import annotations
 
@@ -15,16 +14,24 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from mktts.engine.messages import Call, ChunkMade, Idle, Over, Reply, State, Wire, sendable
 from mktts.engine.options import Chunk, Plan
-from mktts.engine.script import Script
+from mktts.engine.remote import Call, Wire
+from mktts.engine.script import FedScript
 from mktts.engine.stream import Utterance
+from mktts.errors import EngineError, MkttsError
 
 if TYPE_CHECKING:
     from mktts.model.prompt import Request
     from mktts.text.parts import Pause
 
 _STATE_S = 0.1
+
+
+def sendable(error: BaseException | None) -> BaseException | None:
+    """The error, where it is one of ours; others, which may hold what cannot be pickled, in words."""
+    if error is None or isinstance(error, MkttsError):
+        return error
+    return EngineError(f"{type(error).__name__}: {error}")
 
 
 class StreamSink:
@@ -35,12 +42,12 @@ class StreamSink:
 
     def put(self, state: Utterance, chunk: Chunk | None, at_once: bool) -> None:
         if chunk is not None:
-            self._child.add(ChunkMade(self._id, chunk.pcm16, chunk.start_s, chunk.frames, chunk.timings))
+            self._child.add("_on_chunk", self._id, chunk.pcm16, chunk.start_s, chunk.frames, chunk.timings)
         elif not at_once:  # otherwise it was cancelled, by the other process
-            self._child.add(Over(self._id, state.finish_reason, sendable(state.error)))
+            self._child.add("_on_over", self._id, state.finish_reason, sendable(state.error))
 
     def idle(self, state: Utterance) -> None:
-        self._child.add(Idle(self._id, state.idle, state.late_s))
+        self._child.add("_on_idle", self._id, state.idle, state.late_s)
 
 
 class Child:
@@ -49,9 +56,9 @@ class Child:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._streams: dict[int, tuple[Utterance, Script | None]] = {}
-        self._made: list[Any] = []  # in this turn; the worker's
-        self._out: SimpleQueue[list[Any]] = SimpleQueue()
+        self._streams: dict[int, tuple[Utterance, FedScript | None]] = {}
+        self._made: list[Call] = []  # in this turn; the worker's
+        self._out: SimpleQueue[list[Call]] = SimpleQueue()
 
     def run(self) -> None:
         """Returns when the other process is gone."""
@@ -61,12 +68,11 @@ class Child:
                     self._do(call)
                 call = None  # it keeps no voice while it waits
 
-    def add(self, message: Any) -> None:
+    def add(self, method: str, *arguments: Any) -> None:
         """Worker: goes out behind its turn."""
-        self._made.append(message)
+        self._made.append(Call(method, arguments))
 
     def flush(self) -> None:
-        """Worker, after a turn."""
         if self._made:
             made, self._made = self._made, []
             self._out.put(made)
@@ -76,24 +82,29 @@ class Child:
         with contextlib.suppress(OSError):  # the other process is gone: `receive` says so too
             while True:
                 try:
-                    messages = self._out.get(timeout=_STATE_S)
+                    calls = self._out.get(timeout=_STATE_S)
                 except Empty:
-                    messages = []
+                    calls = []
                 if time.monotonic() - sent_s >= _STATE_S:
                     sent_s = time.monotonic()
-                    messages.append(State(self._engine.stats, self._engine.capacity))
-                self._wire.send(*messages)
+                    calls.append(self._state())
+                self._wire.send(*calls)
+
+    def _state(self) -> Call:
+        return Call("_on_state", (self._engine.stats, self._engine.capacity))
 
     def _do(self, call: Call) -> None:
         of = self if hasattr(self, call.method) else self._engine
+        value = error = None
         try:
-            reply = Reply(call.number, getattr(of, call.method)(*call.arguments))
-        except Exception as error:
-            reply = Reply(call.number, None, sendable(error))
+            value = getattr(of, call.method)(*call.arguments)
+        except Exception as raised:
+            error = sendable(raised)
             if call.number is None:
                 logging.getLogger(__name__).exception("%s failed", call.method)
         if call.number is not None:
-            self._wire.send(*([State(self._engine.stats, self._engine.capacity)] if reply.error is None else []), reply)
+            state = [self._state()] if error is None else []
+            self._wire.send(*state, Call("_on_reply", (call.number, value, error)))
 
     # ---- what the other process calls
 
@@ -111,9 +122,8 @@ class Child:
     def submit(self, id: int, parts: Sequence[Request | Pause], plan: Plan, paced: bool) -> None:
         """A stream of known text: see `Engine.submit`."""
         with self._errors_of(id):
-            utterance = self._engine.reserve(plan, paced=paced, sink=StreamSink(id, self))
-            self._streams[id] = utterance, None
-            self._engine.begin_known(utterance, parts, time.perf_counter())
+            sink = StreamSink(id, self)
+            self._streams[id] = self._engine.submit(parts, plan, time.perf_counter(), paced=paced, sink=sink), None
 
     def begin_fed(self, id: int, request: Request, plan: Plan, max_chars: int, texts: Sequence[Any]) -> None:
         """A stream whose text goes on by `feed`: see `Engine.begin_fed`."""
@@ -122,7 +132,7 @@ class Child:
             self._streams[id] = utterance, self._engine.begin_fed(utterance, request, max_chars, texts)
 
     def feed(self, id: int, piece: Any) -> None:
-        """What `Script.feed` takes; None says that no more comes. No effect on a stream that is over."""
+        """What `FedScript.feed` takes; None says that no more comes. No effect on a stream that is over."""
         utterance, script = self._streams.get(id, (None, None))
         if script is not None:
             script.finish() if piece is None else script.feed(piece)
@@ -144,12 +154,10 @@ class Child:
         try:
             yield
         except Exception as error:
-            self._streams.pop(id, None)
-            self._out.put([Over(id, None, sendable(error))])
+            self._out.put([Call("_on_over", (id, None, sendable(error)))])
 
 
 def main(handle: int) -> None:
-    """The process, with the socket of that number."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they go to the whole group: the other process decides
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
@@ -158,6 +166,4 @@ def main(handle: int) -> None:
 
 
 if __name__ == "__main__":
-    from mktts.engine import child  # messages' classes are of their module, not of __main__
-
-    child.main(int(sys.argv[1]))
+    main(int(sys.argv[1]))

@@ -11,24 +11,16 @@ from torch import Tensor
 
 from mktts.audio import first_audible_sample, joined
 from mktts.engine.options import SCHEDULE, Chunk, StreamOptions, Timings
-from mktts.errors import EngineError
 from mktts.spec import AUDIBLE_WINDOW_SAMPLES, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 KEPT_LEAD_SAMPLES = SAMPLE_RATE_HZ * 40 // 1_000  # before the first audible 10 ms: the attack of a soft sound is whole
 
 
 class Chunker:
-    """Collects the frames of one utterance and hands out chunks.
+    """Collects the frames of one utterance and hands out chunks."""
 
-    `decode` begins to turn the next frames, a list of codes (16,), into PCM (T * SAMPLES_PER_FRAME,) float32 on the
-    host, which its result waits for.
-    """
-
-    def __init__(
-        self, decode: Callable[[list[Tensor]], Any], options: StreamOptions, schedule: tuple[int, ...] = SCHEDULE
-    ) -> None:
+    def __init__(self, options: StreamOptions, schedule: tuple[int, ...] = SCHEDULE) -> None:
         """schedule: where the options leave it open."""
-        self._decode = decode
         self._schedule = options.schedule or schedule
         self._trimming = options.trim_lead
         self.undecoded: list[Tensor] = []
@@ -41,9 +33,9 @@ class Chunker:
         self.prefill_ms = self.talker_ms = self.predictor_ms = self.codec_ms = 0.0  # since the last chunk
 
     @property
-    def waiting_frames(self) -> int:
-        """Frames that `take` with `flush` would turn into PCM."""
-        return len(self.undecoded) + sum(count for _, count in self._decoding)
+    def has_undecoded(self) -> bool:
+        """Whether there is what `take` with `flush` would turn into PCM."""
+        return bool(self.undecoded or self._decoding)
 
     @property
     def begun(self) -> bool:
@@ -52,35 +44,31 @@ class Chunker:
 
     @property
     def missing_frames(self) -> int:
-        """How many more frames make the next chunk whole."""
-        return self._wanted - len(self.undecoded)
-
-    @property
-    def _wanted(self) -> int:
-        return self._schedule[min(self._chunks + len(self._decoding), len(self._schedule) - 1)]
-
-    def close(self) -> None:
-        """Lets go of what decodes, which refers to this: without a cycle, all is free as soon as nobody needs it."""
-        self._decode = _closed
+        """That make the next chunk whole."""
+        wanted = self._schedule[min(self._chunks + len(self._decoding), len(self._schedule) - 1)]
+        return wanted - len(self.undecoded)
 
     def add(self, codes: Tensor) -> None:
-        """Takes one frame, (16,) int64 on the host."""
+        """codes (16,) int64, on the host: of the next frame."""
         self.undecoded.append(codes)
         self.pending_frames += 1
 
-    def take(self, started_s: float, flush: bool = False, ahead: bool = False) -> Chunk | None:
+    def take(
+        self, decode: Callable[[list[Tensor]], Any], started_s: float, flush: bool = False, ahead: bool = False
+    ) -> Chunk | None:
         """The next chunk once the schedule has it whole, or what there is with `flush`; None for nothing to hear.
 
-        `ahead`: a chunk that has become whole is only begun to be decoded, while the caller makes more frames; the
-        call after this one hands it out.
+        decode: begins to turn the next frames, a list of codes (16,), into PCM (T * SAMPLES_PER_FRAME,) float32, which
+        its result waits for. ahead: a chunk that has become whole is only begun to be decoded, and the next call hands
+        it out.
         """
-        whole = len(self.undecoded) >= (1 if flush else self._wanted)
+        whole = bool(self.undecoded) if flush else self.missing_frames <= 0
         if not whole and not self._decoding:
             return None
         begun_s = time.perf_counter()
         taken = len(self._decoding)
         if whole:
-            self._decoding.append((self._decode(self.undecoded), len(self.undecoded)))
+            self._decoding.append((decode(self.undecoded), len(self.undecoded)))
             self.undecoded = []
             taken += not ahead
         if not taken:
@@ -127,7 +115,3 @@ class Chunker:
         self._trimming = False
         self._lead = whole[:0]
         return whole[max(0, audible - KEPT_LEAD_SAMPLES) :]
-
-
-def _closed(frames: list[Tensor]) -> Any:
-    raise EngineError("the utterance is over: nothing more is decoded for it")

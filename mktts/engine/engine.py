@@ -1,24 +1,23 @@
 """The worker thread that owns the model and makes the open streams, tick by tick; and which lanes make a stream.
 
-Nothing here takes a lock that a garbage-collected stream could need: the worker learns of new streams, cancelled ones
-and emptied buffers from one `queue.SimpleQueue`, whose `put` may be called from anywhere, finalizers included. With
-nothing to do the worker sleeps.
-
-Threads: all of `Engine` may be called from any thread. A stream has one consumer at a time.
-Forks: threads do not survive `os.fork`, so an engine is usable only in the process that made it; in a child, make
-another one.
+Nothing here takes a lock that a garbage-collected stream could need: the worker learns of what happens outside from one
+`queue.SimpleQueue`, whose `put` may be called from finalizers too. All of `Engine` may be called from any thread, in
+the process that made it: threads do not survive `os.fork`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import math
 import os
+import sys
 import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -29,10 +28,9 @@ import torch
 from mktts.engine import capacity as capacities
 from mktts.engine.admission import Admission, AdmissionLimits, Capacity
 from mktts.engine.options import SCHEDULE, Guard, Plan, StreamOptions
-from mktts.engine.process_settings import ManyStreams
-from mktts.engine.runner import EngineStats, Runner
-from mktts.engine.script import Script
-from mktts.engine.stream import EngineName, Notifier, Sink, StreamCounters, StreamUpdate, Utterance
+from mktts.engine.runner import EngineStats, Runner, Voices
+from mktts.engine.script import FedScript, Script, WholeScript
+from mktts.engine.stream import EngineName, Notifier, Sink, StreamCounters, Utterance
 from mktts.errors import EngineError, SamplingError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
@@ -90,9 +88,7 @@ class Engine:
             if runner is not None:
                 self._runners[runner.name] = runner
         self._worker = _Worker(self._inbox, self._runners, self._notifier)
-        self._thread = threading.Thread(
-            target=_work, args=(self._worker, cpu_threads), name="mktts-worker", daemon=True
-        )
+        self._thread = threading.Thread(target=self._worker.run, args=(cpu_threads,), name="mktts-worker", daemon=True)
         self._thread.start()
         weakref.finalize(self, _abandon, self._inbox, self._thread)  # also at interpreter exit
 
@@ -106,69 +102,61 @@ class Engine:
         *,
         paced: bool = True,
         engine: EngineName | None = None,
+        sink: Sink | None = None,
     ) -> Utterance:
         """A stream of known text: one checked request a segment, and pauses between them. started_s: of the call
-        that timings count from. engine: the lanes; None chooses. paced: see `Utterance`.
+        that timings count from. engine: the lanes; None chooses. paced, sink: see `Utterance`.
 
         Raises EngineError after `close` and in a forked child, SamplingError for draws that no lanes make.
         """
-        utterance = self.reserve(plan, paced=paced)
-        self.begin_known(utterance, parts, started_s, engine)
+        utterance = self.reserve(plan, paced=paced, sink=sink)
+        self._begin(utterance, lambda voices: WholeScript(parts, voices.build, started_s), engine)
         return utterance
 
     def reserve(self, plan: Plan, *, paced: bool = True, sink: Sink | None = None) -> Utterance:
-        """A stream whose text is to come; the worker knows of it from `begin_known` or `begin_fed` on. sink: see
-        `Utterance`. Raises as `submit`."""
-        self.check(plan.sampling)
-        self._check_process()
+        """A stream whose text is to come; the worker knows of it from `begin_fed` on. Raises as `submit`."""
         utterance = Utterance(plan, self._inbox, self._notifier, paced, sink)
         with self._lock:
-            self._check_open()
+            self._check(plan.sampling)
             self._utterances.add(utterance)
         return utterance
 
-    def begin_known(
-        self,
-        utterance: Utterance,
-        parts: Sequence[Request | Pause],
-        started_s: float,
-        engine: EngineName | None = None,
-    ) -> None:
-        """Gives a reserved stream its text. Raises as `submit`."""
-        runner = self._choose(utterance.plan.sampling, engine)
-        self._begin(utterance, runner.voices.whole(parts, started_s), runner.name)
-
-    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> Script:
+    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> FedScript:
         """As `mktts.engine.stream.StreamEngine`. request: checked, without text. max_chars: of a segment. Raises as
         `submit`."""
-        self._check_process()
-        runner = self._choose(utterance.plan.sampling)
-        script = runner.voices.later(request, max_chars)
-        for text in texts:
-            script.feed(text)
-        self._begin(utterance, script, runner.name)
+
+        def script_of(voices: Voices) -> FedScript:
+            script = voices.later(request, max_chars)
+            for text in texts:
+                script.feed(text)
+            return script
+
+        return self._begin(utterance, script_of)
+
+    def _begin(
+        self, utterance: Utterance, script_of: Callable[[Voices], Script], engine: EngineName | None = None
+    ) -> Script:
+        with self._lock:
+            self._check(utterance.plan.sampling)
+            runner = self._choose(utterance.plan.sampling, engine)
+            counters, script = self._counters[runner.name], script_of(runner.voices)
+            counters.opened += 1
+            utterance.begin(script, runner.name, counters)
+            self._inbox.put(utterance)
         return script
 
-    def _begin(self, utterance: Utterance, script: Script, engine: EngineName) -> None:
-        with self._lock:
-            self._check_open()
-            counters = self._counters[engine]
-            counters.opened += 1
-            utterance.begin(script, engine, counters)
-            self._inbox.put(utterance)
-
-    def check(self, sampling: Sampling) -> None:
-        """Raises EngineError after `close`, and SamplingError for rng="torch" where there are no single lanes."""
-        if not self._runners:
+    def _check(self, sampling: Sampling | None = None) -> None:
+        """Raises EngineError where nothing can be made, and SamplingError for rng="torch" without single lanes."""
+        if os.getpid() != self._pid:
+            raise EngineError("the worker thread stayed in the parent of this fork: load a synthesizer in the child")
+        if self.closed:
             raise EngineError("the synthesizer is closed: load another one")
-        if sampling.rng == "torch" and "single" not in self._runners:
+        if sampling is not None and sampling.rng == "torch" and "single" not in self._runners:
             raise SamplingError(
                 "the batch engine draws with rng='philox': for rng='torch' take backend='torch', engine='single'"
             )
 
     def _choose(self, sampling: Sampling, engine: EngineName | None = None) -> Runner:
-        """The lanes of a stream that begins."""
-        self.check(sampling)
         runners = self._runners
         if engine is not None:
             return runners[engine]
@@ -192,7 +180,7 @@ class Engine:
             with torch.inference_mode():
                 runner = later()
             with self._lock:
-                self._check_open()
+                self._check()
                 self._inbox.put(runner)
         except Exception as reason:
             _LOG.warning("streams go on taking turns, the batch engine cannot run: %s", reason)
@@ -219,7 +207,6 @@ class Engine:
 
     @property
     def stats(self) -> dict[EngineName, EngineStats]:
-        """The state of each set of lanes at the moment."""
         return {name: runner.stats for name, runner in list(self._runners.items())}
 
     @property
@@ -243,7 +230,7 @@ class Engine:
     def warm_up(self, request: Request) -> None:
         """Runs one short stream of this checked request on each set of lanes, so that the first one finds everything
         allocated and compiled. One chunk of every size of the default schedule is made."""
-        self._check_open()
+        self._check()
         for runner in list(self._runners.values()):
             self._make_stream(runner, request, sum(SCHEDULE))
 
@@ -272,7 +259,6 @@ class Engine:
         return self.capacity
 
     def _key(self, runner: Runner) -> str:
-        """What the capacity of these lanes is kept under."""
         return f"{self._capacity_key}; {runner.name}"
 
     def _on_worker(self, call: Callable[[], Any]) -> Any:
@@ -297,8 +283,7 @@ class Engine:
 
     def forget(self, voice: Voice) -> None:
         """Lets go of what caches hold of `voice`, soon, in the worker's thread. Raises EngineError after `close`."""
-        if not self._runners:
-            raise EngineError("the synthesizer is closed: load another one")
+        self._check()
         for runner in self._runners.values():
             self._inbox.put(partial(runner.forget, voice))
 
@@ -314,14 +299,6 @@ class Engine:
             self._thread.join()
         self._runners, self._later = {}, None
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise EngineError("the worker thread stayed in the parent of this fork: load a synthesizer in the child")
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise EngineError("the synthesizer is closed: load another one")
-
 
 class _Worker:
     """It knows these only, so that dropping the engine can end its thread. sleeps: nothing is to be done without an
@@ -333,11 +310,14 @@ class _Worker:
         self._inbox, self._notifier = inbox, notifier
         self._many = ManyStreams()
 
-    def run(self) -> None:
+    @torch.inference_mode()
+    def run(self, cpu_threads: int | None) -> None:
+        if cpu_threads is not None:
+            torch.set_num_threads(cpu_threads)  # OpenMP keeps the number per calling thread: others are not touched
         wake_s = math.inf
         while self._take_in(wake_s):
             alone = sum(runner.open_streams for runner in self.runners.values()) == 1
-            wake_s = min(_turn(runner, alone) for runner in self.runners.values())
+            wake_s = min(self._turn(runner, alone) for runner in self.runners.values())
             self._notifier.flush()
             # Here, not in the runner: behind every turn, also one that failed or ended streams before they had begun.
             batch = self.runners.get("batch")
@@ -358,51 +338,103 @@ class _Worker:
         try:
             item = self._inbox.get(wait_s > 0, None if math.isinf(wait_s) else max(wait_s, 0.0))
             self.sleeps = False
-            while True:
-                if item is _CLOSE:
-                    return False
+            while item is not _CLOSE:
                 if isinstance(item, Utterance):
-                    self.runners[item.engine].take(item)
-                elif isinstance(item, StreamUpdate):
-                    if item.state.engine is not None:  # else it was cancelled before it had begun
-                        self.runners[item.state.engine].update(item.state)
+                    if item.engine is not None:  # else it was cancelled before it had begun
+                        self.runners[item.engine].update(item)
                 elif isinstance(item, Runner):
                     self.runners[item.name] = item
                 else:
-                    _call(item)
+                    try:
+                        item()
+                    except Exception:
+                        _LOG.exception("a call in the worker's thread failed")
                 item = self._inbox.get_nowait()
         except Empty:
             return True
+        return False
 
-
-def _call(call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception:
-        _LOG.exception("a call in the worker's thread failed")
-
-
-def _turn(runner: Runner, alone: bool) -> float:
-    """A runner's turn; one that fails as a whole loses its streams, and the worker goes on."""
-    try:
-        return runner.turn(time.perf_counter(), alone)
-    except BaseException as error:
-        _LOG.exception("the streams of the engine %r end: a turn failed", runner.name)
+    def _turn(self, runner: Runner, alone: bool) -> float:
+        """A runner's turn; one that fails as a whole loses its streams, and the worker goes on."""
         try:
-            runner.fail_all(error)
-        except BaseException:
-            _LOG.exception("its state could not be cleared")
-        return math.inf
-
-
-def _work(worker: _Worker, cpu_threads: int | None) -> None:
-    if cpu_threads is not None:
-        torch.set_num_threads(cpu_threads)  # OpenMP keeps the number per calling thread: others are not touched
-    with torch.inference_mode():
-        worker.run()
+            return runner.turn(time.perf_counter(), alone)
+        except BaseException as error:
+            _LOG.exception("the streams of the engine %r end: a turn failed", runner.name)
+            try:
+                runner.fail_all(error)
+            except BaseException:
+                _LOG.exception("its state could not be cleared")
+            return math.inf
 
 
 def _abandon(inbox: SimpleQueue[Any], thread: threading.Thread) -> None:
     inbox.put(_CLOSE)
     if thread is not threading.current_thread():
         thread.join(_EXIT_WAIT_S)
+
+
+# ---- what a process sets while it makes many streams at once
+
+SWITCH_S = 0.5e-3  # between threads that want to run
+# More than there were before, without which the collector does not look at them: 2 100 streams hold 190 000.
+YOUNG_OBJECTS = 1_000_000
+MANY, FEW = 16, 8  # open streams of an engine: with more than MANY the process is set for many, until FEW are left
+
+_LOCK = threading.Lock()
+_BEFORE = contextlib.ExitStack()  # closing it puts back what was; under the lock
+_contexts = 0  # that want the settings; under the lock
+
+
+def _set() -> None:
+    switch_s, (young, *older) = sys.getswitchinterval(), gc.get_threshold()
+    _BEFORE.callback(sys.setswitchinterval, switch_s)
+    _BEFORE.callback(gc.set_threshold, young, *older)
+    if not gc.get_freeze_count():  # else what is frozen is somebody else's, who unfreezes it
+        _BEFORE.callback(gc.unfreeze)
+        gc.freeze()
+    if young:  # 0: nothing is collected anyway
+        gc.set_threshold(max(young, YOUNG_OBJECTS), *older)
+    sys.setswitchinterval(min(switch_s, SWITCH_S))
+
+
+@contextlib.contextmanager
+def many_streams(collect: bool = True) -> Iterator[None]:
+    """For as long as the context lasts, other threads wait SWITCH_S for the interpreter instead of 5 ms, and nothing is
+    collected but where YOUNG_OBJECTS came to what was there: what a stream held is free without the collector, which
+    stops every thread for up to 66 ms. With 1,600 listeners of an engine without a device, on two cores, p99 first PCM
+    was 218 ms with the long interval and 71 ms with this.
+
+    The settings are the process's: the first of several contexts sets them, the last to end puts back what was before.
+    collect: whether the garbage of before is collected first.
+    """
+    global _contexts
+    if collect:
+        gc.collect()
+    with _LOCK:
+        _contexts += 1
+        if _contexts == 1:
+            _set()
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _contexts -= 1
+            if not _contexts:
+                _BEFORE.close()
+
+
+class ManyStreams:
+    """An engine's part in `many_streams`, by how many of its streams are open. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._held = contextlib.ExitStack()
+        self._is_many = False
+
+    def count(self, open_streams: int) -> None:
+        """So many are open now. Nothing is collected where the settings begin, since streams play by then."""
+        if not self._is_many and open_streams > MANY:
+            self._held.enter_context(many_streams(collect=False))
+            self._is_many = True
+        elif self._is_many and open_streams <= FEW:
+            self._is_many = False
+            self._held.close()

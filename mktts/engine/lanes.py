@@ -1,58 +1,22 @@
 """The one interface between the engine, which decides ticks, and what runs them: lanes in, codes and PCM out.
 
-`mktts.engine.single.SingleLanes` makes a frame of one stream a tick, on a backend; `mktts.batch.plain.lanes.TorchLanes`
-one of many in PyTorch operators, `mktts.batch.cuda.lanes.CudaLanes` as one CUDA graph. The engine owns the slots: it
-takes one for a stream, begins the stream's segments in it one after the other, and gives it back. One thread owns the
-lanes.
+The engine owns the slots: it takes one for a stream, begins the stream's segments in it one after the other, and gives
+it back. One thread owns the lanes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from mktts.codec.packed import Precision
-from mktts.engine.scheduler import TickSettings
+from mktts.engine.pages import Copy, Pages
+from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
-from mktts.engine.tick import Tick, TickModel
 from mktts.model.voice import Voice
-
-
-class Copy(NamedTuple):
-    """The first `rows` rows of page `source` are to be copied to page `target` before the next tick."""
-
-    source: int
-    target: int
-    rows: int
-
-
-class Memory(Protocol):
-    """Keys and values of streams, by slot: `mktts.batch.pages.Pages`, or `OwnMemory` where each stream has its own."""
-
-    rows_per_slot: int  # the most that one stream may have
-    all: int  # pages
-    free: int
-
-    def count(self, rows: int) -> int: ...
-
-    def find(self, key: Hashable | None) -> int: ...
-
-    def fits(self, rows: int, key: Hashable | None = None, beside: int = 0) -> bool: ...
-
-    def is_open(self, slot: int) -> bool: ...
-
-    def open(self, slot: int, rows: int, key: Hashable | None = None) -> tuple[int, list[Copy]]: ...
-
-    def close(self, slot: int) -> None: ...
-
-    def keep(self, slot: int, key: Hashable, rows: int) -> list[Copy] | None: ...
-
-    def known(self, wanted: Callable[[Hashable], bool]) -> list[Hashable]: ...
-
-    def forget(self, key: Hashable) -> None: ...
 
 
 class Made(NamedTuple):
@@ -80,7 +44,8 @@ class Lanes(Protocol):
     precision: Precision  # of the codec
     overlaps: bool  # whether the newest tick runs beside what the host does next; otherwise it is waited for at once
     slots: int  # 0 to slots - 1 are the engine's
-    pages: Memory  # the engine opens, keeps and closes, the lanes bring what changed to the device
+    positions: int  # of one segment, prompt and frames together, at most
+    pages: Pages | None  # the engine's book of them, whose changes the lanes bring to the device; None: no limit
     settings: TickSettings  # the ticks that it can run
     model: TickModel  # what a tick takes, before any was seen
     alone: bool  # set before every launch: no other stream is open, so that more may be done ahead
@@ -94,11 +59,9 @@ class Lanes(Protocol):
         """Nothing of the voice is kept for streams to come."""
 
     def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
-        """A segment of the stream in `slot`: the talker starts anew behind its prompt's rows, the codec goes on.
-
-        The prompt's rows enter by the pieces of the ticks that follow; rows that lie in shared pages need not. copies:
-        of pages, to be made before the next tick. Raises PromptError, SamplingError.
-        """
+        """A segment of the stream in `slot`: the talker starts anew behind its prompt's rows, which enter by the pieces
+        of the ticks that follow; the codec goes on. copies: of pages, to be made before the next tick. Raises
+        PromptError, SamplingError."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies rows of pages behind what was launched and before what will be."""
@@ -107,10 +70,8 @@ class Lanes(Protocol):
         """The stream is over, or `enter` has raised; a tick that still runs may have a lane of it."""
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Any:
-        """Queues one tick. rows: for each of `tick.lanes` the text row (H,), None exactly for the `new_lanes`.
-
-        At most two launched ticks may be waiting to be collected.
-        """
+        """Queues one tick; two at most may wait to be collected. rows: for each of `tick.lanes` the text row (H,), None
+        exactly for the `new_lanes`."""
 
     def collect(self, launched: Any) -> Made:
         """Waits for the oldest launched tick. A lane of a slot that had ended before it is `ended` again."""

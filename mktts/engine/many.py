@@ -75,8 +75,8 @@ def say_many(
 def say_each(open_stream: OpenStream, ask: Callable[[], SayRequest | None], at_once: int) -> Iterator[SayResult]:
     """Keeps `at_once` streams open, and hands each out as soon as it is over; an error is that text's alone.
 
-    ask: gives the next one; None where there is none for now: it is asked again after each that was handed out, and all
-    is over once it has none and nothing is open. What it raises is raised. Leaving the iterator ends what is open.
+    ask: gives the next one, or None where there is none for now: it is asked again after each that was handed out. What
+    it raises is raised. Leaving the iterator ends what is open.
     """
     over: SimpleQueue[int] = SimpleQueue()
     waiting: dict[int, SayResult] = {}  # by number

@@ -1,16 +1,10 @@
 """What the chunks of one stream say about it. The words mean the same everywhere.
 
-* **TTFC** (time to first chunk): from the `stream()` call to the first PCM in host memory, on a warm model.
-  Loading and warming up are not in it.
-* **Audible TTFC**: from the `stream()` call to the moment a listener, whose player starts with the first chunk and
-  plays at real time, gets the first audible 10 ms (`mktts.audio.first_audible_sample`). Upstream's speakers begin with
-  a silent frame or two, so this is the figure a person can feel. None where nothing is audible.
-* **RTF** (real-time factor): seconds from the `stream()` call to the last PCM in host memory, divided by seconds of
-  audio. Below 1 is faster than speech. It counts everything between the two moments, Python included, so it means
-  something only for a stream that has the machine to itself and a reader that does not hold it back.
-* **Stage times**: the backend's and codec's own clocks per frame. Their sum is at most the time above.
-* **Underrun**: the same player runs dry: a chunk is not yet there when the previous one has been played.
-  **Prebuffer**: how much later that player would have to start to never run dry.
+TTFC: from the `stream()` call to the first PCM in host memory, on a warm model. Audible TTFC: to the first audible 10
+ms of a listener whose player starts with the first chunk; None where nothing is audible. RTF: seconds from the call to
+the last PCM, divided by seconds of audio; it counts everything between, so it means something only for a stream that
+has the machine to itself. Stage times: the backend's and codec's own clocks. Underrun: that player runs dry. Prebuffer:
+how much later it would have to start to never run dry.
 """
 
 from __future__ import annotations
@@ -74,10 +68,8 @@ def play(ready_ms: Sequence[float], samples: Sequence[int]) -> Playback:
 
 
 class Player:
-    """A listener's player, which starts with the first PCM and plays in real time. Times are given; there is no clock.
-
-    dry_s: when all PCM so far has been played; None before the first. Seconds of one clock.
-    """
+    """A listener's player, which starts with the first PCM and plays in real time, by times of one clock that are
+    given. dry_s: when all PCM so far has been played; None before the first."""
 
     __slots__ = ("dry_s",)
 

@@ -50,7 +50,6 @@ class Guard:
 
     @classmethod
     def off(cls) -> Guard:
-        """A guard that never ends anything."""
         return cls(repeat_frames=None, frames_per_text_token=None)
 
     def limit_frames(self, text_tokens: int) -> int | None:
@@ -60,28 +59,28 @@ class Guard:
         return self.slack_frames + int(self.frames_per_text_token * text_tokens)
 
 
+@dataclass
 class GuardState:
     """Counts the frames of one segment against its limits and says why it must end."""
 
-    def __init__(self, guard: Guard, max_frames: int) -> None:
-        self.frames = 0
-        self._guard = guard
-        self._max_frames = max_frames
-        self._last_code0: int | None = None
-        self._repeats = 0
+    guard: Guard
+    max_frames: int
+    frames: int = 0
+    last_code0: int | None = None
+    repeats: int = 0
 
     def count(self, codes: Tensor | np.ndarray, text_tokens: int) -> FinishReason | None:
         """Takes the newest frame (16,) and the segment's text tokens so far."""
         self.frames += 1
         code0 = int(codes[0])
-        self._repeats = self._repeats + 1 if code0 == self._last_code0 else 1
-        self._last_code0 = code0
-        if self._guard.repeat_frames is not None and self._repeats >= self._guard.repeat_frames:
+        self.repeats = self.repeats + 1 if code0 == self.last_code0 else 1
+        self.last_code0 = code0
+        if self.guard.repeat_frames is not None and self.repeats >= self.guard.repeat_frames:
             return "runaway"
-        limit = self._guard.limit_frames(text_tokens)
+        limit = self.guard.limit_frames(text_tokens)
         if limit is not None and self.frames >= limit:
             return "runaway"
-        return "max_frames" if self.frames >= self._max_frames else None
+        return "max_frames" if self.frames >= self.max_frames else None
 
 
 @dataclass(frozen=True)

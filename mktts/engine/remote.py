@@ -1,9 +1,5 @@
-"""An engine in a process of its own, behind the engine's interface.
-
-A server of many listeners has two busy threads: the engine's worker, and the event loop with its sockets. In one
-process they share one interpreter, whose lock each gives up and waits for thousands of times a second; in two, each
-has its own. `mktts.engine.child` is the other process.
-"""
+"""An engine in a process of its own (`mktts.engine.child`), behind the engine's interface: in one process, the engine's
+worker and an event loop with its sockets wait for each other's interpreter lock thousands of times a second."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -19,23 +16,21 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mktts.audio.pcm import FULL_SCALE
 from mktts.common import python_path
 from mktts.engine.admission import AdmissionLimits, Capacity
-from mktts.engine.messages import Call, ChunkMade, Idle, Reply, State, Wire
-from mktts.engine.options import Chunk, Plan
-from mktts.engine.process_settings import ManyStreams
+from mktts.engine.engine import ManyStreams
+from mktts.engine.options import Chunk, FinishReason, Plan, Timings
 from mktts.engine.runner import EngineStats
-from mktts.engine.script import Script
-from mktts.engine.stream import EngineName, Notifier, StreamUpdate, Utterance
+from mktts.engine.stream import EngineName, Notifier, Utterance
 from mktts.errors import EngineError
 from mktts.model.prompt import Request
-from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
 from mktts.text.parts import Pause
 
@@ -46,11 +41,41 @@ _CLOSED = "the synthesizer is closed: load another one"
 _LOG = logging.getLogger(__name__)
 
 
-class _SentText(Script):
-    """Text that another process speaks. feed: sends it a piece, or with None the end."""
+class Call(NamedTuple):
+    """Of a method in the other process, pickled: of `Child` or its engine, or of `RemoteEngine`, whose names begin with
+    `_on_`. number: of the reply that is wanted; None: none is."""
 
-    voice = None
-    started_s = 0.0  # the other process counts from when the text comes
+    method: str
+    arguments: tuple[Any, ...]
+    number: int | None = None
+
+
+class Wire:
+    """`send` from any thread, `receive` from one. Both raise OSError where the other process is gone."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket, self._connection = end, Connection(os.dup(end.fileno()))
+        self._sending = threading.Lock()
+
+    def send(self, *calls: Call) -> None:
+        data = pickle.dumps(calls, pickle.HIGHEST_PROTOCOL)
+        with self._sending:
+            self._connection.send_bytes(data)
+
+    def receive(self) -> tuple[Call, ...]:
+        try:
+            return self._connection.recv()
+        except EOFError:
+            raise ConnectionError("the other process has closed its end") from None
+
+    def close(self) -> None:
+        """The other process's `receive` ends, and this one's, though a thread waits in it."""
+        with contextlib.suppress(OSError):  # the other process has gone already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+class _SentText:
+    """As a `FedScript`, of text that another process speaks. feed: sends it a piece, or with None the end."""
 
     def __init__(self, feed: Callable[[Any], None]) -> None:
         self.feed = feed
@@ -71,13 +96,15 @@ class RemoteEngine:
         self.gone = self.closed = False
         self.on_gone: Callable[[], None] | None = None
         self.runners: dict[EngineName, Any] = {}  # are in the other process
-        self._inbox: SimpleQueue[StreamUpdate | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Utterance | None] = SimpleQueue()
         self._notifier, self._many = Notifier(), ManyStreams()
         self._utterances: dict[int, Utterance] = {}
         self._ids: dict[Utterance, int] = {}
         self._numbers = itertools.count()
         self._replies: dict[int, Future[Any]] = {}
-        self._state = State({}, Capacity(1, "not measured"))
+        # As of `Engine`, a tenth of a second ago at most.
+        self.stats: dict[EngineName, EngineStats] = {}
+        self.capacity = Capacity(1, "not measured")
         self._lock = threading.Lock()
         here, there = socket.socketpair()
         with there:
@@ -106,17 +133,15 @@ class RemoteEngine:
         return utterance
 
     def reserve(self, plan: Plan, *, paced: bool = True) -> Utterance:
-        """As `Engine.reserve`."""
         self._check_open()
         utterance = Utterance(plan, self._inbox, self._notifier, paced)
         utterance.watched = True  # what is taken is told
         return utterance
 
-    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> Script:
-        """As `Engine.begin_fed`."""
+    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> _SentText:
         return self._begin(utterance, "begin_fed", request, utterance.plan, max_chars, texts)
 
-    def _begin(self, utterance: Utterance, method: str, *arguments: Any) -> Script:
+    def _begin(self, utterance: Utterance, method: str, *arguments: Any) -> _SentText:
         with self._lock:
             self._check_open()
             id = next(self._numbers)
@@ -130,25 +155,11 @@ class RemoteEngine:
         if id in self._utterances:
             self._send("feed", id, piece)
 
-    def check(self, sampling: Sampling) -> None:
-        """As `Engine.check`, but of the draws, which the other process looks at."""
-        self._check_open()
-
     # ---- all of them
 
     @property
     def open_streams(self) -> int:
         return len(self._utterances)
-
-    @property
-    def stats(self) -> dict[EngineName, EngineStats]:
-        """As `Engine.stats`, a tenth of a second ago at most."""
-        return self._state.stats
-
-    @property
-    def capacity(self) -> Capacity:
-        """As `Engine.capacity`, likewise."""
-        return self._state.capacity
 
     def set_limits(self, limits: AdmissionLimits) -> None:
         self._call("set_limits", limits)
@@ -205,16 +216,16 @@ class RemoteEngine:
                 self._tell_next()  # a function, so that no stream is kept while it waits
 
     def _tell_next(self) -> None:
-        updates = [self._inbox.get()]
+        told = [self._inbox.get()]
         time.sleep(_TOLD_S)
         while not self._inbox.empty():
-            updates.append(self._inbox.get())
+            told.append(self._inbox.get())
         taken: dict[int, int | None] = {}
-        for update in updates:
-            if update is None or (id := self._ids.get(update.state)) is None:
+        for utterance in told:
+            if (id := self._ids.get(utterance)) is None:
                 continue  # it had not begun, or is over
-            taken[id] = None if update.state.cancelled else update.state.taken_frames
-            if update.state.cancelled:
+            taken[id] = None if utterance.cancelled else utterance.taken_frames
+            if utterance.cancelled:
                 self._forget(id)
         self._send("taken", taken)
 
@@ -222,9 +233,9 @@ class RemoteEngine:
         """Thread: hands on what the other process says, to its end."""
         with contextlib.suppress(OSError):
             while True:
-                for message in self._wire.receive():
-                    self._take(message)
-                message = None  # it keeps no error while it waits
+                for call in self._wire.receive():
+                    getattr(self, call.method)(*call.arguments)
+                call = None  # it keeps no error while it waits
                 self._notifier.flush()
                 self._many.count(len(self._utterances))
         self._many.count(0)
@@ -243,24 +254,6 @@ class RemoteEngine:
             if self.on_gone is not None:
                 self.on_gone()
 
-    def _take(self, message: Any) -> None:
-        if isinstance(message, State):
-            self._state = message
-        elif isinstance(message, Reply):
-            reply = self._replies.pop(message.number)
-            reply.set_result(message.value) if message.error is None else reply.set_exception(message.error)
-        elif (utterance := self._utterances.get(message.id)) is None:
-            return  # it was cancelled
-        elif isinstance(message, ChunkMade):
-            pcm = np.frombuffer(message.pcm16, "<i2").astype(np.float32) / np.float32(FULL_SCALE)
-            utterance.deliver(Chunk(pcm, message.start_s, message.frames, message.timings, message.pcm16))
-        elif isinstance(message, Idle):
-            utterance.late_s = message.late_s
-            utterance.set_idle(message.idle)
-        else:
-            self._forget(message.id)
-            utterance.end(message.reason) if message.error is None else utterance.fail(message.error)
-
     def _forget(self, id: int) -> None:
         self._ids.pop(self._utterances.pop(id, None), None)
 
@@ -270,3 +263,27 @@ class RemoteEngine:
         status = self._process.returncode
         how = "has closed its connection" if status is None else f"has ended with status {status}"
         return EngineError(f"the engine's process {how}: its messages stand above; start the server again")
+
+    # ---- what the other process calls; a stream that was cancelled is not known any more
+
+    def _on_state(self, stats: dict[EngineName, EngineStats], capacity: Capacity) -> None:
+        self.stats, self.capacity = stats, capacity
+
+    def _on_reply(self, number: int, value: Any, error: BaseException | None) -> None:
+        reply = self._replies.pop(number)
+        reply.set_result(value) if error is None else reply.set_exception(error)
+
+    def _on_chunk(self, id: int, pcm16: bytes, start_s: float, frames: int, timings: Timings) -> None:
+        if (utterance := self._utterances.get(id)) is not None:
+            pcm = np.frombuffer(pcm16, "<i2").astype(np.float32) / np.float32(FULL_SCALE)
+            utterance.deliver(Chunk(pcm, start_s, frames, timings, pcm16))
+
+    def _on_idle(self, id: int, idle: bool, late_s: float) -> None:
+        if (utterance := self._utterances.get(id)) is not None:
+            utterance.late_s = late_s
+            utterance.set_idle(idle)
+
+    def _on_over(self, id: int, reason: FinishReason | None, error: BaseException | None) -> None:
+        if (utterance := self._utterances.get(id)) is not None:
+            self._forget(id)
+            utterance.end(reason) if error is None else utterance.fail(error)

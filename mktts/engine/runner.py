@@ -20,17 +20,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mktts.audio import rows_to_pcm16
-from mktts.engine.admission import Admission, AdmissionQueue, Arrival, Reason, refusal, too_long
+from mktts.engine.admission import Admission, AdmissionQueue, Arrival, Reason, refusal
 from mktts.engine.lanes import Lanes, Made
-from mktts.engine.scheduler import StreamTable, lone_tick, next_tick
-from mktts.engine.script import CollectedScript, FedScript, Script, WholeScript
+from mktts.engine.pages import PAGE_ROWS
+from mktts.engine.scheduler import MeanTick, StreamTable, Tick, TickFit, TickLog, TickModel, lone_tick, next_tick
+from mktts.engine.script import FedScript
 from mktts.engine.stream import EngineName, Segment, Utterance
-from mktts.engine.tick import MeanTick, Tick, TickFit, TickLog, TickModel
-from mktts.errors import EngineError
+from mktts.errors import CapacityError, EngineError
 from mktts.model.backend import no_number
 from mktts.model.prompt import FedPrompt, Prompt, PromptBuilder, Request, SpokenRows, is_of_voice
 from mktts.model.voice import Voice
-from mktts.text.parts import Pause
 
 TICK_BOUNDS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.065, 0.08, 0.16, 0.5)
 _EARLY_S = 2e-3  # until some ran
@@ -39,22 +38,16 @@ _EARLY_S = 2e-3  # until some ran
 _GAP_PART = 0.6
 _RELAX = 0.97
 _MOST_EARLY_S = 0.05
-# A prefix shorter than this many rows, a page's, is computed sooner than it is kept.
-KEPT_ROWS = 64
 
 
 class TickTimes:
-    """How long ticks took, all since the beginning: counts (of TICK_BOUNDS_S and of what is longer), and their sum.
-
-    Written by the worker, read from any thread.
-    """
+    """How long ticks took, all since the beginning: counts (of TICK_BOUNDS_S and of what is longer), and their sum."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(TICK_BOUNDS_S) + 1)
         self.sum_s = 0.0
 
     def add(self, took_s: float) -> None:
-        """A tick was made."""
         self.counts[bisect_left(TICK_BOUNDS_S, took_s)] += 1
         self.sum_s += took_s
 
@@ -78,25 +71,18 @@ class EngineStats(NamedTuple):
 
 @dataclass(frozen=True)
 class Voices:
-    """What makes prompts for the lanes. prompts: of requests. fed: makes a prompt whose text comes later; None: its
-    text is collected first. spoken: rows of texts that prompts are made of; None: they are computed."""
+    """What makes prompts for the lanes. prompts: of requests. fed: makes a prompt whose text comes later. spoken: rows
+    of texts that prompts are made of; None: they are computed."""
 
     prompts: PromptBuilder
-    fed: Callable[[PromptBuilder, Request], Any] | None = FedPrompt
+    fed: Callable[[PromptBuilder, Request], Any] = FedPrompt
     spoken: SpokenRows | None = None
 
-    def whole(self, parts: Sequence[Request | Pause], started_s: float) -> WholeScript:
-        """Known text: one checked request a segment, and the pauses between them."""
-        return WholeScript(parts, self.build, started_s)
-
-    def later(self, request: Request, max_chars: int) -> Script:
+    def later(self, request: Request, max_chars: int) -> FedScript:
         """Text that is fed. request: checked, without text."""
-        if self.fed is None:
-            return CollectedScript(request, max_chars, self.build)
         return FedScript(request, partial(self.fed, self.prompts), max_chars)
 
     def build(self, request: Request) -> Prompt:
-        """The prompt of a checked request."""
         if self.spoken is None:
             return self.prompts.of_checked(request)
         return self.prompts.of_checked(request, self.spoken)
@@ -161,7 +147,7 @@ class Runner:
         self.lanes, self.voices, self.log = lanes, voices, TickLog()
         self.admission = admission
         self.name: EngineName = "single" if lanes.settings.max_lanes == 1 else "batch"
-        self._memory, self._settings = lanes.pages, lanes.settings
+        self._pages, self._settings = lanes.pages, lanes.settings
         self._ticks = TickTimes()
         self._pace = TickPace(lanes.model, lanes.settings.max_lanes)
         self.reference_model: TickModel | None = None  # of the measured capacity: what ticks are expected to take
@@ -170,16 +156,16 @@ class Runner:
         admission.listeners.append(self.count_listeners)
 
     def _reset(self) -> None:
-        """Nothing is open."""
         slots = self.lanes.slots
         self._table = StreamTable(slots)
-        self._queue = AdmissionQueue(self.admission, self._table, self._memory, self._settings)
+        self._queue = AdmissionQueue(self.admission, self._table, self._pages, self._settings)
         self.free_slots = list(range(slots - 1, -1, -1))
         self._streams: dict[int, Utterance] = {}  # by slot
         self._arrived: deque[Utterance] = deque()  # not looked at yet
         self._textless: set[Utterance] = set()  # not admitted: their text has not come
         self._queued: set[Utterance] = set()
         self._awake: dict[int, Utterance] = {}  # those of `_streams` that are looked at before every tick
+        self._begun: set[int] = set()  # slots that have memory for a segment
         self._asleep: dict[Utterance, int] = {}  # the others, with their slots: they wait for text, and an update
         self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[Running] = deque()  # two at most, and one between two turns
@@ -202,27 +188,27 @@ class Runner:
     @property
     def stats(self) -> EngineStats:
         """Any thread."""
-        memory, waiting = self._memory, len(self._queue) + len(self._arrived) + len(self._textless)
+        waiting = len(self._queue) + len(self._arrived) + len(self._textless)
         listeners = self.count_listeners(time.perf_counter())
         slots = self.lanes.slots, len(self._streams)
-        return EngineStats(listeners, waiting, *slots, memory.all, memory.free, self._ticks)
+        pages = (0, 0) if self._pages is None else (self._pages.all, self._pages.free)
+        return EngineStats(listeners, waiting, *slots, *pages, self._ticks)
 
     def forget(self, voice: Voice) -> None:
         """Lets go of what is kept for prompts with this voice; streams that are open go on."""
         self.voices.prompts.forget(voice)
-        for key in self._memory.known(lambda key: is_of_voice(key, voice)):
-            self._memory.forget(key)
+        if self._pages is not None:
+            for key in self._pages.known(lambda key: is_of_voice(key, voice)):
+                self._pages.forget(key)
         self.lanes.forget(voice)
 
-    def take(self, stream: Utterance) -> None:
-        """A new stream."""
-        stream.prepare(self._memory.rows_per_slot, self._settings.chunks)
-        self._arrived.append(stream)
-
     def update(self, stream: Utterance) -> None:
-        """Of a stream that it was given, over perhaps: its text went on, its full buffer was read from, or it was
+        """Of a new stream; or of one, over perhaps, whose text went on, whose full buffer was read from, or that was
         cancelled. One that waits is not looked at before."""
-        if stream in self._textless:
+        if stream.chunker is None:
+            stream.prepare(self.lanes.positions, self._settings.chunks)
+            self._arrived.append(stream)
+        elif stream in self._textless:
             self._textless.discard(stream)
             self._arrived.append(stream)
         elif (slot := self._asleep.pop(stream, None)) is not None:
@@ -232,19 +218,24 @@ class Runner:
             self._waiting[slot] = None
 
     def turn(self, now_s: float, alone: bool) -> float:
-        """Does what is due: a tick, at most. alone: no other stream is open, on any lanes.
-
-        Returns when it wants its next turn if nothing happens outside: perf_counter seconds, -inf for at once, inf for
-        never.
-        """
-        running = self._running[0] if self._running else None
+        """Does what is due: a tick, at most. alone: no other stream is open, on any lanes. Returns when it wants its
+        next turn if nothing happens outside: perf_counter seconds, -inf for at once, inf for never."""
+        running, table = self._running[0] if self._running else None, self._table
         plan_s = now_s if running is None else running.ends_s - self._pace.early_s
-        self._admit(now_s, now_s + _STARTING_S if running is None else plan_s)
+        self._take_arrivals(now_s, now_s + _STARTING_S if running is None else plan_s)
+        self._freed = False
+        while self._queued and (left := self._queue.pop(now_s, self._pace.step_model)) is not None:
+            self._queued.discard(left[0].name)
+            self._decided(*left, now_s)
         if now_s < plan_s:
             return float("-inf") if self._arrived else plan_s
         self._update_streams(now_s)
         begins_s = now_s if running is None else max(now_s, running.ends_s)
-        tick = self._next_tick(begins_s)
+        lone = next(iter(self._awake), None) if self._settings.max_lanes == len(self._awake) == 1 else None
+        if lone is not None and table.text_known[lone] and not table.full[lone]:
+            tick = lone_tick(table, lone, begins_s)
+        else:
+            tick = next_tick(table, begins_s, self._pace.model, self._settings)
         if not tick.empty:
             self._launch(tick, now_s, begins_s, alone)
         self._queue.set_idle(not self._running, now_s)
@@ -263,12 +254,11 @@ class Runner:
         """`turn` has raised `error`: every stream ends with an EngineError, those that come later are served."""
         why = f"the engine failed while this stream was open: {type(error).__name__}: {error}"
         self._end_all(lambda stream: stream.fail(EngineError(why)))  # raising writes into it: each has its own
-        for slot in filter(self._memory.is_open, range(self.lanes.slots)):
-            self._memory.close(slot)
+        for slot in self._begun.copy():
+            self._free_memory(slot)
         self._reset()
 
     def close(self) -> None:
-        """Ends every stream as cancelled."""
         self._end_all(lambda stream: (stream.cancel(), stream.end(None)))
         self.admission.listeners.remove(self.count_listeners)  # a cycle would keep the lanes until collection
 
@@ -281,29 +271,16 @@ class Runner:
             with contextlib.suppress(Exception):
                 end(stream)
 
-    def _next_tick(self, begins_s: float) -> Tick:
-        if self._settings.max_lanes == 1 and len(self._awake) == 1:
-            (slot,) = self._awake
-            if self._table.text_known[slot] and not self._table.full[slot]:
-                return lone_tick(self._table, slot, begins_s)
-        return next_tick(self._table, begins_s, self._pace.model, self._settings)
-
     def _pause(self, tick: Tick, now_s: float) -> float:
         """Until when nothing is to be done without an update; -inf where one has come."""
         for slot in self._table.able().tolist():  # they are ahead, and what their readers take is an update
-            if self._streams[slot].watch() != self._table.frames_taken[slot]:
+            stream = self._streams[slot]
+            stream.watched = True
+            if stream.taken_frames != self._table.frames_taken[slot]:
                 return float("-inf")
         return min(tick.wake_s, self._queue.wake_s(now_s))
 
     # ---- admission
-
-    def _admit(self, now_s: float, until_s: float) -> None:
-        """Streams that arrived, as far as there is time, and streams that wait."""
-        self._take_arrivals(now_s, until_s)
-        self._freed = False
-        while self._queued and (left := self._queue.pop(now_s, self._pace.step_model)) is not None:
-            self._queued.discard(left[0].name)
-            self._decided(*left, now_s)
 
     def _take_arrivals(self, now_s: float, until_s: float) -> None:
         """Looks at streams that arrived, until then, or a little longer; at one always where none is open."""
@@ -321,7 +298,9 @@ class Runner:
     def _settled(self, stream: Utterance, now_s: float) -> bool:
         """Whether a new stream is over, or its text has come and admission has decided."""
         try:
-            if stream.runnable():
+            if stream.cancelled:
+                stream.end(None)
+            elif stream.open and stream.ready():
                 if stream.paced and self._queue.full:  # no prompt is made for nothing: forty may come at once
                     raise self._refusal("queue")
                 if not stream.next_segment():
@@ -339,17 +318,26 @@ class Runner:
         return not stream.open
 
     def _arrival(self, stream: Utterance, now_s: float) -> Arrival:
-        segment = stream.segment
-        rows, key = len(segment.prompt.embeds), kept_under(segment.prompt)
-        computed = rows - self._memory.find(key)
-        return Arrival(now_s, computed, rows + segment.max_frames, stream.paced, key, stream)
+        """Raises CapacityError for a segment whose keys and values could never have their place."""
+        segment, key, kept = stream.segment, None, 0
+        rows = len(segment.prompt.embeds)
+        most = rows + segment.max_frames
+        if most > self.lanes.positions:
+            raise CapacityError(
+                f"a stream of {most} positions (prompt and frames) was asked for, one may have "
+                f"{self.lanes.positions}: shorten the text or lower max_frames"
+            )
+        if self._pages is not None:
+            key = kept_under(segment.prompt)
+            kept = self._pages.find(key)
+        return Arrival(now_s, rows - kept, most, stream.paced, key, stream)
 
     def _decided(self, arrival: Arrival, reason: Reason, now_s: float) -> None:
         stream: Utterance = arrival.name
         if not stream.open or stream.cancelled:
             stream.end(None)
         elif reason:
-            stream.fail(too_long(arrival, self._memory) if reason == "too_long" else self._refusal(reason))
+            stream.fail(self._refusal(reason))
         else:
             slot = self.free_slots.pop()
             self._streams[slot] = self._awake[slot] = stream
@@ -374,9 +362,11 @@ class Runner:
             self._begin_anew(slot, stream, now_s)
             if not stream.open:
                 return
-        prompt = segment.prompt
+        prompt, kept, copies = segment.prompt, 0, ()
         rows = len(prompt.embeds)
-        kept, copies = self._memory.open(slot, rows + segment.max_frames, kept_under(prompt))
+        if self._pages is not None:
+            kept, copies = self._pages.open(slot, rows + segment.max_frames, kept_under(prompt))
+        self._begun.add(slot)
         self.lanes.begin(slot, segment, copies)
         self._table.prompt(slot, rows - kept, kept)
         self._table.text(slot, True, now_s)
@@ -396,16 +386,21 @@ class Runner:
             self._table.pause(slot, stream.silent_s, now_s)
 
     def _leave(self, slot: int) -> None:
-        """The stream in `slot` is over."""
         self.lanes.leave(slot)
         self._asleep.pop(self._streams.pop(slot), None)
         self._awake.pop(slot, None)
         self._waiting.pop(slot, None)
         self._table.leave(slot)
-        if self._memory.is_open(slot):
-            self._memory.close(slot)
+        if slot in self._begun:
+            self._free_memory(slot)
         self.free_slots.append(slot)
         self._freed = True
+
+    def _free_memory(self, slot: int) -> None:
+        """The segment in `slot` is over."""
+        self._begun.discard(slot)
+        if self._pages is not None:
+            self._pages.close(slot)
 
     # ---- readers and text
 
@@ -457,7 +452,7 @@ class Runner:
         """Lets a stream go on that waited for text, or for memory between two segments, if they have come."""
         stream = self._streams[slot]
         try:
-            if self._memory.is_open(slot):
+            if slot in self._begun:
                 if stream.input_known():
                     del self._waiting[slot]
                     self._table.text(slot, True, now_s)
@@ -466,7 +461,7 @@ class Runner:
                 return
             if stream.ready() and not stream.unread:
                 self._flush(slot, stream, now_s)  # nothing comes for now: the listener gets what there is
-            if stream.open and not stream.unread and (stream.segment is None or self._memory.is_open(slot)):
+            if stream.open and not stream.unread and (stream.segment is None or slot in self._begun):
                 stream.set_idle(True)  # without a frame on its way, nor memory to wait for
                 self._asleep[stream] = slot
                 del self._awake[slot], self._waiting[slot]
@@ -475,14 +470,12 @@ class Runner:
 
     def _goes_on(self, slot: int, now_s: float) -> bool:
         """Begins the next segment of the stream in `slot` if its memory is there; it precedes streams that arrive."""
-        queue, memory = self._queue, self._memory
+        queue, pages = self._queue, self._pages
         arrival = self._arrival(self._streams[slot], now_s)
-        if arrival.max_rows > memory.rows_per_slot:
-            raise too_long(arrival, memory)
-        if not memory.fits(arrival.max_rows, arrival.key, queue.reserved_pages):
+        if pages is not None and not pages.fits(arrival.max_rows, arrival.key, queue.reserved_pages):
             if queue.held(now_s):
                 raise self._refusal("held")
-            queue.reserved_pages += memory.count(arrival.max_rows)
+            queue.reserved_pages += pages.count(arrival.max_rows)
             return False
         del self._waiting[slot]
         self._begin(slot, now_s)
@@ -510,8 +503,7 @@ class Runner:
         self._running.append(Running(tick, lanes, streams, launched, ends_s, follows, alone))
         table.begin(tick)
         for slot, stream, _ in lanes:
-            stream.has_launched()
-            if not stream.may_go_on:
+            if not stream.has_launched():
                 table.text_known[slot] = False
             elif stream.row is None:
                 table.text(slot, False, now_s)
@@ -537,21 +529,13 @@ class Runner:
         late_s = table.finish(tick, ended_s)
         self._ticks.add(made.took_s)
         self.log.add(tick, made.took_s, ended_s, len(self._streams), float(late_s.max(initial=0.0)))
-        self._compare(running, made, ended_s, late_s)
-        self._give(running, made, late_s, ended_s)
-        for lane in running.lanes[: tick.new_lanes]:
-            segment = lane.stream.segment
-            if segment is not None and lane.stream.segment_number == lane.segment:
-                self._keep_prefix(lane.slot, segment.prompt)
-
-    def _compare(self, running: Running, made: Made, ended_s: float, late_s: np.ndarray) -> None:
-        """Tells admission how long the tick took, with the pause before it, beside what the measurement says."""
-        expected = self.reference_model
-        if expected is not None:
-            tick = running.tick
+        if self.reference_model is not None:
             took_s = made.took_s + (made.idle_s if running.follows else 0.0)
-            expected_s = expected.predict(*tick.bucket, tick.context_rows)
+            expected_s = self.reference_model.predict(*tick.bucket, tick.context_rows)
             self.admission.tick(ended_s, took_s, expected_s, int((late_s > 0).sum()), len(tick.lanes))
+        self._give(running, made, late_s, ended_s)
+        if self._pages is not None:
+            self._keep_prefixes(running.lanes[: tick.new_lanes])
 
     def _give(self, running: Running, made: Made, late_s: np.ndarray, ended_s: float) -> None:
         table, pcm16 = self._table, None
@@ -583,18 +567,21 @@ class Runner:
             if stream.made_frames != before or not before:
                 table.chunk(slot, stream.made_frames, stream.made_frames + stream.next_chunk_frames)
             if ended:
-                self._memory.close(slot)
+                self._free_memory(slot)
                 table.text_known[slot] = False
                 self._waiting[slot] = None
                 self._resume(slot, ended_s)
 
-    def _keep_prefix(self, slot: int, prompt: Any) -> None:
-        """The prompt in `slot` has entered: its prefix is kept for others, where it fills a page at least."""
-        key = kept_under(prompt)
-        if key is not None and not self._memory.find(key):
-            self.lanes.copy(self._memory.keep(slot, key, prompt.prefix_rows) or ())
+    def _keep_prefixes(self, lanes: Sequence[TickLane]) -> None:
+        """The prompts of these have entered: their prefixes are kept for others."""
+        for slot, stream, number in lanes:
+            if stream.segment is None or stream.segment_number != number:
+                continue
+            prompt = stream.segment.prompt
+            if (key := kept_under(prompt)) is not None and not self._pages.find(key):
+                self.lanes.copy(self._pages.keep(slot, key, prompt.prefix_rows) or ())
 
 
 def kept_under(prompt: Any) -> Hashable | None:
-    """What a prompt's prefix is kept under; None where that saves less than it costs."""
-    return prompt.prefix_key if prompt.prefix_rows >= KEPT_ROWS else None
+    """What a prompt's prefix is kept under; None where it fills no page, and is computed sooner than it is kept."""
+    return prompt.prefix_key if prompt.prefix_rows >= PAGE_ROWS else None

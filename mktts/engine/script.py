@@ -1,8 +1,5 @@
-"""The text of one utterance as a row of segments: known at the start, or fed while it is being spoken.
-
-A script is the only meeting place of the thread that writes text and the worker that speaks it: `feed` and `finish`
-may come from any thread, everything else belongs to the worker.
-"""
+"""The text of one utterance as a row of segments: known at the start, or fed while it is being spoken. Everything but
+`feed` and `finish` belongs to the worker."""
 
 from __future__ import annotations
 
@@ -40,35 +37,22 @@ def cut(request: Request, parts: Iterable[str | Pause | Request], max_chars: int
 
 
 class Script:
-    """Hands out one prompt a segment. started_s: perf_counter of the call that timings count from. voice: of the
-    segment that was handed out last."""
+    """Hands out one prompt a segment. started_s: perf_counter of the call that timings count from. Of the segment that
+    was handed out last: voice; silent_samples: that stand before it, or where none is left, behind it; None for nothing
+    between."""
 
     started_s: float
     voice: Voice | None = None
-    _silent_samples: int | None = None
-
-    def take_pause(self) -> int | None:
-        """Samples of silence that stand in front of the segment that was handed out last, or where none is left, behind
-        it; None where nothing stands between."""
-        samples, self._silent_samples = self._silent_samples, None
-        return samples
-
-    def feed(self, piece: str | Pause | Request) -> None:
-        """More text, cleaned; a pause; or a request, without text, that says how what follows is spoken. Any thread.
-        Known text takes none."""
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """No more text comes. Any thread."""
-        raise NotImplementedError
+    silent_samples: int | None = None
 
     def next_segment(self) -> Any | None:
         """The next segment's prompt, ready to prefill, or None: not written yet, or none left (`ended`)."""
         raise NotImplementedError
 
     def _skip_pauses(self, parts: deque[Any]) -> None:
+        self.silent_samples = None
         while parts and isinstance(parts[0], Pause):
-            self._silent_samples = (self._silent_samples or 0) + parts.popleft().samples
+            self.silent_samples = (self.silent_samples or 0) + parts.popleft().samples
 
     def ended(self) -> bool:
         """Whether every segment has been handed out and no more text can come."""
@@ -101,18 +85,27 @@ class WholeScript(Script):
         return not self._parts
 
 
-class _Inbox(Script):
-    """What reaches the worker from the writing thread: what `feed` takes, then the end."""
+class FedScript(Script):
+    """Text that is spoken while it is written: each segment is a prompt that waits for its text. open_prompt: makes a
+    `FedPrompt` of a request with no text yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: Request, open_prompt: Callable[[Request], Any], max_chars: int) -> None:
         self.started_s = time.perf_counter()
-        self._pieces: SimpleQueue[Any] = SimpleQueue()
+        self._pieces: SimpleQueue[Any] = SimpleQueue()  # from the writing thread
         self._finished = False
+        self._request = replace(request, text="")
+        self._open_prompt, self._max_chars = open_prompt, max_chars
+        self._splitter = FeedSplitter(max_chars)
+        self._written: Any | None = None  # the prompt that text goes to
+        # Pauses, and prompts with their voices, whose turn has not come, the written one included.
+        self._waiting: deque[Pause | tuple[Any, Voice | None]] = deque()
 
     def feed(self, piece: str | Pause | Request) -> None:
+        """More text, cleaned; a pause; or a request, without text, that says how what follows is spoken. Any thread."""
         self._pieces.put(piece)
 
     def finish(self) -> None:
+        """No more text comes. Any thread."""
         self._pieces.put(_END)
 
     def update(self) -> None:
@@ -121,33 +114,21 @@ class _Inbox(Script):
                 piece = self._pieces.get_nowait()
             except Empty:
                 return
+            if isinstance(piece, str):
+                first, *others = self._splitter.push(piece)
+                self._write(first)
+                for text in others:
+                    self._end()
+                    self._write(text)
+                continue
+            self._end()
+            self._splitter = FeedSplitter(self._max_chars)
             if piece is _END:
                 self._finished = True
-                self._end()
+            elif isinstance(piece, Pause):
+                self._waiting.append(piece)
             else:
-                self._take(piece)
-
-    def _take(self, piece: str | Pause | Request) -> None:
-        raise NotImplementedError
-
-    def _end(self) -> None:
-        raise NotImplementedError
-
-
-class FedScript(_Inbox):
-    """Text that is spoken while it is written: each segment is a prompt that waits for its text.
-
-    `open_prompt` makes a `FedPrompt` of a request with no text yet.
-    """
-
-    def __init__(self, request: Request, open_prompt: Callable[[Request], Any], max_chars: int) -> None:
-        super().__init__()
-        self._request = replace(request, text="")
-        self._open_prompt, self._max_chars = open_prompt, max_chars
-        self._splitter = FeedSplitter(max_chars)
-        self._written: Any | None = None  # the prompt that text goes to
-        # Pauses, and prompts with their voices, whose turn has not come, the written one included.
-        self._waiting: deque[Pause | tuple[Any, Voice | None]] = deque()
+                self._request = piece
 
     def next_segment(self) -> Any | None:
         self._skip_pauses(self._waiting)
@@ -163,21 +144,6 @@ class FedScript(_Inbox):
         if self._written is not None and not self._waiting:  # the spoken one is the one being written
             self._written = None
 
-    def _take(self, piece: str | Pause | Request) -> None:
-        if not isinstance(piece, str):
-            self._end()
-            self._splitter = FeedSplitter(self._max_chars)
-            if isinstance(piece, Pause):
-                self._waiting.append(piece)
-            else:
-                self._request = piece
-            return
-        first, *others = self._splitter.push(piece)
-        self._write(first)
-        for text in others:
-            self._end()
-            self._write(text)
-
     def _write(self, text: str) -> None:
         if self._written is None:
             if not text.strip():
@@ -190,31 +156,3 @@ class FedScript(_Inbox):
         if self._written is not None:
             self._written.close()
             self._written = None
-
-
-class CollectedScript(_Inbox):
-    """Text that is collected until its end and then cut like known text: for a model that cannot wait for text."""
-
-    def __init__(self, request: Request, max_chars: int, build: Callable[[Request], Any]) -> None:
-        super().__init__()
-        self._request = request
-        self._max_chars, self._build = max_chars, build
-        self._pieces_so_far: list[str | Pause | Request] = []
-        self._whole: WholeScript | None = None
-
-    def next_segment(self) -> Any | None:
-        if self._whole is None:
-            return None
-        prompt = self._whole.next_segment()
-        self.voice, self._silent_samples = self._whole.voice, self._whole.take_pause()
-        return prompt
-
-    def ended(self) -> bool:
-        return self._whole is not None and self._whole.ended()
-
-    def _take(self, piece: str | Pause | Request) -> None:
-        self._pieces_so_far.append(piece)
-
-    def _end(self) -> None:
-        parts = cut(self._request, self._pieces_so_far, self._max_chars)
-        self._whole = WholeScript(parts, self._build, self.started_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mktts.codec.decoder import CodecDecoder, CodecState, PendingPcm, PrimedStates
 from mktts.codec.graphs import GraphedCodec
-from mktts.engine.lanes import Copy, Made
-from mktts.engine.scheduler import TickSettings
+from mktts.engine.lanes import Made
+from mktts.engine.pages import Copy
+from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
-from mktts.engine.tick import Tick, TickModel
 from mktts.model.backend import Backend, Frame
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS
@@ -25,50 +25,12 @@ MAX_FRAMES_AHEAD = 4  # of one launch: the longest wait of a stream that arrives
 SLOTS = 1_024  # streams that take turns; more wait for one of them to end
 
 
-class OwnMemory:
-    """Keys and values that every stream brings with it: there is no common place that could be full."""
-
-    all = free = 0
-
-    def __init__(self, positions: int) -> None:
-        """positions: of the talker, prompt and frames of one segment together."""
-        self.rows_per_slot = positions
-        self._open: set[int] = set()
-
-    def count(self, rows: int) -> int:
-        return 0
-
-    def find(self, key: Hashable | None) -> int:
-        return 0
-
-    def fits(self, rows: int, key: Hashable | None = None, beside: int = 0) -> bool:
-        return True
-
-    def is_open(self, slot: int) -> bool:
-        return slot in self._open
-
-    def open(self, slot: int, rows: int, key: Hashable | None = None) -> tuple[int, list[Copy]]:
-        self._open.add(slot)
-        return 0, []
-
-    def close(self, slot: int) -> None:
-        self._open.discard(slot)
-
-    def keep(self, slot: int, key: Hashable, rows: int) -> None:
-        return None  # a backend keeps prefixes itself
-
-    def known(self, wanted: Callable[[Hashable], bool]) -> list[Hashable]:
-        return []
-
-    def forget(self, key: Hashable) -> None:
-        pass
-
-
 class OneLane:
     """What lanes of width 1 have in common: streams take turns, and a tick is over when it was launched."""
 
     alone = overlaps = deterministic = decodes_beside = False
     precision = "full"
+    pages = None
     slots = SLOTS
     settings = TickSettings.one()
     model = TickModel(constant_s=1e-3, lane_s=0.0, row_s=0.0, attention_s=0.0)
@@ -96,11 +58,8 @@ class _Slot:
 
 @dataclass
 class SingleLanes(OneLane):
-    """See `mktts.engine.lanes.Lanes`.
-
-    positions: of the talker, prompt and frames of one segment together. decodes_beside: whether the codec works beside
-    the host, so that waiting for it at once would waste time.
-    """
+    """See `mktts.engine.lanes.Lanes`. positions: of one segment, prompt and frames together. decodes_beside: whether
+    the codec works beside the host, so that waiting for it at once would waste time."""
 
     backend: Backend
     codec: CodecDecoder | GraphedCodec
@@ -109,7 +68,6 @@ class SingleLanes(OneLane):
     primed: PrimedStates = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pages = OwnMemory(self.positions)
         self.primed = PrimedStates(self.codec)
         # Whether a frame can be decoded behind its launch, before the host has its codes.
         self._queues = hasattr(self.backend, "codes_to_come") and hasattr(self.codec, "submit_unmade")

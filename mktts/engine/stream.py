@@ -1,7 +1,7 @@
 """A stream: what the worker knows of it while it is made, the queue of its chunks, and what its consumer holds.
 
 Text longer than a segment is spoken segment after segment, each with its own prompt and talker state, while the codec
-state goes on: the waveform is continuous over a join, because the decoder never restarts.
+state goes on: the waveform is continuous over a join.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from mktts.audio import joined
 from mktts.engine.chunker import Chunker
 from mktts.engine.options import SCHEDULE, Chunk, FinishReason, GuardState, Plan
-from mktts.engine.script import Script
+from mktts.engine.script import FedScript, Script
 from mktts.errors import EngineError, TextError
 from mktts.model.backend import PromptRows
 from mktts.model.prompt import Request
@@ -45,10 +45,8 @@ _YIELD_S = 20e-6
 
 
 class Notifier:
-    """Wakes event loops: consumers that were notified since the last `flush` are woken together, one call a loop.
-
-    after: called at the end of every `flush`.
-    """
+    """Wakes event loops for the worker: consumers that were notified since the last `flush` are woken together, one
+    call a loop. after: called at the end of every `flush`."""
 
     after: Callable[[], None] | None = None
 
@@ -56,16 +54,10 @@ class Notifier:
         self._waiters: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = defaultdict(list)
 
     def add(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
-        """Worker: `waiter` is done at the next `flush`."""
+        """`waiter` is done at the next `flush`."""
         self._waiters[loop].append(waiter)
 
-    def flush_and_yield(self) -> None:
-        """Worker, in the middle of a turn: consumers take what they were given now."""
-        self.flush()
-        time.sleep(_YIELD_S)
-
     def flush(self) -> None:
-        """Worker."""
         if self._waiters:
             waiters, self._waiters = self._waiters, defaultdict(list)
             for loop, of_loop in waiters.items():
@@ -74,14 +66,14 @@ class Notifier:
             self.after()
 
 
+@dataclass
 class StreamCounters:
-    """Streams of an engine, as counted by those that open them (under their lock) and by the worker.
+    """Streams of an engine, as counted by those that open them (under their lock) and by the worker. idle: open, and
+    waiting for their text or for their reader."""
 
-    idle: open, and waiting for their text or for their reader.
-    """
-
-    def __init__(self) -> None:
-        self.opened = self.ended = self.idle = 0
+    opened: int = 0
+    ended: int = 0
+    idle: int = 0
 
     @property
     def open(self) -> int:
@@ -89,22 +81,13 @@ class StreamCounters:
 
     @property
     def active(self) -> int:
-        """Open streams that frames are made for."""
         return self.open - self.idle
-
-
-class StreamUpdate(NamedTuple):
-    """To the worker: a stream's text went on, its full buffer was read from, or it was cancelled."""
-
-    state: Utterance
 
 
 @dataclass(frozen=True)
 class Segment:
-    """What the frames of one segment are made from.
-
-    prompt: a `Prompt`, or a `FedPrompt` that is ready. max_frames: at most. stream: that it is of.
-    """
+    """What the frames of one segment are made from. prompt: a `Prompt`, or a `FedPrompt` that is ready. max_frames: at
+    most. stream: that it is of."""
 
     prompt: Any
     sampling: Sampling
@@ -187,9 +170,8 @@ class Utterance:
 
     def begin(self, script: Script, engine: EngineName, counters: StreamCounters | None = None) -> None:
         """Before the worker is given it, once: what it says, and the lanes that make it."""
-        self.engine, self._counters = engine, counters or StreamCounters()
-        self._script = script
-        self._begun = True
+        self._counters, self._script, self._begun = counters or StreamCounters(), script, True
+        self.engine = engine  # last: from now on the worker looks at it
 
     # ---- consumer, any thread
 
@@ -199,12 +181,11 @@ class Utterance:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will be made."""
         return self.cancelled or (self._begun and self._script is None)
 
     def cancel(self) -> None:
         """Ends the stream: no chunk is handed out after this. No effect on one that is over and taken."""
-        if self.cancelled or (self._begun and self._script is None and self.taken_frames == self.made_frames):
+        if self.cancelled or (self.over and self.taken_frames == self.made_frames):
             return
         self.cancelled = True
         self._put(_END, at_once=True)
@@ -212,7 +193,7 @@ class Utterance:
 
     def update(self) -> None:
         """Lets the worker look at it again. Any thread."""
-        self._inbox.put(StreamUpdate(self))
+        self._inbox.put(self)
 
     def when_over(self, call: Callable[[], None]) -> None:
         """Has `call` called, quickly and perhaps twice, when the worker is done with a stream that has begun: from its
@@ -231,11 +212,8 @@ class Utterance:
         return self._accept(self._chunks.get())
 
     async def take_async(self, within_s: float | None = None) -> Chunk | None:
-        """As `take`, for an event loop: the worker wakes the loop, no thread waits. Raises TimeoutError where there is
-        nothing within `within_s`; nothing is lost by that.
-
-        Other tasks get their turn before every chunk, also while many are waiting to be taken.
-        """
+        """As `take`, for an event loop: the worker wakes the loop, no thread waits. Other tasks get their turn before
+        every chunk. Raises TimeoutError where there is nothing within `within_s`; nothing is lost by that."""
         loop = asyncio.get_running_loop()
         if not self._chunks.empty():  # otherwise the wait for it is their turn
             await asyncio.sleep(0)
@@ -285,31 +263,28 @@ class Utterance:
     # ---- worker: text, segments and frames
 
     def prepare(self, positions: int, schedule: tuple[int, ...] = SCHEDULE) -> None:
-        """The lanes have it. positions: of the talker, prompt and frames of one segment together. schedule: of chunks,
-        where the options leave it open."""
+        """The lanes have it. positions: of one segment, prompt and frames together. schedule: of chunks, where the
+        options leave it open."""
         self._positions = positions
-        self.chunker = Chunker(self._decode, self.plan.options, schedule)
+        self.chunker = Chunker(self.plan.options, schedule)
 
     def ready(self) -> bool:
         """Whether there is something to make or to hand on; False means: waiting for text."""
         known = self.input_known()
-        return known or self._spoken() or self.chunker.waiting_frames > 0 or self._silent_samples > 0
+        return known or self._spoken() or self.chunker.has_undecoded or self._silent_samples > 0
 
     def next_segment(self) -> bool:
         """Whether the next segment's turn has come and its prompt is known; it is then `segment`."""
-        if self.segment is None:
-            self._script.update()
-            begun_s = time.perf_counter()
-            prompt = self._script.next_segment()
-            silent_samples = self._script.take_pause()
-            self.begins_anew = self.begins_anew or silent_samples is not None
-            self._silent_samples += silent_samples or 0
-            self.chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
-            if prompt is not None:
-                self._begin_segment(prompt)
-        return self.segment is not None
-
-    def _begin_segment(self, prompt: Any) -> None:
+        if self.segment is not None:
+            return True
+        self._script.update()
+        begun_s = time.perf_counter()
+        prompt, silent_samples = self._script.next_segment(), self._script.silent_samples
+        self.begins_anew = self.begins_anew or silent_samples is not None
+        self._silent_samples += silent_samples or 0
+        self.chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
+        if prompt is None:
+            return False
         plan = self.plan
         limit = MAX_SEGMENT_FRAMES if plan.max_frames is None else plan.max_frames - len(self.codes)
         limit = min(limit, self._positions - len(prompt.embeds))
@@ -320,19 +295,23 @@ class Utterance:
         self.segment_number += 1
         self.segment = Segment(prompt, plan.sampling, plan.seed + self.segment_number, most, self)
         self.launched, self.row = 0, None
+        return True
 
     def input_known(self) -> bool:
         """Whether the input of the frame after those launched is known; fetches it."""
         if self.segment is None:
             return self.next_segment()
         self._script.update()
-        self._fetch_row()
+        if self.launched:
+            self.row = self.segment.prompt.row(self.launched - 1)
         return self.row is not None
 
-    def has_launched(self) -> None:
-        """A tick with a frame of the segment was launched."""
+    def has_launched(self) -> bool:
+        """A tick with a frame of the segment was launched. Whether the segment may have another, as far as is known
+        before that is read."""
+        self.row = self.segment.prompt.row(self.launched)
         self.launched += 1
-        self._fetch_row()
+        return self.launched < self.segment.max_frames
 
     def rows_ahead(self, most: int) -> list[Tensor | None]:
         """The row of the frame to be launched, and of frames after it as far as they are known, to the chunk's end."""
@@ -341,11 +320,6 @@ class Utterance:
         while len(rows) < most and (row := self.segment.prompt.row(self.launched - 1 + len(rows))) is not None:
             rows.append(row)
         return rows
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether the segment may have another frame, as far as is known before those launched are read."""
-        return self.segment is not None and self.launched < self.segment.max_frames
 
     @property
     def unread(self) -> bool:
@@ -380,16 +354,13 @@ class Utterance:
         if self.cancelled:
             return None
         over = self._over is not None
-        return self.chunker.take(self._script.started_s, flush=over, ahead=ahead and not over)
+        return self.chunker.take(self._decode, self._script.started_s, flush=over, ahead=ahead and not over)
 
     def flush(self) -> Chunk | None:
         """Without input: the end, or the text has stopped for now, and the listener gets what there is."""
         if self._spoken():
             self._over = "eos"
-        return self.chunker.take(self._script.started_s, flush=True)
-
-    def _fetch_row(self) -> None:
-        self.row = self.segment.prompt.row(self.launched - 1) if self.launched else None
+        return self.chunker.take(self._decode, self._script.started_s, flush=True)
 
     def _spoken(self) -> bool:
         return self.segment is None and self._script.ended()
@@ -404,6 +375,7 @@ class Utterance:
 
     @property
     def open(self) -> bool:
+        """Whether frames may be made for it: False before `begin`, and once it is over."""
         return self._script is not None
 
     @property
@@ -411,19 +383,6 @@ class Utterance:
         """Codes (R, 16) that the codec hears first; None for none."""
         voice = None if self._script is None else self._script.voice
         return None if voice is None else voice.codes
-
-    def runnable(self) -> bool:
-        """Whether it can go on now. Ends one that was cancelled, and one whose text cannot be spoken."""
-        if self.cancelled:
-            self.end(None)
-            return False
-        if self._script is None or self.full(self.chunker.pending_frames):
-            return False
-        try:
-            return self.ready()
-        except BaseException as error:
-            self.fail(error)
-            return False
 
     def advance(self, make: Callable[[], Chunk | None]) -> None:
         """Delivers the chunk that `make` gives. An error ends this stream alone."""
@@ -436,22 +395,20 @@ class Utterance:
                 first = not self.made_frames
                 self.deliver(chunk)
                 if first and self._notifier is not None and self.engine == "single":
-                    self._notifier.flush_and_yield()
+                    self._notifier.flush()  # the consumer takes it now
+                    time.sleep(_YIELD_S)
             if self._silent_samples:
-                self._deliver_silence()
+                for silence in self.chunker.silence(self._silent_samples, self._script.started_s):
+                    self.deliver(silence)
+                self.silent_s += self._silent_samples / SAMPLE_RATE_HZ
+                self._silent_samples = 0
             if self._over is not None:
                 self.end(self._over)
         except BaseException as error:  # whatever it is belongs to this stream; the worker and the others go on
             self.fail(error)
 
-    def _deliver_silence(self) -> None:
-        for chunk in self.chunker.silence(self._silent_samples, self._script.started_s):
-            self.deliver(chunk)
-        self.silent_s += self._silent_samples / SAMPLE_RATE_HZ
-        self._silent_samples = 0
-
     def fail(self, error: BaseException) -> None:
-        """Ends the stream; its consumer gets `error`. No effect on one that is over: it ended as it did."""
+        """Ends the stream; its consumer gets `error`. No effect on one that is over."""
         if self._script is None:
             return
         traceback.clear_frames(error.__traceback__)  # all that would keep the stream's caches
@@ -468,8 +425,6 @@ class Utterance:
         self._counters.ended += 1
         on_close, self.on_close = self.on_close, None
         try:
-            if self.chunker is not None:
-                self.chunker.close()
             if on_close is not None:
                 on_close()
         finally:  # whatever closing does, nothing waits for more
@@ -478,7 +433,6 @@ class Utterance:
                 self._when_over()
 
     def set_idle(self, idle: bool) -> None:
-        """Says whether it waits for its text, or for its consumer."""
         if idle is not self.idle:
             self.idle = idle
             self._counters.idle += 1 if idle else -1
@@ -486,7 +440,6 @@ class Utterance:
                 self.sink.idle(self)
 
     def deliver(self, chunk: Chunk) -> None:
-        """A chunk for the consumer."""
         self.made_frames += chunk.frames
         self._put(chunk)
 
@@ -501,11 +454,6 @@ class Utterance:
             if not asked_again:
                 self.watched = True  # what the consumer takes from now on wakes the worker: look once more
         return True
-
-    def watch(self) -> int:
-        """What the consumer takes wakes the worker from now on. Returns the frames that it had taken by then."""
-        self.watched = True
-        return self.taken_frames
 
     def _put(self, item: Any, at_once: bool = False) -> None:
         if self.sink is not None:
@@ -547,20 +495,16 @@ def _set(waiters: Sequence[asyncio.Future[None]]) -> None:
 class StreamEngine(Protocol):
     """The engine, as far as a session knows it."""
 
-    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> Script:
-        """The first visible text has come, with the last of `texts`, which `Script.feed` takes: returns what further
+    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> FedScript:
+        """The first visible text has come, with the last of `texts`, which `FedScript.feed` takes: returns what further
         text is fed through."""
 
 
 class Stream:
-    """Chunks of one utterance, in order, made while they are taken.
-
-    Iterate with `for` (waits in the calling thread) or with `async for` (the event loop goes on); one consumer at a
-    time. Leaving the `with` block, `close`, `aclose`, dropping the object, an exception while waiting (Ctrl-C), and
-    cancelling the task that waits all end the generation within one frame. What fails inside is raised here.
-
-    seed: what every draw of this utterance follows from; the same seed and text give the same speech.
-    """
+    """Chunks of one utterance, in order, made while they are taken. Iterate with `for` or with `async for`, one
+    consumer at a time. Leaving the `with` block, `close`, `aclose`, dropping the object, an exception while waiting
+    (Ctrl-C), and cancelling the task that waits all end the generation within one frame. What fails inside is raised
+    here. seed: what every draw follows from; the same seed and text give the same speech."""
 
     def __init__(self, engine: StreamEngine, utterance: Utterance) -> None:
         self.seed = utterance.plan.seed
@@ -577,7 +521,7 @@ class Stream:
 
     @property
     def idle(self) -> bool:
-        """Whether it waits for its text, or for its reader."""
+        """Whether it waits for its text, or for its consumer."""
         return self._utterance.idle
 
     @property
@@ -676,12 +620,12 @@ class Stream:
 
 
 class Session(Stream):
-    """A stream whose text is written while it is spoken.
+    """A stream whose text is written while it is spoken; `feed` and `finish` never wait, and may be called from any
+    thread.
 
-    `feed` and `finish` never wait and may be called from any thread. The model does not step while it waits for
-    text, and other streams go on. A word is spoken once it is complete, that is, when the next one begins; where
-    the checkpoint names a text front end, once its reading is certain: numbers and names wait for the words around
-    them, other words for the end of the next one.
+    A word is spoken once it is complete, that is, when the next one begins; where the checkpoint names a text front
+    end, once its reading is certain: numbers and names wait for the words around them, other words for the next one's
+    end.
     """
 
     def __init__(
@@ -692,25 +636,21 @@ class Session(Stream):
         max_chars: int,
         text: TextFeed,
     ) -> None:
-        """request: checked, without text. max_chars: of a segment. text: what the text goes through.
-
-        The engine knows of the stream from the first visible text on.
-        """
+        """request: checked, without text. max_chars: of a segment. text: what the text goes through, before the engine,
+        which knows of the stream from the first visible text on."""
         super().__init__(engine, utterance)
         self._request, self._max_chars = request, max_chars
         self._text = text
-        self._script: Script | None = None
+        self._script: FedScript | None = None
         self._early: list[Any] = []  # of pieces without anything visible
         self._writing = threading.Lock()
         self._chars = 0
         self._finished = False
 
     def feed(self, piece: str) -> None:
-        """Adds text; an empty piece is allowed, and text for a stream that is over is dropped.
-
-        Raises TextError when `piece` is not a str, the whole exceeds MAX_TEXT_CHARS, and as `TextFeed.push`; such a
-        piece is not spoken. Raises EngineError after `finish` and in a forked child.
-        """
+        """Adds text; an empty piece is allowed, and text for a stream that is over is dropped. Raises TextError when
+        `piece` is not a str, the whole exceeds MAX_TEXT_CHARS, and as `TextFeed.push`; such a piece is not spoken.
+        Raises EngineError after `finish` and in a forked child."""
         piece = clean_piece(piece)
         with self._writing:
             if self._finished:
@@ -721,41 +661,34 @@ class Session(Stream):
             parts = self._text.push(piece)
             self._chars += len(piece)
             if self._script is not None:
-                self._feed(self._script, parts)
+                self._feed(parts)
             elif piece.strip():
                 self._begin(parts)
             else:
                 self._early += parts
 
     def finish(self) -> None:
-        """Says that no more text comes; a second call does nothing.
-
-        Raises TextError when nothing visible was fed, or where there is a front end, no letter or digit, and as
-        `TextFeed.finish`; the stream is then cancelled.
-        """
+        """Says that no more text comes; a second call does nothing. Raises TextError where nothing visible was fed, and
+        as `TextFeed.finish`; the stream is then cancelled."""
         with self._writing:
             if self._finished:
                 return
             self._finished = True
-            if self._script is not None:
-                self._end(self._script)
-            elif not self._utterance.over:
-                self._utterance.cancel()
-                raise TextError("expected text to speak before finish, got none")
-
-    def _end(self, script: Script) -> None:
-        if not self._utterance.over:
             try:
-                self._feed(script, self._text.finish())
+                if self._script is None and not self._utterance.over:
+                    raise TextError("expected text to speak before finish, got none")
+                if not self._utterance.over:
+                    self._feed(self._text.finish())
             except TextError:
                 self._utterance.cancel()
                 raise
-        script.finish()
-        self._utterance.update()
+            if self._script is not None:
+                self._script.finish()
+                self._utterance.update()
 
-    def _feed(self, script: Script, parts: Sequence[Any]) -> None:
+    def _feed(self, parts: Sequence[Any]) -> None:
         for part in parts:
-            script.feed(part)
+            self._script.feed(part)
         if parts:
             self._utterance.update()
 

@@ -1,8 +1,6 @@
-"""qwen-tts 0.1.1 as it is: the truth our parity tests compare with, and the fallback backend.
-
-Upstream's own wrapper methods run unchanged (argument checks, prompt, `generate`, codec); only what they hand to
-the talker or to the codec is looked at on the way. qwen_tts is imported on first use.
-"""
+"""qwen-tts 0.1.1 as it is: the truth our parity tests compare with, and the fallback backend. Its own wrapper methods
+run unchanged; only what they hand to the talker or to the codec is looked at on the way. It is imported on first
+use."""
 
 from __future__ import annotations
 
@@ -16,7 +14,8 @@ import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,14 +26,16 @@ from torch import Tensor
 
 from mktts.codec.decoder import PendingPcm
 from mktts.common import checked_int
-from mktts.engine.lanes import Copy, Made
+from mktts.engine.lanes import Made
 from mktts.engine.options import FinishReason, GuardState
-from mktts.engine.single import OneLane, OwnMemory
+from mktts.engine.pages import Copy
+from mktts.engine.scheduler import Tick
+from mktts.engine.single import OneLane
 from mktts.engine.stream import Segment
-from mktts.engine.tick import Tick
 from mktts.errors import BackendUnavailable, CapacityError, MkttsError, PromptError
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.sampling import Sampling
+from mktts.model.tokenizer import TextTokenizer
 from mktts.model.voice import Voice
 from mktts.spec import MODEL_TYPES, NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
@@ -55,12 +56,9 @@ class _Captured(Exception):
 
 
 def install_shim() -> dict[str, str]:
-    """Puts stand-ins for torchaudio, sox and onnxruntime where the real ones cannot load, so that qwen_tts imports.
-
-    A CUDA-linked torchaudio on a CPU-only torch fails with OSError, and the sox package without the sox program
-    writes to the terminal; neither is used by the 12 Hz models. Returns {module: why it was replaced}; a second
-    call changes nothing. Any use of a stand-in raises AttributeError with that reason.
-    """
+    """Puts stand-ins for torchaudio, sox and onnxruntime where the real ones cannot load, so that qwen_tts imports; the
+    12 Hz models use none of them. Returns {module: why it was replaced}; a second call changes nothing. Any use of a
+    stand-in raises AttributeError with that reason."""
     replaced = {}
     for name, children in _ONLY_25HZ.items():
         present = sys.modules.get(name)
@@ -124,11 +122,9 @@ def load_upstream(
 ) -> Any:
     """Loads a checkpoint folder into qwen_tts.Qwen3TTSModel: talker and predictor in `dtype`, codec in float32.
 
-    Upstream passes fix_mistral_regex=True to its processor. For a Hub id that does nothing, but for a local folder
-    transformers 4.57.3 then swaps Qwen's pre-tokenizer for Mistral's ("iPhone" becomes "i", "Phone"). The default
-    `tokenizer="hub"` undoes that by loading the tokenizer again without the flag, so that text becomes the ids it
-    becomes with the Hub checkpoint; "local" keeps what a local folder gets, to show the difference.
-    Raises BackendUnavailable without qwen-tts.
+    Of a local folder transformers 4.57.3 takes Mistral's pre-tokenizer for Qwen's ("iPhone" becomes "i", "Phone"),
+    because upstream passes fix_mistral_regex=True. tokenizer: "hub" loads it again without that, so that text becomes
+    the ids of the Hub checkpoint; "local" keeps it. Raises BackendUnavailable without qwen-tts.
     """
     qwen_tts = import_upstream()
     folder = str(getattr(checkpoint, "folder", checkpoint))
@@ -156,10 +152,9 @@ def generate_codes(
 ) -> Tensor:
     """Upstream's own generate: codes (T, 16) int64 on the CPU, T <= max_frames, without reference frames.
 
-    Every draw comes from torch's global generator seeded with `seed`, whatever `sampling.rng` says, and its state is
-    put back afterwards; a seed of None is a fresh one. `cancelled` is asked once a frame and ends the run with the
-    frames made so far; `on_frame` gets each frame's codes (16,) as it is made. Not re-entrant on one model. Raises
-    PromptError for what upstream refuses and CapacityError for max_frames < 1.
+    Every draw comes from torch's global generator seeded with `seed` (None: a fresh one), whose state is put back.
+    cancelled: asked once a frame, ends the run with the frames so far. on_frame: gets each frame's codes (16,). Not
+    re-entrant on one model. Raises PromptError for what upstream refuses and CapacityError for max_frames < 1.
     """
     checked_int("max_frames", max_frames, 1, error=CapacityError)
     frames: list[Tensor] = []
@@ -212,10 +207,8 @@ def prompt_embeds(model: Any, request: Request) -> tuple[Tensor, Tensor, Tensor]
 
 
 def decode_codes(model: Any, codes: Tensor, reference: Tensor | None = None) -> np.ndarray:
-    """Upstream's codec on `codes` (T, 16): PCM (T * 1920,) float32; `reference` (R, 16) is decoded before and cut off.
-
-    Same steps as generate_voice_clone, whose cut is int(R / (R + T) * samples).
-    """
+    """Upstream's codec on `codes` (T, 16): PCM (T * 1920,) float32; `reference` (R, 16) is decoded before and cut off,
+    as generate_voice_clone does."""
     whole = codes if reference is None else torch.cat([reference.to(codes.device), codes])
     waves, rate_hz = model.model.speech_tokenizer.decode([{"audio_codes": whole}])
     assert rate_hz == SAMPLE_RATE_HZ
@@ -280,41 +273,55 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class UpstreamPrompt:
-    """A request as qwen-tts takes it, with what the engine asks of a prompt. Its rows are qwen-tts's own: one stands
-    for all of them here."""
+    """A request as qwen-tts takes it, with what the engine asks of a prompt; text that is fed is collected, since
+    qwen-tts begins with the whole of it. Its rows are qwen-tts's own: one stands for all of them here."""
 
     request: Request
-    text_tokens: int
-    embeds: Tensor = torch.zeros(1, 0)  # noqa: RUF009
+    tokenizer: TextTokenizer
     text_ended: bool = True
+    embeds: Tensor = torch.zeros(1, 0)  # noqa: RUF009
     prefix_rows: int = 0
     prefix_key: None = None
+
+    @classmethod
+    def open(cls, prompts: PromptBuilder, request: Request) -> UpstreamPrompt:
+        return cls(request, prompts.tokenizer, text_ended=False)
+
+    @property
+    def ready(self) -> bool:
+        return self.text_ended
+
+    @cached_property
+    def text_tokens(self) -> int:
+        return len(self.tokenizer.encode(self.request.text))
+
+    def push(self, text: str) -> None:
+        self.request = replace(self.request, text=self.request.text + text)
+
+    def close(self) -> None:
+        self.text_ended = True
 
     def row(self, frame: int) -> Tensor:
         return self.embeds[0]
 
 
 class UpstreamPrompts(PromptBuilder):
-    """Checks requests and counts tokens; qwen-tts builds the prompts."""
+    """Checks requests; qwen-tts builds the prompts."""
 
     def of_checked(self, request: Request) -> UpstreamPrompt:
-        return UpstreamPrompt(request, len(self.tokenizer.encode(request.text)))
+        return UpstreamPrompt(request, self.tokenizer)
 
 
 class UpstreamLanes(OneLane):
-    """See `mktts.engine.lanes.Lanes`: qwen-tts makes a whole segment in its first tick, which the others hand on. All
-    generation time shows as talker_ms. Its text cannot be fed while it speaks.
-
-    upstream: a qwen_tts.Qwen3TTSModel.
-    """
+    """See `mktts.engine.lanes.Lanes`: qwen-tts (a qwen_tts.Qwen3TTSModel) makes a whole segment in its first tick,
+    which the others hand on. All generation time shows as talker_ms."""
 
     name = "upstream"
 
     def __init__(self, upstream: Any, positions: int) -> None:
-        self.upstream = upstream
-        self.pages = OwnMemory(positions)
+        self.upstream, self.positions = upstream, positions
         self._segments: dict[int, Segment] = {}
         self._frames: dict[int, deque[Tensor]] = {}  # made, not handed on
         self._pcm: dict[int, np.ndarray] = {}  # not decoded into chunks yet

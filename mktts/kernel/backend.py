@@ -1,9 +1,5 @@
-"""The CUDA backend: one launch of csrc's persistent kernel makes one frame, or several. bfloat16 only.
-
-A prompt's prefix comes from a cache, a few rows after it go through the kernel one by one, more of them through CUDA
-graphs of products on the same weights and of Triton kernels between them. From there on the host only launches and
-reads codes, which the kernel writes into the host's pinned memory frame by frame.
-"""
+"""The CUDA backend: one launch of csrc's persistent kernel makes one frame, or several. bfloat16 only. From the prompt
+on the host only launches and reads codes, which the kernel writes into the host's pinned memory frame by frame."""
 
 from __future__ import annotations
 
@@ -85,10 +81,8 @@ class Debug:
 
 
 class MegakernelBackend:
-    """Implements `mktts.model.backend.Backend` on one CUDA device.
-
-    Raises BackendUnavailable where the device, the compiler or the checkpoint's dimensions do not allow it.
-    """
+    """Implements `mktts.model.backend.Backend` on one CUDA device. Raises BackendUnavailable where the device, the
+    compiler or the checkpoint's dimensions do not allow it."""
 
     name = "megakernel"
 
@@ -146,13 +140,11 @@ class MegakernelBackend:
         return state
 
     def forget(self, voice: Voice) -> None:
-        """Lets go of the prefixes with this voice."""
         self._prefill.forget(voice)
 
     def put_rows(self, state: MegakernelStream, rows: Tensor, position: int) -> torch.cuda.Event:
         """Prompt rows (n, H), on the device, at positions [position, position + n), one by one; returns the event of
-        its end. The launch's exchanges, n times those of a layer times the layers, must stay below the
-        2^16 of their tags."""
+        its end. n times the exchanges of all layers must stay below the 2^16 of their tags."""
         params = self._params(state, rows)
         params.prefill, params.frames, params.stream.position = 1, len(rows), position
         layers = len(rows) * self.config.talker.num_hidden_layers
@@ -181,12 +173,10 @@ class MegakernelBackend:
         debug: Debug | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Iterator[Frame]:
-        """Up to MAX_FRAMES_A_LAUNCH steps in one launch, each frame yielded as soon as the host has it.
-
-        `rows`: what `step` takes, a frame each. Ends early after end-of-speech (a Frame without codes). Closing the
-        iterator stops the kernel within one frame; the frames it made by then count, taken or not. `meanwhile` is
-        called while the kernel works. Raises EngineError where the kernel gave up waiting.
-        """
+        """Up to MAX_FRAMES_A_LAUNCH steps in one launch, each frame yielded as soon as the host has it; ends early
+        after end-of-speech (a Frame without codes). meanwhile: called while the kernel works. Closing the iterator
+        stops the kernel within one frame; the frames it made by then count. Raises EngineError where the kernel gave up
+        waiting."""
         self._check(state, rows)
         begun_s = time.perf_counter()
         words = state.words
@@ -282,10 +272,8 @@ def new_state_tensors(shape: Shape, positions: int, dtype: torch.dtype, device: 
 
 
 def frame_of(words: np.ndarray, index: int, least_ms: float) -> Frame:
-    """A frame of a launch. What its parts take less than `least_ms` together is added to the talker's.
-
-    Raises EngineError where one of its codes is no number.
-    """
+    """A frame of a launch. What its parts take less than `least_ms` together is added to the talker's. Raises
+    EngineError where one of its codes is no number."""
     first = STATUS_WORDS + index * FRAME_WORDS
     codes = torch.from_numpy(words[first : first + NUM_CODEBOOKS].astype(np.int64))
     talker_ns, predictor_ns, not_numbers = words[first + NUM_CODEBOOKS : first + NUM_CODEBOOKS + 3].tolist()

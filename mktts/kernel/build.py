@@ -1,8 +1,5 @@
-"""Compiling csrc/ for one card with NVRTC, NVIDIA's run-time compiler, from its Python package.
-
-No CUDA toolkit is needed, and no GPU. A build is cached by source, definitions, architecture and compiler version.
-Reference: NVRTC documentation, CUDA 13.0.
-"""
+"""Compiling csrc/ for one card with NVRTC, NVIDIA's run-time compiler, from its Python package: no CUDA toolkit is
+needed, and no GPU. A build is cached by source, definitions, architecture and compiler version."""
 
 from __future__ import annotations
 
@@ -71,9 +68,7 @@ def known_architectures() -> frozenset[int]:
 
 def compile_source(code: str, unit: str, arch: str, flags: list[str]) -> tuple[bytes, str]:
     """Machine code for `arch` sm_..., PTX for compute_..., and the compiler's words. `unit` names the source in them.
-
-    Raises BackendUnavailable without NVRTC, and where it refuses the source.
-    """
+    Raises BackendUnavailable without NVRTC, and where it refuses the source."""
     library, _ = nvrtc()
     program = ctypes.c_void_p()
     _check(library, library.nvrtcCreateProgram(ctypes.byref(program), code.encode(), unit.encode(), 0, None, None))
@@ -114,11 +109,8 @@ def _check(library: ctypes.CDLL, status: int) -> None:
 
 @dataclass(frozen=True)
 class Card:
-    """What decides how a kernel is built.
-
-    arch: of TARGETS, compiled to machine code; or compute_86, say: PTX, which the driver translates for any card of
-    that compute capability or a later one. shared_bytes: that one block may have.
-    """
+    """What decides how a kernel is built. arch: of TARGETS, compiled to machine code; or compute_86, say: PTX for any
+    card of that compute capability or a later one. shared_bytes: that one block may have."""
 
     arch: str
     multiprocessors: int
@@ -139,11 +131,8 @@ def card_of(device: torch.device) -> Card:
 
 
 def target_of(capability: tuple[int, int], known: Collection[int] | None = None) -> str:
-    """What to compile for: the capability itself, or PTX of the newest earlier one, where it or NVRTC's is not known.
-
-    known: what NVRTC compiles for, as `known_architectures` has it, which is the default.
-    Raises BackendUnavailable for a GPU before 8.0, and without NVRTC.
-    """
+    """What to compile for: the capability itself, or PTX of the newest earlier one, where it is not known. known: what
+    NVRTC compiles for; None asks it. Raises BackendUnavailable for a GPU before 8.0, and without NVRTC."""
     wanted = 10 * capability[0] + capability[1]
     if wanted < min(map(_number, TARGETS)):
         raise BackendUnavailable(
@@ -178,10 +167,7 @@ class Build:
 
     @property
     def constants(self) -> dict[str, int]:
-        """The kernel's exported 32-bit constants without their `mktts_`, read from the file: no GPU is needed.
-
-        A float's is its bits.
-        """
+        """The kernel's exported 32-bit constants without their `mktts_`, a float's by its bits, read from the file."""
         return constants_of(self.image) if self.image[:4] == b"\x7fELF" else constants_of_ptx(self.image.decode())
 
 
@@ -217,14 +203,10 @@ def build_for(defines: dict[str, int], card: Card, unit: str = "frame.cu") -> Bu
 
 
 def ring_stages(defines: dict[str, int], card: Card) -> int:
-    """As many stages as the card's shared memory holds.
-
-    What two stages take is read from a build of the shared headers, which have no kernel in them and compile at once.
-    Never more stages than one token's: its keys and values must be written before the ring fetches them for the next
-    token. A layer has at least four stages.
-
-    Raises BackendUnavailable as `compile_kernel`, and where the checkpoint's dimensions leave no room for two stages.
-    """
+    """As many stages as the card's shared memory holds, by what two take in a build of the shared headers, which
+    compile at once; never more than one token's, whose keys and values must be written before the ring fetches them for
+    the next one. Raises BackendUnavailable as `compile_kernel`, and where the checkpoint's dimensions leave no room for
+    two stages."""
     least = compile_kernel({**defines, "RING": 2}, card.arch, SHARED)
     used_bytes, stage_bytes = (least.constants[name] for name in ("shared_bytes", "stage_bytes"))
     stages = 2 + (card.shared_bytes - used_bytes) // stage_bytes
@@ -237,10 +219,8 @@ def ring_stages(defines: dict[str, int], card: Card) -> int:
 
 
 def compile_kernel(defines: dict[str, int], arch: str, unit: str = "frame.cu") -> Build:
-    """Compiles, or takes from the cache. `arch`: as `Card.arch`.
-
-    Raises BackendUnavailable without NVRTC, and where it refuses the source or does not know the architecture.
-    """
+    """Compiles for `arch`, as `Card.arch`, or takes from the cache. Raises BackendUnavailable without NVRTC, and where
+    it refuses the source or does not know the architecture."""
     flags = ["--std=c++17", "--ptxas-options=-v"] + [f"-D{name}={value}" for name, value in sorted(defines.items())]
     code = source(unit)
     key = hashlib.sha256(json.dumps([code, arch, flags, nvrtc()[1]]).encode()).hexdigest()[:24]
@@ -261,10 +241,8 @@ def compile_kernel(defines: dict[str, int], arch: str, unit: str = "frame.cu") -
 
 
 def constants_of(cubin: bytes) -> dict[str, int]:
-    """The 32-bit objects of an ELF64 file whose names begin with mktts_, by the rest of their names.
-
-    Format: ELF-64 Object File Format 1.5.
-    """
+    """The 32-bit objects of an ELF64 file (ELF-64 Object File Format 1.5) whose names begin with mktts_, by the rest of
+    their names."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
     size, count = struct.unpack_from("<HH", cubin, 58)
     sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * size) for i in range(count)]

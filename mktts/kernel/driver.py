@@ -52,10 +52,8 @@ def _check(name: str, status: int) -> None:
 
 
 class PlainKernel:
-    """A kernel of a loaded cubin, or of PTX that the driver translates, on torch's current device.
-
-    Raises BackendUnavailable where this driver or GPU cannot load it.
-    """
+    """A kernel of a loaded cubin, or of PTX that the driver translates, on torch's current device. Raises
+    BackendUnavailable where this driver or GPU cannot load it."""
 
     def __init__(self, image: bytes, name: str) -> None:
         torch.cuda.init()
@@ -76,11 +74,8 @@ class PlainKernel:
     def launch_grid(
         self, grid: tuple[int, int], threads: int, parameters: ctypes.Structure, early: bool = False
     ) -> None:
-        """An ordinary launch on torch's current stream, which may be capturing; `parameters` are copied.
-
-        early: blocks may come before the kernel ahead has ended, once all of that one's blocks let them (programmatic
-        dependent launch: compute capability 9.0 and later).
-        """
+        """An ordinary launch on torch's current stream, which may be capturing; `parameters` are copied. early: blocks
+        may come before the kernel ahead has ended (programmatic dependent launch: compute capability 9.0 and later)."""
         attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
         stream = torch.cuda.current_stream().cuda_stream
         config = _LaunchConfig(*grid, 1, threads, 1, 1, 0, stream, ctypes.pointer(attribute), int(early))
@@ -89,11 +84,8 @@ class PlainKernel:
 
 
 class Kernel(PlainKernel):
-    """A kernel with a fixed grid and shared memory, for cooperative launches.
-
-    All blocks must be resident at once, because they wait for each other: the constructor raises BackendUnavailable
-    where the device cannot hold `blocks`.
-    """
+    """A kernel with a fixed grid and shared memory, for cooperative launches: all blocks are resident at once, because
+    they wait for each other. Raises BackendUnavailable where the device cannot hold `blocks`."""
 
     def __init__(self, image: bytes, name: str, blocks: int, threads: int, shared_bytes: int) -> None:
         """`threads` of a block, and the dynamic shared memory that it takes."""

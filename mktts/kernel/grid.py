@@ -1,8 +1,6 @@
-"""How many thread blocks a kernel has, and which rows of a matrix a block is dealt: csrc/config.cuh in Python.
-
-The blocks form as many groups as there are key-value heads, so their number is a multiple of that and of nothing else.
-Where a group's rows do not divide over its blocks, each block takes as many as the fullest and the last ones fewer.
-"""
+"""How many thread blocks a kernel has, and which rows of a matrix a block is dealt: csrc/config.cuh in Python. The
+blocks form as many groups as there are key-value heads. Where a group's rows do not divide over its blocks, each takes
+as many as the fullest and the last ones fewer."""
 
 from __future__ import annotations
 
@@ -110,10 +108,8 @@ class Shape:
 
 
 def choose_shape(config: ModelConfig, multiprocessors: int) -> Shape:
-    """The widest power of two, which pads least, or a wider grid that `_cost` finds better.
-
-    Raises BackendUnavailable where no grid fits the checkpoint, or none that does fits the GPU.
-    """
+    """The widest power of two, which pads least, or a wider grid that `_cost` finds better. Raises BackendUnavailable
+    where no grid fits the checkpoint, or none that does fits the GPU."""
     t, p = config.talker, config.predictor
     for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
         if getattr(t, name) != getattr(p, name):
@@ -150,10 +146,8 @@ def _best(t: StackConfig, p: StackConfig, multiprocessors: int, head_rows: int) 
 
 
 def _cost(shape: Shape, multiprocessors: int) -> float:
-    """What a block reads, and its share of what all blocks read: the one is its time, the other the memory's.
-
-    A grid that is wider than another makes the first less and, by the rows it pads, the second more.
-    """
+    """What a block reads, which is its time, and its share of what all blocks read, the memory's: a wider grid makes
+    the first less and, by the rows it pads, the second more."""
     return shape.block_elements * (1 + shape.blocks / multiprocessors)
 
 

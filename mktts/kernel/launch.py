@@ -90,9 +90,7 @@ _TAG_LIMIT = 1 << 16  # the exchange words carry 16 bits of the tag
 
 class Launcher:
     """Launches of one kernel, one after another on torch's current stream; streams of the model take turns on it.
-
-    Raises BackendUnavailable where the compiler or the device cannot run the kernel.
-    """
+    Raises BackendUnavailable where the compiler or the device cannot run the kernel."""
 
     def __init__(self, unit: str, name: str, defines: dict[str, int], device: torch.device, card: Card) -> None:
         """Compiles csrc/`unit` for `card`, or takes it from the cache, and loads its kernel `name`."""
@@ -111,12 +109,9 @@ class Launcher:
         self._there = torch.cuda.device(self._exchange.device)  # held: to make one costs more than to enter it
 
     def launch(self, params: Params, tags: int, done: torch.cuda.Event | None = None) -> torch.cuda.Event:
-        """Launches without waiting; `tags` is the most exchanges it can take. Returns the event of its end.
-
-        done: an earlier launch's event, which nobody waits for any more, to be used again; None makes a new one.
-        `params` may be changed for another launch as soon as this returns.
-        Tags never wrap between launches: a word from 65 536 exchanges ago would look fresh.
-        """
+        """Launches without waiting; `params` may be changed as soon as this returns. Returns the event of its end.
+        tags: the most exchanges it can take; they never wrap between launches. done: an earlier launch's event, which
+        nobody waits for any more, to be used again; None makes a new one."""
         with self._there:
             if self._tag + tags >= _TAG_LIMIT:
                 self._restart_tags()
@@ -153,10 +148,8 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def check_constants(constants: Mapping[str, int]) -> None:
-    """Compares a kernel's constants (`Build.constants`) with what this package holds of the same facts.
-
-    Raises BackendUnavailable naming the first that differs.
-    """
+    """Raises BackendUnavailable naming the first of a kernel's constants (`Build.constants`) that this package holds
+    otherwise."""
     (eps_bits,) = struct.unpack("<I", struct.pack("<f", EPS))
     expected = {
         "params_bytes": ctypes.sizeof(Params),
@@ -175,11 +168,9 @@ def check_constants(constants: Mapping[str, int]) -> None:
 
 
 def wait_for_frame(words: np.ndarray, index: int, done: torch.cuda.Event, more: bool) -> bool:
-    """Waits until the launch that ends with `done` has made its frame `index`; False where it ended without it.
-
-    `words`: the stream's pinned memory. `more`: whether frames after this one are to come, so that their making hides
-    the pauses between looks.
-    """
+    """Waits until the launch that ends with `done` has made its frame `index`; False where it ended without it. words:
+    the stream's pinned memory. more: whether frames after this one are to come, whose making hides the pauses between
+    looks."""
     if not more:
         done.synchronize()
         return bool(words[MADE] > index)

@@ -1,11 +1,9 @@
 """Many prompt rows at once through a decoder stack: one launch of a captured CUDA graph a piece.
 
-Eager PyTorch spends its time on launches (a prefill of 28 layers has over a thousand kernels); a graph of the same
-operators has none. Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both
-static, while the position is a device tensor. Rounding is `Qwen3Stack.forward`'s, with q, k, v and gate, up as one
-product each (`Stack.layer_weights`): what lies between products is made by kernels of the project (`FusedRows`) where
-they fit, elsewhere by operators (`PlainRows`). A few rows may go through the frame kernel's tape as it is instead
-(`TapeRows`).
+Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both static, while the
+position is a device tensor. Rounding is `Qwen3Stack.forward`'s, with q, k, v and gate, up as one product each: what
+lies between products is made by kernels of the project (`FusedRows`) where they fit, elsewhere by operators
+(`PlainRows`). A few rows may go through the frame kernel's tape as it is instead (`TapeRows`).
 """
 
 from __future__ import annotations
@@ -110,7 +108,6 @@ class FusedRows(PlainRows):
     """As `PlainRows`, with one kernel of the project in the place of the operators between two products."""
 
     def __init__(self, stack: Stack, rotary: Tensor, kernels: ModuleType) -> None:
-        """kernels: as from `row_kernels`."""
         super().__init__(stack, rotary)
         self._kernels = kernels
 
@@ -152,14 +149,9 @@ _MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # flash ta
 
 
 class Prefill:
-    """Prefills prompts of up to `capacity` positions into a workspace of keys and values that belongs to it.
-
-    The stack must not change afterwards (a Qwen3Stack is fused in place). One thread and one CUDA stream at a time; a
-    graph is captured when its shape is first needed (tens of ms) or by `warm_up`. Device memory: the workspace,
-    `capacity` + 1 positions of 112 KiB at the released sizes (112 MiB for 1 024), rotary tables of 0.5 MiB, and for the
-    graphs one cuBLAS workspace (32 MiB on Hopper), activations of the largest bucket (under 30 MiB) and a few MiB of
-    nodes each.
-    """
+    """Prefills prompts of up to `capacity` positions into a workspace of keys and values that belongs to it, 112 KiB a
+    position at the released sizes. The stack must not change afterwards. One thread and one CUDA stream at a time; a
+    graph is captured when its shape is first needed (tens of ms) or by `warm_up`."""
 
     def __init__(
         self,
@@ -169,11 +161,9 @@ class Prefill:
         graphs: bool | None = None,
         few: TapeRows | None = None,
     ) -> None:
-        """`graphs=None`: on CUDA only. `few`: takes the passes of up to ROWS rows at the first MOST_POSITIONS
-        positions, which then wait for no unpacking.
-
-        Raises CapacityError for a capacity that the model does not take, BackendUnavailable for graphs without CUDA.
-        """
+        """graphs: None on CUDA only. few: takes the passes of up to ROWS rows at the first MOST_POSITIONS positions,
+        which then wait for no unpacking. Raises CapacityError for a capacity that the model does not take,
+        BackendUnavailable for graphs without CUDA."""
         c = stack.config
         if capacity < 1 or capacity % _ALIGNMENT or capacity > c.max_position_embeddings:
             raise CapacityError(
@@ -215,13 +205,9 @@ class Prefill:
 
     @torch.inference_mode()
     def run(self, rows: Tensor, past: int = 0) -> Tensor:
-        """Prefills `rows` (L, H) at positions [past, past + L), after the `past` filled ones.
-
-        Returns the normed hidden state (H,) of the last row; nothing waits for the device. The result depends on the
-        rows, on `past` and on what the first `past` positions hold, not on what was prefilled before them: a restored
-        prefix gives the same bits as one just made.
-        Raises PromptError for rows of another shape, dtype or device, CapacityError beyond the capacity.
-        """
+        """Prefills `rows` (L, H) behind the `past` filled positions; returns the normed hidden state (H,) of the last
+        row, and waits for nothing. A restored prefix gives the same bits as one just made. Raises PromptError for rows
+        of another shape, dtype or device, CapacityError beyond the capacity."""
         self._check(rows, past)
         with self._on_device():
             for piece in rows.split(self.buckets[-1]):

@@ -21,7 +21,6 @@ class KernelPrefill:
     """Fills caches laid out as csrc/state.cuh has them: (layers, kv heads, group, slots, 2, head_dim)."""
 
     def __init__(self, stack: Stack, few: TapeRows | None = None) -> None:
-        """few: as for `Prefill`."""
         self.stack = stack
         self._prefill = Prefill(stack, few=few)
         self._prefill.warm_up()  # a graph that is captured while a stream waits delays it by tens of ms
@@ -34,16 +33,13 @@ class KernelPrefill:
         copy_into_cache(self._prefixes.prefix(rows, key), kv)
 
     def forget(self, voice: Voice) -> None:
-        """Lets go of the prefixes with this voice."""
         self._prefixes.forget(voice)
 
     @torch.inference_mode()
     def fill(self, rows: Tensor, kv: Tensor, prefix_rows: int = 0, key: Hashable | None = None) -> Tensor:
-        """All positions of a prompt (L, H) at once; returns the normed hidden state (H,) of the last one.
-
-        A prompt beyond the graphs' capacity goes through eager PyTorch, without a kept prefix, where the stack has
-        matrices of its own (a Qwen3Stack). Raises CapacityError where it has not.
-        """
+        """All positions of a prompt (L, H) at once; returns the normed hidden state (H,) of the last one. A prompt
+        beyond the graphs' capacity goes through eager PyTorch where the stack has matrices of its own (a Qwen3Stack).
+        Raises CapacityError where it has not."""
         capacity = self.capacity
         if len(rows) > capacity and not isinstance(self.stack, Qwen3Stack):
             raise CapacityError(
@@ -72,11 +68,8 @@ class KernelPrefill:
 
 
 class PrefixCache:
-    """Keys and values of prefixes, by the key that the prompt's builder gives (`Prompt.prefix_key`).
-
-    Looking one up asks nothing of the device. The least recently used ones go first when they take more than
-    `max_bytes` of device memory (a row is 112 KiB at the released sizes). One thread at a time, as its Prefill.
-    """
+    """Keys and values of prefixes, by `Prompt.prefix_key`. The least recently used ones go first when they take more
+    than `max_bytes` of device memory (a row is 112 KiB at the released sizes). One thread at a time, as its Prefill."""
 
     def __init__(self, prefill: Prefill, max_bytes: int = 64 << 20) -> None:
         self.prefill, self.max_bytes = prefill, max_bytes
@@ -87,11 +80,8 @@ class PrefixCache:
         return len(self._kept)
 
     def run(self, rows: Tensor, prefix_rows: int, key: Hashable | None) -> Tensor:
-        """As `Prefill.run` of a whole prompt (L, H) whose first `prefix_rows` (< L) rows are known by `key`.
-
-        The prefix is always computed apart from the rest, also when it is new or `key` is None (never kept): the bits
-        are the same whether it was kept or not.
-        """
+        """As `Prefill.run` of a whole prompt (L, H) whose first `prefix_rows` (< L) rows are known by `key`. The prefix
+        is always computed apart from the rest, so that the bits are the same whether it was kept or not."""
         if not 0 <= prefix_rows < len(rows):
             raise PromptError(
                 f"prefix_rows must be in 0..{len(rows) - 1} of {len(rows)} prompt rows, got {prefix_rows}"
@@ -105,10 +95,8 @@ class PrefixCache:
         return self.prefill.run(rows[prefix_rows:], prefix_rows)
 
     def prefix(self, rows: Tensor, key: Hashable | None) -> Tensor:
-        """Keys and values of the prefix rows (P, H) alone, found or made; where made, they are also in the workspace.
-
-        For a caller that computes the rest of the prompt by other means.
-        """
+        """Keys and values of the prefix rows (P, H) alone, found or made, for a caller that computes the rest by other
+        means."""
         kept = self.find(key, len(rows))
         return self._make(rows, key) if kept is None else kept
 
@@ -142,11 +130,9 @@ class PrefixCache:
 
 @torch.inference_mode()
 def copy_into_cache(keys_values: Tensor, kv: Tensor) -> None:
-    """Writes keys and values (2, layers, kv heads, n, head_dim) to the first n positions of the kernel's cache.
-
-    `kv` is (layers, kv heads, group, slots, 2, head_dim), keys before values; position p is in block p % group, slot
-    p // group. Two copies: whole slots, the rest. Raises CapacityError.
-    """
+    """Writes keys and values (2, layers, kv heads, n, head_dim) to the first n positions of the kernel's cache `kv`
+    (layers, kv heads, group, slots, 2, head_dim): position p is in block p % group, slot p // group. Raises
+    CapacityError."""
     group, slots, count = kv.shape[2], kv.shape[3], keys_values.shape[3]
     if count > group * slots:
         raise CapacityError(f"the cache holds {group * slots} positions, got {count}")

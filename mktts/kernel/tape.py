@@ -74,10 +74,8 @@ def pack_layer(shape: Shape, stack: StackConfig, w: LayerWeights) -> Tensor:
 
 
 def unpack_layer(shape: Shape, stack: StackConfig, tape: Tensor) -> dict[str, Tensor]:
-    """The inverse of `pack_layer`, as the matrices that `LayerWeights.fused` makes: qkv, o, gate_up, down.
-
-    What csrc/unpack.cu does on a GPU.
-    """
+    """The inverse of `pack_layer`, as the matrices that `LayerWeights.fused` makes: what csrc/unpack.cu does on a
+    GPU."""
     h, f, d = stack.hidden_size, stack.intermediate_size, stack.head_dim
     matrices = layer_matrices(stack, shape.group)
     parts = tape.split([dealt.elements for dealt in matrices.values()], 1)

@@ -58,10 +58,8 @@ class TapeRows:
     """Passes of up to ROWS rows through all layers of a tape. One thread and one CUDA stream at a time."""
 
     def __init__(self, shape: Shape, weights: Mapping[str, Tensor], launch: Launch | None = None) -> None:
-        """shape, weights: as `TapeStack`'s. launch: a kernel by name, in place of CUDA's, for tests.
-
-        Raises BackendUnavailable where csrc/rows.cu cannot be used.
-        """
+        """shape, weights: as `TapeStack`'s. launch: a kernel by name, in place of CUDA's, for tests. Raises
+        BackendUnavailable where csrc/rows.cu cannot be used."""
         c = shape.talker
         self._shape, self._tape = shape, weights["talker_tape"]  # (blocks, layers, elements)
         self._norms, self._heads = weights["talker_norms"], weights["talker_qk"]  # (layers, 2, H), (layers, 2, D)
@@ -93,13 +91,10 @@ class TapeRows:
 
 
 class TapeStack(Stack):
-    """The talker whose tape, norms and head norms `mktts.kernel.tape.stack_weights` made, with room for one layer.
-
-    `layer_weights` writes a layer's matrices into that room, in the work queued on the current CUDA stream (on the CPU
-    at once), so that a CUDA graph holds it too. Writing the next layer ahead, on a second stream into a second room,
-    was slower on an H200: 2.68 ms for ten rows of 28 layers instead of 2.56.
-    One thread and one CUDA stream at a time. The room is 30 MiB at 0.6B and 96 MiB at 1.7B.
-    """
+    """The talker whose tape, norms and head norms `mktts.kernel.tape.stack_weights` made, with room for one layer (30
+    MiB at 0.6B, 96 MiB at 1.7B): `layer_weights` writes its matrices there, in the work queued on the current CUDA
+    stream, so that a CUDA graph holds it too. Writing the next layer ahead, into a second room, was slower on an H200.
+    One thread and one CUDA stream at a time."""
 
     def __init__(self, shape: Shape, weights: Mapping[str, Tensor]) -> None:
         """Raises BackendUnavailable where csrc/unpack.cu cannot be used."""

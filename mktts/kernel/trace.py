@@ -1,8 +1,6 @@
-"""What happens inside a launch: the marks that a build of csrc/ with -DTRACE leaves, read back.
-
-Every block notes the clock of its multiprocessor when its first thread passes a point (csrc/state.cuh, `mark`). From
-one mark to the next is a phase. `TracedBackend` records marks on a card, everything else here reads them anywhere.
-"""
+"""What happens inside a launch: the marks that a build of csrc/ with -DTRACE leaves, read back. Every block notes the
+clock of its multiprocessor when its first thread passes a point (csrc/state.cuh, `mark`); from one mark to the next is
+a phase."""
 
 from __future__ import annotations
 
@@ -82,11 +80,9 @@ def phases_of(points: np.ndarray) -> list[Phase]:
 
 @dataclass(frozen=True)
 class Marks:
-    """Of one launch. Clocks of different blocks have no common zero.
-
-    points (n,): in order, the same for all blocks. cycles (blocks, n) int64: never falling. starved (blocks, n) int64:
-    cycles for which the marking warp waited for weights since its mark before.
-    """
+    """Of one launch; clocks of different blocks have no common zero. points (n,): in order, the same for all blocks.
+    cycles (blocks, n) int64: never falling. starved (blocks, n) int64: cycles for which the marking warp waited for
+    weights."""
 
     points: np.ndarray
     cycles: np.ndarray
@@ -94,10 +90,8 @@ class Marks:
 
 
 def decode(words: np.ndarray) -> Marks:
-    """Marks from the kernel's words (blocks, room) uint64, 0 where none was left.
-
-    Raises EngineError where blocks left different marks, or more than there was room for.
-    """
+    """Marks from the kernel's words (blocks, room) uint64, 0 where none was left. Raises EngineError where blocks left
+    different marks, or more than there was room for."""
     words = np.asarray(words, np.uint64)
     points = (words >> np.uint64(_CLOCK_BITS + _STARVED_BITS)).astype(np.int64)
     count = int((points[0] != 0).sum())
@@ -111,11 +105,9 @@ def decode(words: np.ndarray) -> Marks:
 
 
 def steady(marks: Marks, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cycles of each phase, and for how many of them its warp waited for weights, both (frames, blocks, P): of the
-    frames of a launch that follow one another without a pause. The first is left out, and the last, which none follows.
-
-    Raises EngineError where the launch's marks are not those of at least three whole frames of `points`.
-    """
+    """Cycles of each phase, and for how many of them its warp waited for weights, both (frames, blocks, P): of a
+    launch's frames but the first and the last. Raises EngineError where its marks are not those of at least three whole
+    frames of `points`."""
     each = len(points)
     frames, rest = divmod(len(marks.points), each)
     if rest or frames < 3 or (marks.points.reshape(frames, -1) != points).any():
@@ -128,13 +120,10 @@ def steady(marks: Marks, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class TracedBackend(MegakernelBackend):
-    """The frame kernel in three builds: as it is, with marks, and with marks but without its stream of weights.
-
-    Streams never end by themselves. Without the stream a frame's codes mean nothing; its times do.
-    """
+    """The frame kernel in three builds: as it is, with marks, and with marks but without its stream of weights, where a
+    frame's times mean something and its codes nothing. Streams never end by themselves."""
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], device: torch.device | str = "cuda") -> None:
-        """Raises BackendUnavailable as `MegakernelBackend`."""
         super().__init__(config, tensors, device)
         self._fixed.ends[:] = [-1] * 4
         self.points = frame_points(config.talker.num_hidden_layers, config.predictor.num_hidden_layers)
@@ -147,10 +136,8 @@ class TracedBackend(MegakernelBackend):
         ]
 
     def traced(self, state: MegakernelStream, rows: Sequence[Tensor], still: bool = False) -> tuple[list[Frame], Marks]:
-        """As `frames`, of a stream that has made one: the frames of one launch, and its marks.
-
-        still: by the build without the stream of weights.
-        """
+        """As `frames`, of a stream that has made one: the frames of one launch, and its marks. still: without the
+        stream of weights."""
         usual, self._launcher = self._launcher, self._marking[still]
         self._room.zero_()
         fill_pointers(state.params, {"trace": self._room})

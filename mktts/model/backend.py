@@ -1,8 +1,5 @@
-"""The one interface between a model and the synthesizer, implemented by the torch oracle and the megakernel.
-
-A backend owns weights; everything about one utterance lives in the `StreamState` it returns, so any
-number of open streams can take turns on one backend. A backend is not thread-safe: one thread owns it.
-"""
+"""The one interface between a model and the engine, implemented by the torch oracle and the megakernel. A backend owns
+weights; everything about one utterance lives in the `StreamState` it returns. One thread owns a backend."""
 
 from __future__ import annotations
 
@@ -72,26 +69,18 @@ class Backend(Protocol):
         """Lets go of what is kept for prompts with this voice."""
 
     def start(self, prompt: PromptRows, sampling: Sampling, seed: int | None, max_frames: int) -> StreamState:
-        """Prefills the prompt's L rows and returns a stream that can make up to `max_frames` frames.
-
-        A backend may keep what it computed for the prompt's prefix and use it again under the same key.
-        Raises CapacityError where L + max_frames exceeds the model's positions, SamplingError for a seed outside
-        [0, 2^64) or draws that the backend does not make.
-        """
+        """Prefills the prompt's L rows and returns a stream that can make up to `max_frames` frames; what was computed
+        for the prefix may be kept under its key. Raises CapacityError where L + max_frames exceeds the model's
+        positions, SamplingError for a seed outside [0, 2^64) or draws that the backend does not make."""
 
     def step(self, state: StreamState, row: Tensor | None) -> Frame:
-        """Makes the next frame.
-
-        `row` (H,) is the text embedding added to the previous frame's sixteen code embeddings to form
-        the talker's next input; it is None exactly on the first call, whose talker input was the prompt.
-        After end-of-speech or `max_frames` frames, step must not be called again (CapacityError).
-        """
+        """Makes the next frame. row (H,): the text embedding that is added to the newest frame's code embeddings; None
+        exactly on the first call, whose input was the prompt. Raises CapacityError after end-of-speech or `max_frames`
+        frames."""
 
     def frames(self, state: StreamState, rows: Sequence[Tensor | None]) -> Iterator[Frame]:
-        """As many steps as there are `rows`, ending early after end-of-speech; frames are yielded as they are made.
-
-        Closing the iterator ends the work within one frame; the stream then must not be used again.
-        """
+        """As many steps as there are `rows`, ending early after end-of-speech, each frame as it is made. Closing the
+        iterator ends the work within one frame; the stream then must not be used again."""
 
 
 def device_named(name: str | torch.device) -> torch.device:
@@ -114,9 +103,7 @@ def device_named(name: str | torch.device) -> torch.device:
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 on CUDA, as the weights are stored; float32 on the CPU.
-
-    On a CPU bfloat16 halves the memory, and pays only for large models where the processor has bfloat16 units: with
-    AMX it took 0.77 of float32's time a frame at 0.6B and 1.65 at tiny size; without, products alone took 1.4 to 5.
-    """
+    """bfloat16 on CUDA, as the weights are stored; float32 on the CPU, where bfloat16 halves the memory, and pays only
+    for large models on a processor with bfloat16 units (AMX: 0.77 of float32's time a frame at 0.6B, 1.65 at tiny
+    size)."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -23,10 +23,8 @@ class Recorded(NamedTuple, Generic[Result]):
 
 @contextmanager
 def _captures() -> Iterator[None]:
-    """Graphs are captured inside: by one thread at a time, and no garbage is collected.
-
-    If the collector freed another graph during a capture (an unreachable synthesizer's), CUDA would end that capture.
-    """
+    """Graphs are captured inside: by one thread at a time, and no garbage is collected, since freeing another graph
+    would end the capture."""
     with _CAPTURE:
         collecting = gc.isenabled()
         gc.disable()
@@ -38,12 +36,11 @@ def _captures() -> Iterator[None]:
 
 
 def record(work: Callable[[], Result], pool: Any, side: torch.cuda.Stream, warm_ups: int = 1) -> Recorded[Result]:
-    """Runs `work` `warm_ups` times on `side`, then records it. Its `result` is what `work` returned while recorded.
+    """Runs `work`, which reads and writes static tensors only, `warm_ups` times on `side`, then records it: libraries
+    make what they need in the first run. Its `result` is what `work` returned while recorded.
 
-    `work` reads and writes static tensors only. Running it once before is for what must not happen inside a capture
-    (library handles, workspaces, module loading): 0 only where the caller has run it on `side` itself.
-    Graphs of one `pool` (None: a pool of the graph's own) share working memory, so they must not run at the same time.
-    `side` is the caller's, one for all its graphs: libraries keep workspaces per stream.
+    pool: graphs of one share working memory, so they must not run at the same time; None: a pool of its own. side: the
+    caller's, one for all its graphs.
     """
     with _captures():
         side.wait_stream(torch.cuda.current_stream())

@@ -102,10 +102,8 @@ class TorchBackend:
 
     @torch.inference_mode()
     def open(self, embeds: Tensor, sampling: Sampling, seed: int | None, max_frames: int | None = None) -> TorchStream:
-        """A stream behind the prompt `embeds` (L, H), which its first frame reads. Errors as of `Backend.start`.
-
-        max_frames: None takes memory as frames come.
-        """
+        """A stream behind the prompt `embeds` (L, H), which its first frame reads. max_frames: None takes memory as
+        frames come. Errors as of `Backend.start`."""
         check_start(embeds, self.config.talker.hidden_size, 1 if max_frames is None else max_frames)
         seed, grows = checked_seed(seed), max_frames is None
         positions = self.config.talker.max_position_embeddings if grows else len(embeds) + max_frames
@@ -145,11 +143,8 @@ class TorchBackend:
     @torch.inference_mode()
     def tick(self, streams: Sequence[TorchStream], rows: Sequence[Tensor | None]) -> Tensor:
         """One frame of each of the streams -> codes (B, 16) int64; those of one that has `ended` mean nothing, and code
-        0 is -1 where the model gave no number.
-
-        rows: the text embedding (H,) added to the newest codes' embeddings; None exactly where a stream has a prompt to
-        read: otherwise raises PromptError, before anything is changed.
-        """
+        0 is -1 where the model gave no number. rows: text embeddings (H,), None exactly where a stream has a prompt to
+        read: otherwise raises PromptError, before anything is changed."""
         if [row is None for row in rows] != [stream.prompt is not None for stream in streams]:
             raise PromptError("expected no row at a stream's first tick and one at every later tick")
         self._advance(streams, rows)
@@ -211,10 +206,8 @@ class TorchBackend:
         return torch.cat((code0[:, None], made[:, 1:]), 1)
 
     def predicted(self, hidden: Tensor, code0: Tensor, draw: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """The talker's hidden states (B, H) and code 0 (B,) -> all codes (B, 16) int64.
-
-        draw: (codebook, logits (B, V) fp32) -> codes (B,) of that book.
-        """
+        """The talker's hidden states (B, H) and code 0 (B,) -> all codes (B, 16) int64. draw: (codebook, logits (B, V)
+        fp32) -> codes (B,) of that book."""
         count, codes = hidden.shape[0], [code0]
         frame = self.predictor.new_frame(count)
         x = torch.stack((hidden, self.code_tables[0][code0]), 1)

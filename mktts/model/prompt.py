@@ -1,19 +1,13 @@
 """Prompt layouts of every Qwen3-TTS mode, as embeddings for the talker.
 
-A prompt is an optional instruction, three role rows (`<|im_start|>assistant\\n`), the language tags, the speaker,
-and then the text in one of two layouts:
+A prompt is an optional instruction, three role rows (`<|im_start|>assistant\n`), the language tags, the speaker, and
+then the text. Whole layout: every text token is in the prompt, and every later frame adds the pad embedding. Streaming
+layout: the prompt ends with the first text token (or the reference frames), and token t + 1 is added after frame t.
+Both are upstream's; in the streaming layout a `FedPrompt` takes text that arrives later.
 
-* whole: every text token is in the prompt; every later frame adds the pad embedding.
-* streaming: the prompt ends with the first text token (or the reference frames); token t + 1 is added after frame t.
-
-Both are upstream's (`non_streaming_mode` True and False). What upstream lacks is
-`FedPrompt`: in the streaming layout the text may arrive later, piece by piece.
-
-The prefix of a prompt is the rows in front that are the same bits for every text: instruction, role, tags and speaker
-in both layouts. The next row is the first that text enters: the text's first row, or for an in-context voice the
-transcript's. A transcript's rows do not depend on the text in meaning, but in bits: `build` projects transcript and
-text in one matrix product, as upstream does, and that rounds by its number of rows. `FedPrompt` projects row by row, so
-there the prefix goes on through the transcript, up to the text's first token.
+The prefix of a prompt is the rows in front that are the same bits for every text: instruction, role, tags and speaker.
+A transcript's rows are not: `of_checked` projects transcript and text in one matrix product, as upstream does, which
+rounds by its number of rows. `FedPrompt` projects row by row, so there the prefix goes on through the transcript.
 """
 
 from __future__ import annotations
@@ -81,10 +75,8 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Builds prompts for one checkpoint. `tensors` carries the Hub's names.
-
-    The text embeddings stay where their tensor is, see `TextTable`. Everything else is computed on `device`.
-    """
+    """Builds prompts for one checkpoint, on `device`; text embeddings stay where their tensor is, see `TextTable`.
+    tensors: by Hub name."""
 
     def __init__(
         self,
@@ -116,11 +108,8 @@ class PromptBuilder:
     # ---- public
 
     def check(self, request: Request) -> Request:
-        """The request in the checkpoint's spelling, its text stripped, what it leaves out filled in: what
-        `of_checked` takes.
-
-        Where no speaker is named, the checkpoint's first speaks. Raises PromptError or TextError.
-        """
+        """The request as `of_checked` takes it: in the checkpoint's spelling, its text stripped, what it leaves out
+        filled in; where no speaker is named, the checkpoint's first speaks. Raises PromptError or TextError."""
         config = self.config
         if not isinstance(request.text, str):
             raise TextError(f"text must be a str, got {type(request.text).__name__}")
@@ -149,46 +138,35 @@ class PromptBuilder:
         return replace(request, text=text, language=language, speaker=speaker, instruct=instruct, layout=layout)
 
     def build(self, request: Request) -> Prompt:
-        """`of_checked(check(request))`."""
         return self.of_checked(self.check(request))
 
     def of_checked(self, request: Request, spoken: SpokenRows | None = None) -> Prompt:
-        """The prompt of a whole text, bit-equal to upstream's embeddings. `request` comes from `check`.
-
-        spoken: text rows of whole prompts are taken from it instead of being computed; those were projected in products
-        of other sizes, which round differently. Raises TextError where it has no text.
-        """
+        """The prompt of a whole text, bit-equal to upstream's embeddings. request: from `check`. spoken: rows of whole
+        prompts are taken from it; they come of products of other sizes, which round differently. Raises TextError where
+        it has no text."""
         ids = self.tokenizer.encode(request.text)
         if not ids:
             raise TextError("expected text to speak, got an empty text")
-        head, special = self._head(request)
-        if request.layout == "whole" and spoken is not None and not _in_context(request):
+        (head, special), in_context = self._head(request), _in_context(request)
+        text_ids = self.reference_ids(request) + ids if in_context else ids  # rows of one product
+        trailing: Tensor | Callable[[], Tensor] = special.nothing
+        if request.layout == "whole" and spoken is not None and not in_context:
             embeds = spoken.prompt(head, ids, special.end)
-            return Prompt(embeds, special.nothing, special.pad_row, len(ids), len(head), self._prefix_key(request))
-        if request.layout == "whole":
-            body, trailing = self._whole_body(request, ids, special), special.nothing
-        elif _in_context(request):
-            text = torch.cat((self._text_side(request, ids), special.eos))
-            first, trailing = self._streaming_body(request, text, special)
-            body = (first,)
+        elif request.layout == "whole":
+            # All text rows against codec_pad, then the codec side, reference frames included, against tts_pad.
+            codec = self._codec_side(request, special) + special.pad if in_context else special.codec_begin
+            embeds = torch.cat((head, self.text_rows(text_ids) + special.codec_pad, special.text_end, codec))
+        elif in_context:
+            text = torch.cat((self.text_rows(text_ids), special.eos))
+            body, trailing = self._streaming_body(request, text, special)
+            embeds = torch.cat((head, body))
         else:
             # The first token's row and the others' come of two products, as upstream has it.
-            body = (self.text_rows(ids[:1]) + special.codec_bos,)
+            embeds = torch.cat((head, self.text_rows(ids[:1]) + special.codec_bos))
             trailing = partial(self._rest, ids[1:], special)
-        embeds = torch.cat((head, *body))
         return Prompt(embeds, trailing, special.pad_row, len(ids), len(head), self._prefix_key(request))
 
     # ---- used by FedPrompt
-
-    def text_rows_in_prompt(self, request: Request) -> int:
-        """How many rows of (reference transcript, text, end-of-text) the streaming prompt holds at most."""
-        return 1 if not _in_context(request) else 1 + len(request.voice.codes)
-
-    def reference_rows(self, request: Request) -> list[Tensor]:
-        """Text rows (H,) that come before the text's own: the transcript of an in-context voice."""
-        if not _in_context(request):
-            return []
-        return list(self.text_rows(self._reference_ids(request)))
 
     def fed_prompt(self, request: Request, rows: Sequence[Tensor], reference_rows: int) -> PromptRows:
         """The streaming prompt. `rows` are the text rows so far, each (H,); the first `reference_rows` are a
@@ -270,19 +248,9 @@ class PromptBuilder:
             parts.insert(0, self.text_rows([text.im_start, *turn, text.im_end, *self._role[2:]]))
         return torch.cat(parts), _Special.of(pad, eos, *self._codec_rows([codec.pad, codec.bos]).split(1))
 
-    def _text_side(self, request: Request, ids: list[int]) -> Tensor:
-        """Text rows in one product: with the transcript's, where the voice has one, and all of the text."""
-        return self.text_rows(self._reference_ids(request) + ids if _in_context(request) else ids)
-
-    def _reference_ids(self, request: Request) -> list[int]:
+    def reference_ids(self, request: Request) -> list[int]:
+        """Of the transcript of an in-context voice, which comes before the text."""
         return self.tokenizer.encode(request.voice.transcript.strip())
-
-    def _whole_body(self, request: Request, ids: list[int], special: _Special) -> tuple[Tensor, ...]:
-        """All text rows against codec_pad, then the codec side (reference frames included) against tts_pad."""
-        text = self._text_side(request, ids) + special.codec_pad
-        if not _in_context(request):
-            return text, special.text_end, special.codec_begin
-        return text, special.text_end, self._codec_side(request, special) + special.pad
 
     @torch.inference_mode()
     def _rest(self, ids: list[int], special: _Special) -> Tensor:
@@ -321,16 +289,12 @@ class PromptBuilder:
 
 
 class FedPrompt:
-    """Talker input of one utterance whose text arrives piece by piece. Streaming layout; not thread-safe.
-
-    `embeds` exists once `ready`; `row` returns None while its token has not arrived and the text is open.
-    """
+    """Talker input of one utterance whose text arrives piece by piece, in the streaming layout. `embeds` exists once
+    `ready`; `row` returns None while its token has not arrived and the text is open."""
 
     def __init__(self, builder: PromptBuilder, request: Request) -> None:
-        """`request` comes from `PromptBuilder.check`, in the streaming layout; its text is the first piece, or empty.
-
-        Raises PromptError for another layout.
-        """
+        """request: from `PromptBuilder.check`; its text is the first piece, or empty. Raises PromptError for another
+        layout."""
         if request.layout != "streaming":
             raise PromptError(f"text that arrives later needs the streaming layout, got layout={request.layout!r}")
         self._builder = builder
@@ -338,9 +302,13 @@ class FedPrompt:
         self._tokens = IncrementalTokenizer(builder.tokenizer)
         self.text_tokens = 0
         self.text_ended = False
-        self._rows = builder.reference_rows(request)  # then one per text token, then end-of-text
+        # Rows (H,) of the transcript of an in-context voice, then one per text token, then end-of-text; and how many of
+        # them the prompt holds at most.
+        self._rows, self._in_prompt = [], 1
+        if _in_context(request):
+            self._rows += builder.text_rows(builder.reference_ids(request))
+            self._in_prompt += len(request.voice.codes)
         self._reference_rows = len(self._rows)
-        self._in_prompt = builder.text_rows_in_prompt(request)
         self._prompt: PromptRows | None = None
         self.pad = builder.special_rows(builder.config.text_ids.tts_pad)[0]
         self.push(request.text)
@@ -415,7 +383,6 @@ class TextTable:
             self._numbers = numbers(table)
 
     def __len__(self) -> int:
-        """V."""
         return len(self._table)
 
     def rows(self, ids: Sequence[int]) -> Tensor:
@@ -436,11 +403,8 @@ def numbers(table: Tensor) -> np.ndarray:
 
 
 def gather(table: np.ndarray, ids: Sequence[int], out: np.ndarray) -> None:
-    """Writes rows of a table (V, E) to `out` (N, E), N > 0. Raises IndexError for an id that is not in the table.
-
-    In the calling thread alone: torch's own operator wakes all its threads for 16 rows and more, which takes longer
-    than the copy, and very long where they find no core.
-    """
+    """Writes rows of a table (V, E) to `out` (N, E), N > 0, in the calling thread alone: torch's operator wakes all its
+    threads, which takes longer than the copy. Raises IndexError for an id that is not in the table."""
     if min(ids) < 0 or max(ids) >= len(table):
         raise IndexError(f"ids must be 0 to {len(table) - 1}, got {min(ids)} to {max(ids)}")
     np.take(table, np.array(ids, np.int64), axis=0, out=out, mode="clip")  # "raise" would copy twice
@@ -448,10 +412,8 @@ def gather(table: np.ndarray, ids: Sequence[int], out: np.ndarray) -> None:
 
 @dataclass(frozen=True, eq=False)
 class AddressedRows:
-    """A prompt (L, H) whose rows are read where they lie.
-
-    addresses (L,) int64. like: a tensor of the rows' width, dtype and device. kept: what they lie in.
-    """
+    """A prompt (L, H) whose rows are read where they lie. addresses (L,) int64. like: a tensor of the rows' width,
+    dtype and device. kept: what they lie in."""
 
     addresses: np.ndarray
     like: Tensor

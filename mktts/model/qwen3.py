@@ -1,8 +1,7 @@
 """Qwen3 decoder stacks in plain PyTorch, over rows of any number of streams; keys and values are the caller's.
 
-The talker and the code predictor are both such a stack. `Qwen3Stack` rounds where transformers 4.57 rounds (sdpa
-attention): in bf16 every intermediate named in upstream's modules is rounded to bf16, RMSNorm computes in fp32, and
-rotary angles are fp32; that makes the greedy codes of one stream equal to upstream's on CPU.
+`Qwen3Stack` rounds where transformers 4.57 rounds (sdpa attention): in bf16 every intermediate named in upstream's
+modules, RMSNorm in fp32, rotary angles in fp32; that makes the greedy codes of one stream equal to upstream's on CPU.
 Talker M-RoPE has equal temporal, height and width positions, so it is ordinary RoPE.
 """
 
@@ -20,13 +19,77 @@ from torch import Tensor
 from mktts.errors import CapacityError
 from mktts.spec import NUM_CODEBOOKS, StackConfig
 
+# Below, MKL sums in another order: one row on all processors, two and three on some (AMD, with AVX-512).
+LEAST_ROWS = 4
+_LONGEST_SUM = 768  # terms
+_LARGE = 1 << 20  # values of a matrix that stays in no core's cache
+
+
+def filled_up(x: Tensor) -> Tensor:
+    """Rows (R, ...), and the first one again up to `LEAST_ROWS`, so that a BLAS makes the same of each of them."""
+    missing = LEAST_ROWS - x.shape[0]
+    return x if missing <= 0 else torch.cat((x, x[:1].expand(missing, *x.shape[1:])))
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x @ weight + bias, on a CPU in fp32 with rows that do not depend on how many there are: a BLAS cuts long sums by
+    the number of rows, so sums are cut here, short enough for MKL to leave alone, and few rows are filled up to
+    `LEAST_ROWS`."""
+
+    weight: Tensor  # (in, out), or as oneDNN has packed it
+    bias: Tensor | None = None
+
+    @classmethod
+    def load(cls, tensors: Mapping[str, Tensor], name: str, bias: bool = True) -> Linear:
+        """From a linear layer or a convolution of kernel 1."""
+        weight = tensors[f"{name}.weight"]
+        return cls(weight.flatten(1).t().contiguous(), tensors[f"{name}.bias"] if bias else None)
+
+    @classmethod
+    def packed(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """From `weight` (out, in) in fp32, which is not read again. A large matrix is packed: MKL would copy it first,
+        twice the time of a row."""
+        known = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
+        if known and weight.numel() >= _LARGE:
+            return cls(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), LEAST_ROWS), bias)
+        return cls(weight.t().contiguous(), bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` (..., in) -> (..., out)."""
+        if x.dim() > 2:
+            return self(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        if not self.weight.is_mkldnn:
+            if x.device.type != "cpu" or x.dtype == torch.bfloat16:
+                return self._product(x, self.weight, None, None)
+            if x.shape[0] < LEAST_ROWS:
+                return self.of_rows(filled_up(x))[: x.shape[0]]
+        return self.of_rows(x)
+
+    def of_rows(self, x: Tensor, onto: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """`x` (R, in) -> (R, out): added to `onto` without the bias, or written to `out`, where those are given. R is
+        at least LEAST_ROWS where the matrix is not packed."""
+        if self.weight.is_mkldnn:
+            if onto is not None:
+                return torch.ops.mkldnn._linear_pointwise.binary(x, onto, self.weight, None, "add")
+            y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return y if out is None else out.copy_(y)
+        if x.shape[1] <= _LONGEST_SUM:
+            return self._product(x, self.weight, onto, out)
+        for piece, weight in zip(x.split(_LONGEST_SUM, 1), self.weight.split(_LONGEST_SUM), strict=True):
+            onto = self._product(piece, weight, onto, out)
+        return onto
+
+    def _product(self, x: Tensor, weight: Tensor, onto: Tensor | None, out: Tensor | None) -> Tensor:
+        if onto is not None:
+            return onto.addmm_(x, weight)
+        return torch.mm(x, weight, out=out) if self.bias is None else torch.addmm(self.bias, x, weight, out=out)
+
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Weights of one decoder layer; shapes as in the checkpoint, (out, in).
-
-    `qkv` and `gate_up` are set by `fused` only: q, k, v (gate, up) are then row ranges of them.
-    """
+    """Weights of one decoder layer; shapes as in the checkpoint, (out, in). `qkv` and `gate_up` are set by `fused`
+    only: q, k, v (gate, up) are then row ranges of them."""
 
     input_norm: Tensor
     q: Tensor
@@ -74,11 +137,9 @@ CHUNK_POSITIONS = 64  # that a growing cache grows by
 
 
 class Place(NamedTuple):
-    """Where rows of a pass belong in one layer of a cache: `count` rows of each of B streams, behind `past` positions.
-
-    new: (2, B, kv heads, count, head_dim), for their keys and values. keys, values: (B, kv heads, past + count,
-    head_dim), theirs included.
-    """
+    """Where `count` rows of each of B streams belong in one layer of a cache, behind `past` positions. new: (2, B, kv
+    heads, count, head_dim), for their keys and values. keys, values: (B, kv heads, past + count, head_dim), theirs
+    included."""
 
     past: int
     count: int
@@ -90,9 +151,7 @@ class Place(NamedTuple):
 @dataclass
 class KVCache:
     """Keys (rotated) and values of streams at the same position; `length` are filled, and at most `limit` ever are.
-
-    memory: (layers, 2, B, kv heads, capacity, head_dim); the capacity grows up to the limit as it is needed.
-    """
+    memory: (layers, 2, B, kv heads, capacity, head_dim); the capacity grows up to the limit as it is needed."""
 
     memory: Tensor
     limit: int
@@ -112,10 +171,7 @@ class KVCache:
         return KVCache(self.memory.clone(), self.limit, self.length)
 
     def places(self, count: int) -> list[Place]:
-        """Those of every layer for `count` rows more of each stream, which `length` has then taken in.
-
-        Raises CapacityError when the cache is full.
-        """
+        """Those of every layer for `count` rows more of each stream. Raises CapacityError when the cache is full."""
         past, end = self.length, self.length + count
         if end > self.limit:
             raise CapacityError(f"key-value cache holds {self.limit} positions, position {end} was asked for")
@@ -127,7 +183,7 @@ class KVCache:
             self.memory = longer
         self.length = end
         new = self.memory.narrow(4, past, count).unbind()
-        keys, values = (part.narrow(3, 0, end).unbind() for part in (self.keys, self.values))
+        keys, values = (part.unbind() for part in self.memory.narrow(4, 0, end).unbind(1))
         return [Place(past, count, *views) for views in zip(new, keys, values, strict=True)]
 
 
@@ -170,10 +226,8 @@ class Qwen3Stack(Stack):
         self._table = self._turn_table(NUM_CODEBOOKS)
 
     def layer_weights(self, index: int) -> LayerWeights:
-        """As `Stack.layer_weights`; the layer is fused in place, with one more layer in memory while that is done.
-
-        Sums may then be ordered otherwise: in fp32 on the CPU results stay within 1e-5 of the separate products'.
-        """
+        """As `Stack.layer_weights`; the layer is fused in place. Sums may then be ordered otherwise: in fp32 on the CPU
+        results stay within 1e-5 of the separate products'."""
         if self.layers[index].qkv is None:
             self.layers[index] = self.layers[index].fused()
         return self.layers[index]
@@ -184,10 +238,8 @@ class Qwen3Stack(Stack):
         return lambda x: F.linear(x, weight, bias)
 
     def new_cache(self, positions: int, streams: int = 1, grows: bool = False) -> KVCache:
-        """A cache for `positions` tokens of so many streams; grows: memory is taken as they come.
-
-        Raises CapacityError beyond the model's own limit.
-        """
+        """A cache for `positions` tokens of so many streams; grows: memory is taken as they come. Raises CapacityError
+        beyond the model's own limit."""
         c = self.config
         if positions > c.max_position_embeddings:
             raise CapacityError(
@@ -199,16 +251,12 @@ class Qwen3Stack(Stack):
 
     def forward(self, x: Tensor, cache: KVCache) -> Tensor:
         """Appends `x` (B, T, H), or (B, H), to the cache of B streams; returns the normed hidden states, as many.
-
-        Raises CapacityError when the cache is full.
-        """
+        Raises CapacityError when the cache is full."""
         return self.advance(x.reshape(-1, x.shape[-1]), [cache], [x.shape[1] if x.dim() > 2 else 1]).view(x.shape)
 
     def advance(self, x: Tensor, caches: Sequence[KVCache], counts: Sequence[int]) -> Tensor:
         """Appends rows `x` (R, H) to the caches, in order, `counts[i]` to each stream of cache i -> (R, H), normed.
-
-        Raises CapacityError when a cache is full.
-        """
+        Raises CapacityError when a cache is full."""
         by_cache = [cache.places(count) for cache, count in zip(caches, counts, strict=True)]
         positions = [
             position
@@ -257,15 +305,12 @@ class Qwen3Stack(Stack):
         return tuple(part[:, None] for part in self.rotary(0, positions))
 
     def final(self, x: Tensor) -> Tensor:
-        """The final norm of rows (R, H)."""
         return rms_norm(x, self.norm, self.config.rms_norm_eps)
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, place: Place, scale: float | None = None) -> Tensor:
-    """Attention of rows (n, heads, head_dim) to themselves and what is before: (n, heads * head_dim).
-
-    Keys and values go to their place first. scale: of scores; None: 1 / root of head_dim.
-    """
+    """Attention of rows (n, heads, head_dim) to themselves and what is before: (n, heads * head_dim). Keys and values
+    go to their place first. scale: of scores; None: 1 / root of head_dim."""
     shape = place.keys.shape[0], place.count, -1, q.shape[-1]
     q, k, v = q.reshape(shape).transpose(1, 2), k.reshape(shape).transpose(1, 2), v.reshape(shape).transpose(1, 2)
     place.new[0], place.new[1] = k, v
@@ -281,13 +326,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, place: Place, scale: float | None 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension, normalised in at least fp32 and rounded before the weight, as Qwen3RMSNorm."""
-    return weight * unit_rms(x, eps)
-
-
-def unit_rms(x: Tensor, eps: float) -> Tensor:
-    """`x` over the root of its mean square, rounded to x's dtype: one kernel on CUDA. No weight, as that would skip
-    the rounding before it."""
-    return F.rms_norm(x, x.shape[-1:], eps=eps)
+    return weight * F.rms_norm(x, x.shape[-1:], eps=eps)  # with the weight given to it, it would not round before
 
 
 def inverse_frequency(head_dim: int, theta: float) -> Tensor:

@@ -1,7 +1,5 @@
-"""From logits to a code: the settings, and exactly upstream's order of operations.
-
-Order (Hugging Face logits processors as qwen-tts 0.1.1 runs them): repetition penalty, minimum length,
-suppressed ids, temperature, top-k, top-p, draw. Two random number generators can draw: see `Sampling`.
+"""From logits to a code, in upstream's order (Hugging Face logits processors as qwen-tts 0.1.1 runs them): repetition
+penalty, minimum length, suppressed ids, temperature, top-k, top-p, draw.
 
 The draws of ours follow from counters alone: the same seed, frame and codebook give the same noise anywhere.
 Philox4x32-10 is from Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). What
@@ -118,10 +116,8 @@ class Sampling:
         return {"repetition_penalty": self.repetition_penalty, **found}
 
     def with_upstream(self, given: Mapping[str, Any]) -> Sampling:
-        """These settings with those of `given`, by the names of `upstream`; other keys have no effect.
-
-        Raises SamplingError for a value out of range, TypeError or ValueError for one of another type.
-        """
+        """These settings with those of `given`, by the names of `upstream`; other keys have no effect. Raises
+        SamplingError for a value out of range, TypeError or ValueError for one of another type."""
         changes = {place: given[name] for name, place in _UPSTREAM.items() if name in given}
         return self._changed(changes, given.get("repetition_penalty"))
 
@@ -136,10 +132,8 @@ class Sampling:
         return found
 
     def with_flat(self, given: Mapping[str, Any]) -> Sampling:
-        """These settings with those of `given` in their place, by the names of `flat`; None leaves one as it is.
-
-        Raises SamplingError for an unknown name or a value out of range.
-        """
+        """These settings with those of `given` in their place, by the names of `flat`; None leaves one as it is. Raises
+        SamplingError for an unknown name or a value out of range."""
         if unknown := given.keys() - self.flat().keys():
             raise SamplingError(f"expected sampling settings of {', '.join(self.flat())}; got {', '.join(unknown)}")
         changes = {
@@ -180,11 +174,9 @@ def restrict(logits: Tensor, history: Tensor, penalty: float, eos: int) -> Tenso
 
 
 def choose(logits: Tensor, choice: Choice, randomness: Tensor | torch.Generator | None) -> Tensor:
-    """Chooses one id from `logits` (V,) fp32, -inf marking forbidden ids. Returns () int64 on the same device.
-
-    randomness: Gumbel noise (V,) fp32 on that device (`gumbel`): the id with the largest score + noise wins, the lowest
-    of equals, which is a draw from softmax(kept scores). Or the generator of rng="torch". Greedy needs neither.
-    """
+    """One id () int64 of `logits` (V,) fp32, -inf marking forbidden ones. randomness: Gumbel noise (V,) fp32
+    (`gumbel`): the id with the largest score + noise wins, the lowest of equals; or the generator of rng="torch".
+    Greedy needs neither."""
     if not choice.do_sample:
         return logits.argmax()
     if isinstance(randomness, Tensor):
@@ -217,7 +209,6 @@ class ChoiceRows:
     @staticmethod
     @lru_cache(maxsize=64)
     def of(choices: tuple[Choice, ...], device: torch.device) -> ChoiceRows:
-        """Of one choice a row."""
 
         def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)[:, None]
@@ -244,11 +235,8 @@ class ChoiceRows:
 
     def kept(self, logits: Tensor, stable: bool = True) -> Tensor:
         """Scores (B, V) fp32: logits / temperature, and -inf for what top-k and top-p leave out; rows of greedy choices
-        mean nothing. Ties with the k-th stay.
-
-        Of equal scores at top-p's border a stable sort leaves out the lower ids first. An unstable one, which upstream
-        has, leaves out whichever the processor's sorting network put first: nothing another device could repeat.
-        """
+        mean nothing. Ties with the k-th stay. Of equal scores at top-p's border a stable sort leaves out the lower ids
+        first, an unstable one, which upstream has, whichever the processor's sorting network put first."""
         scores = logits / self.temperature
         if self.top_k is not None:
             alike = isinstance(self.top_k, int)  # then nothing need be sorted, a quarter of the time
@@ -274,11 +262,8 @@ def _best(scores: Tensor) -> Tensor:
 
 
 class RestrictedRows:
-    """What code 0 is chosen from, of any number of streams: logits penalised, with -inf where an id is forbidden.
-
-    The penalty is that of repetition (Keskar et al. 2019, as in transformers). Ids above the codebook are forbidden but
-    for `eos`, and that is until MIN_NEW_FRAMES frames are made.
-    """
+    """What code 0 is chosen from: logits with the penalty of repetition (Keskar et al. 2019, as in transformers), and
+    -inf for ids above the codebook but `eos`, and for that until MIN_NEW_FRAMES frames are made."""
 
     def __init__(self, vocab_size: int, eos: int, device: torch.device) -> None:
         forbidden = torch.zeros(2, vocab_size, dtype=torch.bool)  # in the first frames, and later
@@ -300,10 +285,8 @@ class RestrictedRows:
 def philox(
     counters: Sequence[np.ndarray | int], key: tuple[np.ndarray | int, np.ndarray | int]
 ) -> tuple[np.ndarray, ...]:
-    """Philox4x32-10: four counters and the key's two words that broadcast to one shape S -> four words of that shape.
-
-    All of 32 bits, as uint64.
-    """
+    """Philox4x32-10: four counters and the key's two words that broadcast to one shape S -> four words of that shape,
+    all of 32 bits, as uint64."""
     c0, c1, c2, c3, k0, k1 = (np.asarray(part, dtype=np.uint64) for part in (*counters, *key))
     for turn in range(ROUNDS):
         step0, step1 = (np.uint64(turn * step & 0xFFFFFFFF) for step in KEY_STEPS)
@@ -315,11 +298,9 @@ def philox(
 
 
 def exact_log(x: np.ndarray) -> np.ndarray:
-    """Natural logarithm of positive normal float32, of additions and multiplications that are each rounded once.
-
-    A library's logarithm, or a fused multiply-add, would give other last bits on another machine; these come out
-    the same everywhere. The error is below 1e-7, or 1e-7 of the logarithm where that is above 1.
-    """
+    """Natural logarithm of positive normal float32, of additions and multiplications that are each rounded once: the
+    same bits on every machine, as a library's are not. Its error is below 1e-7, or 1e-7 of the logarithm where that is
+    above 1."""
     bits = x.view(np.uint32)
     m = ((bits & np.uint32(0x007FFFFF)) | np.uint32(0x3F000000)).view(np.float32)  # x = m * 2^exponent, m in [1/2, 1)
     small = m < _SQRT_HALF
@@ -379,10 +360,8 @@ class FrameNoise:
         self._books = np.concatenate((np.zeros_like(self._of_code0), books))
 
     def draw(self, seeds: Sequence[int], frames: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Noise of frame `frames[i]` of the stream of `seeds[i]`: code 0 (B, V), later codes (B, 15, V), float32.
-
-        It is 0 where code 0 must not be chosen.
-        """
+        """Noise of frame `frames[i]` of the stream of `seeds[i]`: code 0 (B, V), 0 where it must not be chosen, later
+        codes (B, 15, V), float32."""
         made = np.empty((len(seeds), len(self._blocks), _IDS), dtype=np.float32)
         for start in range(0, len(seeds), _STREAMS_AT_A_TIME):
             some = slice(start, start + _STREAMS_AT_A_TIME)

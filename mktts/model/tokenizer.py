@@ -21,10 +21,8 @@ SPLIT_PATTERN = (
 
 
 class TextTokenizer:
-    """Byte-level BPE from vocab.json and merges.txt.
-
-    Special tokens are never parsed out of text: "<|im_end|>" is ten ordinary characters, not the end of a turn.
-    """
+    """Byte-level BPE from vocab.json and merges.txt. Special tokens are never parsed out of text: "<|im_end|>" is ten
+    ordinary characters, not the end of a turn."""
 
     def __init__(self, model: BPE) -> None:
         self._normalizer = NFC()
@@ -70,18 +68,13 @@ class TextTokenizer:
         return [piece for piece, _ in self._split.pre_tokenize_str(normalized)]
 
     def encode_piece(self, piece: str) -> list[int]:
-        """Token ids of one piece of `split`."""
         return [t.id for word, _ in self._bytes.pre_tokenize_str(piece) for t in self.model.tokenize(word)]
 
 
 class IncrementalTokenizer:
     """Token ids of a text that arrives in parts: what `push` and `finish` return, joined, is `encode(text.strip())`.
-
-    `push` returns every id that no continuation can change and holds the rest back: the last piece of the split
-    (a letter may still join it), whitespace at the end (a line break may still join it, or the text may end, and
-    ends are stripped), and a last character that may still combine with an accent. A piece is a word where words are
-    spaced; in Chinese or Japanese it is all letters up to the next punctuation.
-    """
+    `push` holds back what a continuation can change: the last piece of the split, whitespace at the end, and a last
+    character that may still combine with an accent."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -125,11 +118,8 @@ class IncrementalTokenizer:
 
 
 def _last_starter(text: str) -> int:
-    """Index of the last character that is no combining mark (0 where there is none).
-
-    Normal form C never changes what stands before it, whatever follows: marks reorder and compose only with the
-    starter before them (Unicode Standard Annex 15).
-    """
+    """Index of the last character that is no combining mark (0 where there is none): normal form C never changes what
+    stands before it, whatever follows (Unicode Standard Annex 15)."""
     for i in range(len(text) - 1, -1, -1):
         if unicodedata.combining(text[i]) == 0:
             return i

@@ -1,7 +1,4 @@
-"""A cloned voice: what a Base checkpoint hears in a reference recording, kept in one file.
-
-`mktts.synth.cloning.clone_voice` makes one.
-"""
+"""A cloned voice: what a Base checkpoint hears in a reference recording (`mktts.synth.cloning`), kept in one file."""
 
 from __future__ import annotations
 
@@ -25,10 +22,8 @@ _FORMAT = "mktts-voice-1"
 
 @dataclass(frozen=True, eq=False)
 class Voice:
-    """Speaker embedding alone (x-vector), or with the reference's codes and transcript (in-context cloning).
-
-    In-context cloning continues the reference, which is closer to it; its codes are part of every prompt.
-    """
+    """Speaker embedding alone (x-vector), or with the reference's codes and transcript (in-context cloning), which are
+    then part of every prompt."""
 
     embedding: Tensor  # (H,) floating, on the CPU; H is the talker's hidden size
     codes: Tensor | None  # (T, 16) int64, on the CPU

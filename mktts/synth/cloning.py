@@ -1,8 +1,5 @@
-"""Makes a voice from a reference recording, for a Base checkpoint.
-
-The speaker encoder and the codec encoder are upstream's own modules, and upstream's own method drives them, so a
-voice equals what `create_voice_clone_prompt` makes, bit for bit.
-"""
+"""Makes a voice from a reference recording, for a Base checkpoint: upstream's own modules, driven by upstream's own
+method, so a voice equals what `create_voice_clone_prompt` makes, bit for bit."""
 
 from __future__ import annotations
 
@@ -38,10 +35,9 @@ def clone_voice(
 ) -> Voice:
     """Makes a voice from a reference recording, in-context where `transcript` is given.
 
-    `audio` is a file, or samples (S,) or (S, channels) with their `sample_rate_hz`: floats in [-1, 1] or signed
-    integers. Channels are averaged and any rate is resampled, as upstream does. `dtype` is the speaker
-    encoder's; the codec encoder runs in float32.
-    Raises VoiceError for unusable audio or a checkpoint that is not Base, BackendUnavailable without qwen-tts.
+    audio: a file, or samples (S,) or (S, channels) with their `sample_rate_hz`, floats in [-1, 1] or signed integers;
+    channels are averaged and any rate is resampled. dtype: the speaker encoder's. Raises VoiceError for unusable audio
+    or a checkpoint that is not Base, BackendUnavailable without qwen-tts.
     """
     if not checkpoint.config.type.clones:
         raise VoiceError(

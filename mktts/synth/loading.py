@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -30,70 +30,51 @@ _WIDE = 512  # hidden size from which a matrix-vector product gains from a secon
 _CPU_STREAMS, _CPU_BYTES = 32, 2 << 30
 
 
-@dataclass(frozen=True)
+@dataclass
 class Loading:
-    """Checked arguments of `Synthesizer.load`."""
+    """Arguments of `Synthesizer.load`, checked. single, together: which lanes are wanted. Raises BackendUnavailable and
+    OptionsError."""
 
     backend: str
-    device: torch.device
-    dtype: torch.dtype
-    single: bool
-    together: bool
+    device: Any
+    dtype: torch.dtype | None
+    cpu_threads: int | None
+    engine: str
     deterministic: bool | None
-    batch: BatchSettings
-    own_threads: bool = False  # nobody said how many threads an operator may use
+    batch: BatchSettings | None
 
-    @classmethod
-    def checked(
-        cls,
-        backend: str,
-        device: str,
-        dtype: torch.dtype | None,
-        cpu_threads: int | None,
-        engine: str,
-        deterministic: bool | None,
-        batch: BatchSettings | None,
-    ) -> Loading:
-        """Raises BackendUnavailable and OptionsError, see `Synthesizer.load`."""
-        one_of("backend", backend, get_args(BackendName), BackendUnavailable)
-        one_of("engine", engine, get_args(EngineChoice))
-        where = device_named(device)
-        dtype = default_dtype(where) if dtype is None else dtype
-        one_of("dtype", dtype, (torch.bfloat16, torch.float32), BackendUnavailable)
-        if cpu_threads is not None:
-            checked_int("cpu_threads", cpu_threads, 1, error=BackendUnavailable)
-        if deterministic and engine == "single":
+    def __post_init__(self) -> None:
+        one_of("backend", self.backend, get_args(BackendName), BackendUnavailable)
+        one_of("engine", self.engine, get_args(EngineChoice))
+        self.device = device_named(self.device)
+        self.dtype = default_dtype(self.device) if self.dtype is None else self.dtype
+        one_of("dtype", self.dtype, (torch.bfloat16, torch.float32), BackendUnavailable)
+        if self.cpu_threads is not None:
+            checked_int("cpu_threads", self.cpu_threads, 1, error=BackendUnavailable)
+        if self.deterministic and self.engine == "single":
             raise OptionsError("deterministic=True is a promise of the batch engine: leave engine='single' out")
-        together = engine == "batch" or bool(deterministic)
-        if together and backend not in ("auto", "torch"):
+        asked = self.engine == "batch" or bool(self.deterministic)
+        if asked and self.backend not in ("auto", "torch"):
             raise BackendUnavailable(
                 f"the batch engine, which engine='batch' and deterministic=True take, does not run on backend "
-                f"{backend!r}: leave the backend out"
+                f"{self.backend!r}: leave the backend out"
             )
-        if not isinstance(batch, BatchSettings | None):
-            raise OptionsError(f"batch must be BatchSettings or None, got {type(batch).__name__}")
-        together = together or (engine == "auto" and backend == "auto")
-        single = engine == "single" or (engine == "auto" and not deterministic)
-        return cls(
-            backend, where, dtype, single, together, deterministic, batch or BatchSettings(), cpu_threads is None
-        )
+        if not isinstance(self.batch, BatchSettings | None):
+            raise OptionsError(f"batch must be BatchSettings or None, got {type(self.batch).__name__}")
+        self.batch = self.batch or BatchSettings()
+        self.together = asked or (self.engine == "auto" and self.backend == "auto")
+        self.single = self.engine == "single" or (self.engine == "auto" and not self.deterministic)
 
 
 def default_cpu_threads(checkpoint: Checkpoint) -> int | None:
-    """1 for small models, None (torch's own choice) for the released sizes.
-
-    A small model's operators take microseconds, and waking a second thread for each costs more than it saves: at 64
-    wide, one frame on the worker took 8.6 ms with one thread and 25 ms with two.
-    """
+    """1 for small models, None (torch's own choice) for the released sizes: at 64 wide, where waking a second thread
+    costs more than it saves, one frame on the worker took 8.6 ms with one thread and 25 ms with two."""
     return 1 if checkpoint.config.talker.hidden_size < _WIDE else None
 
 
 def load_engine(checkpoint: Checkpoint, wanted: Loading, threads: int | None) -> Engine:
-    """The engine with the lanes that are wanted. threads: that one operator may use on a CPU.
-
-    Where both kinds of lanes are wanted, a GPU gets those of many streams when they are needed: they take most of the
-    memory, and seconds.
-    """
+    """The engine with the lanes that are wanted. threads: that one operator may use on a CPU. Where both kinds are
+    wanted, a GPU gets those of many streams when they are needed: they take most of the memory, and seconds."""
     admission = Admission()
     made_for = (checkpoint.folder.resolve(), checkpoint.revision, wanted.dtype, wanted.backend, wanted.batch)
     key = "; ".join(map(str, (machine_key(wanted.device, threads), *made_for)))
@@ -147,13 +128,13 @@ def single_runner(
 
 
 def _upstream_runner(checkpoint: Checkpoint, wanted: Loading, admission: Admission) -> Runner:
-    from mktts.engine.upstream import UpstreamLanes, UpstreamPrompts, load_upstream
+    from mktts.engine.upstream import UpstreamLanes, UpstreamPrompt, UpstreamPrompts, load_upstream
 
     # The builder only checks requests and counts tokens; on the CPU in the stored dtype its tables stay on disk.
     prompts = UpstreamPrompts(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)
     positions = checkpoint.config.talker.max_position_embeddings
     lanes = UpstreamLanes(load_upstream(checkpoint, wanted.dtype, wanted.device), positions)
-    return Runner(lanes, Voices(prompts, fed=None), admission)
+    return Runner(lanes, Voices(prompts, UpstreamPrompt.open), admission)
 
 
 def batch_runner(checkpoint: Checkpoint, wanted: Loading, single: Runner | None, admission: Admission) -> Runner:
@@ -178,7 +159,7 @@ def batch_runner(checkpoint: Checkpoint, wanted: Loading, single: Runner | None,
             settings.memory_bytes or _CPU_BYTES,
             wanted.dtype,
             # operators of one thread each leave the other cores to it
-            threads=wanted.own_threads and default_cpu_threads(checkpoint) == 1 and torch.get_num_threads() > 1,
+            threads=wanted.cpu_threads is None and default_cpu_threads(checkpoint) == 1 and torch.get_num_threads() > 1,
         )
     if single is not None:
         prompts = single.voices.prompts

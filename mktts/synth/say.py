@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 class Loudspeaker:
     """Plays PCM as it is made. Leaving its block waits until all of it was heard; an error or Ctrl-C ends it at once.
-
-    Raises BackendUnavailable where the package, its library or a sound device is missing.
-    """
+    Raises BackendUnavailable where the package, its library or a sound device is missing."""
 
     def __init__(self) -> None:
         try:
@@ -167,7 +165,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _request(arguments: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The keyword arguments of Synthesizer.stream."""
     return {
         "speaker": arguments.speaker or checkpoint.config.default_speaker,
         "language": arguments.language,

@@ -44,10 +44,8 @@ class Sentence:
 
 def read_table(path: Path) -> tuple[list[Sentence], dict[int, str]]:
     """Every line that is not blank: sentences, and why, by its number, of each line that is none. An id that stands
-    twice makes the later line a bad one. Columns that are not in `COLUMNS` are left alone.
-
-    Raises SentencesError where there is no such file, its name does not end in one of KINDS, or no line is a sentence.
-    """
+    twice makes the later line a bad one. Raises SentencesError where there is no such file, its name does not end in
+    one of KINDS, or no line is a sentence."""
     kind = path.suffix.lower().removeprefix(".")
     if kind not in KINDS:
         raise SentencesError(f"{path}: expected a name that ends in .{', .'.join(KINDS)}")

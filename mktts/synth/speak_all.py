@@ -1,7 +1,5 @@
-"""`python -m mktts speak-all`: a table of sentences into a folder of audio files.
-
-A file lies in the folder once it is whole. The same command again speaks what is not there yet.
-"""
+"""`python -m mktts speak-all`: a table of sentences into a folder of audio files, each there once it is whole. The same
+command again speaks what is not there yet."""
 
 from __future__ import annotations
 
@@ -79,11 +77,9 @@ class Outcome:
 def speak_into_folder(
     synthesizer: Synthesizer, sentences: Iterable[Sentence], folder: Path, kind: str, retries: int, greedy: bool = False
 ) -> Iterator[Outcome]:
-    """Speaks sentences, as many together as fit, and writes each as soon as it is over.
-
-    sentences: with their seeds. kind: of the files. retries: with another seed, of what runs away, misses its end or
-    fails inside. Raises OSError where a file cannot be written. Leaving the iterator ends what is open.
-    """
+    """Speaks sentences, as many together as fit, and writes each as soon as it is over. sentences: with their seeds.
+    kind: of the files. retries: with another seed, of what runs away, misses its end or fails inside. Raises OSError
+    where a file cannot be written. Leaving the iterator ends what is open."""
     sampling = synthesizer.sampling.greedy() if greedy else None
     waiting: deque[tuple[Sentence, int]] = deque()
     for sentence in sentences:
@@ -178,11 +174,8 @@ class _RayActor:
 
 def _speak_by_ray(replicas: int | None, sentences: list[Sentence], actor: tuple[Any, ...]) -> Iterator[Outcome]:
     """By `replicas` synthesizers, or one for each GPU of the cluster ($RAY_ADDRESS, or this machine). actor: arguments
-    of `_RayActor`.
-
-    Raises BackendUnavailable without Ray or a GPU to begin on, OptionsError for more replicas than GPUs, EngineError
-    for what fails on the cluster.
-    """
+    of `_RayActor`. Raises BackendUnavailable without Ray or a GPU to begin on, OptionsError for more replicas than
+    GPUs, EngineError for what fails on the cluster."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would send what it runs on to its makers
     try:
         import ray

@@ -19,9 +19,9 @@ from mktts.engine.admission import AdmissionLimits, Capacity
 from mktts.engine.many import SayRequest, SayResult, say_each, say_many
 from mktts.engine.options import Chunk, FinishReason, Guard, Plan, StreamOptions, Timings
 from mktts.engine.runner import EngineStats
+from mktts.engine.scheduler import TICKS
 from mktts.engine.script import cut
 from mktts.engine.stream import EngineName, Session, Stream
-from mktts.engine.tick import TICKS
 from mktts.errors import OptionsError, PromptError
 from mktts.model.prompt import Layout, PromptBuilder, Request
 from mktts.model.sampling import Choice, Sampling, drawn_seed
@@ -82,10 +82,8 @@ _MEASURED_TEXT = "The committee will meet again on Thursday, and everyone who si
 
 
 class Synthesizer:
-    """One model and its worker thread; any number of streams may be open at once.
-
-    Load one per process and share it between threads and tasks. Use it as a context manager, or call `close`.
-    """
+    """One model and its worker thread; any number of streams may be open at once. Load one per process and share it
+    between threads and tasks. Use it as a context manager, or call `close`."""
 
     def __init__(
         self,
@@ -152,7 +150,7 @@ class Synthesizer:
 
         Raises CheckpointError, OptionsError, and BackendUnavailable naming what is missing.
         """
-        wanted = Loading.checked(backend, device, dtype, cpu_threads, engine, deterministic, batch)
+        wanted = Loading(backend, device, dtype, cpu_threads, engine, deterministic, batch)
         words = Lexicon.of(lexicon)
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = open_checkpoint(checkpoint)
@@ -201,10 +199,8 @@ class Synthesizer:
 
     def stream(self, text: str, **settings: Unpack[StreamSettings]) -> Stream:
         """Starts to speak `text` and returns at once; the stream is an iterator and an async iterator of chunks.
-
-        settings: see `StreamSettings`. Raises TextError, PromptError, SamplingError or OptionsError here; what fails
-        later is raised by the stream.
-        """
+        settings: see `StreamSettings`. Raises TextError, PromptError, SamplingError or OptionsError; the stream raises
+        what fails later."""
         return self._stream(text, settings)
 
     def astream(self, text: str, **settings: Unpack[StreamSettings]) -> Stream:
@@ -224,12 +220,12 @@ class Synthesizer:
         at_once: int | None = None,
         **settings: Unpack[StreamSettings],
     ) -> Iterator[np.ndarray]:
-        """The PCM of `say` for each text, in order; with the batch engine as many as fit are made at once.
+        """The PCM of `say` for each text, in order. Leaving the iterator, and an error, raised behind the PCM of the
+        texts before, end the streams that are open.
 
         on_done: called with the number of texts so far, after each. at_once: streams that are open; None: as many as
-        the engine has room for. Every text gets the seed of the settings, or one of its own. Errors as of `stream`,
-        behind the PCM of the texts before; they, and leaving the iterator, end the streams that are open.
-        Raises OptionsError here for an `at_once` below 1.
+        are made together. Every text gets the seed of the settings, or one of its own. Raises OptionsError here for an
+        `at_once` below 1.
         """
         if at_once is not None:
             checked_int("at_once", at_once, at_least=1)
@@ -237,20 +233,18 @@ class Synthesizer:
 
     def say_each(self, ask: Callable[[], SayRequest | None], *, at_once: int | None = None) -> Iterator[SayResult]:
         """As `say_many`, for texts with settings of their own: each as soon as it is over, and its error is its alone.
+        One whose `StreamOptions.buffer_frames` are fewer than it has never ends: nobody reads it before it is over.
 
-        ask: gives the next one, or None where there is none for now: see `mktts.engine.many.say_each`. One whose
-        `StreamOptions.buffer_frames` are fewer than it has never ends, because nobody reads it before it is over.
-        at_once: None takes a few more than the engine has room for, which then wait for a place.
+        ask: gives the next one, or None where there is none for now: see `mktts.engine.many.say_each`. at_once: None
+        takes a few more than are made together.
         """
         if at_once is not None:
             checked_int("at_once", at_once, at_least=1)
         return say_each(self._stream_unpaced, ask, at_once or self._room + self._room // _WAITING)
 
     def open(self, **settings: Unpack[StreamSettings]) -> Session:
-        """A stream whose text comes later, through `Session.feed` and `finish`. Settings and errors as for `stream`.
-
-        Fed text is spoken in the streaming layout, so layout="whole" raises PromptError.
-        """
+        """A stream whose text comes later, through `Session.feed` and `finish`. Settings and errors as for `stream`;
+        layout="whole" raises PromptError."""
         if settings.get("layout") == "whole":
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
@@ -267,7 +261,6 @@ class Synthesizer:
         return Stream(self.engine, self.engine.submit(parts, plan, started_s, paced=paced))
 
     def _text_feed(self, request: Request, plan: Plan, settings: StreamSettings) -> TextFeed:
-        """What a text goes through."""
         voices = {name.lower(): voice for name, voice in settings.get("voices", {}).items()}
         words, markup = settings.get("pronunciations"), plan.options.markup
         lexicon = self.lexicon if words is None else Lexicon(words, self.lexicon)
@@ -303,7 +296,7 @@ class Synthesizer:
 
     @property
     def ticks(self) -> np.ndarray:
-        """What the batch engine did last, one record a tick of dtype `mktts.engine.tick.TICKS`, oldest first."""
+        """What the batch engine did last, one record a tick of dtype `mktts.engine.scheduler.TICKS`, oldest first."""
         batch = self.engine.runners.get("batch")
         return np.zeros(0, TICKS) if batch is None else batch.log.table()
 
@@ -330,16 +323,12 @@ class Synthesizer:
 
     def warm_up(self) -> None:
         """Runs one short utterance on each engine, so that the first request finds everything allocated and compiled.
-
-        One chunk of every size of the default schedule is made. Raises EngineError after `close`.
-        """
+        Raises EngineError after `close`."""
         self.engine.warm_up(self._any_request("Ready."))
 
     def forget(self, voice: Voice) -> None:
-        """Lets go of what caches hold of `voice`: prompt rows, keys and values of prefixes, codec states.
-
-        Streams that are open go on; the work is done soon, in the worker's thread. Raises EngineError after `close`.
-        """
+        """Lets go of what caches hold of `voice`: prompt rows, keys and values of prefixes, codec states; soon, in the
+        worker's thread. Streams that are open go on. Raises EngineError after `close`."""
         self.engine.forget(voice)
 
     def close(self) -> None:
@@ -373,7 +362,6 @@ class Synthesizer:
             settings.get("max_frames"),
             StreamOptions() if options is None else options,
         )
-        self.engine.check(plan.sampling)
         return self._prompts.check(request), plan
 
     def _any_request(self, text: str) -> Request:

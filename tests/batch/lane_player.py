@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mktts.engine.lanes import Lanes
+from mktts.engine.scheduler import Tick
 from mktts.engine.stream import Segment
-from mktts.engine.tick import Tick
 from mktts.measure.parity.batch import RandomTicks
 from mktts.measure.parity.ratio import RowStream
 from mktts.measure.parity.upstream import our_codes

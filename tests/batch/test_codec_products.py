@@ -13,7 +13,7 @@ from mktts.batch.cuda.codec_memory import INPUT_SCALE, Rows, RowsShape
 from mktts.batch.cuda.tiles import ProductTile
 from mktts.codec.layers import SnakeBeta
 from mktts.codec.packed import LOW_SCALE, Packed, pack
-from mktts.model.linear import Linear
+from mktts.model.qwen3 import Linear
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

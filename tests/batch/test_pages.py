@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from mktts.batch.pages import NO_OWNER, Copy, Pages
+from mktts.engine.pages import NO_OWNER, Copy, Pages
 from mktts.errors import CapacityError, EngineError, PromptError
 
 PAGE_ROWS, SLOTS = 4, 6

@@ -15,8 +15,8 @@ from mktts.batch.plain.stack import FoldedStack
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.engine.lanes import Made
+from mktts.engine.scheduler import Piece, Tick
 from mktts.engine.stream import Segment
-from mktts.engine.tick import Piece, Tick
 from mktts.errors import EngineError, PromptError, SamplingError
 from mktts.measure.parity.ratio import RowStream
 from mktts.model.oracle import TorchBackend, TorchStream
@@ -164,7 +164,7 @@ def test_neighbours_change_no_bit(name, packed, monkeypatch):
         return choose_of(rows, logits, noise)
 
     monkeypatch.setattr(ChoiceRows, "choose", watched)
-    monkeypatch.setattr("mktts.model.linear._LARGE", 0 if packed else 1 << 40)
+    monkeypatch.setattr("mktts.model.qwen3._LARGE", 0 if packed else 1 << 40)
     checkpoint = open_checkpoint(name if name == "small" else f"random:{name}")
     segments = random_segments(checkpoint.config, CPU, 9, 4, longest=17)
     talker = talker_of(checkpoint)
@@ -254,8 +254,6 @@ def test_memory_grows_with_a_stream_and_goes_with_it(tiny):
 
 def test_what_cannot_begin_or_run_is_named_and_changes_nothing(tiny):
     (segment,), talker = random_segments(tiny.config, CPU, 1, 4), talker_of(tiny)
-    with pytest.raises(SamplingError, match="rng='torch'"):
-        lanes_of(tiny, False).begin(0, Segment.of_rows(segment.embeds, Sampling(rng="torch"), 0))
     with pytest.raises(SamplingError, match="seed"):
         talker.open(segment.embeds, Sampling(), -1)
     with pytest.raises(PromptError):

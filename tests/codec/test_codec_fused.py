@@ -18,7 +18,7 @@ from mktts.codec.fused import MAX_FUSED_FRAMES, FusedCodec
 from mktts.codec.packed import LOW_SCALE, MOVE_WORDS, copies, pack, tile
 from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.parity.codec import random_codes, snr_db
-from mktts.model.linear import Linear
+from mktts.model.qwen3 import Linear
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from mktts.codec.graphs import GraphedCodec, codec_for
 from mktts.codec.layers import SnakeBeta
 from mktts.codec.packed import copies, pack
 from mktts.measure.parity.codec import random_codes, snr_db
-from mktts.model.linear import Linear
+from mktts.model.qwen3 import Linear
 from mktts.spec import NUM_CODEBOOKS
 
 pytestmark = pytest.mark.gpu
@@ -154,7 +154,6 @@ def test_work_submitted_for_two_streams_is_that_of_decode(graphed):
     for stream, state in enumerate(others):
         expected = torch.cat([graphed.decode(pair[stream], state) for pair in pieces]).cpu().numpy()
         assert np.array_equal(np.concatenate([work[stream].result() for work in pending]), expected)
-        assert all(work[stream].ready() for work in pending)
         assert torch.equal(states[stream].flat, state.flat)
 
 

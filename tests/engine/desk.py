@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from fakes import OFF, PATIENT, FakeBackend, FakeCodec, FakeLanes, fake_batch, fake_single
 
-from mktts.batch.pages import Pages
 from mktts.engine import runner
 from mktts.engine.admission import Admission, AdmissionLimits
 from mktts.engine.options import Chunk, Plan, StreamOptions
-from mktts.engine.script import FedScript, Script
+from mktts.engine.script import FedScript, Script, WholeScript
 from mktts.engine.single import SingleLanes
 from mktts.engine.stream import Utterance
 from mktts.model.prompt import Request
@@ -69,7 +68,7 @@ class Desk:
     ) -> Utterance:
         """A stream of these segments."""
         requests = [Request(text) for text in texts or ("Hello.",)]
-        script = self.runners[engine].voices.whole(requests, self.now_s)
+        script = WholeScript(requests, self.runners[engine].voices.build, self.now_s)
         return self._opened(script, Plan(Sampling(), seed, frames, options), paced, engine)
 
     def listen(
@@ -89,13 +88,13 @@ class Desk:
     def _opened(self, script: Script, plan: Plan, paced: bool, engine: str) -> Utterance:
         job = Utterance(plan, self.inbox, paced=paced)
         job.begin(script, engine)
-        self.runners[engine].take(job)
+        self.runners[engine].update(job)
         return job
 
     def hear(self) -> None:
         """The runners get the updates that have come."""
         while not self.inbox.empty():
-            job = self.inbox.get().state
+            job = self.inbox.get()
             self.runners[job.engine].update(job)
 
     def turn(self) -> float:
@@ -133,8 +132,9 @@ class Desk:
         for slot, job in batch._streams.items():
             coming = sum(lane.stream is job for running in batch._running for lane in running.lanes)
             assert table.frames_made[slot] == len(job.codes) + coming
-        assert not [slot for slot in range(self.lanes.slots) if pages.is_open(slot) and slot not in slots]
-        if isinstance(pages, Pages):
+        assert batch._begun <= slots
+        if pages is not None:
+            assert batch._begun == set(pages._slots)
             held = {page for slot in slots for page in pages.table[slot].tolist()} - {0}
             kept = {page for prefix in pages._kept.values() for page in prefix.pages}
             assert pages.free + len(held | kept) == len(pages._users) - 1
@@ -181,8 +181,8 @@ def alone(
     """The codes of a stream that is made by itself, frame by frame, without lanes."""
     single = fake_single(FakeBackend(eos_after=eos_after), prefix=prefix)
     job = Utterance(Plan(Sampling(), seed, frames, replace(OFF, buffer_frames=10**9)), SimpleQueue())
-    job.begin(single.voices.whole([Request(text) for text in texts], 0.0), "single")
-    single.take(job)
+    job.begin(WholeScript([Request(text) for text in texts], single.voices.build, 0.0), "single")
+    single.update(job)
     while not job.over:
         single.turn(0.0, False)
     return [frame.tolist() for frame in job.codes]

@@ -15,8 +15,7 @@ import pytest
 from fakes import ONE, WAIT_S, FakeBackend, fake_synthesizer, in_thread, joined, settle, speak
 from served import until
 
-from mktts.engine.engine import Engine
-from mktts.engine.process_settings import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, many_streams
+from mktts.engine.engine import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, Engine, many_streams
 from mktts.engine.runner import Runner
 from mktts.engine.stream import Stream
 from mktts.errors import EngineError

@@ -16,7 +16,7 @@ from mktts.audio import first_audible_sample
 from mktts.engine.chunker import Chunker
 from mktts.engine.options import Chunk, Guard, Plan, StreamOptions
 from mktts.engine.runner import Runner
-from mktts.engine.script import Script
+from mktts.engine.script import Script, WholeScript
 from mktts.engine.stream import MAX_SEGMENT_FRAMES, Utterance
 from mktts.errors import OptionsError
 from mktts.model.prompt import Request
@@ -31,7 +31,8 @@ def generation(
     runner: Runner, *texts: str, options: StreamOptions = OFF, max_frames: int | None = None, started_s: float = 0.0
 ) -> Utterance:
     """A stream of these segments, that the runner has."""
-    script = runner.voices.whole([Request(text) for text in texts or (HELLO,)], started_s or time.perf_counter())
+    requests = [Request(text) for text in texts or (HELLO,)]
+    script = WholeScript(requests, runner.voices.build, started_s or time.perf_counter())
     return taken(runner, script, Plan(Sampling(), 5, max_frames, options))
 
 
@@ -39,7 +40,7 @@ def taken(runner: Runner, script: Script, plan: Plan) -> Utterance:
     utterance = Utterance(replace(plan, options=replace(plan.options, buffer_frames=10**9)), SimpleQueue(), paced=False)
     utterance.begin(script, "single")
     utterance.runner = runner
-    runner.take(utterance)
+    runner.update(utterance)
     return utterance
 
 
@@ -107,14 +108,12 @@ def test_chunks_of_any_length_are_trimmed_as_the_whole_is(size):
     whole = whole.astype(np.float32)
     assert first_audible_sample(whole) == 9 * AUDIBLE_WINDOW_SAMPLES
     pieces = iter([whole[start : start + size] for start in range(0, len(whole), size)])
-    chunker = Chunker(
-        lambda codes: SimpleNamespace(result=lambda: next(pieces), pcm16=None),
-        StreamOptions(schedule=(1,), trim_lead=True),
-    )
+    decoded = SimpleNamespace(result=lambda: next(pieces), pcm16=None)
+    chunker = Chunker(StreamOptions(schedule=(1,), trim_lead=True))
     chunks = []
     for _ in range(0, len(whole), size):
         chunker.add(None)
-        chunks.append(chunker.take(time.perf_counter()))
+        chunks.append(chunker.take(lambda codes: decoded, time.perf_counter()))
     heard = [chunk for chunk in chunks if chunk]
     kept = 9 * AUDIBLE_WINDOW_SAMPLES - SAMPLE_RATE_HZ * 40 // 1_000
     assert np.array_equal(np.concatenate([chunk.pcm for chunk in heard]), whole[kept:])

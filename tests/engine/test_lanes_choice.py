@@ -118,7 +118,7 @@ def test_what_cannot_be_loaded_is_refused_by_name(tiny, settings, error, said):
 )
 def test_what_is_loaded_for_what_is_asked(settings, single, together):
     asked = {"backend": "auto", "engine": "auto", "deterministic": None, **settings}
-    wanted = Loading.checked(device="cpu", dtype=None, cpu_threads=None, batch=None, **asked)
+    wanted = Loading(device="cpu", dtype=None, cpu_threads=None, batch=None, **asked)
     assert (wanted.single, wanted.together) == (single, together)
 
 

@@ -22,8 +22,9 @@ from mktts.audio import to_pcm16
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.common import python_path
 from mktts.engine.admission import AdmissionLimits
-from mktts.engine.messages import Over, Wire, sendable
+from mktts.engine.child import sendable
 from mktts.engine.options import Guard, StreamOptions
+from mktts.engine.remote import Call, Wire
 from mktts.errors import BackendUnavailable, BusyError, EngineError, OptionsError, PromptError, TextError
 from mktts.model.voice import Voice
 from mktts.synth import Synthesizer
@@ -189,10 +190,9 @@ def test_an_error_that_cannot_be_pickled_is_told_in_words():
     error = ValueError("beyond words")
     error.cause = threading.Lock()
     here, there = (Wire(end) for end in socket.socketpair())
-    here.send(Over(1, None, sendable(error)), Over(2, "eos", sendable(None)))
-    told, other = there.receive()
-    assert type(told.error) is EngineError and "ValueError: beyond words" in str(told.error)
-    assert other == Over(2, "eos", None)
+    here.send(Call("over", (sendable(error),)), Call("over", (sendable(None),)))
+    (told,), (other,) = (call.arguments for call in there.receive())
+    assert type(told) is EngineError and "ValueError: beyond words" in str(told) and other is None
 
 
 # The last one of this file: afterwards the process of `far` is gone.

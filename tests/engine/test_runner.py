@@ -58,7 +58,7 @@ def test_who_finds_no_place_waits_in_line_and_comes_in_when_there_is_one(desk, o
     second = at.say(seed=2, frames=50, options=HELD)
     at.run(until_s=0.2)
     queue = at.batch._queue
-    assert at.batch._queued == {second} and queue.obstacle(queue._first(True), at.lanes.model, at.now_s) == reason
+    assert at.batch._queued == {second} and queue.obstacle(queue._paced[0], at.lanes.model, at.now_s) == reason
     assert len(first.codes) == 2
     first.cancel()
     at.run(until_s=0.3)
@@ -171,7 +171,7 @@ def test_text_after_the_end_of_speech_is_a_new_segment(desk):
     job, script = at.listen()
     script.feed("Hello there")
     at.run()
-    assert (len(job.codes), job.finish_reason) == (3, None) and not any(map(at.pages.is_open, at.batch._streams))
+    assert (len(job.codes), job.finish_reason) == (3, None) and not at.batch._begun
     script.feed(" you")
     script.finish()
     at.run()
@@ -368,7 +368,7 @@ def test_a_prefix_that_a_failed_tick_should_have_filled_is_not_kept(together, mo
 # ---- the runner itself
 
 
-@pytest.mark.parametrize("where", ["_update_streams", "_give", "_admit", "_launch", "_read"])
+@pytest.mark.parametrize("where", ["_update_streams", "_give", "_take_arrivals", "_launch", "_read"])
 def test_after_a_turn_that_raised_everything_is_free_and_the_next_stream_is_served(desk, monkeypatch, where):
     at = desk()
     jobs = [at.say(seed=seed, frames=20) for seed in range(4)]

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mktts.batch.pages import Pages
 from mktts.engine.admission import AdmissionLimits
-from mktts.engine.scheduler import FRAME_S, StreamTable, TickSettings, lone_tick, next_tick
-from mktts.engine.tick import TickFit, TickModel
+from mktts.engine.pages import Pages
+from mktts.engine.scheduler import FRAME_S, StreamTable, TickFit, TickModel, TickSettings, lone_tick, next_tick
 from mktts.errors import CapacityError, EngineError, OptionsError
 
 NOW_S = 100.0
@@ -141,7 +140,7 @@ def test_a_lone_stream_gets_its_frames_at_once():
         assert tick.lanes.tolist() == [0] and tick.bucket == (2, 0)
         table.begin(tick)
         table.finish(tick, NOW_S)
-    table.taken(0, 9, full=True)
+    table.frames_taken[0], table.full[0] = 9, True
     assert next_tick(table, NOW_S, TickModel.h200(), SMALL).empty
 
 
@@ -154,7 +153,7 @@ def test_streams_far_ahead_skip_and_near_ones_ride_in_empty_lanes():
 def test_a_reader_that_takes_nothing_stops_its_stream_long_before_its_buffer_is_full():
     table = table_of(speaking(3, lead_s=-50.0, taken=0, made=12))
     assert next_tick(table, NOW_S, TickModel.h200(), SMALL).wake_s == np.inf
-    table.taken(1, 11)
+    table.frames_taken[1] = 11
     assert next_tick(table, NOW_S, TickModel.h200(), SMALL).lanes.tolist() == [1]
 
 
@@ -183,7 +182,7 @@ def test_late_frames_are_counted_once_and_the_listener_plays_on_later():
     tick = next_tick(table, NOW_S, TickModel.h200(), SMALL)
     table.begin(tick)
     assert table.finish(tick, NOW_S + 0.015).tolist() == [pytest.approx(0.010)]
-    table.taken(0, 10)
+    table.frames_taken[0] = 10
     assert table.lead_s(np.array([0]), NOW_S + 0.015, 0.4).tolist() == [pytest.approx(FRAME_S)]
 
 

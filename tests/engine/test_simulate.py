@@ -20,13 +20,12 @@ from fakes import OFF, FakeBackend, FakeCodec, FakeLanes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mktts.batch.pages import Pages
 from mktts.engine import admission, runner
 from mktts.engine.admission import Admission, AdmissionLimits, AdmissionQueue, Arrival, Capacity, measured_streams
 from mktts.engine.lanes import Made
-from mktts.engine.scheduler import FRAME_S, StreamTable, TickSettings, next_tick
+from mktts.engine.pages import Pages
+from mktts.engine.scheduler import FRAME_S, StreamTable, Tick, TickFit, TickModel, TickSettings, next_tick
 from mktts.engine.stream import Utterance
-from mktts.engine.tick import Tick, TickFit, TickModel
 from mktts.errors import BusyError
 
 H200 = TickModel.h200()

@@ -19,9 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mktts.engine.admission import AdmissionLimits, Capacity
-from mktts.engine.scheduler import TickSettings
+from mktts.engine.scheduler import TickModel, TickSettings
 from mktts.engine.stream import Utterance
-from mktts.engine.tick import TickModel
 from mktts.errors import CapacityError, EngineError
 
 BUFFER_FRAMES = 8
@@ -261,10 +260,10 @@ def test_a_stream_comes_in_beside_one_that_waits_for_its_text(engine, paced):
 
 def test_places_that_are_kept_unused_end_the_wait_of_others_by_name():
     writers = [replace(WRITER, at_s=0.1 * number) for number in range(2)]
-    place = play([*writers, Visit(at_s=3.0, paced=False)], tick_s=0.01, slots=2)
+    place = play([*writers, Visit(at_s=3.0, paced=False), Visit(at_s=5.0)], tick_s=0.01, slots=2, admits=False)
     error = place.seen[2].job.error
     assert isinstance(error, CapacityError) and "wait for their text or their readers" in str(error)
-    assert 13 <= place.now_s < 13.1
+    assert 15 <= place.now_s < 15.1
 
 
 @pytest.mark.parametrize("pieces", [((0.0, "ab"), (9.0, "cdefgh")), ((0.0, "A. "), (9.0, "Another sentence."))])

@@ -16,7 +16,7 @@ from mktts.errors import BackendUnavailable, CapacityError, PromptError
 from mktts.kernel.prefill import ROW_BUCKETS, FusedRows, PlainRows, Prefill, row_kernels
 from mktts.kernel.prompts import copy_into_cache
 from mktts.measure.inspection import config_at
-from mktts.model.qwen3 import Qwen3Stack, unit_rms
+from mktts.model.qwen3 import Qwen3Stack, rms_norm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Of the root mean square: a few roundings a layer differ where sums are ordered otherwise.
@@ -142,7 +142,7 @@ def test_the_fused_norm_rounds_as_the_formula_does(dtype):
     x = 3 * torch.randn(1, 7, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
     h = x if dtype == torch.float64 else x.float()
     expected = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
-    assert torch.equal(unit_rms(x, 1e-6), expected)
+    assert torch.equal(rms_norm(x, torch.ones(1024, dtype=dtype), 1e-6), expected)
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 10, 19, 20, 0])

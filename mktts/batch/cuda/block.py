@@ -1,7 +1,5 @@
-"""What the host says to one tick: one block of 64-bit words, of which every kernel reads its part.
-
-Rows of text and of prompts stand in it by address, so that none is copied before a kernel reads it.
-"""
+"""What the host says to one tick: one block of 64-bit words, of which every kernel reads its part. Rows of text and of
+prompts stand in it by address."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.engine.tick import Tick
+from mktts.engine.scheduler import Tick
 from mktts.model.sampling import Sampling
 
 SETTINGS = 12  # 32-bit words of a lane's settings, see `packed`

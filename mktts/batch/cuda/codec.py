@@ -1,8 +1,5 @@
-"""One codec frame of many streams at once on a CUDA device: rows of all lanes in one product, states by slot.
-
-A lane's samples and state depend on its codes and its state alone, bit for bit: not on how many lanes come with it,
-on its place among them, or on what they hold. Every sum has one order; see `mktts.batch.cuda.kernels.codec_products`.
-"""
+"""One codec frame of many streams at once on a CUDA device: rows of all lanes in one product, states by slot. A lane's
+samples and state depend on its codes and its state alone, bit for bit: every sum has one order."""
 
 from __future__ import annotations
 
@@ -15,11 +12,12 @@ import torch
 from torch import Tensor
 
 from mktts.batch.cuda.codec_memory import PIECE_VALUES, UNIT, CodecWork, RingStates, Rows, RowsShape
-from mktts.batch.cuda.kernels.launching import compiling, launch, power_of_two
+from mktts.batch.cuda.kernels.launching import compiling, launch
 from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.codec.layers import CONVNEXT_EPS, SnakeBeta
 from mktts.codec.packed import CodecWeights, Packed, PackedBlock, PackedLayer, Precision, rows_per_frame
 from mktts.errors import BackendUnavailable, CodecError
+from mktts.kernel.grid import power_of_two
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
 LANES_AT_A_TIME = 512  # of one pass: with more, its memory (4.3 GB in full precision at full size) would only grow
@@ -30,10 +28,8 @@ _THREADS = 8  # that compile
 
 class CudaCodec:
     """Codec states by slot, and `decode`, the next frame of many of them. One thread and one CUDA stream at a time.
-
-    "full" precision takes split operands everywhere and fp32 keys and values; "fast" takes fp16
-    operands in the waveform blocks, and fp16 keys, values and residual sums.
-    """
+    "full" precision takes split operands everywhere and fp32 keys and values; "fast" takes fp16 operands in the
+    waveform blocks, and fp16 keys, values and residual sums."""
 
     def __init__(
         self,
@@ -42,11 +38,9 @@ class CudaCodec:
         precision: Precision,
         kernels: tuple[ModuleType, ModuleType] | None = None,
     ) -> None:
-        """plain: makes the fp32 decoder whose weights are packed, on the device; it is let go. slots: the last one
-        (slots - 1) is nobody's, for padded lanes. kernels: in place of `codec_products` and `codec_rows`, for tests.
-
-        Raises BackendUnavailable where the kernels cannot run.
-        """
+        """plain: makes the fp32 decoder whose weights are packed, on the device; it is let go. slots: the last one is
+        nobody's, for padded lanes. kernels: in place of `codec_products` and `codec_rows`, for tests. Raises
+        BackendUnavailable where the kernels cannot run."""
         decoder, fast = plain(), precision == "fast"
         self.name = "fused-fast" if fast else "fused"
         self.config, self.device, self._books = decoder.config, decoder.device, decoder.books
@@ -67,11 +61,9 @@ class CudaCodec:
 
     @torch.inference_mode()
     def enter(self, slot: int, primed: CodecState | None) -> None:
-        """`slot` begins with silence, or goes on from `primed`, a state of the plain or the fused decoder, copied.
-
-        Queued on the current CUDA stream. Raises CodecError for a slot that does not exist or is nobody's, and for a
-        state of another decoder.
-        """
+        """`slot` begins with silence, or goes on from `primed`, a state of the plain or the fused decoder, copied, on
+        the current CUDA stream. Raises CodecError for a slot that does not exist or is nobody's, and for a state of
+        another decoder."""
         self._states.enter(slot, primed)
 
     @torch.inference_mode()
@@ -81,10 +73,8 @@ class CudaCodec:
 
     @torch.inference_mode()
     def compile(self, counts: Iterable[int]) -> None:
-        """Compiles the kernels of `decode` for these numbers of lanes, and takes its working memory. Runs nothing.
-
-        Optional: `decode` compiles what it lacks, one kernel after the other.
-        """
+        """Compiles the kernels of `decode` for these numbers of lanes, side by side, and takes its working memory. Runs
+        nothing."""
         with compiling(_THREADS):
             for count in sorted(counts, reverse=True):
                 nobody = torch.full((count,), self._states.nobody, dtype=torch.int32, device=self.device)
@@ -92,13 +82,12 @@ class CudaCodec:
 
     @torch.inference_mode()
     def decode(self, codes: Tensor, lanes: Tensor) -> Tensor:
-        """The next frame of each lane's slot: codes (B, 16) int32, lanes (B,) int32, the slots -> PCM (B, 1920)
-        float32 in [-1, 1], all on the device.
+        """The next frame of each lane's slot: codes (B, 16) int32, lanes (B,) int32, the slots -> PCM (B, 1920) float32
+        in [-1, 1], all on the device. Codes that are no entry of their book (end of speech) give sound that means
+        nothing.
 
-        The slots differ, but for that of padded lanes. Codes that are no entry of their book (end of speech) give
-        sound that means nothing. Queues kernels only, so that a CUDA graph can hold it; before one is recorded, the
-        same number of lanes must have been decoded once, the largest number first.
-        Raises CodecError for other shapes and dtypes.
+        Queues kernels only, so that a CUDA graph can hold it, once the same number of lanes was decoded. Raises
+        CodecError for other shapes and dtypes.
         """
         if codes.shape != (len(lanes), NUM_CODEBOOKS) or {codes.dtype, lanes.dtype} != {torch.int32}:
             raise CodecError(
@@ -211,10 +200,8 @@ class CudaCodec:
         return source
 
     def _block(self, block: PackedBlock, source: Rows, queue: Iterator[Rows], following: SnakeBeta) -> Rows:
-        """One waveform block behind `source`, which is through its SnakeBeta already.
-
-        Returns the input of the layer behind it, whose newest rows it fills through `following`.
-        """
+        """One waveform block behind `source`, which is through its SnakeBeta already: the input of the layer behind it,
+        whose newest rows it fills through `following`."""
         count, target = len(source.memory) // source.lane, next(queue)
         new = target.new
         raw = self._work.tensor("raw", count * new, block.channels, dtype=self._raw_dtype, least=count * self._widest)

@@ -56,11 +56,8 @@ class Rows(RowsShape):
 
 
 class CodecWork:
-    """Memory by name, for any number of lanes: a pass of fewer lanes works at the front of what a larger one took.
-
-    Memory that was given out stays, because recorded graphs know its address. Record the largest pass first: the others
-    then take none.
-    """
+    """Memory by name: a pass of fewer lanes works at the front of what a larger one took. What was given out stays,
+    because recorded graphs know its address: record the largest pass first."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

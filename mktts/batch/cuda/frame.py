@@ -1,8 +1,5 @@
 """One frame of many streams: a talker step over the rows of lanes and prompts together, sixteen draws, and the codec.
-
-A `BatchFrame` is one bucket, lanes x prompt rows: its tensors have that size, so that its work can be recorded as a
-CUDA graph. Padded lanes and rows work on the slot that is nobody's.
-"""
+Padded lanes and rows work on the slot that is nobody's."""
 
 from __future__ import annotations
 
@@ -16,11 +13,12 @@ from torch import Tensor
 from mktts.batch.cuda.block import PENALTY, SETTINGS, BlockLayout
 from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.cuda.kernels import attention, draws, rows
-from mktts.batch.cuda.kernels.launching import launch, power_of_two
+from mktts.batch.cuda.kernels.launching import launch
 from mktts.batch.cuda.memory import ATTENTION_PARTS, Slots, Workspace, space_shapes
 from mktts.batch.cuda.products import CublasProducts
 from mktts.batch.cuda.stage import PagedMemory
-from mktts.batch.pages import PAGE_ROWS
+from mktts.engine.pages import PAGE_ROWS
+from mktts.kernel.grid import power_of_two
 from mktts.kernel.rows import add_norm
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.qwen3 import LayerWeights, Qwen3Stack
@@ -49,10 +47,8 @@ class StackWeights:
 
 @dataclass(frozen=True)
 class FrameWeights:
-    """All that a frame reads: both stacks, the heads, the embeddings of all codebooks, the projection if there is one.
-
-    embeddings[g] holds the rows of codebook g; heads[g] gives codebook g, head 0 being the talker's.
-    """
+    """All that a frame reads. embeddings[g] holds the rows of codebook g; heads[g] gives codebook g, head 0 being the
+    talker's."""
 
     talker: StackWeights
     predictor: StackWeights
@@ -101,11 +97,8 @@ _OLD_POSITIONS = 4  # the predictor's attention is compiled for multiples of so 
 
 
 class BatchFrame:
-    """`run` makes one frame for the lanes that stand in `block`, and takes the prompt rows in it along.
-
-    block (words,) int64 on the device: see `BlockLayout`. `space`: where it works, and what it made: `made` and `pcm`
-    of `memory.Space`, until the next tick.
-    """
+    """`run` makes one frame of a bucket for the lanes that stand in `block` (words,) int64 on the device, and takes the
+    prompt rows in it along. space: where it works, and what it made: `made` and `pcm`, until the next tick."""
 
     def __init__(
         self,

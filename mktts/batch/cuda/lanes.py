@@ -1,15 +1,12 @@
-"""Many utterances on a CUDA device at once: a tick is one CUDA graph, of the smallest bucket that it fits into.
-
-Implements `mktts.engine.lanes.Lanes`. All work is queued on one CUDA stream of its own, in the order of the calls, so a
-slot or a page that changes hands while ticks still run does so behind them.
-"""
+"""Many utterances on a CUDA device at once: a tick is one CUDA graph, of the smallest bucket that it fits into. All
+work is queued on one CUDA stream of its own, so a slot or a page that changes hands while ticks still run does so
+behind them."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +21,14 @@ from mktts.batch.cuda.kernels.launching import compiling
 from mktts.batch.cuda.memory import Slots, Workspace
 from mktts.batch.cuda.products import CublasProducts, FixedOrderProducts
 from mktts.batch.cuda.stage import PagedMemory, Stage, uploaded
-from mktts.batch.pages import Pages
 from mktts.codec.decoder import PrimedStates
 from mktts.codec.packed import Precision
 from mktts.common import announced
-from mktts.engine.lanes import Copy, Made
-from mktts.engine.scheduler import TickSettings
+from mktts.engine.lanes import Made
+from mktts.engine.pages import Copy, Pages
+from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
-from mktts.engine.tick import Tick, TickModel
-from mktts.errors import EngineError, PromptError, SamplingError
+from mktts.errors import EngineError, PromptError
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.cuda_graph import record
 from mktts.model.prompt import AddressedRows
@@ -55,10 +51,8 @@ class _Bucket:
 
 
 class CudaLanes:
-    """Talker, predictor, draws and codec of many utterances. Not thread-safe: one thread owns it.
-
-    embeddings: the sixteen embedding tables by Hub name, on the device, for others to read.
-    """
+    """See `mktts.engine.lanes.Lanes`. One thread owns it. embeddings: the sixteen embedding tables by Hub name, on the
+    device."""
 
     name = "batch"
     alone = decodes_beside = False
@@ -93,6 +87,7 @@ class CudaLanes:
         self.config, self.device, self.dtype, self.slots = config, device, dtype, slots
         self.settings, self.model = settings or TickSettings.h200(), TickModel.h200()
         self.pages = Pages(pages, slots, positions)
+        self.positions = self.pages.rows_per_slot
         self._memory = PagedMemory(self.pages, config.talker, pages, device, dtype)
         weights = FrameWeights.load(config, tensors, device, dtype, self._memory.positions)
         self.deterministic = deterministic
@@ -126,20 +121,20 @@ class CudaLanes:
 
     # ---- buckets
 
-    def prepare(self, announce: Callable[[str], AbstractContextManager[None]] = announced) -> None:
+    def prepare(self) -> None:
         """Records the CUDA graphs of all buckets, the largest first, whose memory the others then share. Takes some
-        seconds, and more where kernels are compiled; `announce` says so. Without graphs there is nothing to do."""
+        seconds, and more where kernels are compiled."""
         if self._pool is None:
             return
         sizes = sorted(self._buckets, reverse=True)
         with (
-            announce("mktts: loading the batch engine's kernels (a new one is compiled, once)"),
+            announced("mktts: loading the batch engine's kernels (a new one is compiled, once)"),
             torch.cuda.stream(self._stream),
         ):
             with compiling(_THREADS):
                 for size in sizes:
                     self._buckets[size].frame.run()
-        with announce(f"mktts: recording {len(sizes)} CUDA graphs of the batch engine"):
+        with announced(f"mktts: recording {len(sizes)} CUDA graphs of the batch engine"):
             for size in sizes:
                 self.record(size)
 
@@ -188,8 +183,6 @@ class CudaLanes:
         width, most = self.config.talker.hidden_size, self._memory.positions
         if len(prompt.shape) != 2 or not 0 < len(prompt) <= most or prompt.shape[1] != width:
             raise PromptError(f"a prompt must be (1 to {most}, {width}), got {tuple(prompt.shape)}")
-        if sampling.rng != "philox":
-            raise SamplingError(f"the batch engine draws with rng='philox', got {sampling.rng!r}")
         self._settings[slot] = packed(sampling, checked_seed(segment.seed))
         if isinstance(prompt, Tensor):
             prompt = AddressedRows.of(prompt.to(self.device, self.dtype).contiguous())
@@ -244,7 +237,6 @@ class CudaLanes:
         return made
 
     def _entering(self, layout: BlockLayout, tick: Tick) -> list[AddressedRows]:
-        """The prompts that the tick's pieces are of."""
         prompts = []
         for piece in tick.pieces:
             prompt = self._prompts.get(piece.slot)

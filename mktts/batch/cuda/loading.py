@@ -34,10 +34,8 @@ def cuda_lanes(
     deterministic: bool | None = None,
     embeddings: Mapping[str, Tensor] | None = None,
 ) -> CudaLanes:
-    """Lanes whose graphs are recorded. embeddings: the codebooks' tables by Hub name, where the device has them.
-
-    Raises BackendUnavailable where triton is missing, CapacityError where the memory does not hold one stream.
-    """
+    """Lanes whose graphs are recorded. embeddings: the codebooks' tables by Hub name, where the device has them. Raises
+    BackendUnavailable where triton is missing, CapacityError where the memory does not hold one stream."""
     try:
         from mktts.batch.cuda.lanes import CudaLanes
     except ModuleNotFoundError:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from mktts.batch.pages import PAGE_ROWS
+from mktts.engine.pages import PAGE_ROWS
 from mktts.errors import EngineError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig, StackConfig
 
@@ -27,7 +28,6 @@ class Slots:
 
     @classmethod
     def make(cls, config: ModelConfig, count: int, device: torch.device) -> Slots:
-        """Slots of which none has begun."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -43,12 +43,10 @@ class Slots:
 
     @staticmethod
     def bytes_each(config: ModelConfig) -> int:
-        """Bytes of one slot."""
         return 3 * 4 + config.talker.vocab_size + 4 * config.talker.hidden_size
 
     @property
     def nobody(self) -> int:
-        """The slot of padded lanes and rows."""
         return self.count - 1
 
 
@@ -58,37 +56,13 @@ ATTENTION_PARTS = 8
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-@dataclass(frozen=True)
-class Space:
-    """What one bucket of B lanes and P prompt rows works in; R = B + P rows of the talker. T: dtype of activations.
-
-    row_slot, row_pos (R,) int32: slot and position of every row. x, h (R, H) T: the residual stream and its norm.
-    queries, attended (R, heads * D) T. part (R, heads, parts, D), bounds (R, heads, parts, 2) fp32: see
-    `kernels.attention`. hidden (B, H) T: of each lane's newest row. px (2 B, H), ph (2 B, H of the predictor) T: the
-    predictor's input and its norm. cache (layers, B, kv heads, 2, 16, D) T: the predictor's keys and values. made
-    (17 B,) int32: codes (B, 16), then 1 for lanes that have ended. codec_slots (B,) int32: the slot whose codec state
-    goes on. pcm (B, 1920) fp32.
-    """
-
-    row_slot: Tensor
-    row_pos: Tensor
-    x: Tensor
-    h: Tensor
-    queries: Tensor
-    attended: Tensor
-    part: Tensor
-    bounds: Tensor
-    hidden: Tensor
-    px: Tensor
-    ph: Tensor
-    cache: Tensor
-    made: Tensor
-    codec_slots: Tensor
-    pcm: Tensor
-
-
 def space_shapes(config: ModelConfig, dtype: torch.dtype, lanes: int, prompt_rows: int, parts: int) -> Shapes:
-    """Shapes and dtypes of a bucket's `Space`."""
+    """What one bucket of B lanes and P prompt rows works in, by name; R = B + P rows of the talker.
+
+    row_slot, row_pos: slot and position of every row. x, h: the residual stream and its norm. part, bounds: see
+    `kernels.attention`. hidden: of each lane's newest row. px, ph: the predictor's input and its norm. cache: its keys
+    and values. made: codes (B, 16), then 1 for lanes that have ended. codec_slots: the slot whose codec state goes on.
+    """
     talker, predictor, rows = config.talker, config.predictor, lanes + prompt_rows
     width, heads = talker.hidden_size, talker.num_attention_heads
     cache = (predictor.num_hidden_layers, lanes, predictor.num_key_value_heads, 2, NUM_CODEBOOKS, predictor.head_dim)
@@ -112,7 +86,6 @@ def space_shapes(config: ModelConfig, dtype: torch.dtype, lanes: int, prompt_row
 
 
 def space_bytes(shapes: Shapes) -> int:
-    """Bytes of all tensors."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
 
 
@@ -131,7 +104,7 @@ class Workspace:
         for name, (shape, dtype) in shapes.items():
             self._sizes[name] = max(self._sizes.get(name, 0), math.prod(shape) * dtype.itemsize)
 
-    def views(self, shapes: Shapes) -> Space:
+    def views(self, shapes: Shapes) -> SimpleNamespace:
         """The memory in a bucket's shapes, which were reserved; it is zeros at first."""
         if not self._memory:
             self._memory = {
@@ -141,7 +114,7 @@ class Workspace:
         def view(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return self._memory[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-        return Space(**{name: view(name, *of) for name, of in shapes.items()})
+        return SimpleNamespace(**{name: view(name, *of) for name, of in shapes.items()})
 
 
 @dataclass(frozen=True)

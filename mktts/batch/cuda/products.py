@@ -1,8 +1,5 @@
-"""The matrix products of a batched frame: by cuBLAS, or with sums whose order does not depend on the rows.
-
-cuBLAS picks a kernel, and with it the order of a row's sums, by the number of rows; a stream's codes then change with
-its neighbours. `FixedOrderProducts` runs the project's own kernels, which keep one order.
-"""
+"""The matrix products of a batched frame: by cuBLAS, whose order of a row's sums changes with the number of rows, and
+with it a stream's codes; or by the project's own kernels, which keep one order."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ _SILU_BLOCK = 1024
 
 
 class CublasProducts:
-    """Products of rows with weights as (out, in), rounded to the rows' dtype. Rows (R, K) may have any stride.
-
-    A row's last bits change with the number of rows.
-    """
+    """Products of rows (R, K), of any stride, with weights as (out, in), rounded to the rows' dtype."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (R, K) @ weight (N, K).T + bias (N,) -> (R, N)."""

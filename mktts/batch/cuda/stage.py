@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from mktts.batch.cuda.kernels import rows as kernels
-from mktts.batch.cuda.kernels.launching import launch, power_of_two
-from mktts.batch.pages import NO_OWNER, PAGE_ROWS, Copy, Pages
+from mktts.batch.cuda.kernels.launching import launch
 from mktts.engine.lanes import Made
+from mktts.engine.pages import NO_OWNER, PAGE_ROWS, Copy, Pages
 from mktts.errors import CapacityError
+from mktts.kernel.grid import power_of_two
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, StackConfig
 
 
@@ -24,10 +25,8 @@ def uploaded(numbers: np.ndarray, device: torch.device) -> Tensor:
 
 
 class Stage:
-    """One tick at a time: `begin`, then the tick's work, then `end`, all on one CUDA stream; later `collect`.
-
-    block (words,) int64 goes to the device. kept: what must stay in memory until the tick is over.
-    """
+    """One tick at a time: `begin`, its work, then `end`, all on one CUDA stream; later `collect`. block (words,) int64
+    goes to the device. kept: what must stay in memory until the tick is over."""
 
     def __init__(self, words: int, lanes: int) -> None:
         def pinned(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -49,7 +48,7 @@ class Stage:
         self._began.record()
 
     def end(self, made: Tensor, pcm: Tensor | None, count: int) -> None:
-        """Queues the way back. made (17 B,) int32, pcm (B, 1920) fp32: see `memory.Space`; `count` lanes are
+        """Queues the way back. made (17 B,) int32, pcm (B, 1920) fp32: see `memory.space_shapes`; `count` lanes are
         filled. pcm None: silence."""
         self._lanes, self._count = len(made) // (NUM_CODEBOOKS + 1), count
         self._made[: len(made)].copy_(made, non_blocking=True)
@@ -73,9 +72,7 @@ class Stage:
 
 class PagedMemory:
     """`memory` (pages, layers, kv heads, 2, 64, D) and `table` (slots + 1, pages a slot) int32, both on the device.
-
-    Changes of the book and copies wait for `push`, which queues them on the current CUDA stream.
-    """
+    Changes of the book and copies wait for `push`, which queues them on the current CUDA stream."""
 
     def __init__(self, book: Pages, talker: StackConfig, pages: int, device: torch.device, dtype: torch.dtype) -> None:
         """Raises CapacityError where the device has no room for `pages`."""

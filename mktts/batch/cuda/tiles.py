@@ -1,8 +1,5 @@
-"""Tiles of the fixed-order products and of the codec's: which one a product of so many rows takes.
-
-The parts of a sum belong to the matrix alone. All else may depend on the rows, since it does not change a bit of the
-result: tests/batch/cuda/test_products.py holds every tile to that.
-"""
+"""Tiles of the fixed-order products and of the codec's: which one a product of so many rows takes. The parts of a sum
+belong to the matrix alone; all else may depend on the rows, since it does not change a bit of the result."""
 
 from __future__ import annotations
 
@@ -24,11 +21,9 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class FixedOrderTile:
-    """What one program makes of x @ weight.T: `rows` x `columns`, `depth` of the sum at a time.
-
-    stages: blocks of operands on their way at once. turned: the weights take the matrix unit's operand that needs 64
-    rows, for few rows of x. split: each part of the sum has its own program.
-    """
+    """What one program makes of x @ weight.T: `rows` x `columns`, `depth` of the sum at a time. stages: blocks of
+    operands on their way at once. turned: the weights take the matrix unit's operand that needs 64 rows. split: each
+    part of the sum has its own program."""
 
     rows: int
     columns: int
@@ -59,7 +54,6 @@ class TilePlan:
     tiles: tuple[tuple[int, FixedOrderTile], ...]
 
     def tile(self, rows: int) -> FixedOrderTile:
-        """The tile for `rows` rows."""
         return next((tile for most, tile in self.tiles if rows <= most), self.tiles[-1][1])
 
 
@@ -82,10 +76,8 @@ _SINGLE = TilePlan(
 
 
 def plan_of(kind: Kind, columns: int, depth: int, itemsize: int, limit: int) -> TilePlan:
-    """The plan of a matrix of `columns` results and sums of `depth` terms, elements of `itemsize` bytes.
-
-    limit: bytes of shared memory that a program may have. It is of a device, so that a device has one plan of a matrix.
-    """
+    """The plan of a matrix of `columns` results and sums of `depth` terms, elements of `itemsize` bytes. limit: bytes
+    of shared memory that a program may have on the device."""
     if itemsize == 4:
         return _SINGLE
     if limit >= LARGE_SHARED_BYTES:
@@ -111,10 +103,8 @@ _PLANE_BYTES = 2  # of an fp16 value
 
 @dataclass(frozen=True)
 class ProductTile:
-    """A program makes `rows` x (`outs` + `extra`) values, `depth` terms of their sums a step.
-
-    Sizes are powers of two; `extra` (0: none) lets 96 = 64 + 32 and 192 = 128 + 64 columns fit without waste.
-    """
+    """A program makes `rows` x (`outs` + `extra`) values, `depth` terms of their sums a step, powers of two; `extra`
+    lets 96 = 64 + 32 and 192 = 128 + 64 columns fit without waste."""
 
     rows: int
     outs: int
@@ -160,10 +150,8 @@ def step_depth(channels: int) -> int:
 
 
 def candidates(outs: int, depth: int, channels: int, split: bool) -> Iterator[ProductTile]:
-    """Tiles for a product that was not measured, the largest first. Sums take 128 registers of a thread at most.
-
-    Short sums take small tiles: while some programs store, others on the same multiprocessor compute.
-    """
+    """Tiles for a product that was not measured, the largest first. Sums take 128 registers of a thread at most. Short
+    sums take small tiles: while some programs store, others compute."""
     step = step_depth(channels)
     stages = 4 if step < 64 else 3
     short = depth <= _SHORT_DEPTH

@@ -1,8 +1,6 @@
-"""The lanes in plain PyTorch operators: for the CPU, where operators of these sizes cost by the call, not the row.
-
-With a core to spare, talker and codec have a thread each: while the codec decodes one tick, the talker makes the codes
-of the next. Each is about half of the work, in operators that let go of the interpreter.
-"""
+"""The lanes in plain PyTorch operators: for the CPU, where operators of these sizes cost by the call, not the row. With
+a core to spare, talker and codec have a thread each: while the codec decodes one tick, the talker makes the next one's
+codes."""
 
 from __future__ import annotations
 
@@ -16,20 +14,68 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.pages import PAGE_ROWS, Pages
-from mktts.batch.plain.codec import CodecLanes
 from mktts.batch.plain.stack import FoldedStack
-from mktts.codec.decoder import CodecDecoder, PrimedStates
-from mktts.engine.lanes import Copy, Made
-from mktts.engine.scheduler import TickSettings
+from mktts.codec.decoder import CodecDecoder, CodecState, PrimedStates
+from mktts.engine.lanes import Made
+from mktts.engine.pages import PAGE_ROWS, Copy, Pages
+from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
-from mktts.engine.tick import Tick, TickModel
-from mktts.errors import SamplingError
+from mktts.errors import CodecError
 from mktts.model.backend import no_number
 from mktts.model.oracle import TorchBackend, TorchStream
 from mktts.model.qwen3 import Qwen3Stack
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig
+
+_LANES_AT_A_TIME = 16  # beyond, an operator gains nothing and its results leave the cache
+
+
+class CodecLanes:
+    """Codec states by slot, each in the bytes of a `CodecState`, and `decode`: the next frame of any. One thread at a
+    time."""
+
+    def __init__(self, decoder: CodecDecoder, slots: int) -> None:
+        self.config, self.slots = decoder.config, slots
+        self._decoder = decoder
+        self._silence = _words(decoder.start())
+        # words of a state, since wide ones move fast; memory that no stream has used is not taken yet
+        self._rows = self._silence.new_empty(slots, len(self._silence))
+        self._gathered = self._silence.new_empty(min(slots, _LANES_AT_A_TIME), len(self._silence))
+        self._views: dict[int, tuple[Tensor, ...]] = {}  # of so many rows of these: they cost what work does
+
+    @torch.inference_mode()
+    def enter(self, slot: int, primed: CodecState | None) -> None:
+        """`slot` begins with silence, or with a copy of `primed`. Raises CodecError for no slot, and a state of another
+        decoder."""
+        if not 0 <= slot < self.slots:
+            raise CodecError(f"slots are 0 to {self.slots - 1}, got {slot}")
+        if primed is not None and primed.layout != self._decoder.layout:
+            raise CodecError("the state belongs to another decoder: use one that start() of this decoder returned")
+        self._rows[slot] = self._silence if primed is None else _words(primed)
+
+    @torch.inference_mode()
+    def decode(self, codes: Tensor, slots: Sequence[int]) -> Tensor:
+        """The next frame of each slot, once each: codes (B, 16) integer -> PCM (B, 1920) float32 in [-1, 1]. Raises
+        CodecError, before anything is changed, for codes of another shape, dtype or range."""
+        shape, size = (len(slots), NUM_CODEBOOKS), self.config.codebook_size
+        if codes.shape != shape or codes.is_floating_point() or codes.min() < 0 or codes.max() >= size:
+            raise CodecError(f"codes must be {shape} whole numbers in 0..{size - 1}, got {codes}")
+        lanes = torch.tensor(list(slots))
+        codes = codes.to(torch.int64)
+        pcm = []
+        for some, their_codes in zip(lanes.split(_LANES_AT_A_TIME), codes.split(_LANES_AT_A_TIME), strict=True):
+            rows = self._gathered[: len(some)]
+            if len(some) not in self._views:
+                self._views[len(some)] = self._decoder.layout.views(rows.view(torch.uint8))
+            torch.index_select(self._rows, 0, some, out=rows)
+            pcm.append(self._decoder.together(their_codes[:, None], self._views[len(some)]))
+            self._rows.index_copy_(0, some, rows)
+        return torch.cat(pcm)
+
+
+def _words(state: CodecState) -> Tensor:
+    """The memory of a state as int64 words: its parts start at multiples of 16 bytes, and the last is an int64."""
+    return state.flat.view(torch.int64)
 
 
 class InOrder:
@@ -74,15 +120,13 @@ class _Launched(NamedTuple):
 
 
 class TorchLanes:
-    """See `mktts.engine.lanes.Lanes`. Prompts enter whole; no prefix is shared. embeddings: as of `Backend`.
-
-    Everything goes through the talker's thread and from there to the codec's, so that both do it in the same order.
-    """
+    """See `mktts.engine.lanes.Lanes`. Prompts enter whole; no prefix is shared. embeddings: as of `Backend`. Everything
+    goes through the talker's thread and from there to the codec's, so that both do it in the same order."""
 
     name = "batch"
     alone = decodes_beside = False
     submit = None
-    deterministic = True  # in fp32; see `mktts.model.linear`
+    deterministic = True  # in fp32; see `mktts.model.qwen3`
     precision = "full"
     settings = TickSettings.cpu()
     model = TickModel.cpu()
@@ -99,10 +143,8 @@ class TorchLanes:
         *,
         threads: bool = False,
     ) -> None:
-        """positions: of one segment. memory_bytes: that keys and values may take; they take it as they grow.
-
-        threads: of their own for talker and codec, each with operators of one thread; otherwise the caller's.
-        """
+        """positions: of one segment. memory_bytes: that keys and values may take; they take it as they grow. threads:
+        of their own for talker and codec, each with operators of one thread; otherwise the caller's."""
         self.slots, self._threads, self.overlaps = slots, threads, False
         if threads:
             self.settings = replace(self.settings, max_tick_s=_BESIDE_TICK_S)
@@ -120,6 +162,7 @@ class TorchLanes:
         position_bytes = config.talker.kv_bytes_per_position // torch.bfloat16.itemsize * dtype.itemsize
         pages = min(memory_bytes // (PAGE_ROWS * position_bytes), slots * -(-positions // PAGE_ROWS))
         self.pages = Pages(int(pages) + 1, slots, positions, max_kept=0)
+        self.positions = self.pages.rows_per_slot
 
     def enter(self, slot: int, reference: Tensor | None) -> None:
         primed = None if reference is None else self._primed.of(reference)
@@ -134,11 +177,6 @@ class TorchLanes:
         prompt = segment.prompt.embeds
         if not prompt.isfinite().all():
             raise no_number()
-        if segment.sampling.rng != "philox":
-            raise SamplingError(
-                f"the batch engine draws by counters, rng='philox'; rng={segment.sampling.rng!r} needs "
-                "backend='torch' with engine='single'"
-            )
         stream = self._backend.open(prompt, segment.sampling, segment.seed)
         self._talking.do(self._streams.__setitem__, slot, stream).result()
 

@@ -1,8 +1,6 @@
 """The stack of `TorchLanes` in fp32: half as many operators, which cost by the call, and rows that never feel others.
-
-Norm weights are multiplied into the matrices behind them, and the halves of a head lie interleaved, so that rotary
-embedding is one complex product.
-"""
+Norm weights are multiplied into the matrices behind them; a head's halves lie interleaved: its rotation is one complex
+product."""
 
 from __future__ import annotations
 
@@ -15,17 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.model.linear import LEAST_ROWS, Linear, filled_up
-from mktts.model.qwen3 import KVCache, LayerWeights, Place, Qwen3Stack, attended
+from mktts.model.qwen3 import LEAST_ROWS, KVCache, LayerWeights, Linear, Place, Qwen3Stack, attended, filled_up
 from mktts.spec import NUM_CODEBOOKS, StackConfig
 
 
 @dataclass(frozen=True)
 class FoldedWeights:
-    """One layer of a `FoldedStack`; D head_dim, K key and value heads, each with G query heads.
-
-    Heads are ordered by key head: its G query heads, itself, its value head.
-    """
+    """One layer of a `FoldedStack`; D head_dim, K key and value heads, each with G query heads. Heads are ordered by
+    key head: its G query heads, itself, its value head."""
 
     qkv: Linear  # H -> K (G + 2) D
     head_norm: Tensor  # (K, G + 1, D)

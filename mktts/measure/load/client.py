@@ -23,8 +23,8 @@ from urllib.parse import urlsplit, urlunsplit
 import numpy as np
 
 from mktts.audio import first_audible_sample, from_pcm16
+from mktts.engine.engine import many_streams
 from mktts.engine.metrics import Player
-from mktts.engine.process_settings import many_streams
 from mktts.errors import BusyError, CapacityError, EngineError, MetricsError
 from mktts.measure.load.settings import HELD_S, LoadSettings, LoadTexts
 from mktts.spec import AUDIBLE_WINDOW_SAMPLES, FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
@@ -289,8 +289,8 @@ def clean(point: dict[str, Any]) -> bool:
 
 
 def held_ticks(seen: LoadRun, ticks: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
-    """Those of `ticks` (dtype mktts.engine.tick.TICKS) that ended in the held time, and what the batch engine did in
-    them; nothing of another engine.
+    """Those of `ticks` (dtype mktts.engine.scheduler.TICKS) that ended in the held time, and what the batch engine did
+    in them; nothing of another engine.
 
     device_busy_percent: of the time, in ticks. lanes_mean: of a tick.
     """

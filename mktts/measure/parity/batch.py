@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.pages import PAGE_ROWS
 from mktts.checkpoint import Checkpoint
 from mktts.engine.lanes import Lanes
-from mktts.engine.scheduler import TickSettings
+from mktts.engine.pages import PAGE_ROWS
+from mktts.engine.scheduler import Piece, Tick, TickSettings
 from mktts.engine.stream import Segment
-from mktts.engine.tick import Piece, Tick
 from mktts.measure.parity.ratio import GREEDY, Observed, RowStream, random_rows
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Sampling

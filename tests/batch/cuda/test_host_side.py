@@ -30,7 +30,7 @@ from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.packed import LOW_SCALE, rows_per_frame
-from mktts.engine.tick import Piece, Tick
+from mktts.engine.scheduler import Piece, Tick
 from mktts.errors import BackendUnavailable, CodecError, EngineError
 from mktts.measure.parity.codec import random_codes
 from mktts.model.sampling import Choice, Sampling

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mktts.batch.plain.codec import CodecLanes
-from mktts.batch.plain.lanes import TorchLanes
+from mktts.batch.plain.lanes import CodecLanes, TorchLanes
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.errors import CapacityError

@@ -61,8 +61,3 @@ def _kind(value: Any) -> Hashable:
 def _kind_of_option(value: Any) -> Hashable:
     """Options are constants of a binary."""
     return type(value), value
-
-
-def power_of_two(count: int) -> int:
-    """The least one that is `count` or more: kernels take blocks of such sizes."""
-    return 1 << (count - 1).bit_length()

@@ -1,11 +1,8 @@
-"""Who holds which page of keys and values: the host's book; the pages themselves lie on the device.
+"""Which stream or prefix has which page of keys and values: the host's book; the pages themselves lie on the device.
 
-A page holds `page_rows` positions of all layers. A stream takes every page that its declared maximum may need when it
-opens, so none ever stops for want of one. The rows of a prompt's prefix (instruction, language, speaker or voice) can
-be kept by key: their full pages are then shared, to be read only, and a partial last page is copied, because the stream
-goes on writing behind it. Prefixes that no open stream uses give way, least recently used first.
-
-Page 0 belongs to nobody: entries of the table that are not in use, and the row of lanes that only fill a bucket, name
+A stream takes every page that its declared maximum may need when it opens, so none stops for want of one. The rows of a
+prompt's prefix can be kept by key: full pages are shared, to be read only, and a partial last page is copied. Prefixes
+that no open stream uses give way, least recently used first. Page 0 belongs to nobody: unused entries of the table name
 it. One thread at a time.
 """
 
@@ -14,14 +11,22 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from mktts.engine.lanes import Copy
 from mktts.errors import CapacityError, EngineError, PromptError
 
-PAGE_ROWS = 64  # as many as mktts.engine.runner.KEPT_ROWS: a shorter prefix has no whole page
+PAGE_ROWS = 64
 NO_OWNER = 0
+
+
+class Copy(NamedTuple):
+    """The first `rows` rows of page `source` are to be copied to page `target` before the next tick."""
+
+    source: int
+    target: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,6 @@ class Pages:
     # ---- what there is
 
     def count(self, rows: int) -> int:
-        """Pages that `rows` positions take."""
         return -(-rows // self.page_rows)
 
     @property
@@ -71,7 +75,6 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
         return len(self._free)
 
     @property
@@ -80,7 +83,6 @@ class Pages:
         return len({page for kept in self._kept.values() for page in kept.pages})
 
     def is_open(self, slot: int) -> bool:
-        """Whether the slot has pages."""
         return slot in self._slots
 
     def find(self, key: Hashable | None) -> int:
@@ -105,11 +107,9 @@ class Pages:
 
     def open(self, slot: int, rows: int, key: Hashable | None = None) -> tuple[int, list[Copy]]:
         """Gives `slot` every page that `rows` positions need. Returns the rows that the prefix under `key` has filled
-        already (0: not kept) and the copies to make.
-
-        Raises CapacityError where the pages are not there (see `fits`; nothing is changed), PromptError where the
-        prefix is as long as the whole stream, EngineError for a slot in use.
-        """
+        already (0: not kept) and the copies to make. Raises CapacityError where the pages are not there (see `fits`;
+        nothing is changed), PromptError where the prefix is as long as the whole stream, EngineError for a slot in
+        use."""
         if slot in self._slots:
             raise EngineError(f"slot {slot} is open: close it first")
         kept_rows = self.find(key)
@@ -145,10 +145,8 @@ class Pages:
     # ---- prefixes
 
     def keep(self, slot: int, key: Hashable, rows: int) -> list[Copy] | None:
-        """Keeps the first `rows` rows of `slot` under `key`; they are there, or will be when the copies are made.
-
-        Returns the copies to make, None where the prefix is not kept: the key is known, or there is no room.
-        """
+        """Keeps the first `rows` rows of `slot` under `key`. Returns the copies to make, None where the prefix is not
+        kept: the key is known, or there is no room."""
         held = self._of(slot)
         if not 0 < rows <= len(held) * self.page_rows:
             raise PromptError(f"slot {slot} has room for {len(held)} pages, a prefix of {rows} rows was named")
@@ -168,7 +166,6 @@ class Pages:
         return [Copy(held[full], last[0], partial)] if partial else []
 
     def known(self, wanted: Callable[[Hashable], bool]) -> list[Hashable]:
-        """Keys of kept prefixes that are `wanted`."""
         return [key for key in self._kept if wanted(key)]
 
     def forget(self, key: Hashable) -> None:
