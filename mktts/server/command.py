@@ -26,7 +26,6 @@ EXAMPLES = """examples:
   python -m mktts serve
   python -m mktts serve --checkpoint path/to/base --voice anna=anna.safetensors --port 9000
   python -m mktts serve --checkpoint path/to/checkpoint --host 0.0.0.0 --api-key-file key.txt
-  python -m mktts serve --checkpoint path/to/checkpoint --replicas 8
 
   curl -N localhost:8000/tts/stream -H 'Content-Type: application/json' -d '{"text": "Good morning."}' > morning.pcm
 
@@ -37,11 +36,6 @@ as `Authorization: Bearer KEY`. SIGTERM and Ctrl-C let open streams finish for a
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, lexicon=True)
     add_address_arguments(parser)
-    several = parser.add_argument_group("several GPUs, by Ray Serve (pip install -e '.[ray]' in the checkout)")
-    several.add_argument("--replicas", type=int, metavar="N", help="complete servers at one address, one a GPU")
-    several.add_argument(
-        "--ray-address", metavar="ADDRESS", help="of a running Ray cluster (default: one is started here)"
-    )
     voices = parser.add_argument_group("voices")
     voices.add_argument(
         "--voice", action="append", default=[], metavar="NAME=FILE", help="a saved voice, for a base checkpoint"
@@ -95,14 +89,6 @@ def main(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     bound = listen(arguments.host, arguments.port, limits)  # before the model: a taken port shows at once
-    if arguments.replicas is not None:
-        from mktts.server.replicas import serve_replicas
-
-        with bound:
-            url = url_of(bound)
-        return serve_replicas(arguments, limits, access, url, partial(open_service, arguments, limits))
-    if arguments.ray_address is not None:
-        raise ServerError("--ray-address belongs to --replicas: give that too, or leave it out")
     with bound:
         synthesizer, service = open_service(arguments, limits)
         with synthesizer:
