@@ -314,8 +314,7 @@ def write_audio(path: Path | str, pcm: np.ndarray, sample_rate_hz: int = SAMPLE_
 
     The end of its name is the format: .wav and .flac (16 bits), .ogg (Vorbis), .opus (Opus, at 8, 12, 16, 24 or
     48 kHz), .mp3, .aac (ADTS). A device or FIFO without one of them gets WAV.
-    Raises AudioError for another name and as `encoded`, BackendUnavailable without soundfile for all but WAV, and
-    without PyAV for AAC.
+    Raises AudioError for another name and as `encoded`, BackendUnavailable without PyAV for AAC.
     """
     return write_whole(path, encoded(pcm, format_of(path), sample_rate_hz))
 
@@ -332,14 +331,8 @@ def format_of(path: Path | str) -> str:
 
 def require_format(kind: str) -> None:
     """Raises BackendUnavailable where this machine cannot make files of `kind`, one of ENDINGS."""
-    if kind == "wav":
-        return
     if kind == "aac":
         import_av()
-        return
-    soundfile, (container, subtype) = _soundfile(), FORMATS[kind]
-    if subtype not in soundfile.available_subtypes(container):
-        raise BackendUnavailable(f"the installed libsndfile {soundfile.__libsndfile_version__} cannot write {kind}")
 
 
 def encoded(pcm: np.ndarray, kind: str, sample_rate_hz: int = SAMPLE_RATE_HZ) -> bytes:
@@ -357,8 +350,9 @@ def encoded(pcm: np.ndarray, kind: str, sample_rate_hz: int = SAMPLE_RATE_HZ) ->
     if kind == "aac":
         encoder = AvEncoder(kind, sample_rate_hz)
         return encoder.feed(pcm) + encoder.finish()
-    require_format(kind)
-    soundfile, (container, subtype) = _soundfile(), FORMATS[kind]
+    import soundfile
+
+    container, subtype = FORMATS[kind]
     try:
         with soundfile.SoundFile(file, "w", sample_rate_hz, 1, subtype, format=container) as out:
             whole = np.frombuffer(samples, "<i2").astype(np.int16)
@@ -372,9 +366,11 @@ def encoded(pcm: np.ndarray, kind: str, sample_rate_hz: int = SAMPLE_RATE_HZ) ->
 def read_audio(path: Path | str) -> tuple[np.ndarray, int]:
     """Reads an audio file: mono float32 (S,), channels averaged, and its sample rate in Hz.
 
-    Raises VoiceError where there is no file or it is not audio, BackendUnavailable without soundfile.
+    Raises VoiceError where there is no file or it is not audio.
     """
-    soundfile, path = _soundfile(), Path(path)
+    import soundfile
+
+    path = Path(path)
     if not path.is_file():
         raise VoiceError(f"{path}: expected an audio file, found {'a folder' if path.is_dir() else 'nothing'}")
     try:
@@ -382,11 +378,3 @@ def read_audio(path: Path | str) -> tuple[np.ndarray, int]:
     except soundfile.SoundFileError as error:
         raise VoiceError(f"{path}: expected an audio file (WAV, FLAC, OGG, MP3), could not read it: {error}") from None
     return pcm.mean(1, dtype=np.float32), int(rate_hz)
-
-
-def _soundfile() -> Any:
-    try:
-        import soundfile
-    except (ImportError, OSError) as error:  # OSError: its library is missing
-        raise BackendUnavailable(f"audio files other than written WAV need the package soundfile: {error}") from None
-    return soundfile
