@@ -6,13 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-try:
-    import pipecat  # noqa: F401  asked for here, so that its absence is named with what to install
-except ModuleNotFoundError:
-    raise ModuleNotFoundError(
-        "mktts.agent needs the package pipecat-ai: pip install -r requirements.txt", name="pipecat"
-    ) from None
-
 from pipecat.audio.turn.smart_turn.base_smart_turn import SmartTurnParams
 from pipecat.audio.vad.silero import SileroVADAnalyzer
 from pipecat.frames.frames import EndFrame, InterruptionFrame, LLMMessagesAppendFrame, TTSSpeakFrame

@@ -198,13 +198,8 @@ def download(repo_id: str, revision: str | None = None) -> tuple[Path, str]:
     Raises CheckpointError that says so where the Hub is offline or unreachable, or has no such checkpoint.
     """
     revision = revision or PINNED.get(repo_id, "main")
-    try:
-        from huggingface_hub import errors, snapshot_download
-    except ImportError as error:
-        raise CheckpointError(
-            f"{repo_id}: a Hub id needs huggingface_hub, which cannot be imported ({error}). "
-            "Install it, or pass the folder of a downloaded checkpoint."
-        ) from None
+    from huggingface_hub import errors, snapshot_download
+
     by_folder = (
         f"download it where there is a network (hf download {repo_id} --revision {revision} --local-dir FOLDER) "
         "and pass that folder instead of the id"

@@ -14,7 +14,7 @@ from mktts.arguments import add_options, given
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import counted
-from mktts.errors import BackendUnavailable, ServerError
+from mktts.errors import ServerError
 from mktts.server.address import access_of, add_address_arguments, listen, url_of
 from mktts.server.limits import Limits
 
@@ -77,11 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Serves until a signal; 0 after SIGTERM, 1 where the engine's own process has died."""
-    try:
-        from mktts.server.graceful import speech_server
-        from mktts.server.voices import VoiceFolder
-    except ModuleNotFoundError as error:
-        raise BackendUnavailable(f"serving needs the package {error.name}: pip install -r requirements.txt") from None
+    from mktts.server.graceful import speech_server
+    from mktts.server.voices import VoiceFolder
+
     access = access_of(arguments)
     limits = Limits(**given(Limits, arguments))
     if arguments.voice_folder is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from mktts.errors import BackendUnavailable, OptionsError, TextError
+from mktts.errors import OptionsError, TextError
 from mktts.text.letters import GREEK
 from mktts.text.lexicon import Lexicon, LexiconFeed
 from mktts.text.markup import MarkupFeed
@@ -177,13 +177,9 @@ class FrontEnd:
 
     @classmethod
     def ready(cls, name: str, spoken_languages: Iterable[str]) -> FrontEnd:
-        """Loaded, so that no text waits for that. spoken_languages: as `ModelConfig.spoken_languages`. Raises
-        BackendUnavailable without the package num2words."""
+        """Loaded, so that no text waits for that. spoken_languages: as `ModelConfig.spoken_languages`."""
         made = cls(name, tuple(language for language in spoken_languages if language != AUTO))
-        try:
-            made.rules.reading("1")
-        except ImportError as error:
-            raise BackendUnavailable(f"the text front end {name!r} needs the package num2words: {error}") from None
+        made.rules.reading("1")
         return made
 
     def feed(self, language: str = AUTO, markup: str = "speak", lexicon: Lexicon | None = None) -> FrontEndFeed:

@@ -219,16 +219,15 @@ def test_a_missing_package_is_named_before_anything_is_loaded(words, hidden, mes
 def test_without_pipecat_help_is_shown_and_everything_else_names_the_package():
     code = (
         "from mktts.cli import main\n"
-        "for module in ('mktts.agent.conversation', 'mktts.pipecat'):\n"
-        "    try: __import__(module)\n"
-        "    except ImportError as error: print(error)\n"
+        "try: import mktts.pipecat\n"
+        "except ImportError as error: print(error)\n"
         "assert main(['agent']) == main(['agent', '--scripted', 'talk.wav']) == 2\n"
         "main(['agent', '--help'])"
     )
     done = python_without(["pipecat", "fastapi", "uvicorn", "pocketsphinx", "aiortc", "loguru"], code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("needs the package pipecat-ai: pip install") == 2 and "examples:" in done.stdout
-    assert done.stderr.count("mktts: the agent needs the package pipecat-ai: pip install -r requirements.txt") == 2
+    assert "needs the package pipecat-ai: pip install" in done.stdout and "examples:" in done.stdout
+    assert done.stderr.count("needs the package pipecat: pip install -r requirements.txt") == 2
 
 
 # ---- Whisper, over a stand-in for faster-whisper
