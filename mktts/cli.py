@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from mktts.errors import BackendUnavailable, MkttsError
+from mktts.errors import MkttsError
 
 Group = dict[str, tuple[str, str]]
 
@@ -90,7 +90,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if (error.name or "mktts").split(".")[0] == "mktts":
             raise
         print(f"mktts: this needs the package {error.name}: pip install -r requirements.txt", file=sys.stderr)
-        return BackendUnavailable.exit_status
+        return 2
     except OSError as error:
         _forget_output()  # it may be what failed
         where = f"{error.filename}: " if error.filename else ""

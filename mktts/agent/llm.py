@@ -12,13 +12,7 @@ from datetime import datetime
 from itertools import takewhile
 from typing import Any, get_args
 
-from pipecat.frames.frames import (
-    Frame,
-    LLMContextFrame,
-    LLMFullResponseEndFrame,
-    LLMFullResponseStartFrame,
-    LLMTextFrame,
-)
+from pipecat.frames import frames
 from pipecat.metrics.metrics import LLMTokenUsage
 from pipecat.processors.aggregators.llm_context import LLMContext
 from pipecat.processors.frame_processor import FrameDirection
@@ -76,13 +70,13 @@ class LocalLLMService(LLMService):
     def can_generate_metrics(self) -> bool:
         return True
 
-    async def process_frame(self, frame: Frame, direction: FrameDirection) -> None:
+    async def process_frame(self, frame: frames.Frame, direction: FrameDirection) -> None:
         await super().process_frame(frame, direction)
-        if not isinstance(frame, LLMContextFrame):
+        if not isinstance(frame, frames.LLMContextFrame):
             await self.push_frame(frame, direction)
             return
         try:
-            await self.push_frame(LLMFullResponseStartFrame())
+            await self.push_frame(frames.LLMFullResponseStartFrame())
             await self.start_processing_metrics()
             await self.start_ttfb_metrics()
             await self._answer(frame.context)
@@ -91,7 +85,7 @@ class LocalLLMService(LLMService):
             await self.push_error(f"the model failed: {error}", exception=error, force_treat_as_permanent=permanent)
         finally:
             await self.stop_processing_metrics()
-            await self.push_frame(LLMFullResponseEndFrame())
+            await self.push_frame(frames.LLMFullResponseEndFrame())
 
     @abstractmethod
     async def _answer(self, context: LLMContext) -> None:
@@ -113,7 +107,7 @@ class ScriptedLLMService(LocalLLMService):
         for number, word in enumerate(reply.split(" ")):
             await asyncio.sleep(1 / SCRIPT_TOKENS_PER_S)
             await self.stop_ttfb_metrics()
-            await self.push_frame(LLMTextFrame(f" {word}" if number else word))  # as most models write
+            await self.push_frame(frames.LLMTextFrame(f" {word}" if number else word))  # as most models write
 
 
 class TextConversation:
@@ -233,7 +227,7 @@ class Qwen3LLMService(LocalLLMService):
                 if token.id in (conversation.template.think, conversation.template.thought):
                     silent = token.id == conversation.template.think
                 elif token.text and not silent:
-                    await self.push_frame(LLMTextFrame(token.text))
+                    await self.push_frame(frames.LLMTextFrame(token.text))
         finally:
             if stream is not None:
                 model.thread.submit(stream.cancel)

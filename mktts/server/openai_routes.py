@@ -115,7 +115,8 @@ def openai_routes(service: SpeechService, references: References, **settings: An
             how["kept"] = partial(sounds.answer, *asked)
         if body.max_frames is None and body.max_new_tokens is not None:
             body.max_frames = min(body.max_new_tokens, limits.max_frames)
-        stream = service.speak("openai_speech", body, body.input, voice=voice, layout=body.layout, owner=owner)
+        layout = {None: None, True: "whole", False: "streaming"}[body.non_streaming_mode]
+        stream = service.speak("openai_speech", body, body.input, voice=voice, layout=layout, owner=owner)
         return AudioResponse(
             stream, encoder, limits.stall_s, model.random_weights, format=format, ignored_keys=ignored, **how
         )

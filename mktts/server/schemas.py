@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model, mo
 
 from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, StreamFormat
 from mktts.engine.options import Markup
-from mktts.model.prompt import Layout
 from mktts.model.sampling import MAX_SEED, Sampling
 from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
 
@@ -177,10 +176,6 @@ class OpenAISpeechRequest(VoiceParams):
         if given.get("top_k") == -1:
             given["top_k"] = 0
         return given
-
-    @property
-    def layout(self) -> Layout | None:
-        return None if self.non_streaming_mode is None else ("whole" if self.non_streaming_mode else "streaming")
 
     @property
     def ignored(self) -> list[str]:

@@ -268,7 +268,6 @@ class AudioResponse(Response):
         }
         if ignored_keys:
             headers["X-Mktts-Ignored"] = ", ".join(ignored_keys)
-            headers["X-Ignored-Keys"] = ",".join(ignored_keys)  # as it was called first
         self.init_headers(headers)
         self._stream = stream
         self._encoder = encoder
