@@ -31,7 +31,6 @@ GROUPS: dict[str, Group] = {
         "voice": ("mktts.synth.cloning", "make a voice file from a recording"),
         "serve": ("mktts.server.command", "serve one model over HTTP and WebSocket"),
         "agent": ("mktts.agent.command", "hold a conversation: on a page, or with recorded user speech"),
-        "text": ("mktts.llm.command", "continue a text with a Qwen3 text model"),
     },
     "look and measure": {
         "inspect": ("mktts.measure.inspection", "show what is in a checkpoint"),
