@@ -33,7 +33,7 @@ from mktts.errors import (
     TextError,
     VoiceError,
 )
-from mktts.pipecat.source import Style
+from mktts.pipecat.source import SpeechSource, Style
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.text.split import clean_piece
 
@@ -59,7 +59,7 @@ _ERRORS: dict[str, type[MkttsError]] = {
 }  # codes of the server's errors; any other is a failure of the server
 
 
-class RemoteSource:
+class RemoteSource(SpeechSource):
     """Speech from a server: `MkttsTTSService(source=RemoteSource("http://127.0.0.1:8000"))`.
 
     An utterance has a WebSocket of its own; each service finds one open for its next utterance. Where one is lost
@@ -138,10 +138,6 @@ class RemoteSource:
                 f"the server's voices are {known}; got {style.voice!r} (a saved voice is given to the server, "
                 "--voice NAME=FILE, and asked for by that name)"
             )
-
-    def spoken(self, word: str, style: Style) -> str:
-        """As it is written: the server does not say how it reads."""
-        return word
 
     async def speak(self, text: str, style: Style) -> RemoteSpeech:
         """As `SpeechSource.speak`. Raises ConnectionLost, BusyError, EngineError and AccessError; the rest comes from
