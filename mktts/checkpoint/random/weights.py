@@ -27,13 +27,11 @@ RESIDUAL_GAIN = 0.25  # of the codec's twelve residual units: at 1 they amplify 
 
 def random_tensors(specs: TensorSpecs, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """One tensor per entry of `specs`, CPU, `dtype`; each depends on `seed` and its own name and shape only."""
-    return {name: _fill(name, spec.shape, seed).to(dtype) for name, spec in specs.items()}
-
-
-def _fill(name: str, shape: Shape, seed: int) -> Tensor:
-    generator = _generator(name, seed)
-    centre, spread = _distribution(name, shape)
-    return torch.randn(shape, generator=generator).mul_(spread).add_(centre)
+    made = {}
+    for name, spec in specs.items():
+        centre, spread = _distribution(name, spec.shape)
+        made[name] = torch.randn(spec.shape, generator=_generator(name, seed)).mul_(spread).add_(centre).to(dtype)
+    return made
 
 
 def _generator(name: str, seed: int) -> torch.Generator:

@@ -229,7 +229,11 @@ def parity_of(
     def under_test(checkpoint: Checkpoint, mode: str, bf16: TorchBackend, streams: Sequence[RowStream]) -> UnderTest:
         if batch:
             return cuda_lanes(checkpoint, mode, device, scope.lanes, streams, scope.watched)
-        return KernelUnderTest(bf16 if mode == "torch" else megakernel_of(checkpoint, device))
+        if mode == "torch":
+            return KernelUnderTest(bf16)
+        from mktts.kernel.backend import MegakernelBackend
+
+        return KernelUnderTest(MegakernelBackend(checkpoint.config, checkpoint.tensors(), device))
 
     def forced(within: Budget) -> None:
         checkpoint = open_checkpoint(source, revision)
@@ -282,12 +286,6 @@ def release(device: str) -> None:
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
-
-
-def megakernel_of(checkpoint: Checkpoint, device: str) -> Any:
-    from mktts.kernel.backend import MegakernelBackend
-
-    return MegakernelBackend(checkpoint.config, checkpoint.tensors(), device)
 
 
 def outcome(found: dict[str, Any]) -> dict[str, Any]:
