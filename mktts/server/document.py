@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from mktts.server.schemas import DEFAULT, ErrorBody, ErrorDetail
@@ -35,12 +34,11 @@ AUDIO_HEADERS = {
     "X-Sample-Format": "s16le: signed 16 bits, little endian; or the name of the format that holds them",
     "X-Random-Weights": "true: the audio is noise, not speech",
 }
-
-
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """FastAPI's `responses` for errors: the shape is the same everywhere."""
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}}
-    return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
+_ERROR = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}}
+ERRORS = {  # of every route: the shape is the same everywhere
+    "4XX": {"description": "The caller's mistake, or a server with too much to do (429).", "content": _ERROR},
+    "5XX": {"description": "The server's own, or that it stops (503).", "content": _ERROR},
+}
 
 
 def audio_response(*media_types: str) -> dict[str, Any]:
@@ -78,13 +76,6 @@ def describe(document: dict[str, Any], service: SpeechService) -> None:
     for shape in (ErrorBody, ErrorDetail):
         schemas[shape.__name__] = shape.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas[shape.__name__].pop("$defs", None)
-    # FastAPI documents a 422 in its own shape for every operation with parameters; ours have another shape, or none.
-    for operations in document["paths"].values():
-        for operation in operations.values():
-            if "HTTPValidationError" in str(operation["responses"].get("422")):
-                del operation["responses"]["422"]
-    for name in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(name, None)
 
 
 def _narrow(schema: dict[str, Any], **limit: Any) -> None:
