@@ -12,13 +12,13 @@ import asyncio
 import io
 import json
 import time
-import wave
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import soundfile
 from pipecat.frames.frames import InputAudioRawFrame, OutputAudioRawFrame, StartFrame
 from pipecat.observers.base_observer import BaseObserver
 from pipecat.transports.base_input import BaseInputTransport
@@ -32,7 +32,7 @@ from mktts.agent.llm import load_llm
 from mktts.agent.settings import AgentSettings
 from mktts.agent.stt import load_stt
 from mktts.agent.user_speech import USER_RATE_HZ
-from mktts.audio import from_pcm16, to_pcm16
+from mktts.audio import from_pcm16
 from mktts.common import write_whole
 from mktts.errors import AgentError
 from mktts.spec import SAMPLE_RATE_HZ
@@ -195,11 +195,8 @@ class LoopbackTransport(BaseTransport):
 
     def write_stereo(self, path: Path | str) -> Path:
         """Writes the tracks, the user's on the left, whole or not at all."""
-        both = np.stack([np.frombuffer(to_pcm16(track), "<i2") for track in self.tracks()], 1)
         file = io.BytesIO()
-        with wave.open(file, "wb") as out:
-            out.setparams((2, _SAMPLE_BYTES, SAMPLE_RATE_HZ, 0, "NONE", ""))
-            out.writeframes(both.tobytes())
+        soundfile.write(file, np.stack(self.tracks(), 1), SAMPLE_RATE_HZ, "PCM_16", format="WAV")
         return write_whole(path, file.getvalue())
 
 

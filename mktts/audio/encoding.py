@@ -7,7 +7,6 @@ that is written whole, whose header can say how long it is, is made by `mktts.au
 from __future__ import annotations
 
 import io
-import struct
 import wave
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ UNCODED: tuple[StreamFormat, ...] = ("wav", "pcm")  # samples as they are: no wo
 MIN_SPEED, MAX_SPEED = 0.25, 4.0  # OpenAI's
 _TELEPHONE: tuple[StreamFormat, ...] = ("mulaw", "alaw")  # ITU-T G.711, without a header
 _TELEPHONE_RATE_HZ = 8_000
-_UNKNOWN_BYTES = 2**32 - 1  # what writers into a pipe put; readers then go on to the end of the file
+_UNKNOWN = b"\xff" * 4  # the size that writers into a pipe put; readers then go on to the end of the file
 _FLUSHED = {"flush_packets": "1"}  # after each packet, instead of when FFmpeg's buffer of 32 KiB is full
 # FFmpeg's atempo: below 0.5 it does not go, and above 2 it skips samples instead of blending them.
 _SLOWEST_STEP, _FASTEST_STEP = 0.5, 2.0
@@ -91,11 +90,9 @@ def usual_rate_hz(kind: str) -> int:
 
 
 def streaming_wav_header(sample_rate_hz: int) -> bytes:
-    """RIFF and WAVE headers (Microsoft/IBM, 1991) of 16-bit mono PCM, with unknown sizes: 44 bytes."""
-    pcm_tag, channels, block_bytes = 1, 1, 2
-    shape = struct.pack("<HHIIHH", pcm_tag, channels, sample_rate_hz, sample_rate_hz * block_bytes, block_bytes, 16)
-    riff = struct.pack("<4sI4s", b"RIFF", _UNKNOWN_BYTES, b"WAVE")
-    return riff + struct.pack("<4sI", b"fmt ", len(shape)) + shape + struct.pack("<4sI", b"data", _UNKNOWN_BYTES)
+    """RIFF and WAVE headers of 16-bit mono PCM, with sizes that say nothing: 44 bytes."""
+    header = encoded(np.zeros(0, np.float32), "wav", sample_rate_hz)
+    return header[:4] + _UNKNOWN + header[8:40] + _UNKNOWN
 
 
 class Samples:

@@ -41,7 +41,7 @@ from mktts.notebook.records import TABLE, verdicts
 
 PACKAGES = ("ipykernel", "pandas", "papermill", "pyarrow", "tqdm")  # that a run needs from its first to its last step
 RUN_DIR = "RUN_DIR"  # the one parameter the runner fills itself
-LONGEST_NAME, LONGEST_VALUE = 100, 24  # characters of a run folder's name, and of a value in a shortened one
+LONGEST_NAME = 100  # characters of a run folder's name
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 PICTURES = ("04_streaming/chunk_timeline.png",)  # files that the README shows; the notebooks hold their own figures
 VERDICTS = "verdicts.json"  # of all published notebooks
@@ -89,7 +89,7 @@ class NotebookRun:
         """The notebook's name and the set values, 05_metrics-SEED=1-CHECKPOINT=small: a folder's name anywhere.
 
         A colon is written ~. Where a value holds another character that some file system refuses, or all of it is
-        long, values are cleaned and cut, and eight hexadecimal digits of a hash keep runs apart.
+        long, eight hexadecimal digits of a hash stand for the values, which parameters.json has.
         """
         stem = self.notebook.path.stem
         values = {name: str(value).replace(":", "~") for name, value in self.parameters.items()}
@@ -97,9 +97,7 @@ class NotebookRun:
         plain = all(_PLAIN.fullmatch(str(value).replace(":", "")) for value in self.parameters.values())
         if plain and len(name) <= LONGEST_NAME and not name.endswith("."):  # Windows drops a last dot
             return name
-        cleaned = (f"{key}={re.sub(r'[^A-Za-z0-9._,+~-]+', '_', v)[:LONGEST_VALUE]}" for key, v in values.items())
-        digest = hashlib.sha256(json.dumps(self.parameters, sort_keys=True).encode()).hexdigest()[:8]
-        return f"{'-'.join([stem, *cleaned])[: LONGEST_NAME - 9]}-{digest}"
+        return f"{stem}-{hashlib.sha256(json.dumps(self.parameters, sort_keys=True).encode()).hexdigest()[:8]}"
 
 
 def read_notebook(path: Path) -> Notebook:
