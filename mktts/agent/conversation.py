@@ -96,11 +96,9 @@ def build(
     observers: Sequence[BaseObserver] = (),
     idle_timeout_s: float | None = None,
 ) -> Conversation:
-    """A conversation over `transport`, not yet running. Loads what is not loaded.
-
-    idle_timeout_s: ends a conversation in which nothing has been said for so long.
-    Raises what loading raises, and AgentError for a package that is missing.
-    """
+    """A conversation over `transport`, not yet running. Loads what is not loaded. idle_timeout_s: ends a conversation
+    in which nothing has been said for so long. Raises what loading raises, and AgentError for a package that is
+    missing."""
     stt, llm = create_stt(settings), create_llm(settings)
     given = {name: getattr(settings, name) for name in ("voice", "instruct", "seed")}
     tts = MkttsTTSService(

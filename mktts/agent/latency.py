@@ -25,8 +25,7 @@ class TurnLatency:
         has it. interrupted: the user cut it off.
     transcript_ms, first_token_ms, first_audio_ms, speaking_ms: from the end of the user's speech, as detected, to the
         transcript, the language model's first token, the first audio frame, and that frame's arrival at the output.
-    silence_ms: of a turn that interrupted the bot, from the onset of the user's speech to silence at the output.
-    """
+    silence_ms: of a turn that interrupted the bot, from the onset of the user's speech to silence at the output."""
 
     turn: int
     user: str
@@ -92,8 +91,7 @@ class LatencyObserver(BaseObserver):
 
     started: the pipeline runs. speaking: the bot speaks. begun: how often it has begun to speak. error: the last one.
     stale_frames: audio frames that left the TTS service after the interruption of their utterance.
-    on_turn: awaited when the bot begins to answer.
-    """
+    on_turn: awaited when the bot begins to answer."""
 
     def __init__(self) -> None:
         super().__init__(observe_every_push=False)

@@ -114,8 +114,7 @@ class TextConversation:
     """Replies of one decoder to a growing list of messages; what it has read and said stays in its key-value cache, so
     that a turn costs its own tokens and not the conversation's. Belongs to the decoder's thread.
 
-    computed_tokens, kept_tokens: of the last reply's prompt; the kept ones were in the cache already.
-    """
+    computed_tokens, kept_tokens: of the last reply's prompt; the kept ones were in the cache already."""
 
     def __init__(
         self, decoder: TextDecoder, template: ChatTemplate | None = None, reply_tokens: int = REPLY_TOKENS
@@ -133,10 +132,8 @@ class TextConversation:
         self._state: Any = None
 
     def reply(self, messages: Sequence[Message], seed: int | None = None) -> TokenStream:
-        """The reply, token by token; the reply before it ends here, if it has not ended.
-
-        Raises TextError for messages that are none or too long, and what `TextDecoder.generate` raises.
-        """
+        """The reply, token by token; the reply before it ends here, if it has not ended. Raises TextError for messages
+        that are none or too long, and what `TextDecoder.generate` raises."""
         ids, self._left_out = self.template.ids_within(messages, self._prompt_tokens, self._left_out)
         state, keep = self._kept(ids)
         self._state = self._said = None  # a failure below leaves nothing to go on from
@@ -181,9 +178,7 @@ _loading = threading.Lock()
 
 def shared_model(settings: AgentSettings) -> ThreadedDecoder:
     """The process's Qwen3 model for these settings, loaded at the first call: seconds, so not from an event loop.
-
-    Raises CheckpointError, BackendUnavailable.
-    """
+    Raises CheckpointError, BackendUnavailable."""
     backend = settings.backend if settings.backend in get_args(TextBackendName) else "auto"
     key = (settings.llm_checkpoint, backend, settings.device)
     with _loading:
@@ -204,11 +199,8 @@ def close_shared_models() -> None:
 
 
 class Qwen3LLMService(LocalLLMService):
-    """Answers a context with a Qwen3 text model of this process.
-
-    An interruption ends a reply within the token that is being made; its tokens, and the conversation before it, stay
-    in the cache.
-    """
+    """Answers a context with a Qwen3 text model of this process. An interruption ends a reply within the token that is
+    being made; its tokens, and the conversation before it, stay in the cache."""
 
     def __init__(self, model: ThreadedDecoder, *, instructions: str | None = None, seed: int | None = None) -> None:
         """instructions: what the model is told first. seed: None draws a new one for every reply."""

@@ -1,7 +1,7 @@
 """What the agent's page and its bot exchange. Over the WebSocket it is raw PCM both ways and JSON between.
 
-Binary messages are mono 16-bit little-endian PCM, 16 kHz from the page and 24 kHz to it. Text messages are objects
-with a "type"; from the page come "hello", after which the bot greets, "mute", and "text", what was typed, which the bot
+Binary messages are mono 16-bit little-endian PCM, 16 kHz from the page and 24 kHz to it. Text messages are objects with
+a "type"; from the page come "hello", after which the bot greets, "mute", and "text", what was typed, which the bot
 answers as if it had been said. To the page, over WebSocket and WebRTC alike:
 
     ready    session
@@ -10,8 +10,7 @@ answers as if it had been said. To the page, over WebSocket and WebRTC alike:
     state    user ("speaking", "silent"), bot ("thinking", "speaking", "silent")
     latency  turn and the times of `TurnLatency`
     error    message, fatal
-    clear    what is queued is not to be played
-"""
+    clear    what is queued is not to be played"""
 
 from __future__ import annotations
 
@@ -42,10 +41,8 @@ _SAMPLE_BYTES = 2
 
 
 class PageObserver(BaseObserver):
-    """Sends the page what it shows, and does what comes from there.
-
-    conversation: set once it is built, before it runs. output: of its transport; words that leave it are being heard.
-    """
+    """Sends the page what it shows, and does what comes from there. conversation: set once it is built, before it runs.
+    output: of its transport; words that leave it are being heard."""
 
     def __init__(self, output: FrameProcessor) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
 """Audio files, and speech as the bytes of a format while it is made: PCM goes in, what is ready comes out.
 
-`StreamFormat` lists the formats. pcm and wav need nothing; the others are made by PyAV, FFmpeg's libraries. A file
-that is written whole, whose header can say how long it is, is made by `mktts.audio.encoded`.
-"""
+`StreamFormat` lists the formats. pcm and wav need nothing; the others are made by PyAV, FFmpeg's libraries. A file that
+is written whole, whose header can say how long it is, is made by `mktts.audio.encoded`."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ def encoder_of(
     whole: nothing comes before the end, and then a file that says how long it is, which a stream cannot.
 
     Raises AudioError for a rate that the format lacks, a speed or a format that there is not; BackendUnavailable where
-    the package av (PyAV) is missing that this needs.
-    """
+    the package av (PyAV) is missing that this needs."""
     one_of("format", kind, STREAM_FORMATS, AudioError)
     if not MIN_SPEED <= speed <= MAX_SPEED:
         raise AudioError(f"speed must be {MIN_SPEED} to {MAX_SPEED:g}, got {speed!r}")
@@ -158,10 +156,8 @@ def import_av() -> Any:
 
 @dataclass(frozen=True)
 class _AvCodec:
-    """container, name, options: FFmpeg's. bit_rate: bits per second; 0 where there is no such thing.
-
-    sample_format: that the encoder is given; None takes its first. rates_hz: None takes those that FFmpeg names.
-    """
+    """container, name, options: FFmpeg's. bit_rate: bits per second; 0 where there is no such thing. sample_format:
+    that the encoder is given; None takes its first. rates_hz: None takes those that FFmpeg names."""
 
     container: str
     name: str
@@ -187,10 +183,8 @@ _CODECS = {
 
 class AvEncoder:
     """An `Encoder` of mp3, opus (in Ogg), aac (as ADTS), flac, mulaw or alaw that gives out every packet at once.
-
     Raises BackendUnavailable without the package av or without the codec in it, AudioError for a rate that the codec
-    does not have.
-    """
+    does not have."""
 
     def __init__(self, kind: str, sample_rate_hz: int) -> None:
         av, codec = import_av(), _CODECS[kind]
@@ -250,9 +244,8 @@ class _Out:
 class Tempo:
     """A filter of PCM (S,) float32 at SAMPLE_RATE_HZ: FFmpeg's atempo (WSOLA), then aresample.
 
-    speed: 0.25 to 4. sample_rate_hz: of what comes out, which is as long as what goes in over `speed`, to a sample.
-    Its windows hold back up to 0.25 s until `finish`. Raises BackendUnavailable without the package av.
-    """
+    speed: 0.25 to 4. sample_rate_hz: of what comes out, which is as long as what goes in over `speed`, to a sample. Its
+    windows hold back up to 0.25 s until `finish`. Raises BackendUnavailable without the package av."""
 
     def __init__(self, speed: float, sample_rate_hz: int = SAMPLE_RATE_HZ) -> None:
         self._av = import_av()
@@ -309,10 +302,9 @@ class Tempo:
 def write_audio(path: Path | str, pcm: np.ndarray, sample_rate_hz: int = SAMPLE_RATE_HZ) -> Path:
     """Writes `pcm` (S,) float32 as a mono audio file, whole or not at all; returns its path.
 
-    The end of its name is the format: .wav and .flac (16 bits), .ogg (Vorbis), .opus (Opus, at 8, 12, 16, 24 or
-    48 kHz), .mp3, .aac (ADTS). A device or FIFO without one of them gets WAV.
-    Raises AudioError for another name and as `encoded`, BackendUnavailable without PyAV for AAC.
-    """
+    The end of its name is the format: .wav and .flac (16 bits), .ogg (Vorbis), .opus (Opus, at 8, 12, 16, 24 or 48
+    kHz), .mp3, .aac (ADTS). A device or FIFO without one of them gets WAV. Raises AudioError for another name and as
+    `encoded`, BackendUnavailable without PyAV for AAC."""
     return write_whole(path, encoded(pcm, format_of(path), sample_rate_hz))
 
 
@@ -333,11 +325,8 @@ def require_format(kind: str) -> None:
 
 
 def encoded(pcm: np.ndarray, kind: str, sample_rate_hz: int = SAMPLE_RATE_HZ) -> bytes:
-    """`pcm` (S,) float32 as the bytes of a file of `kind`, one of ENDINGS.
-
-    Raises AudioError as `to_pcm16` and for a rate that the format does not have, BackendUnavailable as
-    `require_format`.
-    """
+    """`pcm` (S,) float32 as the bytes of a file of `kind`, one of ENDINGS. Raises AudioError as `to_pcm16` and for a
+    rate that the format does not have, BackendUnavailable as `require_format`."""
     samples, file = to_pcm16(pcm), io.BytesIO()
     if kind == "wav":
         with wave.open(file, "wb") as out:
@@ -361,10 +350,8 @@ def encoded(pcm: np.ndarray, kind: str, sample_rate_hz: int = SAMPLE_RATE_HZ) ->
 
 
 def read_audio(path: Path | str) -> tuple[np.ndarray, int]:
-    """Reads an audio file: mono float32 (S,), channels averaged, and its sample rate in Hz.
-
-    Raises VoiceError where there is no file or it is not audio.
-    """
+    """Reads an audio file: mono float32 (S,), channels averaged, and its sample rate in Hz. Raises VoiceError where
+    there is no file or it is not audio."""
     import soundfile
 
     path = Path(path)

@@ -14,10 +14,8 @@ FULL_SCALE = 2**15 - 1  # of 16 bits: samples that are made from these, divided 
 
 
 def to_pcm16(pcm: np.ndarray) -> bytes:
-    """Signed 16-bit little-endian samples of `pcm` (S,) float32; values beyond [-1, 1] are clipped.
-
-    Raises AudioError unless `pcm` is one-dimensional, float32 and finite.
-    """
+    """Signed 16-bit little-endian samples of `pcm` (S,) float32; values beyond [-1, 1] are clipped. Raises AudioError
+    unless `pcm` is one-dimensional, float32 and finite."""
     scaled = _checked(pcm) * np.float32(FULL_SCALE)
     np.rint(scaled, out=scaled)
     np.minimum(scaled, FULL_SCALE, out=scaled)
@@ -26,10 +24,8 @@ def to_pcm16(pcm: np.ndarray) -> bytes:
 
 
 def rows_to_pcm16(pcm: np.ndarray) -> list[bytes | None]:
-    """As `to_pcm16`, of each row of `pcm` (n, S) float32 in [-1, 1]; None for a row that is not finite.
-
-    All rows in three passes: at each pass another thread may take the interpreter's lock.
-    """
+    """As `to_pcm16`, of each row of `pcm` (n, S) float32 in [-1, 1]; None for a row that is not finite. All rows in
+    three passes: at each pass another thread may take the interpreter's lock."""
     finite = np.isfinite(np.add.reduce(pcm, axis=1)).tolist()
     with np.errstate(invalid="ignore"):  # of the rows that are not finite
         scaled = pcm * np.float32(FULL_SCALE)
@@ -38,10 +34,8 @@ def rows_to_pcm16(pcm: np.ndarray) -> list[bytes | None]:
 
 
 def joined(pieces: Sequence[np.ndarray | bytearray]) -> np.ndarray:
-    """Pieces of PCM (S,) float32, arrays or their bytes, one after another, in memory of their own.
-
-    As `np.concatenate`, which lets go of the interpreter's lock, and where another thread takes it, waits for it.
-    """
+    """Pieces of PCM (S,) float32, arrays or their bytes, one after another, in memory of their own. As
+    `np.concatenate`, which lets go of the interpreter's lock, and where another thread takes it, waits for it."""
     return np.frombuffer(bytearray().join(pieces), np.float32)
 
 
@@ -56,8 +50,7 @@ def first_audible_sample(pcm: np.ndarray, sample_rate_hz: int = SAMPLE_RATE_HZ) 
     """Where the first audible window of `pcm` (S,) begins; None where there is none.
 
     A window is 10 ms and is audible if its RMS is above -45 dB of full scale (`spec.AUDIBLE_DBFS`): a click of a few
-    samples is not. Windows stand side by side from sample 0 on; what is left at the end and is shorter is none.
-    """
+    samples is not. Windows stand side by side from sample 0 on; what is left at the end and is shorter is none."""
     window = sample_rate_hz * AUDIBLE_WINDOW_MS // 1_000
     windows = pcm[: len(pcm) // window * window].reshape(-1, window)
     (audible,) = np.nonzero(np.mean(np.square(windows, dtype=np.float64), axis=1) > 10 ** (AUDIBLE_DBFS / 10))

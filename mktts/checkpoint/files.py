@@ -22,10 +22,8 @@ class WeightFiles:
     tensors: TensorSpecs
 
     def map(self, prefix: str = "") -> dict[str, Tensor]:
-        """The tensors whose name starts with `prefix`, prefix removed, as views of the memory-mapped files.
-
-        A view keeps its mapping alive, so it outlives this object; the first use of a page reads it from disk.
-        """
+        """The tensors whose name starts with `prefix`, prefix removed, as views of the memory-mapped files. A view
+        keeps its mapping alive, so it outlives this object; the first use of a page reads it from disk."""
         from safetensors import SafetensorError, safe_open
 
         views: dict[str, Tensor] = {}
@@ -39,11 +37,8 @@ class WeightFiles:
 
 
 def find(folder: Path) -> WeightFiles:
-    """Reads the headers of `folder/model.safetensors`, or of the shards its index names.
-
-    Raises CheckpointError for a missing, torn or foreign file and for a tensor that is not in the shard the index
-    names for it.
-    """
+    """Reads the headers of `folder/model.safetensors`, or of the shards its index names. Raises CheckpointError for a
+    missing, torn or foreign file and for a tensor that is not in the shard the index names for it."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return WeightFiles((single,), read_header(single))

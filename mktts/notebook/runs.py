@@ -6,8 +6,7 @@ metrics.json and the files the notebook wrote. metrics.json is whatever the note
 a folder without a status is of a run that did not come to its end.
 
 Values take the type of the notebook's parameter (int, float, bool or str, from its annotation, else from its default).
-A value with a comma goes in double quotes, a double quote inside those is doubled, as in a CSV line.
-"""
+A value with a comma goes in double quotes, a double quote inside those is doubled, as in a CSV line."""
 
 from __future__ import annotations
 
@@ -86,11 +85,9 @@ class NotebookRun:
 
     @property
     def name(self) -> str:
-        """The notebook's name and the set values, 05_metrics-SEED=1-CHECKPOINT=small: a folder's name anywhere.
-
-        A colon is written ~. Where a value holds another character that some file system refuses, or all of it is
-        long, eight hexadecimal digits of a hash stand for the values, which parameters.json has.
-        """
+        """The notebook's name and the set values, 05_metrics-SEED=1-CHECKPOINT=small: a folder's name anywhere. A colon
+        is written ~. Where a value holds another character that some file system refuses, or all of it is long, eight
+        hexadecimal digits of a hash stand for the values, which parameters.json has."""
         stem = self.notebook.path.stem
         values = {name: str(value).replace(":", "~") for name, value in self.parameters.items()}
         name = "-".join([stem, *(f"{key}={value}" for key, value in values.items())])
@@ -139,8 +136,7 @@ def plan(paths: Sequence[Path], settings: Sequence[str]) -> list[NotebookRun]:
 
     A path with wildcards that no file bears itself stands for the files that it matches: some shells (Windows') do not
     expand it. Raises BatchError where a path matches nothing, a setting is malformed, its name is unknown to any one of
-    the notebooks, or a value does not have the parameter's type.
-    """
+    the notebooks, or a value does not have the parameter's type."""
     notebooks = [read_notebook(path) for given in paths for path in _expanded(given)]
     stems = [notebook.path.stem for notebook in notebooks]
     if not notebooks or len(set(stems)) != len(stems):
@@ -289,11 +285,9 @@ def execute(
 
 
 def collect(out: Path, table: Path) -> None:
-    """Writes one row per finished run in `out` to `table` (Parquet, replaced atomically).
-
-    Columns: run, notebook, every metric under its own name, `param.NAME` and `env.NAME`. A metric or parameter that
-    has several types over the runs becomes text.
-    """
+    """Writes one row per finished run in `out` to `table` (Parquet, replaced atomically). Columns: run, notebook, every
+    metric under its own name, `param.NAME` and `env.NAME`. A metric or parameter that has several types over the runs
+    becomes text."""
     import pandas
 
     rows = []
@@ -374,8 +368,7 @@ def publish(run: Path, target: Path) -> Path:
     executed notebook, in which every audio element has become a link to its sound file, as MP3 beside it, and a link to
     another notebook one to its copy beside `target`, or else in the folder above.
 
-    Returns `target`. Raises BatchError where there is no finished run, MkttsError where a sound cannot be read.
-    """
+    Returns `target`. Raises BatchError where there is no finished run, MkttsError where a sound cannot be read."""
     executed = run / "executed.ipynb"
     if not executed.is_file():
         raise BatchError(f"{run}: expected the folder of a run, found no executed.ipynb in it")

@@ -64,11 +64,10 @@ class RemoteSource(SpeechSource):
 
     An utterance has a WebSocket of its own; each service finds one open for its next utterance. Where one is lost
     before anything was heard, the utterance begins again on another one, and so does what a server has no place for;
-    otherwise it ends with ConnectionLost, which leaves a service usable. Errors are those of a source in
-    the same process, and also BusyError, ConnectionLost and AccessError. Belongs to one event loop at a time.
+    otherwise it ends with ConnectionLost, which leaves a service usable. Errors are those of a source in the same
+    process, and also BusyError, ConnectionLost and AccessError. Belongs to one event loop at a time.
 
-    name: of the server's checkpoint, once connected.
-    """
+    name: of the server's checkpoint, once connected."""
 
     default_voice: str | None = None  # the server's own first
 
@@ -108,11 +107,8 @@ class RemoteSource(SpeechSource):
         self._users = 0
 
     async def connect(self) -> None:
-        """Asks what the server has, and opens a connection for one more service.
-
-        Raises ConnectionLost where no server answers, EngineError where what answers is none of ours, AccessError for
-        a wrong key.
-        """
+        """Asks what the server has, and opens a connection for one more service. Raises ConnectionLost where no server
+        answers, EngineError where what answers is none of ours, AccessError for a wrong key."""
         await self._read_health()
         self._idle.append(await self._open_socket())
         self._users += 1
@@ -246,8 +242,7 @@ class RemoteSource(SpeechSource):
 
 class RemoteSpeech:
     """A `Speech`; text that is fed to it is kept, so that it can begin again: after the waits of PATIENCE_S, where no
-    connection is found, or it is lost, or its server has no place free, before anything was heard.
-    """
+    connection is found, or it is lost, or its server has no place free, before anything was heard."""
 
     def __init__(self, source: RemoteSource, start: dict[str, Any]) -> None:
         """start: the fields of the start message."""
@@ -371,10 +366,8 @@ class RemoteSpeech:
 
     @staticmethod
     async def _receive(socket: ClientConnection, silence_s: float) -> str | bytes:
-        """The next message. Raises ConnectionClosed, and TimeoutError when not even a ping is answered.
-
-        Pings are sent only while nothing comes and nothing waits to be read.
-        """
+        """The next message. Raises ConnectionClosed, and TimeoutError when not even a ping is answered. Pings are sent
+        only while nothing comes and nothing waits to be read."""
         pong: asyncio.Future[float] | None = None
         while True:
             try:

@@ -51,8 +51,7 @@ class AccessMiddleware:
         where some are given.
     body_s: time for a body, in seconds; longer for a long one.
     is_open: whether a path is answered without a key.
-    key_in_query: whether ?key= is accepted over HTTP, as it is for WebSockets.
-    """
+    key_in_query: whether ?key= is accepted over HTTP, as it is for WebSockets."""
 
     def __init__(
         self,

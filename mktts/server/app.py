@@ -56,10 +56,8 @@ def make_app(
     origins: Collection[str] = (),
     hosts: Collection[str] = (),
 ) -> FastAPI:
-    """The ASGI application of a speech server.
-
-    api_key, origins, hosts: as `AccessMiddleware`. Pages of the origins and of this machine also get CORS headers.
-    """
+    """The ASGI application of a speech server. api_key, origins, hosts: as `AccessMiddleware`. Pages of the origins and
+    of this machine also get CORS headers."""
     with contextlib.suppress(BackendUnavailable):  # a request that needs it gets the error
         import_av()  # not at the first request: it takes 0.2 s, which would hold up every stream
 

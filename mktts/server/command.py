@@ -148,9 +148,8 @@ def runs_apart(process: str, engine: str, device: str) -> bool:
     """Whether the engine gets a process of its own, of the words of --engine-process, --engine and --device.
 
     With "auto", where a GPU serves many: one H200 serves 680 listeners from one process and 1 100 from two (LOG.md,
-    2026-11-22). One listener gets the first byte up to 0.7 ms later from two (CPU), so others stay as they are.
-    Raises BackendUnavailable for no device.
-    """
+    2026-11-22). One listener gets the first byte up to 0.7 ms later from two (CPU), so others stay as they are. Raises
+    BackendUnavailable for no device."""
     from mktts.model.backend import device_named
 
     if process == "auto":

@@ -1,8 +1,6 @@
-"""The shapes of requests, answers and WebSocket messages: what a client may rely on.
-
-What depends on the loaded checkpoint and the limits (names, maxima) is checked by `mktts.server.service` and written
-into the OpenAPI document by `mktts.server.document`.
-"""
+"""The shapes of requests, answers and WebSocket messages: what a client may rely on. What depends on the loaded
+checkpoint and the limits (names, maxima) is checked by `mktts.server.service` and written into the OpenAPI document by
+`mktts.server.document`."""
 
 from __future__ import annotations
 

@@ -146,10 +146,8 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """name: one of FRONT_ENDS. languages: those that the checkpoint speaks; where it is one, "auto" means it.
-
-    Raises OptionsError for another name.
-    """
+    """name: one of FRONT_ENDS. languages: those that the checkpoint speaks; where it is one, "auto" means it. Raises
+    OptionsError for another name."""
 
     name: str
     languages: tuple[str, ...] = (ENGLISH,)

@@ -42,10 +42,8 @@ def pause_of(number: str | None, unit: str | None) -> Pause:
 
 
 class TextFeed:
-    """A text that arrives in pieces, as what is to be made of it: words, a `Pause`, and what `named` gives.
-
-    What `push` and `finish` return depends on the text alone, not on the pieces. One that begins with <speak is SSML.
-    """
+    """A text that arrives in pieces, as what is to be made of it: words, a `Pause`, and what `named` gives. What `push`
+    and `finish` return depends on the text alone, not on the pieces. One that begins with <speak is SSML."""
 
     def __init__(self, named: Callable[[str], Any | None], new_reader: Callable[[], Any]) -> None:
         """named: what stands for a name in brackets, None where that is text. new_reader: gives what reads the words

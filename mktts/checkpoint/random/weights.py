@@ -1,7 +1,5 @@
-"""Seeded random tensors for any layout: well-conditioned, never silent, never clipped.
-
-Random weights: for timing and parity only.
-"""
+"""Seeded random tensors for any layout: well-conditioned, never silent, never clipped. Random weights: for timing and
+parity only."""
 
 from __future__ import annotations
 
@@ -88,14 +86,13 @@ class _Codes:
 def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, seed: int, eos_after: int | None = None) -> None:
     """Rewrites talker and predictor in place so that every greedy choice wins by a wide margin.
 
-    A talker code is a pair (step, word): the next step follows the present one in a fixed cycle, the word follows
-    the text embedding of this frame, which takes one of TEXT_CLASSES values (token id modulo that). Each later
-    code is a permutation of the one before it. Attention and MLPs still add their part, but a small one. Runs
-    that differ in summation order therefore agree code for code, and runs fed other text do not.
+    A talker code is a pair (step, word): the next step follows the present one in a fixed cycle, the word follows the
+    text embedding of this frame, which takes one of TEXT_CLASSES values (token id modulo that). Each later code is a
+    permutation of the one before it. Attention and MLPs still add their part, but a small one. Runs that differ in
+    summation order therefore agree code for code, and runs fed other text do not.
 
-    `eos_after`: end-of-speech wins once that many steps of the cycle have passed since the prompt (at least 2).
-    Raises CheckpointError for a smaller value.
-    """
+    `eos_after`: end-of-speech wins once that many steps of the cycle have passed since the prompt (at least 2). Raises
+    CheckpointError for a smaller value."""
     if eos_after is not None and eos_after < 2:
         raise CheckpointError(f"eos_after must be at least 2 frames (upstream forbids earlier ends), found {eos_after}")
     generator = _generator("margins", seed)

@@ -1,7 +1,5 @@
-"""`python -m mktts bench --load` and `--url`: loads of real-time listeners, one after the other.
-
-The last line of JSON: device, driver, torch, revision, date, environment, settings, points, figures, missing.
-"""
+"""`python -m mktts bench --load` and `--url`: loads of real-time listeners, one after the other. The last line of JSON:
+device, driver, torch, revision, date, environment, settings, points, figures, missing."""
 
 from __future__ import annotations
 
@@ -76,11 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Holds the loads; each is merged into --into as soon as it is there. Returns document and table.
-
-    Raises MetricsError where --into is given and the loads are not held long enough to be recorded, and where no server
-    answers at --url.
-    """
+    """Holds the loads; each is merged into --into as soon as it is there. Returns document and table. Raises
+    MetricsError where --into is given and the loads are not held long enough to be recorded, and where no server
+    answers at --url."""
     with closing(Server(arguments) if arguments.url else Subject(settings_of(arguments))) as subject:
         settings, gpu = subject.settings, subject.settings.device.startswith("cuda")
         if arguments.into is not None:

@@ -44,8 +44,7 @@ class LoadSettings:
     frames: the least and the most of an utterance
     seed: of the arrivals; utterance i is drawn with seed i
 
-    Raises OptionsError for values out of range.
-    """
+    Raises OptionsError for values out of range."""
 
     checkpoint: str
     revision: str | None = None
@@ -119,8 +118,7 @@ class LoadTexts:
         utterance takes
     rows: of the prompt; a mean where the kind is natural
     text_of: of utterance i, of so many frames
-    settings: of every stream
-    """
+    settings: of every stream"""
 
     kind: Literal["text", "natural"]
     rows: int
@@ -133,10 +131,8 @@ class LoadTexts:
 
 
 def texts_for(checkpoint: Checkpoint, rows: int | None) -> LoadTexts:
-    """Texts for prompts of `rows` rows; None: SHORT_ROWS, or natural ones where the weights are trained.
-
-    Up to SHORT_ROWS exactly so many, above at least. Raises MetricsError for fewer than the checkpoint's prompts have.
-    """
+    """Texts for prompts of `rows` rows; None: SHORT_ROWS, or natural ones where the weights are trained. Up to
+    SHORT_ROWS exactly so many, above at least. Raises MetricsError for fewer than the checkpoint's prompts have."""
     builder = PromptBuilder(  # on the CPU and in the stored type, so that the tables stay on the disk
         checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), torch.device("cpu"), torch.bfloat16
     )

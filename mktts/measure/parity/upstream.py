@@ -1,8 +1,6 @@
-"""Ours against upstream qwen-tts, row by row: prompt embeddings bit for bit, codes frame for frame.
-
-Both sides run on the CPU, where the same operators round in the same way. Notebook 03_parity, the tests and
-`python -m mktts parity` use these functions.
-"""
+"""Ours against upstream qwen-tts, row by row: prompt embeddings bit for bit, codes frame for frame. Both sides run on
+the CPU, where the same operators round in the same way. Notebook 03_parity, the tests and `python -m mktts parity` use
+these functions."""
 
 from __future__ import annotations
 
@@ -29,10 +27,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def standard_requests(checkpoint: Checkpoint) -> list[Request]:
-    """Requests for every mode this type of checkpoint has; a clone's voice is made of seeded numbers.
-
-    Where a checkpoint lacks a released speaker or language, its own speakers take turns and "auto" stands in.
-    """
+    """Requests for every mode this type of checkpoint has; a clone's voice is made of seeded numbers. Where a
+    checkpoint lacks a released speaker or language, its own speakers take turns and "auto" stands in."""
     config, found = checkpoint.config, []
     kind = "clones" if config.type.clones else "designs" if config.type.designs else "speakers"
     for turn, fields in enumerate(read_object(Path(__file__).with_name("requests.json"))[kind]):
@@ -62,9 +58,7 @@ def compare_prompts(
     checkpoint: Checkpoint, requests: Sequence[Request], dtype: torch.dtype, upstream: Any
 ) -> list[Row]:
     """One row a request: prompt rows, text rows that trail, whether all are bit-equal, and the largest difference.
-
-    `upstream` is a loaded qwen_tts.Qwen3TTSModel of the same checkpoint and dtype.
-    """
+    `upstream` is a loaded qwen_tts.Qwen3TTSModel of the same checkpoint and dtype."""
     builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), dtype=dtype)
     rows = []
     for request in requests:
@@ -95,10 +89,8 @@ def compare_codes(
     dtype: torch.dtype,
     upstream: Any,
 ) -> list[Row]:
-    """One row a request: frames made, whether codes are equal, and the first difference, (frame, codebook) or None.
-
-    The sampling's rng is set to "torch", the one upstream has. `upstream` is a loaded qwen_tts.Qwen3TTSModel.
-    """
+    """One row a request: frames made, whether codes are equal, and the first difference, (frame, codebook) or None. The
+    sampling's rng is set to "torch", the one upstream has. `upstream` is a loaded qwen_tts.Qwen3TTSModel."""
     expected = upstream_codes(upstream, requests, sampling, seed, max_frames)
     return compare_expected(checkpoint, expected, seed, max_frames, dtype)
 
