@@ -26,7 +26,7 @@ from mktts.server.address import LOOPBACK_ORIGIN
 from mktts.server.api_errors import ApiError, current_id, from_error, from_validation
 from mktts.server.document import AUDIO_HEADERS, ERRORS, audio_response, describe
 from mktts.server.openai_routes import PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
-from mktts.server.schemas import Health, SpeechRequest
+from mktts.server.schemas import Health, SpeechRequest, StreamState
 from mktts.server.served_stream import AudioResponse
 from mktts.server.service import SpeechService
 from mktts.server.voices import References, VoiceFolder
@@ -131,6 +131,11 @@ def make_app(
         """Speaks a text; raw 16-bit PCM is sent while it is made."""
         stream = service.speak("tts_stream", body, body.text, owner=owner_of_request(request.scope))
         return AudioResponse(stream, encoder_of("pcm"), limits.stall_s, service.model.random_weights)
+
+    @app.get("/tts/stream/{id}", dependencies=locked)
+    async def tts_stream_state(id: str) -> StreamState:
+        """How the stream with this X-Request-Id ended, or how far it is. The server keeps the last ones only."""
+        return service.find(id.partition(",")[0])  # behind a proxy that adds its own id, clients send both
 
     @app.websocket("/tts/ws")
     async def tts_ws(socket: WebSocket) -> None:

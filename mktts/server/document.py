@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = f"""Qwen3-TTS speech, streamed frame by frame: 16-bit PCM at {SAMPLE_RATE_HZ} Hz, one channel.
 
-A body that breaks off without its last chunk is not whole. The server's log says under `X-Request-Id` how it ended.
+**Finish reason.** `X-Request-Id` is the id under which `GET /tts/stream/{{id}}` says how a response's stream ended:
+`eos` (the text was spoken), `max_frames` (the limit), `runaway` (the model lost the end), `cancelled`, `error`. The
+record is complete before the last byte of the body is sent. A body that breaks off without its last chunk is not whole.
 
 **A slow reader** stops the generation until it reads on. **Closing the connection** cancels it within one frame.
 
@@ -20,15 +22,14 @@ A body that breaks off without its last chunk is not whole. The server's log say
 `{{"type": "start", ...}}` with the keys of `POST /tts/stream`, of which `text` is left out where it is still being
 written; then `{{"type": "text", "text": "..."}}` any number of times; `{{"type": "finish"}}`; `{{"type": "cancel"}}` at
 any time. Of the server: `started` (id, seed, format), then for each chunk a `chunk` (id, start_s, duration_s, frames,
-timings in ms) followed by one binary message of PCM, then `finished` (id, seed, frames, audio_s, first_audio_ms, error,
-and finish_reason: `eos`, the text was spoken, `max_frames`, `runaway`, the model lost the end, `cancelled` or `error`).
-Another `start` may follow on the same connection, once `finished` has come or, after `cancel`, at once. A refused
-`start` is answered by `error`; what was sent for it is dropped. A message that makes no sense is answered by `error`
-and the connection is closed with 1008. With a key, a page may open it with `?key=KEY`.
+timings in ms) followed by one binary message of PCM, then `finished` (what `GET /tts/stream/{{id}}` says). Another
+`start` may follow on the same connection, once `finished` has come or, after `cancel`, at once. A refused `start` is
+answered by `error`; what was sent for it is dropped. A message that makes no sense is answered by `error` and the
+connection is closed with 1008. With a key, a page may open it with `?key=KEY`.
 
 **Errors** have one shape, OpenAI's, and the id of their request: in `X-Request-Id` and in the body."""
 AUDIO_HEADERS = {
-    "X-Request-Id": "of the request, in the log too",
+    "X-Request-Id": "for GET /tts/stream/{id}",
     "X-Seed": "repeats this draw",
     "X-Sample-Rate-Hz": "of the samples",
     "X-Sample-Format": "s16le: signed 16 bits, little endian; or the name of the format that holds them",

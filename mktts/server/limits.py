@@ -24,6 +24,7 @@ class Limits:
     socket_bytes: the kernel may hold unsent per connection. Small, so that little audio is on the way when a
         listener interrupts, and so that a slow client is noticed.
     body_s: longer for a long body, at 64 KiB a second.
+    kept_states: ended streams that GET /tts/stream/{id} still knows.
     max_reference_bytes, max_reference_s: of a recording that a request brings to be cloned; decoding it may take
         reference_decode_s.
     max_voices: that one key may upload.
@@ -43,6 +44,7 @@ class Limits:
     head_s: float = option(10.0, "for a request's head", name="--head", metavar="S")
     body_s: float = option(20.0, "for its body, and more for a long one", name="--body", metavar="S")
     grace_s: float = option(5.0, "for open streams after the signal to stop", name="--grace", metavar="S")
+    kept_states: int = 1_024
     max_reference_bytes: int = 10 * 2**20
     max_reference_s: float = 60.0
     reference_decode_s: float = 10.0

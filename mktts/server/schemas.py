@@ -15,6 +15,8 @@ from mktts.model.sampling import MAX_SEED, Sampling
 from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
 
 Route = Literal["tts_stream", "openai_speech", "tts_ws"]
+State = Literal["running", "ended"]
+EndReason = Literal["eos", "max_frames", "runaway", "cancelled", "error"]
 DEFAULT = "default"  # the name of the voice that speaks where none is named
 SAMPLE_RATES_HZ = (8_000, 12_000, 16_000, 22_050, SAMPLE_RATE_HZ, 32_000, 44_100, 48_000)
 # Names of upstream and of other servers of this model for keys of ours; a true `do_sample` is a false `greedy`.
@@ -245,6 +247,21 @@ class ErrorDetail(StrictModel):
 
 class ErrorBody(StrictModel):
     error: ErrorDetail
+
+
+class StreamState(StrictModel):
+    """What became of one utterance. frames, audio_s: handed to the connection. first_audio_ms: from the request (or
+    the first text, over WebSocket) to the first PCM on the host."""
+
+    id: str
+    route: Route
+    state: State
+    finish_reason: EndReason | None
+    seed: int
+    frames: int
+    audio_s: float
+    first_audio_ms: float | None
+    error: ErrorDetail | None
 
 
 class ModelInfo(StrictModel):

@@ -23,7 +23,7 @@ from mktts.engine.options import Chunk, Timings
 from mktts.errors import MkttsError
 from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, current_id, from_error, new_id
 from mktts.server.meters import Meters
-from mktts.server.schemas import Route
+from mktts.server.schemas import Route, StreamState
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class ServedStream:
         self._check_chars = check_chars
         self._on_close = on_close
         self._started_s = time.perf_counter()
-        self.reason: str | None = None  # of its end
+        self._reason: str | None = None
         self._player = Player()
         self._peeked: Chunk | None = None
 
@@ -189,7 +189,7 @@ class ServedStream:
             return
         self.closed = True
         self._stream.cancel()
-        self.reason = "error" if self.error is not None else self._stream.finish_reason or "cancelled"
+        self._reason = "error" if self.error is not None else self._stream.finish_reason or "cancelled"
         self._on_close(self)
         log.info("stream %s: %s, %d characters, seed %d, %s", self.id, self.route, self.chars, self.seed, self._outcome)
 
@@ -200,14 +200,23 @@ class ServedStream:
         error, first_ms = self.error, self.first_audio_ms
         sent = "no audio" if first_ms is None else f"{self.frames} frames, first audio after {first_ms} ms"
         if error is None:
-            return f"{sent}, {self.reason}"
+            return f"{sent}, {self._reason}"
         why = f"{error.code}: {error}" if error.code == "busy" else error.code
-        return f"refused, {why}" if first_ms is None and error.status < 500 else f"{sent}, {self.reason}, {why}"
+        return f"refused, {why}" if first_ms is None and error.status < 500 else f"{sent}, {self._reason}, {why}"
 
     @property
-    def audio_s(self) -> float:
-        """Handed to the connection so far."""
-        return self._samples / SAMPLE_RATE_HZ
+    def state(self) -> StreamState:
+        return StreamState(
+            id=self.id,
+            route=self.route,
+            state="ended" if self.closed else "running",
+            finish_reason=self._reason,
+            seed=self.seed,
+            frames=self.frames,
+            audio_s=self._samples / SAMPLE_RATE_HZ,
+            first_audio_ms=self.first_audio_ms,
+            error=self.error.detail(self.id) if self.error is not None else None,
+        )
 
 
 def _joined(chunks: Sequence[Chunk]) -> Chunk:
@@ -252,7 +261,7 @@ class AudioResponse(Response):
     ) -> None:
         self.status_code = 200  # Response's own __init__ would announce an empty body
         self.background = None
-        headers = {
+        headers = {  # what is known before the first sample; the rest is at GET /tts/stream/{X-Request-Id}
             "Content-Type": "text/event-stream" if usage else MEDIA_TYPES[format].format(rate_hz=sample_rate_hz),
             REQUEST_ID_HEADER: stream.id,
             "X-Seed": str(stream.seed),
@@ -343,7 +352,7 @@ class AudioResponse(Response):
             return
         if stream.closed:  # the client went away
             return
-        stream.close()  # before the last byte: a client that has it all has given its place back
+        stream.close()  # before the last byte: a client that has it all finds the record complete
         if not started and self._kept is not None:
             await self._kept(dict(self.headers), rest)(scope, receive, send)
             return

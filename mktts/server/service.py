@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from mktts.server.access import NO_OWNER
 from mktts.server.api_errors import ApiError, from_error
 from mktts.server.limits import Limits
 from mktts.server.meters import Meters
-from mktts.server.schemas import DEFAULT, Health, ModelInfo, Route, VoiceParams
+from mktts.server.schemas import DEFAULT, Health, ModelInfo, Route, StreamState, VoiceParams
 from mktts.server.served_stream import ServedStream
 from mktts.server.voices import voice_aliases
 from mktts.spec import SAMPLE_RATE_HZ, language_named
@@ -85,7 +86,8 @@ class SpeechService:
             "random_weights": str(checkpoint.is_random).lower(),
         }
         self.meters = Meters(served, lambda: synthesizer.stats, lambda: self.streams_max)
-        self._open: set[ServedStream] = set()
+        self._open: dict[str, ServedStream] = {}
+        self._ended: OrderedDict[str, StreamState] = OrderedDict()
         self._failures = 0  # in a row
 
     def speak(
@@ -112,7 +114,7 @@ class SpeechService:
         except Exception as error:
             raise from_error(error) from error
         made = ServedStream(route, stream, len(text or ""), self.meters, self.check_chars, self._has_ended)
-        self._open.add(made)
+        self._open[made.id] = made
         self.meters.open_streams.set(len(self._open))
         return made
 
@@ -194,6 +196,14 @@ class SpeechService:
         """Of the checkpoint. The first call reads it: too long for the event loop."""
         return self.checkpoint.tokenizer()
 
+    def find(self, id: str) -> StreamState:
+        """Raises ApiError 404 for one that never was, or ended too many streams ago."""
+        if id in self._open:
+            return self._open[id].state
+        if id in self._ended:
+            return self._ended[id]
+        raise ApiError(404, "unknown_stream", "no stream has this id, or it ended too many streams ago", "id")
+
     async def stop(self, at_once: Callable[[], bool] = lambda: False) -> None:
         """Refuses new streams, lets open ones finish for the time of grace, and cancels the rest. at_once: asked while
         it waits, whether it may end now."""
@@ -201,7 +211,7 @@ class SpeechService:
         end_s = time.monotonic() + self.limits.grace_s
         while self._open and time.monotonic() < end_s and not at_once():
             await asyncio.sleep(_POLL_S)
-        for stream in list(self._open):
+        for stream in list(self._open.values()):
             stream.fail(ApiError(503, "stopping", "the server stopped"))
         await asyncio.sleep(_POLL_S)  # the last messages are sent before the connections are closed
 
@@ -235,18 +245,20 @@ class SpeechService:
         )
 
     def _has_ended(self, stream: ServedStream) -> None:
-        self._open.remove(stream)
+        del self._open[stream.id]
+        self._ended[stream.id] = state = stream.state
+        if len(self._ended) > self.limits.kept_states:
+            self._ended.popitem(last=False)
         meters = self.meters
         meters.open_streams.set(len(self._open))
-        code = None if stream.error is None else stream.error.code
-        if code == "busy":
+        if state.error is not None and state.error.code == "busy":
             meters.refused.labels("busy").inc()
             return
-        meters.streams.labels(stream.route, stream.reason).inc()
-        meters.audio_s.inc(stream.audio_s)
-        if stream.first_audio_ms is not None:
-            meters.first_audio_s.labels(stream.route).observe(stream.first_audio_ms / 1_000)
-        if code == "engine_error":
+        meters.streams.labels(stream.route, state.finish_reason).inc()
+        meters.audio_s.inc(state.audio_s)
+        if state.first_audio_ms is not None:
+            meters.first_audio_s.labels(stream.route).observe(state.first_audio_ms / 1_000)
+        if state.error is not None and state.error.code == "engine_error":
             self._failures += 1
-        elif stream.frames:
+        elif state.frames:
             self._failures = 0

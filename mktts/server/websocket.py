@@ -132,7 +132,7 @@ class SpeechSocket:
             if known:
                 try:
                     await stream.begun()
-                except ApiError as error:  # what else is wrong `finished` says
+                except ApiError as error:  # what else is wrong the state holds
                     if error.code == "busy":
                         stream.close()
                         await self._refuse(error)
@@ -146,7 +146,7 @@ class SpeechSocket:
                 channels=1,
                 random_weights=self._service.model.random_weights,
             )
-            with contextlib.suppress(ApiError):  # `finished` says it
+            with contextlib.suppress(ApiError):  # the state holds it
                 async with contextlib.aclosing(stream.chunks()) as chunks:
                     async for chunk in chunks:
                         with stream.sending(chunk.duration_s):
@@ -161,16 +161,7 @@ class SpeechSocket:
                             async with asyncio.timeout(self._limits.stall_s):
                                 await self._socket.send_bytes(chunk.pcm16)
             stream.close()
-            await self._send(
-                "finished",
-                id=stream.id,
-                finish_reason=stream.reason,
-                seed=stream.seed,
-                frames=stream.frames,
-                audio_s=stream.audio_s,
-                first_audio_ms=stream.first_audio_ms,
-                error=None if stream.error is None else stream.error.detail(stream.id).model_dump(),
-            )
+            await self._send("finished", **stream.state.model_dump())
         except TimeoutError:
             log.warning("stream %s: the client took nothing for %g s", stream.id, self._limits.stall_s)
             with contextlib.suppress(RuntimeError, WebSocketDisconnect, TimeoutError):

@@ -1,4 +1,4 @@
-"""/tts/stream, probes and metrics; what is refused, and in which shape. In process."""
+"""/tts/stream, its record, probes and metrics; what is refused, and in which shape. In process."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ from mktts.server.limits import Limits
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 
 
-def test_pcm_is_that_of_the_stream_and_the_request_reaches_it(api, tiny):
+def test_pcm_is_that_of_the_stream_and_the_record_says_how_it_ended(api, tiny):
     answer = api.tts(seed=3, max_frames=9, speaker=first_speaker(tiny).upper(), trim_lead=True)
     assert answer.status_code == 200 and answer.content == to_pcm16(noise(3, 9))
     assert answer.headers["Content-Type"].startswith("audio/pcm") and answer.headers["X-Seed"] == "3"
@@ -28,6 +28,10 @@ def test_pcm_is_that_of_the_stream_and_the_request_reaches_it(api, tiny):
     assert (stream.text, settings["speaker"], settings["language"]) == ("Hello.", first_speaker(tiny), "auto")
     assert (settings["layout"], settings["instruct"], settings["voice"]) == (None, None, None)
     assert settings["options"].trim_lead and settings["sampling"] == api.synth.sampling
+    found = api.get(f"/tts/stream/{answer.headers['X-Request-Id']}").json()
+    assert (found["state"], found["finish_reason"], found["frames"], found["seed"]) == ("ended", "max_frames", 9, 3)
+    assert found["audio_s"] == pytest.approx(9 / FRAME_RATE_HZ) and found["error"] is None
+    assert found["first_audio_ms"] >= 0
 
 
 @pytest.mark.parametrize(
@@ -155,9 +159,10 @@ def test_a_failure_is_a_500_before_the_first_byte_and_a_broken_body_after_it(tin
         assert client.get("/health").json()["status"] == "ok"
 
 
-def test_of_streams_that_are_over_nothing_is_kept(api):
-    for _ in range(20):
-        api.tts()
+def test_of_streams_that_are_over_the_records_of_the_last_ones_are_kept_and_nothing_else(make_api):
+    api = make_api(limits=Limits(kept_states=2))
+    ids = [api.tts().headers["X-Request-Id"] for _ in range(20)]
+    assert [api.get(f"/tts/stream/{id}").status_code for id in ids[-3:]] == [404, 200, 200]
     over = [weakref.ref(stream) for stream in api.synth.streams]
     api.synth.streams.clear()
     gc.collect()

@@ -98,7 +98,7 @@ def test_closing_the_connection_ends_the_generation_within_one_frame(server):
         pieces = answer.iter_raw()  # kept: httpx closes the connection of an iterator that is dropped
         assert next(pieces)  # before the generation is over
     until(lambda: server.service.streams_open == 0, "the stream to be ended")
-    assert server.watched.streams[0].finish_reason == "cancelled"
+    assert server.service.find(answer.headers["X-Request-Id"]).finish_reason == "cancelled"
     with raw(server, request(LONG)):
         until(lambda: len(server.watched.streams) == 2, "the stream of a client that reads nothing")
     with connect(server.ws) as line:

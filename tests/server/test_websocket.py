@@ -56,6 +56,7 @@ def test_fed_text_gives_the_sessions_samples_with_timings_and_a_finish_reason(ap
     ends = [note["start_s"] + note["duration_s"] for note in notes]
     assert [note["start_s"] for note in notes] == pytest.approx([0.0, *ends[:-1]])
     assert all(note["timings"]["ready_ms"] > 0 and note["id"] == started["id"] for note in notes)
+    assert api.get(f"/tts/stream/{started['id']}").json()["frames"] == 40
 
 
 def test_several_utterances_share_a_connection_and_a_refused_start_drops_what_was_sent_for_it(api):
