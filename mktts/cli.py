@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from mktts.errors import BackendUnavailable, MkttsError
+from mktts.errors import MkttsError
 
 Group = dict[str, tuple[str, str]]
 
@@ -31,7 +31,6 @@ GROUPS: dict[str, Group] = {
         "voice": ("mktts.synth.cloning", "make a voice file from a recording"),
         "serve": ("mktts.server.command", "serve one model over HTTP and WebSocket"),
         "agent": ("mktts.agent.command", "hold a conversation: on a page, or with recorded user speech"),
-        "text": ("mktts.llm.command", "continue a text with a Qwen3 text model"),
     },
     "look and measure": {
         "inspect": ("mktts.measure.inspection", "show what is in a checkpoint"),
@@ -86,6 +85,11 @@ def main(words: Sequence[str] | None = None) -> int:
     except MkttsError as error:
         print(f"mktts: {error}", file=sys.stderr)
         return error.exit_status
+    except ModuleNotFoundError as error:  # of an extra
+        if (error.name or "mktts").split(".")[0] == "mktts":
+            raise
+        print(f"mktts: this needs the package {error.name}: pip install -r requirements.txt", file=sys.stderr)
+        return 2
     except OSError as error:
         _forget_output()  # it may be what failed
         where = f"{error.filename}: " if error.filename else ""
@@ -108,17 +112,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """One command's parser; its namespace carries the command's `main` as `run`.
-
-    Raises BackendUnavailable where the command's packages are not installed.
-    """
+    """One command's parser; its namespace carries the command's `main` as `run`."""
     path, summary = COMMANDS[name]
-    try:
-        module = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if (error.name or "mktts").split(".")[0] == "mktts":
-            raise
-        raise BackendUnavailable(f"`{name}` needs the package {error.name}: pip install -r requirements.txt") from None
+    module = importlib.import_module(path)
     parser = _parser(f"{_PROGRAM} {name}", f"{summary[0].upper()}{summary[1:]}.", module.EXAMPLES)
     module.add_arguments(parser)
     parser.set_defaults(run=module.main)

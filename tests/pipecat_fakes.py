@@ -23,7 +23,7 @@ from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
 from pipecat.tests.utils import QueuedFrameProcessor
 from pipecat.workers.runner import WorkerRunner
 
-from mktts.pipecat import Speech, Style
+from mktts.pipecat import Speech, SpeechSource, Style
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 WAIT_S = 60.0
@@ -86,7 +86,7 @@ class FakeSpeech:
         return piece
 
 
-class FakeSource:
+class FakeSource(SpeechSource):
     """`plan(text)` makes the speech of a text; a fed utterance is planned from ""."""
 
     name = "fake"
@@ -104,12 +104,6 @@ class FakeSource:
 
     async def disconnect(self) -> None:
         self.connected -= 1
-
-    def check(self, style: Style) -> None:
-        pass
-
-    def spoken(self, word: str, style: Style) -> str:
-        return word
 
     async def speak(self, text: str, style: Style) -> FakeSpeech:
         self.asked.append((text, style))

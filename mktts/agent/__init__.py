@@ -7,5 +7,4 @@
     command.py    `python -m mktts agent`
 
 With no key and no network, speech to text is pocketsphinx with a grammar and the language model is a table of answers.
-Deepgram, OpenAI or any server of OpenAI's shape take their place where the environment names them (`settings.py`).
-"""
+Deepgram, OpenAI or any server of OpenAI's shape take their place where the environment names them (`settings.py`)."""

@@ -15,7 +15,7 @@ from typing import Any
 from mktts.agent.settings import AgentSettings, from_environment
 from mktts.arguments import add_options, given
 from mktts.checkpoint.arguments import add_model_arguments, loading
-from mktts.errors import AgentError, BackendUnavailable
+from mktts.errors import AgentError
 from mktts.server.address import access_of, add_address_arguments, listen, url_of
 from mktts.server.limits import Limits
 
@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Talks until a signal; 0 after SIGTERM and after a script."""
-    _need_packages(page=arguments.scripted is None)
+    import mktts.agent.conversation  # noqa: F401  a package that is missing shows now
+    import mktts.agent.web  # noqa: F401
+
     for name, value, part in (
         ("--stt-model", arguments.stt_model, ("--stt", "whisper", arguments.stt)),
         ("--llm-checkpoint", arguments.llm_checkpoint, ("--llm", "qwen3", arguments.llm)),
@@ -72,21 +74,6 @@ def main(arguments: argparse.Namespace) -> int:
     for line in settings.describe():
         print(line, file=sys.stderr if arguments.handshake else sys.stdout, flush=True)
     return _page(settings, arguments)
-
-
-def _need_packages(*, page: bool) -> None:
-    """Raises BackendUnavailable by the name of the package that is missing."""
-    try:
-        import mktts.agent.conversation  # noqa: F401
-
-        if page:
-            import mktts.agent.web  # noqa: F401
-    except ModuleNotFoundError as error:
-        name = (error.name or "mktts").split(".")[0]
-        if name == "mktts":
-            raise
-        package = {"pipecat": "pipecat-ai"}.get(name, name)
-        raise BackendUnavailable(f"the agent needs the package {package}: pip install -r requirements.txt") from None
 
 
 def _page(settings: AgentSettings, arguments: argparse.Namespace) -> int:

@@ -6,13 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-try:
-    import pipecat  # noqa: F401  asked for here, so that its absence is named with what to install
-except ModuleNotFoundError:
-    raise ModuleNotFoundError(
-        "mktts.agent needs the package pipecat-ai: pip install -r requirements.txt", name="pipecat"
-    ) from None
-
 from pipecat.audio.turn.smart_turn.base_smart_turn import SmartTurnParams
 from pipecat.audio.vad.silero import SileroVADAnalyzer
 from pipecat.frames.frames import EndFrame, InterruptionFrame, LLMMessagesAppendFrame, TTSSpeakFrame
@@ -103,11 +96,9 @@ def build(
     observers: Sequence[BaseObserver] = (),
     idle_timeout_s: float | None = None,
 ) -> Conversation:
-    """A conversation over `transport`, not yet running. Loads what is not loaded.
-
-    idle_timeout_s: ends a conversation in which nothing has been said for so long.
-    Raises what loading raises, and AgentError for a package that is missing.
-    """
+    """A conversation over `transport`, not yet running. Loads what is not loaded. idle_timeout_s: ends a conversation
+    in which nothing has been said for so long. Raises what loading raises, and AgentError for a package that is
+    missing."""
     stt, llm = create_stt(settings), create_llm(settings)
     given = {name: getattr(settings, name) for name in ("voice", "instruct", "seed")}
     tts = MkttsTTSService(

@@ -1,7 +1,5 @@
-"""What the offline bot understands and answers: one table, from which the grammar of its speech to text is made too.
-
-A phrase is written as in a JSGF grammar: `[word]` may be left out, `(one | other)` is a choice.
-"""
+"""What the offline bot understands and answers: one table, from which the grammar of its speech to text is made too. A
+phrase is written as in a JSGF grammar: `[word]` may be left out, `(one | other)` is a choice."""
 
 from __future__ import annotations
 
@@ -35,8 +33,7 @@ class Turn:
 
     said: the assistant's messages so far, oldest first, as the conversation's context has them: after an interruption
         that is what was heard, and no more.
-    now: the local time.
-    """
+    now: the local time."""
 
     said: Sequence[str]
     now: datetime

@@ -8,19 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipecat.frames.frames import (
-    BotStartedSpeakingFrame,
-    BotStoppedSpeakingFrame,
-    ErrorFrame,
-    Frame,
-    InterruptionFrame,
-    LLMFullResponseStartFrame,
-    LLMTextFrame,
-    TranscriptionFrame,
-    TTSAudioRawFrame,
-    VADUserStartedSpeakingFrame,
-    VADUserStoppedSpeakingFrame,
-)
+from pipecat.frames import frames
 from pipecat.observers.base_observer import BaseObserver, FrameProcessed, FramePushed
 from pipecat.processors.aggregators.llm_response_universal import AssistantTurnStoppedMessage
 from pipecat.processors.frame_processor import FrameDirection
@@ -37,8 +25,7 @@ class TurnLatency:
         has it. interrupted: the user cut it off.
     transcript_ms, first_token_ms, first_audio_ms, speaking_ms: from the end of the user's speech, as detected, to the
         transcript, the language model's first token, the first audio frame, and that frame's arrival at the output.
-    silence_ms: of a turn that interrupted the bot, from the onset of the user's speech to silence at the output.
-    """
+    silence_ms: of a turn that interrupted the bot, from the onset of the user's speech to silence at the output."""
 
     turn: int
     user: str
@@ -70,23 +57,23 @@ class _OpenTurn:
     end_s: float | None = None
     at_s: dict[str, float] = field(default_factory=dict)
 
-    def take(self, frame: Frame, now_s: float) -> None:
+    def take(self, frame: frames.Frame, now_s: float) -> None:
         """Notes a frame between the user's speech and the bot's."""
-        if isinstance(frame, LLMTextFrame) and self.answering:
+        if isinstance(frame, frames.LLMTextFrame) and self.answering:
             self.reply.append(frame.text)
             self.at_s.setdefault("first_token_ms", now_s)
         elif "speaking_ms" in self.at_s:
             return
-        elif isinstance(frame, VADUserStoppedSpeakingFrame):
+        elif isinstance(frame, frames.VADUserStoppedSpeakingFrame):
             self.end_s = frame.timestamp - frame.stop_secs
-        elif isinstance(frame, TranscriptionFrame):
+        elif isinstance(frame, frames.TranscriptionFrame):
             self.words.append(frame.text)
             self.at_s["transcript_ms"] = now_s
-        elif isinstance(frame, LLMFullResponseStartFrame):
+        elif isinstance(frame, frames.LLMFullResponseStartFrame):
             self.answering, self.reply = True, []
             for name in ("first_token_ms", "first_audio_ms"):
                 self.at_s.pop(name, None)
-        elif isinstance(frame, TTSAudioRawFrame) and "first_token_ms" in self.at_s:
+        elif isinstance(frame, frames.TTSAudioRawFrame) and "first_token_ms" in self.at_s:
             self.at_s.setdefault("first_audio_ms", now_s)
 
     def latency(self) -> TurnLatency:
@@ -104,8 +91,7 @@ class LatencyObserver(BaseObserver):
 
     started: the pipeline runs. speaking: the bot speaks. begun: how often it has begun to speak. error: the last one.
     stale_frames: audio frames that left the TTS service after the interruption of their utterance.
-    on_turn: awaited when the bot begins to answer.
-    """
+    on_turn: awaited when the bot begins to answer."""
 
     def __init__(self) -> None:
         super().__init__(observe_every_push=False)
@@ -119,7 +105,7 @@ class LatencyObserver(BaseObserver):
         self._turn: _OpenTurn | None = None
         self._spoken: set[str | None] = set()  # audio contexts since the last interruption
         self._cut: set[str | None] = set()
-        self._at_tts: InterruptionFrame | None = None
+        self._at_tts: frames.InterruptionFrame | None = None
         self._changed = asyncio.Event()
 
     @property
@@ -151,7 +137,7 @@ class LatencyObserver(BaseObserver):
 
     async def on_process_frame(self, data: FrameProcessed) -> None:
         """Finds when an interruption has passed the TTS service: audio that leaves it later is stale."""
-        if not isinstance(data.frame, InterruptionFrame) or data.direction != FrameDirection.DOWNSTREAM:
+        if not isinstance(data.frame, frames.InterruptionFrame) or data.direction != FrameDirection.DOWNSTREAM:
             return
         if isinstance(data.processor, MkttsTTSService):
             self._at_tts = data.frame
@@ -162,22 +148,22 @@ class LatencyObserver(BaseObserver):
 
     async def on_push_frame(self, data: FramePushed) -> None:
         frame, now_s = data.frame, time.time()
-        if isinstance(frame, ErrorFrame):
+        if isinstance(frame, frames.ErrorFrame):
             self.error = frame.error
         elif data.direction != FrameDirection.DOWNSTREAM:
             return
-        elif isinstance(frame, VADUserStartedSpeakingFrame):
+        elif isinstance(frame, frames.VADUserStartedSpeakingFrame):
             self._begin(frame.timestamp - frame.start_secs)
-        elif isinstance(frame, BotStartedSpeakingFrame):
+        elif isinstance(frame, frames.BotStartedSpeakingFrame):
             self.speaking = True
             self.begun += 1
             await self._answer(now_s)
-        elif isinstance(frame, BotStoppedSpeakingFrame):
+        elif isinstance(frame, frames.BotStoppedSpeakingFrame):
             self.speaking = False
             if self._turn is not None and self._turn.interrupts:
                 self._turn.at_s.setdefault("silence_ms", now_s)
         else:
-            if isinstance(frame, TTSAudioRawFrame) and isinstance(data.source, MkttsTTSService):
+            if isinstance(frame, frames.TTSAudioRawFrame) and isinstance(data.source, MkttsTTSService):
                 self._spoken.add(frame.context_id)
                 self.stale_frames += frame.context_id in self._cut
             if self._turn is not None:

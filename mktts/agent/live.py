@@ -4,9 +4,8 @@
     agent.frame()  # the last line of a cell
     agent.stop()
 
-The child ends with `stop()`, with the last reference to the agent, and with the kernel, however that ends: its
-standard input is a pipe from here, and the child exits when that closes.
-"""
+The child ends with `stop()`, with the last reference to the agent, and with the kernel, however that ends: its standard
+input is a pipe from here, and the child exits when that closes."""
 
 from __future__ import annotations
 
@@ -69,10 +68,9 @@ class LiveAgent:
 def start(*, port: int = 0, wait_s: float = START_WAIT_S, **options: str | bool | None) -> LiveAgent:
     """Starts an agent on loopback and returns once it answers.
 
-    port: 0 for a free one; name one to forward it from another machine. options: as `python -m mktts agent` takes
-    them, `voice="vivian"` for `--voice vivian`, `tokens=True` for `--tokens`; "", None and False leave one out.
-    Raises AgentError, with the end of its log, where it does not start.
-    """
+    port: 0 for a free one; name one to forward it from another machine. options: as `python -m mktts agent` takes them,
+    `voice="vivian"` for `--voice vivian`, `tokens=True` for `--tokens`; "", None and False leave one out. Raises
+    AgentError, with the end of its log, where it does not start."""
     words = ["--port", str(port), "--handshake"]
     for name, value in options.items():
         if value:

@@ -12,13 +12,7 @@ from datetime import datetime
 from itertools import takewhile
 from typing import Any, get_args
 
-from pipecat.frames.frames import (
-    Frame,
-    LLMContextFrame,
-    LLMFullResponseEndFrame,
-    LLMFullResponseStartFrame,
-    LLMTextFrame,
-)
+from pipecat.frames import frames
 from pipecat.metrics.metrics import LLMTokenUsage
 from pipecat.processors.aggregators.llm_context import LLMContext
 from pipecat.processors.frame_processor import FrameDirection
@@ -76,13 +70,13 @@ class LocalLLMService(LLMService):
     def can_generate_metrics(self) -> bool:
         return True
 
-    async def process_frame(self, frame: Frame, direction: FrameDirection) -> None:
+    async def process_frame(self, frame: frames.Frame, direction: FrameDirection) -> None:
         await super().process_frame(frame, direction)
-        if not isinstance(frame, LLMContextFrame):
+        if not isinstance(frame, frames.LLMContextFrame):
             await self.push_frame(frame, direction)
             return
         try:
-            await self.push_frame(LLMFullResponseStartFrame())
+            await self.push_frame(frames.LLMFullResponseStartFrame())
             await self.start_processing_metrics()
             await self.start_ttfb_metrics()
             await self._answer(frame.context)
@@ -91,7 +85,7 @@ class LocalLLMService(LLMService):
             await self.push_error(f"the model failed: {error}", exception=error, force_treat_as_permanent=permanent)
         finally:
             await self.stop_processing_metrics()
-            await self.push_frame(LLMFullResponseEndFrame())
+            await self.push_frame(frames.LLMFullResponseEndFrame())
 
     @abstractmethod
     async def _answer(self, context: LLMContext) -> None:
@@ -113,15 +107,14 @@ class ScriptedLLMService(LocalLLMService):
         for number, word in enumerate(reply.split(" ")):
             await asyncio.sleep(1 / SCRIPT_TOKENS_PER_S)
             await self.stop_ttfb_metrics()
-            await self.push_frame(LLMTextFrame(f" {word}" if number else word))  # as most models write
+            await self.push_frame(frames.LLMTextFrame(f" {word}" if number else word))  # as most models write
 
 
 class TextConversation:
     """Replies of one decoder to a growing list of messages; what it has read and said stays in its key-value cache, so
     that a turn costs its own tokens and not the conversation's. Belongs to the decoder's thread.
 
-    computed_tokens, kept_tokens: of the last reply's prompt; the kept ones were in the cache already.
-    """
+    computed_tokens, kept_tokens: of the last reply's prompt; the kept ones were in the cache already."""
 
     def __init__(
         self, decoder: TextDecoder, template: ChatTemplate | None = None, reply_tokens: int = REPLY_TOKENS
@@ -139,10 +132,8 @@ class TextConversation:
         self._state: Any = None
 
     def reply(self, messages: Sequence[Message], seed: int | None = None) -> TokenStream:
-        """The reply, token by token; the reply before it ends here, if it has not ended.
-
-        Raises TextError for messages that are none or too long, and what `TextDecoder.generate` raises.
-        """
+        """The reply, token by token; the reply before it ends here, if it has not ended. Raises TextError for messages
+        that are none or too long, and what `TextDecoder.generate` raises."""
         ids, self._left_out = self.template.ids_within(messages, self._prompt_tokens, self._left_out)
         state, keep = self._kept(ids)
         self._state = self._said = None  # a failure below leaves nothing to go on from
@@ -187,9 +178,7 @@ _loading = threading.Lock()
 
 def shared_model(settings: AgentSettings) -> ThreadedDecoder:
     """The process's Qwen3 model for these settings, loaded at the first call: seconds, so not from an event loop.
-
-    Raises CheckpointError, BackendUnavailable.
-    """
+    Raises CheckpointError, BackendUnavailable."""
     backend = settings.backend if settings.backend in get_args(TextBackendName) else "auto"
     key = (settings.llm_checkpoint, backend, settings.device)
     with _loading:
@@ -210,11 +199,8 @@ def close_shared_models() -> None:
 
 
 class Qwen3LLMService(LocalLLMService):
-    """Answers a context with a Qwen3 text model of this process.
-
-    An interruption ends a reply within the token that is being made; its tokens, and the conversation before it, stay
-    in the cache.
-    """
+    """Answers a context with a Qwen3 text model of this process. An interruption ends a reply within the token that is
+    being made; its tokens, and the conversation before it, stay in the cache."""
 
     def __init__(self, model: ThreadedDecoder, *, instructions: str | None = None, seed: int | None = None) -> None:
         """instructions: what the model is told first. seed: None draws a new one for every reply."""
@@ -233,7 +219,7 @@ class Qwen3LLMService(LocalLLMService):
                 if token.id in (conversation.template.think, conversation.template.thought):
                     silent = token.id == conversation.template.think
                 elif token.text and not silent:
-                    await self.push_frame(LLMTextFrame(token.text))
+                    await self.push_frame(frames.LLMTextFrame(token.text))
         finally:
             if stream is not None:
                 model.thread.submit(stream.cancel)

@@ -1,7 +1,7 @@
 """What the agent's page and its bot exchange. Over the WebSocket it is raw PCM both ways and JSON between.
 
-Binary messages are mono 16-bit little-endian PCM, 16 kHz from the page and 24 kHz to it. Text messages are objects
-with a "type"; from the page come "hello", after which the bot greets, "mute", and "text", what was typed, which the bot
+Binary messages are mono 16-bit little-endian PCM, 16 kHz from the page and 24 kHz to it. Text messages are objects with
+a "type"; from the page come "hello", after which the bot greets, "mute", and "text", what was typed, which the bot
 answers as if it had been said. To the page, over WebSocket and WebRTC alike:
 
     ready    session
@@ -10,8 +10,7 @@ answers as if it had been said. To the page, over WebSocket and WebRTC alike:
     state    user ("speaking", "silent"), bot ("thinking", "speaking", "silent")
     latency  turn and the times of `TurnLatency`
     error    message, fatal
-    clear    what is queued is not to be played
-"""
+    clear    what is queued is not to be played"""
 
 from __future__ import annotations
 
@@ -21,26 +20,7 @@ import time
 from typing import Any
 
 from fastapi import WebSocket
-from pipecat.frames.frames import (
-    BotStartedSpeakingFrame,
-    BotStoppedSpeakingFrame,
-    ErrorFrame,
-    Frame,
-    InputAudioRawFrame,
-    InputTransportMessageFrame,
-    InterimTranscriptionFrame,
-    InterruptionFrame,
-    LLMFullResponseEndFrame,
-    LLMFullResponseStartFrame,
-    LLMTextFrame,
-    OutputAudioRawFrame,
-    OutputTransportMessageFrame,
-    OutputTransportMessageUrgentFrame,
-    TranscriptionFrame,
-    TTSTextFrame,
-    VADUserStartedSpeakingFrame,
-    VADUserStoppedSpeakingFrame,
-)
+from pipecat.frames import frames
 from pipecat.observers.base_observer import BaseObserver, FramePushed
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
 from pipecat.serializers.base_serializer import FrameSerializer
@@ -61,10 +41,8 @@ _SAMPLE_BYTES = 2
 
 
 class PageObserver(BaseObserver):
-    """Sends the page what it shows, and does what comes from there.
-
-    conversation: set once it is built, before it runs. output: of its transport; words that leave it are being heard.
-    """
+    """Sends the page what it shows, and does what comes from there. conversation: set once it is built, before it runs.
+    output: of its transport; words that leave it are being heard."""
 
     def __init__(self, output: FrameProcessor) -> None:
         super().__init__()
@@ -81,14 +59,14 @@ class PageObserver(BaseObserver):
 
     async def send(self, kind: str, **fields: Any) -> None:
         message = {"type": kind, **fields}
-        await self.conversation.worker.queue_frame(OutputTransportMessageUrgentFrame(message=message))
+        await self.conversation.worker.queue_frame(frames.OutputTransportMessageUrgentFrame(message=message))
 
     async def send_latency(self, turn: TurnLatency) -> None:
         await self.send("latency", turn=turn.turn, **{name: getattr(turn, name) for name in TIMES})
 
     async def on_push_frame(self, data: FramePushed) -> None:
         frame = data.frame
-        if isinstance(frame, TTSTextFrame):
+        if isinstance(frame, frames.TTSTextFrame):
             if data.source is self._output and data.direction == FrameDirection.DOWNSTREAM:
                 self._heard.append(
                     TextPartForConcatenation(frame.text, includes_inter_part_spaces=frame.includes_inter_frame_spaces)
@@ -96,36 +74,36 @@ class PageObserver(BaseObserver):
                 await self._caption(final=False)
         elif not data.first_push:
             return
-        elif isinstance(frame, ErrorFrame):
+        elif isinstance(frame, frames.ErrorFrame):
             whose = "" if frame.processor is None else f"{frame.processor.name}: "
             permanent = getattr(frame, "permanent", frame.fatal)
             await self.send("error", message=f"{whose}{frame.error}", fatal=permanent)
         elif data.direction == FrameDirection.DOWNSTREAM:
             await self._show(frame)
 
-    async def _show(self, frame: Frame) -> None:
-        if isinstance(frame, InputTransportMessageFrame):
+    async def _show(self, frame: frames.Frame) -> None:
+        if isinstance(frame, frames.InputTransportMessageFrame):
             await self._take(frame.message)
-        elif isinstance(frame, (TranscriptionFrame, InterimTranscriptionFrame)):
-            await self.send("caption", who="user", text=frame.text, final=isinstance(frame, TranscriptionFrame))
-        elif isinstance(frame, VADUserStartedSpeakingFrame):
+        elif isinstance(frame, (frames.TranscriptionFrame, frames.InterimTranscriptionFrame)):
+            await self.send("caption", who="user", text=frame.text, final=isinstance(frame, frames.TranscriptionFrame))
+        elif isinstance(frame, frames.VADUserStartedSpeakingFrame):
             await self._state(user="speaking")
-        elif isinstance(frame, VADUserStoppedSpeakingFrame):
+        elif isinstance(frame, frames.VADUserStoppedSpeakingFrame):
             await self._state(user="silent")
-        elif isinstance(frame, LLMFullResponseStartFrame):
+        elif isinstance(frame, frames.LLMFullResponseStartFrame):
             self._written = ""
             await self._state(bot="thinking")
-        elif isinstance(frame, LLMTextFrame):
+        elif isinstance(frame, frames.LLMTextFrame):
             self._written += frame.text
-        elif isinstance(frame, LLMFullResponseEndFrame):
+        elif isinstance(frame, frames.LLMFullResponseEndFrame):
             if not self._written and self._bot == "thinking":  # nothing will be spoken
                 await self._state(bot="silent")
-        elif isinstance(frame, BotStartedSpeakingFrame):
+        elif isinstance(frame, frames.BotStartedSpeakingFrame):
             await self._state(bot="speaking")
-        elif isinstance(frame, BotStoppedSpeakingFrame):
+        elif isinstance(frame, frames.BotStoppedSpeakingFrame):
             await self._state(bot="silent")
             await self._caption(final=True)
-        elif isinstance(frame, InterruptionFrame):
+        elif isinstance(frame, frames.InterruptionFrame):
             await self._caption(final=True, interrupted=True)
             await self._state(bot="silent")
 
@@ -175,21 +153,21 @@ class PcmSerializer(FrameSerializer):
         super().__init__()
         self._muted = False
 
-    async def serialize(self, frame: Frame) -> str | bytes | None:
+    async def serialize(self, frame: frames.Frame) -> str | bytes | None:
         """PCM, JSON, or None for what the page does not get."""
-        if isinstance(frame, OutputAudioRawFrame):
+        if isinstance(frame, frames.OutputAudioRawFrame):
             return frame.audio
-        if isinstance(frame, InterruptionFrame):
+        if isinstance(frame, frames.InterruptionFrame):
             return json.dumps({"type": "clear"})  # what the page has queued cannot be taken back from here
-        if isinstance(frame, (OutputTransportMessageFrame, OutputTransportMessageUrgentFrame)):
+        if isinstance(frame, (frames.OutputTransportMessageFrame, frames.OutputTransportMessageUrgentFrame)):
             return None if self.should_ignore_frame(frame) else json.dumps(frame.message)
         return None
 
-    async def deserialize(self, data: str | bytes) -> Frame | None:
+    async def deserialize(self, data: str | bytes) -> frames.Frame | None:
         """The frame of a message of the page; None for what is neither PCM nor a JSON object."""
         if isinstance(data, bytes):
             whole = len(data) - len(data) % _SAMPLE_BYTES
-            return InputAudioRawFrame(bytes(whole) if self._muted else data[:whole], USER_RATE_HZ, 1)
+            return frames.InputAudioRawFrame(bytes(whole) if self._muted else data[:whole], USER_RATE_HZ, 1)
         try:
             message = json.loads(data)
         except ValueError:
@@ -198,7 +176,7 @@ class PcmSerializer(FrameSerializer):
             return None
         if message.get("type") == "mute":
             self._muted = message.get("muted") is True
-        return InputTransportMessageFrame(message=message)
+        return frames.InputTransportMessageFrame(message=message)
 
 
 class PageTransport(FastAPIWebsocketTransport):
@@ -221,7 +199,7 @@ class _PacedOutput(FastAPIWebsocketOutputTransport):
         super().__init__(*args, **kwargs)
         self._until_s = 0.0
 
-    async def write_audio_frame(self, frame: OutputAudioRawFrame) -> bool:
+    async def write_audio_frame(self, frame: frames.OutputAudioRawFrame) -> bool:
         if not await super().write_audio_frame(frame):
             return False
         now_s = time.monotonic()

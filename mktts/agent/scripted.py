@@ -2,9 +2,8 @@
 
 The transport is in memory: a microphone that plays what it is given, and a loudspeaker that keeps what it was given.
 Both run in real time, like a sound card: what Pipecat measures and the words it takes for heard depend on the clock.
-With random weights what the bot plays is noise, as long as speech of its words would be. It is a conversation all
-the same: the user's recordings are speech, and the bot's text is known.
-"""
+With random weights what the bot plays is noise, as long as speech of its words would be. It is a conversation all the
+same: the user's recordings are speech, and the bot's text is known."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ import asyncio
 import io
 import json
 import time
-import wave
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import soundfile
 from pipecat.frames.frames import InputAudioRawFrame, OutputAudioRawFrame, StartFrame
 from pipecat.observers.base_observer import BaseObserver
 from pipecat.transports.base_input import BaseInputTransport
@@ -32,7 +31,7 @@ from mktts.agent.llm import load_llm
 from mktts.agent.settings import AgentSettings
 from mktts.agent.stt import load_stt
 from mktts.agent.user_speech import USER_RATE_HZ
-from mktts.audio import from_pcm16, to_pcm16
+from mktts.audio import from_pcm16
 from mktts.common import write_whole
 from mktts.errors import AgentError
 from mktts.spec import SAMPLE_RATE_HZ
@@ -75,8 +74,7 @@ class Talk:
     who: speech to text, language model and voice, one line each. random_weights: the bot's voice is noise.
     turns: one for each of the script's. messages: the conversation's context, {"role", "content"} each.
     stale_frames: audio of an interrupted reply that left the voice after the interruption.
-    user, bot: what each side said, float32 (S,), 24 kHz, on one clock. wav: both; None where none was asked for.
-    """
+    user, bot: what each side said, float32 (S,), 24 kHz, on one clock. wav: both; None where none was asked for."""
 
     who: tuple[str, ...]
     random_weights: bool
@@ -101,11 +99,8 @@ async def converse(
     say: Callable[[str], None] = print,
     observers: Sequence[BaseObserver] = (),
 ) -> Talk:
-    """Holds the conversation, in real time, in the running event loop.
-
-    `say` gets the lines for a person. Raises AgentError where the bot does not answer, or a package that it hears with
-    is missing.
-    """
+    """Holds the conversation, in real time, in the running event loop. `say` gets the lines for a person. Raises
+    AgentError where the bot does not answer, or a package that it hears with is missing."""
     speech = [user_speech.load(turn.text) for turn in script]  # an unknown text shows at once
     await asyncio.to_thread(load_stt, settings)
     await asyncio.to_thread(load_llm, settings)
@@ -195,11 +190,8 @@ class LoopbackTransport(BaseTransport):
 
     def write_stereo(self, path: Path | str) -> Path:
         """Writes the tracks, the user's on the left, whole or not at all."""
-        both = np.stack([np.frombuffer(to_pcm16(track), "<i2") for track in self.tracks()], 1)
         file = io.BytesIO()
-        with wave.open(file, "wb") as out:
-            out.setparams((2, _SAMPLE_BYTES, SAMPLE_RATE_HZ, 0, "NONE", ""))
-            out.writeframes(both.tobytes())
+        soundfile.write(file, np.stack(self.tracks(), 1), SAMPLE_RATE_HZ, "PCM_16", format="WAV")
         return write_whole(path, file.getvalue())
 
 

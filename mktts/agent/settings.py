@@ -37,8 +37,7 @@ class AgentSettings:
     llm_checkpoint: of "qwen3": a folder, a Hub id or random:SIZE, as `open_text_checkpoint` takes it.
     turn_end: what decides that the user has finished: the model that ships with Pipecat ("smart"), for people; or a
         fixed silence of `turn_end_s` ("timeout"), the same every time, for scripts.
-    greeting: what the bot says first; "" for nothing.
-    """
+    greeting: what the bot says first; "" for nothing."""
 
     checkpoint: str = DEFAULT_CHECKPOINT
     revision: str | None = None
@@ -133,9 +132,8 @@ def from_environment(environment: Mapping[str, str] | None = None, **changes: An
     """The settings that the environment's variables stand for; `changes` that are not None override them.
 
     DEEPGRAM_API_KEY chooses speech to text; OPENAI_API_KEY, or OPENAI_BASE_URL for another server of OpenAI's shape,
-    the language model, and OPENAI_MODEL its name; MKTTS_CHECKPOINT and MKTTS_VOICE the voice.
-    Raises AgentError for a choice whose key is missing.
-    """
+    the language model, and OPENAI_MODEL its name; MKTTS_CHECKPOINT and MKTTS_VOICE the voice. Raises AgentError for a
+    choice whose key is missing."""
     found = os.environ if environment is None else environment
     known = {
         "deepgram_key": found.get("DEEPGRAM_API_KEY"),

@@ -59,10 +59,8 @@ def load_stt(settings: AgentSettings) -> None:
 
 
 class PocketsphinxSTTService(SegmentedSTTService):
-    """Pocketsphinx with the English model of its wheel and a grammar of whole phrases.
-
-    A phrase takes 10 to 20 ms on one core; other speech gives no transcript. Dictation gets most words wrong.
-    """
+    """Pocketsphinx with the English model of its wheel and a grammar of whole phrases. A phrase takes 10 to 20 ms on
+    one core; other speech gives no transcript. Dictation gets most words wrong."""
 
     def __init__(self) -> None:
         settings = STTSettings(model="en-us", language=Language.EN)

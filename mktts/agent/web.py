@@ -50,8 +50,7 @@ def create_app(
     checks no key: such an application must be bound to loopback (`access_of`).
     origins, hosts: as `AccessMiddleware`.
     Raises what loading the voice raises, PromptError or VoiceError for a voice, language or instruction that it does
-    not take, and AgentError where a package of speech to text is missing.
-    """
+    not take, and AgentError where a package of speech to text is missing."""
     load_stt(settings)  # a missing package shows before seconds of loading
     llm_runs = load_llm(settings)
     synthesizer = load_voice(settings)

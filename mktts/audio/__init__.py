@@ -1,7 +1,5 @@
-"""Sound: samples, levels and files.
-
-`mktts.audio.encoding` encodes while speech is made, `mktts.audio.untrusted` decodes what anyone may have sent.
-"""
+"""Sound: samples, levels and files. `mktts.audio.encoding` encodes while speech is made, `mktts.audio.untrusted`
+decodes what anyone may have sent."""
 
 from mktts.audio.encoding import FORMATS, encoded, format_of, read_audio, require_format, write_audio
 from mktts.audio.pcm import (

@@ -1,13 +1,11 @@
 """Audio files, and speech as the bytes of a format while it is made: PCM goes in, what is ready comes out.
 
-`StreamFormat` lists the formats. pcm and wav need nothing; the others are made by PyAV, FFmpeg's libraries. A file
-that is written whole, whose header can say how long it is, is made by `mktts.audio.encoded`.
-"""
+`StreamFormat` lists the formats. pcm and wav need nothing; the others are made by PyAV, FFmpeg's libraries. A file that
+is written whole, whose header can say how long it is, is made by `mktts.audio.encoded`."""
 
 from __future__ import annotations
 
 import io
-import struct
 import wave
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +26,7 @@ UNCODED: tuple[StreamFormat, ...] = ("wav", "pcm")  # samples as they are: no wo
 MIN_SPEED, MAX_SPEED = 0.25, 4.0  # OpenAI's
 _TELEPHONE: tuple[StreamFormat, ...] = ("mulaw", "alaw")  # ITU-T G.711, without a header
 _TELEPHONE_RATE_HZ = 8_000
-_UNKNOWN_BYTES = 2**32 - 1  # what writers into a pipe put; readers then go on to the end of the file
+_UNKNOWN = b"\xff" * 4  # the size that writers into a pipe put; readers then go on to the end of the file
 _FLUSHED = {"flush_packets": "1"}  # after each packet, instead of when FFmpeg's buffer of 32 KiB is full
 # FFmpeg's atempo: below 0.5 it does not go, and above 2 it skips samples instead of blending them.
 _SLOWEST_STEP, _FASTEST_STEP = 0.5, 2.0
@@ -67,8 +65,7 @@ def encoder_of(
     whole: nothing comes before the end, and then a file that says how long it is, which a stream cannot.
 
     Raises AudioError for a rate that the format lacks, a speed or a format that there is not; BackendUnavailable where
-    the package av (PyAV) is missing that this needs.
-    """
+    the package av (PyAV) is missing that this needs."""
     one_of("format", kind, STREAM_FORMATS, AudioError)
     if not MIN_SPEED <= speed <= MAX_SPEED:
         raise AudioError(f"speed must be {MIN_SPEED} to {MAX_SPEED:g}, got {speed!r}")
@@ -91,11 +88,9 @@ def usual_rate_hz(kind: str) -> int:
 
 
 def streaming_wav_header(sample_rate_hz: int) -> bytes:
-    """RIFF and WAVE headers (Microsoft/IBM, 1991) of 16-bit mono PCM, with unknown sizes: 44 bytes."""
-    pcm_tag, channels, block_bytes = 1, 1, 2
-    shape = struct.pack("<HHIIHH", pcm_tag, channels, sample_rate_hz, sample_rate_hz * block_bytes, block_bytes, 16)
-    riff = struct.pack("<4sI4s", b"RIFF", _UNKNOWN_BYTES, b"WAVE")
-    return riff + struct.pack("<4sI", b"fmt ", len(shape)) + shape + struct.pack("<4sI", b"data", _UNKNOWN_BYTES)
+    """RIFF and WAVE headers of 16-bit mono PCM, with sizes that say nothing: 44 bytes."""
+    header = encoded(np.zeros(0, np.float32), "wav", sample_rate_hz)
+    return header[:4] + _UNKNOWN + header[8:40] + _UNKNOWN
 
 
 class Samples:
@@ -161,10 +156,8 @@ def import_av() -> Any:
 
 @dataclass(frozen=True)
 class _AvCodec:
-    """container, name, options: FFmpeg's. bit_rate: bits per second; 0 where there is no such thing.
-
-    sample_format: that the encoder is given; None takes its first. rates_hz: None takes those that FFmpeg names.
-    """
+    """container, name, options: FFmpeg's. bit_rate: bits per second; 0 where there is no such thing. sample_format:
+    that the encoder is given; None takes its first. rates_hz: None takes those that FFmpeg names."""
 
     container: str
     name: str
@@ -190,10 +183,8 @@ _CODECS = {
 
 class AvEncoder:
     """An `Encoder` of mp3, opus (in Ogg), aac (as ADTS), flac, mulaw or alaw that gives out every packet at once.
-
     Raises BackendUnavailable without the package av or without the codec in it, AudioError for a rate that the codec
-    does not have.
-    """
+    does not have."""
 
     def __init__(self, kind: str, sample_rate_hz: int) -> None:
         av, codec = import_av(), _CODECS[kind]
@@ -253,9 +244,8 @@ class _Out:
 class Tempo:
     """A filter of PCM (S,) float32 at SAMPLE_RATE_HZ: FFmpeg's atempo (WSOLA), then aresample.
 
-    speed: 0.25 to 4. sample_rate_hz: of what comes out, which is as long as what goes in over `speed`, to a sample.
-    Its windows hold back up to 0.25 s until `finish`. Raises BackendUnavailable without the package av.
-    """
+    speed: 0.25 to 4. sample_rate_hz: of what comes out, which is as long as what goes in over `speed`, to a sample. Its
+    windows hold back up to 0.25 s until `finish`. Raises BackendUnavailable without the package av."""
 
     def __init__(self, speed: float, sample_rate_hz: int = SAMPLE_RATE_HZ) -> None:
         self._av = import_av()
@@ -312,11 +302,9 @@ class Tempo:
 def write_audio(path: Path | str, pcm: np.ndarray, sample_rate_hz: int = SAMPLE_RATE_HZ) -> Path:
     """Writes `pcm` (S,) float32 as a mono audio file, whole or not at all; returns its path.
 
-    The end of its name is the format: .wav and .flac (16 bits), .ogg (Vorbis), .opus (Opus, at 8, 12, 16, 24 or
-    48 kHz), .mp3, .aac (ADTS). A device or FIFO without one of them gets WAV.
-    Raises AudioError for another name and as `encoded`, BackendUnavailable without soundfile for all but WAV, and
-    without PyAV for AAC.
-    """
+    The end of its name is the format: .wav and .flac (16 bits), .ogg (Vorbis), .opus (Opus, at 8, 12, 16, 24 or 48
+    kHz), .mp3, .aac (ADTS). A device or FIFO without one of them gets WAV. Raises AudioError for another name and as
+    `encoded`, BackendUnavailable without PyAV for AAC."""
     return write_whole(path, encoded(pcm, format_of(path), sample_rate_hz))
 
 
@@ -332,22 +320,13 @@ def format_of(path: Path | str) -> str:
 
 def require_format(kind: str) -> None:
     """Raises BackendUnavailable where this machine cannot make files of `kind`, one of ENDINGS."""
-    if kind == "wav":
-        return
     if kind == "aac":
         import_av()
-        return
-    soundfile, (container, subtype) = _soundfile(), FORMATS[kind]
-    if subtype not in soundfile.available_subtypes(container):
-        raise BackendUnavailable(f"the installed libsndfile {soundfile.__libsndfile_version__} cannot write {kind}")
 
 
 def encoded(pcm: np.ndarray, kind: str, sample_rate_hz: int = SAMPLE_RATE_HZ) -> bytes:
-    """`pcm` (S,) float32 as the bytes of a file of `kind`, one of ENDINGS.
-
-    Raises AudioError as `to_pcm16` and for a rate that the format does not have, BackendUnavailable as
-    `require_format`.
-    """
+    """`pcm` (S,) float32 as the bytes of a file of `kind`, one of ENDINGS. Raises AudioError as `to_pcm16` and for a
+    rate that the format does not have, BackendUnavailable as `require_format`."""
     samples, file = to_pcm16(pcm), io.BytesIO()
     if kind == "wav":
         with wave.open(file, "wb") as out:
@@ -357,8 +336,9 @@ def encoded(pcm: np.ndarray, kind: str, sample_rate_hz: int = SAMPLE_RATE_HZ) ->
     if kind == "aac":
         encoder = AvEncoder(kind, sample_rate_hz)
         return encoder.feed(pcm) + encoder.finish()
-    require_format(kind)
-    soundfile, (container, subtype) = _soundfile(), FORMATS[kind]
+    import soundfile
+
+    container, subtype = FORMATS[kind]
     try:
         with soundfile.SoundFile(file, "w", sample_rate_hz, 1, subtype, format=container) as out:
             whole = np.frombuffer(samples, "<i2").astype(np.int16)
@@ -370,11 +350,11 @@ def encoded(pcm: np.ndarray, kind: str, sample_rate_hz: int = SAMPLE_RATE_HZ) ->
 
 
 def read_audio(path: Path | str) -> tuple[np.ndarray, int]:
-    """Reads an audio file: mono float32 (S,), channels averaged, and its sample rate in Hz.
+    """Reads an audio file: mono float32 (S,), channels averaged, and its sample rate in Hz. Raises VoiceError where
+    there is no file or it is not audio."""
+    import soundfile
 
-    Raises VoiceError where there is no file or it is not audio, BackendUnavailable without soundfile.
-    """
-    soundfile, path = _soundfile(), Path(path)
+    path = Path(path)
     if not path.is_file():
         raise VoiceError(f"{path}: expected an audio file, found {'a folder' if path.is_dir() else 'nothing'}")
     try:
@@ -382,11 +362,3 @@ def read_audio(path: Path | str) -> tuple[np.ndarray, int]:
     except soundfile.SoundFileError as error:
         raise VoiceError(f"{path}: expected an audio file (WAV, FLAC, OGG, MP3), could not read it: {error}") from None
     return pcm.mean(1, dtype=np.float32), int(rate_hz)
-
-
-def _soundfile() -> Any:
-    try:
-        import soundfile
-    except (ImportError, OSError) as error:  # OSError: its library is missing
-        raise BackendUnavailable(f"audio files other than written WAV need the package soundfile: {error}") from None
-    return soundfile

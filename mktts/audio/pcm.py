@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 
@@ -12,14 +11,11 @@ from mktts.errors import AudioError
 from mktts.spec import AUDIBLE_DBFS, AUDIBLE_WINDOW_MS, SAMPLE_RATE_HZ
 
 FULL_SCALE = 2**15 - 1  # of 16 bits: samples that are made from these, divided by it, give the same again
-_KAISER_BETA = 9.0  # of the resampler: stop band below -90 dB
 
 
 def to_pcm16(pcm: np.ndarray) -> bytes:
-    """Signed 16-bit little-endian samples of `pcm` (S,) float32; values beyond [-1, 1] are clipped.
-
-    Raises AudioError unless `pcm` is one-dimensional, float32 and finite.
-    """
+    """Signed 16-bit little-endian samples of `pcm` (S,) float32; values beyond [-1, 1] are clipped. Raises AudioError
+    unless `pcm` is one-dimensional, float32 and finite."""
     scaled = _checked(pcm) * np.float32(FULL_SCALE)
     np.rint(scaled, out=scaled)
     np.minimum(scaled, FULL_SCALE, out=scaled)
@@ -28,10 +24,8 @@ def to_pcm16(pcm: np.ndarray) -> bytes:
 
 
 def rows_to_pcm16(pcm: np.ndarray) -> list[bytes | None]:
-    """As `to_pcm16`, of each row of `pcm` (n, S) float32 in [-1, 1]; None for a row that is not finite.
-
-    All rows in three passes: at each pass another thread may take the interpreter's lock.
-    """
+    """As `to_pcm16`, of each row of `pcm` (n, S) float32 in [-1, 1]; None for a row that is not finite. All rows in
+    three passes: at each pass another thread may take the interpreter's lock."""
     finite = np.isfinite(np.add.reduce(pcm, axis=1)).tolist()
     with np.errstate(invalid="ignore"):  # of the rows that are not finite
         scaled = pcm * np.float32(FULL_SCALE)
@@ -40,10 +34,8 @@ def rows_to_pcm16(pcm: np.ndarray) -> list[bytes | None]:
 
 
 def joined(pieces: Sequence[np.ndarray | bytearray]) -> np.ndarray:
-    """Pieces of PCM (S,) float32, arrays or their bytes, one after another, in memory of their own.
-
-    As `np.concatenate`, which lets go of the interpreter's lock, and where another thread takes it, waits for it.
-    """
+    """Pieces of PCM (S,) float32, arrays or their bytes, one after another, in memory of their own. As
+    `np.concatenate`, which lets go of the interpreter's lock, and where another thread takes it, waits for it."""
     return np.frombuffer(bytearray().join(pieces), np.float32)
 
 
@@ -58,8 +50,7 @@ def first_audible_sample(pcm: np.ndarray, sample_rate_hz: int = SAMPLE_RATE_HZ) 
     """Where the first audible window of `pcm` (S,) begins; None where there is none.
 
     A window is 10 ms and is audible if its RMS is above -45 dB of full scale (`spec.AUDIBLE_DBFS`): a click of a few
-    samples is not. Windows stand side by side from sample 0 on; what is left at the end and is shorter is none.
-    """
+    samples is not. Windows stand side by side from sample 0 on; what is left at the end and is shorter is none."""
     window = sample_rate_hz * AUDIBLE_WINDOW_MS // 1_000
     windows = pcm[: len(pcm) // window * window].reshape(-1, window)
     (audible,) = np.nonzero(np.mean(np.square(windows, dtype=np.float64), axis=1) > 10 ** (AUDIBLE_DBFS / 10))
@@ -82,28 +73,14 @@ def _checked(pcm: np.ndarray) -> np.ndarray:
     return pcm
 
 
-def resample(pcm: np.ndarray, from_hz: int, to_hz: int, cutoff: float, half_taps: int) -> np.ndarray:
-    """float (n,) at `from_hz` -> float32 (ceil(n * to / from),) at `to_hz`, without delay. Outside `pcm` is silence.
-
-    cutoff: where the low pass has halved the amplitude, as a share of the lower rate's Nyquist frequency. half_taps: of
-    the low pass, to either side of its middle, at the least common multiple of both rates (48 kHz for 16 and 24).
-    """
-    common = math.gcd(from_hz, to_hz)
-    up, down = to_hz // common, from_hz // common
-    out = np.zeros(-(-up * len(pcm) // down))
-    if not len(pcm):
-        return out.astype(np.float32)
-    taps, source = _low_pass(up, down, cutoff, half_taps), pcm.astype(np.float64)
-    for phase in range(min(up, len(out))):
-        # out[up m + phase] sums taps[half_taps + down (up m + phase) - up k] pcm[k] over k: every up-th from `start`
-        lead, start = divmod(down * phase + half_taps, up)
-        part = out[phase::up]
-        part[:] = np.convolve(source, taps[start::up])[lead::down][: len(part)]
-    return out.astype(np.float32)
-
-
-@cache
-def _low_pass(up: int, down: int, cutoff: float, half_taps: int) -> np.ndarray:
-    """(2 * half + 1,) taps at `up` times the source's rate; gain `up`, for the zeros between the source's samples."""
-    n, widest = np.arange(-half_taps, half_taps + 1), max(up, down)
-    return np.sinc(n * cutoff / widest) * np.kaiser(len(n), _KAISER_BETA) * (cutoff * up / widest)
+def resample(pcm: np.ndarray, from_hz: int, to_hz: int) -> np.ndarray:
+    """float32 (n,) at `from_hz` -> float32 (ceil(n * to / from),) at `to_hz`, by its whole spectrum."""
+    if from_hz == to_hz:
+        return pcm
+    divisor = math.gcd(from_hz, to_hz)
+    up, down = to_hz // divisor, from_hz // divisor
+    blocks = -(-(len(pcm) + from_hz // 10) // down)  # whole ones, with a tenth of a second between end and start
+    n, m = blocks * down, blocks * up
+    spectrum = np.fft.rfft(np.pad(pcm.astype(np.float64), (0, n - len(pcm))))
+    found = np.fft.irfft(spectrum[: m // 2 + 1], m) * (m / n)
+    return found[: -(-len(pcm) * up // down)].astype(np.float32)

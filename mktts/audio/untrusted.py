@@ -2,8 +2,7 @@
 
 FFmpeg reads many formats, and a file may be made to break it, to fill the memory, or to keep a processor busy. The
 child has limits of all three, no environment of ours, and nothing but its standard input and output: audio in; the
-sample rate and float32 samples out.
-"""
+sample rate and float32 samples out."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ _MAX_RATE_HZ, _MAX_CHANNELS = 192_000, 8
 @dataclass(frozen=True)
 class DecodingLimits:
     """data_bytes: of the encoded audio. audio_s: of sound in it. time_s: of the clock, and of the processor.
-    memory_bytes: of the child's address space, on Linux.
-    """
+    memory_bytes: of the child's address space, on Linux."""
 
     data_bytes: int = 10 * 2**20
     audio_s: float = 60.0
@@ -42,11 +40,8 @@ class DecodingLimits:
 
 def decode_untrusted(data: bytes, limits: DecodingLimits | None = None) -> tuple[np.ndarray, int]:
     """Mono float32 (S,), channels averaged, and the sample rate in Hz, of a file of audio: WAV, FLAC, MP3, Ogg, AAC,
-    MP4, WebM.
-
-    Blocks until the child has ended. Raises VoiceError for what is no such audio or over a limit, BackendUnavailable
-    without the package av.
-    """
+    MP4, WebM. Blocks until the child has ended. Raises VoiceError for what is no such audio or over a limit,
+    BackendUnavailable without the package av."""
     import_av()
     limits = limits or DecodingLimits()
     if len(data) > limits.data_bytes:

@@ -18,18 +18,14 @@ PIPE = "-"  # in place of a text or a file: standard input or output
 def add_model_arguments(
     parser: argparse.ArgumentParser,
     checkpoint: str | None = DEFAULT_CHECKPOINT,
-    sources: str = SOURCES,
-    backends: tuple[str, ...] = BACKENDS,
-    *,
-    required: bool = False,
     lexicon: bool = False,
 ) -> None:
     """Which checkpoint, as `add_checkpoint_arguments`, and what runs it: `loading` reads these. lexicon: whether it may
     have one."""
     model = parser.add_argument_group("model")
-    add_checkpoint_arguments(model, checkpoint, sources, required=required)
+    add_checkpoint_arguments(model, checkpoint)
     model.add_argument(
-        "--backend", default="auto", choices=backends, help="what runs it (default: the fastest that works here)"
+        "--backend", default="auto", choices=BACKENDS, help="what runs it (default: the fastest that works here)"
     )
     model.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
     model.add_argument(
@@ -40,12 +36,10 @@ def add_model_arguments(
         model.add_argument("--lexicon", type=Path, metavar="FILE", help=text)
 
 
-def add_checkpoint_arguments(
-    parser: Any, default: str | None, sources: str = SOURCES, *, required: bool = False
-) -> None:
-    """`default`: None where it is `required`, or the command chooses and says so. `sources`: what may be named."""
+def add_checkpoint_arguments(parser: Any, default: str | None, *, required: bool = False) -> None:
+    """`default`: None where it is `required`, or the command chooses and says so."""
     ending = "" if default is None else " (default: %(default)s)"
-    parser.add_argument("--checkpoint", default=default, required=required, help=f"{sources}{ending}")
+    parser.add_argument("--checkpoint", default=default, required=required, help=f"{SOURCES}{ending}")
     parser.add_argument("--revision", help="of a Hub id: a commit, tag or branch")
 
 

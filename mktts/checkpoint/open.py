@@ -1,8 +1,6 @@
 """Opens a checkpoint: the packaged voice, a folder in the Hub layout, a Hub id, or a random one made on demand.
-
-Everything a file header can tell is checked before `open_checkpoint` returns; the weights themselves are
-memory-mapped when asked for.
-"""
+Everything a file header can tell is checked before `open_checkpoint` returns; the weights themselves are memory-mapped
+when asked for."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ class Checkpoint:
 
     def sampling(self) -> Sampling:
         """The checkpoint's own settings: generation_config.json, then upstream's defaults for what it leaves out.
-
-        Raises CheckpointError where the file is missing or a value is out of range.
-        """
+        Raises CheckpointError where the file is missing or a value is out of range."""
         path = self.folder / "generation_config.json"
         raw = read_object(path)
         try:
@@ -93,11 +89,9 @@ class Checkpoint:
         return replace(self, config=replace(self.config, type=kind))
 
     def longest_text_chars(self) -> int | None:
-        """The longest text that the checkpoint was trained on: `max_chars_per_segment` of generation_config.json.
-
-        None where it says nothing, as in released checkpoints. Raises CheckpointError for what is no number of at
-        least MIN_TEXT_CHARS characters.
-        """
+        """The longest text that the checkpoint was trained on: `max_chars_per_segment` of generation_config.json. None
+        where it says nothing, as in released checkpoints. Raises CheckpointError for what is no number of at least
+        MIN_TEXT_CHARS characters."""
         path = self.folder / "generation_config.json"
         longest = read_object(path).get("max_chars_per_segment")
         if longest is not None and (type(longest) is not int or longest < MIN_TEXT_CHARS):
@@ -105,11 +99,9 @@ class Checkpoint:
         return longest
 
     def text_front_end(self) -> str | None:
-        """What makes written text spoken words for this checkpoint: `text_front_end` of generation_config.json.
-
-        None where it says nothing, as in released checkpoints: text then reaches the model as it stands. Raises
-        CheckpointError for a name that is not one of FRONT_ENDS.
-        """
+        """What makes written text spoken words for this checkpoint: `text_front_end` of generation_config.json. None
+        where it says nothing, as in released checkpoints: text then reaches the model as it stands. Raises
+        CheckpointError for a name that is not one of FRONT_ENDS."""
         path = self.folder / "generation_config.json"
         name = read_object(path).get("text_front_end")
         if name is not None and name not in FRONT_ENDS:
@@ -121,9 +113,7 @@ class Checkpoint:
 
     def tensors(self) -> dict[str, Tensor]:
         """Talker, code predictor and speaker encoder by Hub name: CPU views of the mapped files, in their dtype.
-
-        Nothing is copied; pages are read on first use. Treat the views as read-only.
-        """
+        Nothing is copied; pages are read on first use. Treat the views as read-only."""
         return self.files.map()
 
     def codec_tensors(self) -> dict[str, Tensor]:
@@ -131,10 +121,8 @@ class Checkpoint:
         return self.codec_files.map("decoder.")
 
     def tokenizer(self) -> TextTokenizer:
-        """The text tokenizer of this checkpoint.
-
-        Raises CheckpointError where its files are unusable or belong to another model.
-        """
+        """The text tokenizer of this checkpoint. Raises CheckpointError where its files are unusable or belong to
+        another model."""
         from mktts.model.tokenizer import TextTokenizer
 
         tokenizer, role = TextTokenizer.load(self.folder), self.config.text_ids.assistant
@@ -153,10 +141,8 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
 
     `source` is "small" (the trained voice that comes with the package), a folder, a Hub id such as
     "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice" (`revision`: a commit, branch or tag; the released checkpoints are pinned),
-    or "random:SIZE[:TYPE][:full-codec][:margin]", which is made in the cache on first use.
-
-    Raises CheckpointError naming what was expected, what was found and what to do; tensors are named.
-    """
+    or "random:SIZE[:TYPE][:full-codec][:margin]", which is made in the cache on first use. Raises CheckpointError
+    naming what was expected, what was found and what to do; tensors are named."""
     if str(source) == SMALL:
         if not (SMALL_FOLDER / "config.json").is_file():
             raise CheckpointError(
@@ -177,10 +163,8 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
 def resolve(
     source: str | Path, revision: str | None, make_random: Callable[[str], Path], refusal: str
 ) -> tuple[Path, str | None]:
-    """Folder and revision of `source`: a folder, a Hub id, or "random:...", which goes to `make_random`.
-
-    Raises CheckpointError: `refusal`, and that there is no such folder.
-    """
+    """Folder and revision of `source`: a folder, a Hub id, or "random:...", which goes to `make_random`. Raises
+    CheckpointError: `refusal`, and that there is no such folder."""
     text = str(source)
     if text.startswith("random:"):
         return make_random(text), None
@@ -193,18 +177,11 @@ def resolve(
 
 
 def download(repo_id: str, revision: str | None = None) -> tuple[Path, str]:
-    """Folder and revision of `repo_id`, from the local Hub cache or the Hub.
-
-    Raises CheckpointError that says so where the Hub is offline or unreachable, or has no such checkpoint.
-    """
+    """Folder and revision of `repo_id`, from the local Hub cache or the Hub. Raises CheckpointError that says so where
+    the Hub is offline or unreachable, or has no such checkpoint."""
     revision = revision or PINNED.get(repo_id, "main")
-    try:
-        from huggingface_hub import errors, snapshot_download
-    except ImportError as error:
-        raise CheckpointError(
-            f"{repo_id}: a Hub id needs huggingface_hub, which cannot be imported ({error}). "
-            "Install it, or pass the folder of a downloaded checkpoint."
-        ) from None
+    from huggingface_hub import errors, snapshot_download
+
     by_folder = (
         f"download it where there is a network (hf download {repo_id} --revision {revision} --local-dir FOLDER) "
         "and pass that folder instead of the id"

@@ -1,8 +1,6 @@
-"""The shape contract: every tensor a Qwen3-TTS 12 Hz checkpoint holds, derived from its configuration.
-
-Names and shapes are those the qwen-tts 0.1.1 model classes load; the byte totals of the five released
-checkpoints come out exactly (tests/checkpoint/test_checkpoint.py).
-"""
+"""The shape contract: every tensor a Qwen3-TTS 12 Hz checkpoint holds, derived from its configuration. Names and shapes
+are those the qwen-tts 0.1.1 model classes load; the byte totals of the five released checkpoints come out exactly
+(tests/checkpoint/test_checkpoint.py)."""
 
 from __future__ import annotations
 
@@ -75,11 +73,9 @@ def expected_tensors(config: ModelConfig) -> TensorSpecs:
 
 
 def expected_codec_tensors(raw: Mapping[str, Any], encoder: bool = True) -> TensorSpecs:
-    """The tensors of `speech_tokenizer/model.safetensors`; `raw` is the parsed `speech_tokenizer/config.json`.
-
-    encoder: with the half that makes codes of reference audio; speaking needs none of it.
-    Raises CheckpointError naming a configuration key that is missing.
-    """
+    """The tensors of `speech_tokenizer/model.safetensors`; `raw` is the parsed `speech_tokenizer/config.json`. encoder:
+    with the half that makes codes of reference audio; speaking needs none of it. Raises CheckpointError naming a
+    configuration key that is missing."""
     try:
         shapes = dict(_codec_encoder(raw["encoder_config"])) if encoder else {}
         shapes |= dict(_codec_decoder(raw["decoder_config"]))
@@ -91,11 +87,8 @@ def expected_codec_tensors(raw: Mapping[str, Any], encoder: bool = True) -> Tens
 
 
 def check(found: Mapping[str, TensorSpec], expected: TensorSpecs, where: str) -> None:
-    """Compares a file's tensors with the contract.
-
-    Raises one CheckpointError naming the first tensor that does not fit (shape and dtype before missing before
-    surplus), what was expected, what was found, and how many more there are.
-    """
+    """Compares a file's tensors with the contract. Raises one CheckpointError naming the first tensor that does not fit
+    (shape and dtype before missing before surplus), what was expected, what was found, and how many more there are."""
     problems = [
         f"tensor {name}: expected shape {spec.shape}, found {found[name].shape}"
         for name, spec in expected.items()

@@ -1,8 +1,6 @@
-"""The interface between a text model and `TextDecoder`, and its oracle in plain PyTorch.
-
-A backend owns weights; everything about one text lives in the state it returns, so any number of texts can take
-turns on one backend. A backend is not thread-safe: one thread owns it.
-"""
+"""The interface between a text model and `TextDecoder`, and its oracle in plain PyTorch. A backend owns weights;
+everything about one text lives in the state it returns, so any number of texts can take turns on one backend. A backend
+is not thread-safe: one thread owns it."""
 
 from __future__ import annotations
 
@@ -36,8 +34,7 @@ class TextBackend(ABC):
         """Prefills `prompt`, (L,) int64 ids with L >= 1, for up to `max_tokens` new tokens. Raises as `check_start`.
 
         after: a state, which stays as it is, and how many of its tokens (its prompt, then what it made but for the
-        newest) the prompt begins with, 1 to L - 1: those are not computed again. Sums may be ordered otherwise then.
-        """
+        newest) the prompt begins with, 1 to L - 1: those are not computed again. Sums may be ordered otherwise then."""
 
     def step(self, state: TextState, count: int = 1, debug: Tensor | None = None) -> list[int]:
         """The next token ids: `count` of them, or what `max_tokens` leaves, or up to and including an end id.
@@ -46,8 +43,7 @@ class TextBackend(ABC):
         prompt, choice and seed only, never on how they are divided into calls: token i is drawn with Philox's
         counters for frame i (0 for the first new token) and codebook 0, see mktts.model.sampling.
         debug: (count, V) bf16 on the device, takes the kernel's logits.
-        Raises CapacityError when all `max_tokens` have been made.
-        """
+        Raises CapacityError when all `max_tokens` have been made."""
         left = state.max_tokens - state.tokens
         if left < 1:
             raise CapacityError(f"the text ended after max_tokens {state.max_tokens}")

@@ -1,8 +1,7 @@
 """Opens a Qwen3 text checkpoint (such as Qwen/Qwen3-0.6B): a folder in the Hub layout, a Hub id, or a random one.
 
 As for speech checkpoints, everything a file header can tell is checked before `open_text_checkpoint` returns, and
-weights are memory-mapped when asked for. What the decoder does not compute is refused by name, never ignored.
-"""
+weights are memory-mapped when asked for. What the decoder does not compute is refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -92,10 +91,8 @@ class TextCheckpoint:
     files: WeightFiles = field(repr=False)
 
     def choice(self) -> Choice:
-        """How this checkpoint wants its tokens chosen: generation_config.json, then transformers' defaults.
-
-        Raises CheckpointError for a value out of range, or a setting that Choice does not have.
-        """
+        """How this checkpoint wants its tokens chosen: generation_config.json, then transformers' defaults. Raises
+        CheckpointError for a value out of range, or a setting that Choice does not have."""
         path = self.folder / "generation_config.json"
         raw: Mapping[str, Any] = read_object(path) if path.is_file() else {}
         for key, neutral in _NEUTRAL.items():
@@ -109,10 +106,8 @@ class TextCheckpoint:
             raise CheckpointError(f"{path}: {error}") from None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights by Hub name: CPU views of the mapped files, in their dtype. Treat them as read-only.
-
-        A tied checkpoint's own copy of the head (the released 0.6B stores one) is left out.
-        """
+        """The weights by Hub name: CPU views of the mapped files, in their dtype. Treat them as read-only. A tied
+        checkpoint's own copy of the head (the released 0.6B stores one) is left out."""
         return {name: t for name, t in self.files.map().items() if name != HEAD or not self.config.tied}
 
     def tokenizer(self) -> TextVocabulary:
@@ -126,8 +121,7 @@ def open_text_checkpoint(source: str | Path | TextCheckpoint, revision: str | No
     source: a folder, a Hub id such as "Qwen/Qwen3-0.6B", or "random:SIZE[:margin]", made in the cache on first use.
     revision: of a Hub id: a commit, branch or tag; 0.6B is pinned.
 
-    Raises CheckpointError naming what was expected, what was found and what to do; tensors are named.
-    """
+    Raises CheckpointError naming what was expected, what was found and what to do; tensors are named."""
     if isinstance(source, TextCheckpoint):
         return source
 
@@ -186,10 +180,8 @@ def make_text_checkpoint(folder: Path, size: str = "tiny", *, margin: bool = Fal
     """Writes a random text checkpoint to `folder` (all of it or nothing) and returns the folder.
 
     size: "tiny", "tiny-untied", "0.6b". margin: every greedy choice wins by a wide margin, so that backends agree token
-    for token; the head is untied.
-
-    Raises CheckpointError for an unknown size, or where `folder` cannot be written or is not empty.
-    """
+    for token; the head is untied. Raises CheckpointError for an unknown size, or where `folder` cannot be written or is
+    not empty."""
     raw = config_json(size) | ({"tie_word_embeddings": False} if margin else {})
     with whole_folder(folder) as work:
         for name, content in (
@@ -228,10 +220,8 @@ def config_json(size: str) -> dict[str, Any]:
 
 
 def _widen_margins(tensors: dict[str, Tensor], config: TextConfig) -> None:
-    """Greedy choice: a permutation of the last token, in one cycle through the whole vocabulary.
-
-    The head's row of the next token is the unit embedding of this one; the branches add only a small part to it.
-    """
+    """Greedy choice: a permutation of the last token, in one cycle through the whole vocabulary. The head's row of the
+    next token is the unit embedding of this one; the branches add only a small part to it."""
     stack, generator = config.stack, torch.Generator().manual_seed(0)
     shrink_branches(tensors, STACK, stack, 1.0)
     embedding = tensors[EMBEDDING]

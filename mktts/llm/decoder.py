@@ -1,7 +1,5 @@
-"""Qwen3 text, token by token: `TextDecoder` owns a text model and opens token streams on it.
-
-The same Qwen3 stack as speech, with a text embedding in front and a vocabulary-wide head behind.
-"""
+"""Qwen3 text, token by token: `TextDecoder` owns a text model and opens token streams on it. The same Qwen3 stack as
+speech, with a text embedding in front and a vocabulary-wide head behind."""
 
 from __future__ import annotations
 
@@ -30,12 +28,9 @@ TextFinishReason = Literal["eos", "max_tokens", "cancelled"]
 
 @dataclass(frozen=True)
 class Token:
-    """One new token.
-
-    text: the characters it completes, perhaps none (a special token, or bytes in the middle of a character); the
-    texts of a stream, joined, are the whole text. index: 0 for the first new token. ready_ms: from the call of
-    `generate` to this token on the host, wall clock.
-    """
+    """One new token. text: the characters it completes, perhaps none (a special token, or bytes in the middle of a
+    character); the texts of a stream, joined, are the whole text. index: 0 for the first new token. ready_ms: from the
+    call of `generate` to this token on the host, wall clock."""
 
     id: int
     text: str
@@ -49,8 +44,7 @@ class TokenStream:
 
     ids: what has been taken so far. seed: what every draw follows from. Leaving the `with` block cancels.
     state: the backend's, as long as tokens may come: a later text can go on from it.
-    finish_reason: None while tokens may still come, and when the model `failed`.
-    """
+    finish_reason: None while tokens may still come, and when the model `failed`."""
 
     _backend: TextBackend | None
     state: TextState
@@ -108,10 +102,8 @@ class TokenStream:
 
 
 class TextDecoder:
-    """One text model; any number of token streams may be open and take turns. One thread owns it and its streams.
-
-    Use it as a context manager, or call `close`.
-    """
+    """One text model; any number of token streams may be open and take turns. One thread owns it and its streams. Use
+    it as a context manager, or call `close`."""
 
     def __init__(
         self,
@@ -138,10 +130,9 @@ class TextDecoder:
     ) -> TextDecoder:
         """Loads a text checkpoint (see `mktts.llm.checkpoint.open_text_checkpoint`) onto a device.
 
-        backend: "torch", "megakernel", or "auto": the fastest one that can run here. device: "cpu", "cuda",
-        "cuda:1", or "auto". dtype: None takes bfloat16 on CUDA and float32 on the CPU.
-        Raises CheckpointError, and BackendUnavailable naming what is missing.
-        """
+        backend: "torch", "megakernel", or "auto": the fastest one that can run here. device: "cpu", "cuda", "cuda:1",
+        or "auto". dtype: None takes bfloat16 on CUDA and float32 on the CPU. Raises CheckpointError, and
+        BackendUnavailable naming what is missing."""
         one_of("backend", backend, get_args(TextBackendName), BackendUnavailable)
         where = device_named(device)
         dtype = dtype or default_dtype(where)
@@ -167,8 +158,7 @@ class TextDecoder:
         holds, or 0; those are not computed again (see `mktts.agent.llm.TextConversation`).
 
         Raises TextError or PromptError for the prompt, CapacityError where it and max_tokens exceed the model's
-        positions, OptionsError for a seed or max_tokens out of range, EngineError after `close`.
-        """
+        positions, OptionsError for a seed or max_tokens out of range, EngineError after `close`."""
         started_s = time.perf_counter()
         if self._backend is None:
             raise EngineError("the decoder is closed: load another one")

@@ -64,10 +64,8 @@ class TextKernelState:
 
 
 class TextKernelBackend(TextBackend):
-    """On one CUDA device.
-
-    Raises BackendUnavailable where the device, the compiler or the checkpoint's dimensions do not allow it.
-    """
+    """On one CUDA device. Raises BackendUnavailable where the device, the compiler or the checkpoint's dimensions do
+    not allow it."""
 
     name = "megakernel"
 

@@ -31,11 +31,8 @@ class AddedToken(NamedTuple):
 
 
 class TextVocabulary:
-    """Both directions of a Qwen tokenizer.
-
-    As in speech, added tokens are never parsed out of text: "<|im_end|>" in a prompt is ten characters. Ids of added
-    tokens go into a prompt as ids; `added` maps their text to them.
-    """
+    """Both directions of a Qwen tokenizer. As in speech, added tokens are never parsed out of text: "<|im_end|>" in a
+    prompt is ten characters. Ids of added tokens go into a prompt as ids; `added` maps their text to them."""
 
     def __init__(self, tokenizer: TextTokenizer, added: Mapping[int, AddedToken]) -> None:
         self._tokenizer = tokenizer
@@ -44,10 +41,8 @@ class TextVocabulary:
 
     @classmethod
     def load(cls, folder: Path, rows: int) -> TextVocabulary:
-        """Reads vocab.json, merges.txt and tokenizer_config.json.
-
-        rows: of the embedding; more tokens than that raise CheckpointError, as does any unusable file.
-        """
+        """Reads vocab.json, merges.txt and tokenizer_config.json. rows: of the embedding; more tokens than that raise
+        CheckpointError, as does any unusable file."""
         tokenizer, config = TextTokenizer.load(folder), folder / "tokenizer_config.json"
         entries = read_object(config).get("added_tokens_decoder")
         try:
@@ -91,10 +86,8 @@ class Message(NamedTuple):
 
 
 class ChatTemplate:
-    """Messages to token ids. What stands in a message is text: no control token is read out of it.
-
-    think, thought: the ids around a thought; None where the vocabulary has none.
-    """
+    """Messages to token ids. What stands in a message is text: no control token is read out of it. think, thought: the
+    ids around a thought; None where the vocabulary has none."""
 
     def __init__(self, vocabulary: TextVocabulary, thinks: bool) -> None:
         """thinks: the model has to be told not to. Raises CheckpointError for a vocabulary without turns."""
@@ -140,9 +133,8 @@ class ChatTemplate:
         stays. Returns how many were left out, too.
 
         left_out: at the call before, whose prompt this one continues: so many are left out again, and more only where
-        `most` demands it; then so many that the rest takes half of it, and later calls continue its prompt.
-        Raises TextError where the last message takes too much alone.
-        """
+        `most` demands it; then so many that the rest takes half of it, and later calls continue its prompt. Raises
+        TextError where the last message takes too much alone."""
         first = 1 if messages and messages[0].role == "system" else 0
         head, others = list(messages[:first]), list(messages[first:])
         left_out = left_out if left_out < len(others) else 0  # else it is another conversation

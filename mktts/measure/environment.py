@@ -1,7 +1,5 @@
-"""The machine and the software that a figure belongs to.
-
-`environment` has all that is known, flat; `head` is how every document of measurements begins.
-"""
+"""The machine and the software that a figure belongs to. `environment` has all that is known, flat; `head` is how every
+document of measurements begins."""
 
 from __future__ import annotations
 
@@ -19,10 +17,8 @@ import numpy as np
 
 
 def peak_rss_bytes() -> int:
-    """The most resident memory this process has had, memory-mapped checkpoint pages included.
-
-    Linux: VmHWM, because `getrusage` there also counts the parent a fresh process was forked from.
-    """
+    """The most resident memory this process has had, memory-mapped checkpoint pages included. Linux: VmHWM, because
+    `getrusage` there also counts the parent a fresh process was forked from."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -36,10 +32,8 @@ def peak_rss_bytes() -> int:
 
 
 def head(device: str) -> dict[str, Any]:
-    """How every document of measurements begins: device, driver, torch, revision, date (UTC), environment.
-
-    `device` is where the measured work ran, as torch names it: "cuda..." puts the GPU's name there, others the CPU's.
-    """
+    """How every document of measurements begins: device, driver, torch, revision, date (UTC), environment. `device` is
+    where the measured work ran, as torch names it: "cuda..." puts the GPU's name there, others the CPU's."""
     facts = environment()
     return {
         "device": facts["gpu"] if device.startswith("cuda") else facts["cpu"],
@@ -57,10 +51,8 @@ def versions(packages: Sequence[str]) -> dict[str, str | None]:
 
 
 def provided_by(module: str) -> str | None:
-    """The installed package that `module` comes from, with its version: "qwen-tts-hf 0.1.1.post1". None where none.
-
-    Two packages may provide one module: qwen-tts, and its build for newer transformers, both install qwen_tts.
-    """
+    """The installed package that `module` comes from, with its version: "qwen-tts-hf 0.1.1.post1". None where none. Two
+    packages may provide one module: qwen-tts, and its build for newer transformers, both install qwen_tts."""
     owners = metadata.packages_distributions().get(module, [])
     return ", ".join(f"{owner} {_version(owner)}" for owner in dict.fromkeys(owners)) or None
 
@@ -73,10 +65,8 @@ def _version(package: str) -> str | None:
 
 
 def environment() -> dict[str, str | int | float | None]:
-    """The machine and the software, flat, so that it fits a table row; None for what is not there or not known.
-
-    Units are in the names; the GPU is the first that nvidia-smi lists. date_utc is the time of the call (ISO 8601).
-    """
+    """The machine and the software, flat, so that it fits a table row; None for what is not there or not known. Units
+    are in the names; the GPU is the first that nvidia-smi lists. date_utc is the time of the call (ISO 8601)."""
     import torch
 
     gpu = _gpu()
@@ -106,10 +96,8 @@ def _cpu_model() -> str:
 
 
 def _git_revision() -> str | None:
-    """Commit of the working tree this module is in, with "+changes" where files differ from it.
-
-    A tree copied without its history (into a container, say) is named by $MKTTS_REVISION, which goes first.
-    """
+    """Commit of the working tree this module is in, with "+changes" where files differ from it. A tree copied without
+    its history (into a container, say) is named by $MKTTS_REVISION, which goes first."""
     if os.environ.get("MKTTS_REVISION"):
         return os.environ["MKTTS_REVISION"]
     folder = Path(__file__).resolve().parent

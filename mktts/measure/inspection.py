@@ -1,11 +1,9 @@
 """What a checkpoint is made of, what one 80 ms frame must read of it, and the time that takes at best.
 
-Bytes per frame count every weight byte a batch-1 frame has to fetch if nothing stays in a cache: the talker's stack
-and head once, the predictor's stack and projection once per predictor pass, each predictor head once, and one row of
-each embedding table. Key-value caches and activations are left out: next to the weights they are small (the
-talker's cache grows by `StackConfig.kv_bytes_per_position` a frame). Everything comes from the file headers; no
-weights are read.
-"""
+Bytes per frame count every weight byte a batch-1 frame has to fetch if nothing stays in a cache: the talker's stack and
+head once, the predictor's stack and projection once per predictor pass, each predictor head once, and one row of each
+embedding table. Key-value caches and activations are left out: next to the weights they are small (the talker's cache
+grows by `StackConfig.kv_bytes_per_position` a frame). Everything comes from the file headers; no weights are read."""
 
 from __future__ import annotations
 
@@ -80,10 +78,8 @@ def components(checkpoint: Checkpoint) -> tuple[Component, ...]:
 
 
 def components_at(size: str, model_type: str = "custom_voice") -> tuple[Component, ...]:
-    """The table of a released size ("0.6b", "1.7b") from its configuration alone: nothing is downloaded or made.
-
-    Raises CheckpointError for an unknown size or type.
-    """
+    """The table of a released size ("0.6b", "1.7b") from its configuration alone: nothing is downloaded or made. Raises
+    CheckpointError for an unknown size or type."""
     tensors = expected_tensors(config_at(size, model_type))
     codec = expected_codec_tensors(small_files(size, model_type, full_codec=True)["speech_tokenizer/config.json"])
     return (*_rows(tensors, _MODEL_RULES), *_rows(codec, _CODEC_RULES))
@@ -91,8 +87,7 @@ def components_at(size: str, model_type: str = "custom_voice") -> tuple[Componen
 
 def config_at(size: str, model_type: str = "custom_voice") -> ModelConfig:
     """The configuration of a size that `mktts.checkpoint.random.make` makes. Raises CheckpointError for an unknown
-    one.
-    """
+    one."""
     return _read(ModelConfig, small_files(size, model_type, full_codec=True)["config.json"])
 
 
@@ -110,9 +105,7 @@ def bytes_per_frame(rows: Sequence[Component], parts: Sequence[str] = ("talker",
 
 def text_bytes_per_token(size: str) -> int:
     """Weight bytes that one token of the Qwen3 text model of a released size reads: its stack, and its head once.
-
-    Raises CheckpointError for an unknown size.
-    """
+    Raises CheckpointError for an unknown size."""
     from mktts.llm.checkpoint import EMBEDDING, HEAD, TextConfig, config_json, expected_text_tensors
 
     config = _read(TextConfig, config_json(size))

@@ -15,9 +15,7 @@ BANDWIDTH_BYTES = 256 * 2**20  # well above any CPU's last-level cache and the 6
 
 def read_bandwidth_gb_s(device: str, repeats: int = 5) -> float:
     """Bytes per second at which `device` reads a large float32 matrix once (matrix-vector product), best of `repeats`.
-
-    This is the access pattern of decoding one stream: every weight is read once per pass and used once.
-    """
+    This is the access pattern of decoding one stream: every weight is read once per pass and used once."""
     columns = 4096
     matrix = torch.ones(BANDWIDTH_BYTES // 4 // columns, columns, device=device)
     vector = torch.ones(columns, device=device)

@@ -16,8 +16,7 @@ Names in a document of `python -m mktts bench`; all in host wall time, on a warm
 
 `_1p7b` marks the large checkpoint. Others have the same names behind `upstream_` and `faster_`. Upstream does not
 stream: its `upstream_first_pcm_ms` comes with its last, and its `upstream_frame_with_codec_ms` is a whole utterance
-over its frames.
-"""
+over its frames."""
 
 from __future__ import annotations
 
@@ -34,10 +33,8 @@ from mktts.errors import MetricsError
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """Median, 95th and 99th percentile (linear interpolation), smallest, largest and count of `values`.
-
-    Raises MetricsError where there is none, or one is not finite.
-    """
+    """Median, 95th and 99th percentile (linear interpolation), smallest, largest and count of `values`. Raises
+    MetricsError where there is none, or one is not finite."""
     array = np.asarray(list(values), dtype=np.float64)
     if array.size == 0 or not np.isfinite(array).all():
         raise MetricsError(f"expected at least one finite number, found {array.tolist()}")
@@ -53,10 +50,8 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 
 
 def record(run_dir: str | Path, **metrics: Any) -> dict[str, Any]:
-    """Merges `metrics` into `run_dir/metrics.json` (keys sorted, replaced atomically) and returns all of it.
-
-    Values are finite numbers, booleans or strings; anything else raises MetricsError with the metric's name.
-    """
+    """Merges `metrics` into `run_dir/metrics.json` (keys sorted, replaced atomically) and returns all of it. Values are
+    finite numbers, booleans or strings; anything else raises MetricsError with the metric's name."""
     checked = {name: _scalar(name, value) for name, value in metrics.items()}
     path = Path(run_dir) / "metrics.json"
     merged = {**(json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}), **checked}

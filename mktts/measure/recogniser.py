@@ -30,13 +30,11 @@ from mktts.text import spoken
 Mode = Literal["closed", "free"]
 MODES: tuple[Mode, ...] = ("closed", "free")
 RECOGNISER_RATE_HZ = 16_000
-_HALF_TAPS = 96  # of the low pass
-_CUTOFF = 0.95  # of the recogniser's Nyquist frequency
 
 
 def to_16_khz(pcm: np.ndarray) -> np.ndarray:
     """float32 (n,) at 24 kHz -> float32 (ceil(2 n / 3),) at 16 kHz."""
-    return resample(pcm, SAMPLE_RATE_HZ, RECOGNISER_RATE_HZ, _CUTOFF, _HALF_TAPS)
+    return resample(pcm, SAMPLE_RATE_HZ, RECOGNISER_RATE_HZ)
 
 
 def loop_model(vocabulary: Iterable[str]) -> str:

@@ -1,8 +1,6 @@
-"""`python -m mktts lab trace`: where the time of a frame goes inside one launch of the frame kernel.
-
-Launches of three builds take turns: the kernel as it is, the same with marks, and with marks but without its stream of
-weights. The document keeps medians by phase, and one frame from mark to mark.
-"""
+"""`python -m mktts lab trace`: where the time of a frame goes inside one launch of the frame kernel. Launches of three
+builds take turns: the kernel as it is, the same with marks, and with marks but without its stream of weights. The
+document keeps medians by phase, and one frame from mark to mark."""
 
 from __future__ import annotations
 
@@ -67,10 +65,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def record(checkpoint: Checkpoint, device: str = "cuda", launches: int = 20, context: int = 200) -> dict[str, Any]:
-    """Records `launches` launches of each build, from about `context` positions on, and returns the document.
-
-    Raises BackendUnavailable where the frame kernel cannot run.
-    """
+    """Records `launches` launches of each build, from about `context` positions on, and returns the document. Raises
+    BackendUnavailable where the frame kernel cannot run."""
     import torch
 
     from mktts.kernel.trace import TracedBackend
@@ -151,8 +147,7 @@ def document(made: Mapping[str, Sequence[Launch]], layers: tuple[int, int]) -> d
     Times of phases are microseconds: `us`, `us_p10`, `us_p90` of one, over frames and blocks; `frame_us` of all of
     them in a frame, `weights_us` of that waiting for weights, both the mean over blocks and the median over frames.
     steps: of a frame of median length, from mark to mark, the mean over blocks.
-    Raises EngineError for marks of another kernel.
-    """
+    Raises EngineError for marks of another kernel."""
     points = frame_points(*layers)
     kept = {
         build: [

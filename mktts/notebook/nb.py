@@ -1,7 +1,5 @@
-"""What every notebook needs: run folders, inline audio, tables, widgets with a Start button.
-
-The Jupyter packages are imported where they are used, so `import mktts.notebook.nb` works without them.
-"""
+"""What every notebook needs: run folders, inline audio, tables, widgets with a Start button. The Jupyter packages are
+imported where they are used, so `import mktts.notebook.nb` works without them."""
 
 from __future__ import annotations
 
@@ -78,9 +76,8 @@ def run_dir(path: str, notebook: str) -> Path:
 def clip(pcm: np.ndarray, label: str, folder: Path, *, random_weights: bool) -> Path:
     """Writes `pcm` (S,) float32 in [-1, 1] to `folder`/<label>.wav and shows it with an audio element.
 
-    Levels are shown as they are (no normalisation). At most EMBED_LIMIT_S are embedded in the notebook.
-    Audio from random weights is labelled as such. Returns the file's path. Raises MkttsError on unusable PCM.
-    """
+    Levels are shown as they are (no normalisation). At most EMBED_LIMIT_S are embedded in the notebook. Audio from
+    random weights is labelled as such. Returns the file's path. Raises MkttsError on unusable PCM."""
     from IPython.display import Audio
 
     pcm = np.asarray(pcm)
@@ -102,10 +99,8 @@ def clip(pcm: np.ndarray, label: str, folder: Path, *, random_weights: bool) -> 
 
 
 def recording(path: Path, label: str, *, random_weights: bool) -> None:
-    """Shows the sound file `path` with an audio element that holds all of it, as MP3.
-
-    Raises MkttsError where it cannot be read.
-    """
+    """Shows the sound file `path` with an audio element that holds all of it, as MP3. Raises MkttsError where it cannot
+    be read."""
     notes = [path.name, *([RANDOM_WEIGHTS] if random_weights else [])]
     _show_audio(label, notes, path.name, as_mp3(path), "audio/mpeg")
 
@@ -124,11 +119,9 @@ def as_mp3(path: Path) -> bytes:
 
 
 def table(rows: Sequence[Mapping[str, Any]], caption: str = "", omit: Sequence[str] = ()) -> None:
-    """Shows `rows` as a table; the columns are the keys in order of first appearance, a missing value is empty.
-
-    Of more than MOST_ROWS rows the rest is folded; numbers have three significant digits. `omit` names columns that are
-    left out.
-    """
+    """Shows `rows` as a table; the columns are the keys in order of first appearance, a missing value is empty. Of more
+    than MOST_ROWS rows the rest is folded; numbers have three significant digits. `omit` names columns that are left
+    out."""
     keys = list(dict.fromkeys(key for row in rows for key in row if key not in omit))
     cells = [[_shown(row.get(key, "")) for key in keys] for row in rows]
     kinds = [{type(row[key]) for row in rows if key in row} for key in keys]
@@ -175,11 +168,9 @@ Choices = Sequence[str] | tuple[float, float]
 
 
 class Controls:
-    """One widget per notebook parameter (`TEXT=TEXT, SEED=SEED`), plus Start and Stop.
-
-    A widget changes only what the parameter already defines, so a headless run, where nobody turns the knobs,
-    computes exactly what the parameters say.
-    """
+    """One widget per notebook parameter (`TEXT=TEXT, SEED=SEED`), plus Start and Stop. A widget changes only what the
+    parameter already defines, so a headless run, where nobody turns the knobs, computes exactly what the parameters
+    say."""
 
     def __init__(self, choices: Mapping[str, Choices], more: Sequence[str] = (), **parameters: Any) -> None:
         """choices: make a drop-down of a string, and of a number a slider from the first to the second of two numbers.
@@ -213,8 +204,7 @@ class Controls:
 
         Call it from a cell: the cell's loop is the one that Start uses, for as long as the kernel lives. (Since
         ipykernel 7 a button's callback may arrive on another thread, that of the front end's subshell.) One run at a
-        time: Start is disabled during it. Stop, or an interrupt of the kernel, cancels it.
-        """
+        time: Start is disabled during it. Stop, or an interrupt of the kernel, cancels it."""
         import ipywidgets
         from IPython.display import display
 
@@ -229,9 +219,7 @@ class Controls:
 
     def draws(self, draw: Callable[[], Any]) -> None:
         """Shows what `draw()` displays where the cell stands, and again in its place after every run that Start began.
-
-        A cell that is run again replaces what it drew before.
-        """
+        A cell that is run again replaces what it drew before."""
         ids: list[str] = []
         self._drawings[draw.__name__] = (draw, ids)
         self._draw(draw, ids)

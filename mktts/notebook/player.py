@@ -1,8 +1,6 @@
-"""Live PCM in a notebook page: a widget that plays each chunk the moment the kernel has made it.
-
-Nothing here needs a browser. Without a front end (papermill, pytest) the messages go nowhere, `write` costs
-microseconds, and `stop_requested` stays false.
-"""
+"""Live PCM in a notebook page: a widget that plays each chunk the moment the kernel has made it. Nothing here needs a
+browser. Without a front end (papermill, pytest) the messages go nowhere, `write` costs microseconds, and
+`stop_requested` stays false."""
 
 from __future__ import annotations
 
@@ -26,9 +24,8 @@ def live_player() -> Any:
     `stop_requested` turns true when Stop is pressed (playback stops in the page at once, whatever the kernel does).
     `report` holds what the page said last: kind ("first", "made" once all is there, "played" once all was heard,
     "stopped"), chunks, gaps (how often the page fell silent inside the utterance; an *underrun* is the calculation of
-    `mktts.engine.metrics`), first_sound_ms (arrival of the first chunk to the loudspeaker, None behind audio that
-    still plays; never part of TTFC), the audio context's state and rate. It is empty without a front end.
-    """
+    `mktts.engine.metrics`), first_sound_ms (arrival of the first chunk to the loudspeaker, None behind audio that still
+    plays; never part of TTFC), the audio context's state and rate. It is empty without a front end."""
     return _widget_class()()
 
 
@@ -61,10 +58,8 @@ def _widget_class() -> type:
                 self.send({"kind": "pcm"}, buffers=[data])
 
         async def play(self, stream: Any) -> AsyncIterator[Any]:
-            """Plays a stream of chunks while it is made and passes the chunks on; Stop cancels the stream.
-
-            So does an interrupt of the kernel, or a loop that is left early: the page falls silent, too.
-            """
+            """Plays a stream of chunks while it is made and passes the chunks on; Stop cancels the stream. So does an
+            interrupt of the kernel, or a loop that is left early: the page falls silent, too."""
             self.begin()
             try:
                 async for chunk in stream:

@@ -1,8 +1,7 @@
 """How the notebooks' figures look and are saved, and those that more than one cell draws.
 
 Colours are those of Okabe and Ito (2008), distinguishable with every common colour-vision deficiency; one thing has one
-colour in every figure. A drawing function takes plain data, saves `folder`/<name>.png and returns the Figure.
-"""
+colour in every figure. A drawing function takes plain data, saves `folder`/<name>.png and returns the Figure."""
 
 from __future__ import annotations
 
@@ -162,11 +161,9 @@ def bars(
     real_time: bool = False,
     marks: Mapping[str, float] | None = None,
 ) -> Figure:
-    """Horizontal stacked bars: label -> part -> length; the total is written at their end.
-
-    total: how. real_time: with the time that a frame lasts. marks: a dashed line in the bar of a label, what the bytes
-    of its weights alone would take.
-    """
+    """Horizontal stacked bars: label -> part -> length; the total is written at their end. total: how. real_time: with
+    the time that a frame lasts. marks: a dashed line in the bar of a label, what the bytes of its weights alone would
+    take."""
     figure, axes = new(1.9 + 0.45 * len(rows))
     labels, left = list(rows), np.zeros(len(rows))
     for index, part in enumerate(dict.fromkeys(part for row in rows.values() for part in row)):
@@ -193,8 +190,7 @@ def chunk_timeline(chunks: Sequence[Any], folder: Path, name: str = "chunk_timel
 
     The player is that of `mktts.engine.metrics.play`. Above: the staircase of generated audio and the line that
     real-time playback follows, on the grid of single codec frames where the utterance is short enough. Below: audio
-    still to be played when each chunk arrived.
-    """
+    still to be played when each chunk arrived."""
     ready_ms, samples = [chunk.timings.ready_ms for chunk in chunks], [len(chunk.pcm) for chunk in chunks]
     player = play(ready_ms, samples)
     ready_s, start_s = np.asarray(ready_ms) / 1e3, np.asarray(player.starts_ms) / 1e3

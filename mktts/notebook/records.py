@@ -1,8 +1,6 @@
-"""Measurements on record: the documents of an H200, and the verdicts of notebooks.
-
-The files lie in outputs/reference/h200; each says which machine and which revision it belongs to, and
-`provenance` puts that into words.
-"""
+"""Measurements on record: the documents of an H200, and the verdicts of notebooks. The files lie in
+outputs/reference/h200; each says which machine and which revision it belongs to, and `provenance` puts that into
+words."""
 
 from __future__ import annotations
 
@@ -97,9 +95,7 @@ def here(on_gpu: bool = False) -> str:
 
 def figure(name: str, value: float, unit: str, n: int, machine: str, **bound: float) -> dict[str, Any]:
     """A figure of a verdict. n: measurements behind it. bound: equal=, at_most= or at_least=, what must hold of it.
-
-    Raises MetricsError where that does not hold.
-    """
+    Raises MetricsError where that does not hold."""
     ((kind, limit),) = bound.items()
     sign, holds = BOUNDS[kind]
     checked = f"{sign} {short(limit)}"

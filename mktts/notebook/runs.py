@@ -6,8 +6,7 @@ metrics.json and the files the notebook wrote. metrics.json is whatever the note
 a folder without a status is of a run that did not come to its end.
 
 Values take the type of the notebook's parameter (int, float, bool or str, from its annotation, else from its default).
-A value with a comma goes in double quotes, a double quote inside those is doubled, as in a CSV line.
-"""
+A value with a comma goes in double quotes, a double quote inside those is doubled, as in a CSV line."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ from mktts.notebook.records import TABLE, verdicts
 
 PACKAGES = ("ipykernel", "pandas", "papermill", "pyarrow", "tqdm")  # that a run needs from its first to its last step
 RUN_DIR = "RUN_DIR"  # the one parameter the runner fills itself
-LONGEST_NAME, LONGEST_VALUE = 100, 24  # characters of a run folder's name, and of a value in a shortened one
+LONGEST_NAME = 100  # characters of a run folder's name
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 PICTURES = ("04_streaming/chunk_timeline.png",)  # files that the README shows; the notebooks hold their own figures
 VERDICTS = "verdicts.json"  # of all published notebooks
@@ -86,20 +85,16 @@ class NotebookRun:
 
     @property
     def name(self) -> str:
-        """The notebook's name and the set values, 05_metrics-SEED=1-CHECKPOINT=small: a folder's name anywhere.
-
-        A colon is written ~. Where a value holds another character that some file system refuses, or all of it is
-        long, values are cleaned and cut, and eight hexadecimal digits of a hash keep runs apart.
-        """
+        """The notebook's name and the set values, 05_metrics-SEED=1-CHECKPOINT=small: a folder's name anywhere. A colon
+        is written ~. Where a value holds another character that some file system refuses, or all of it is long, eight
+        hexadecimal digits of a hash stand for the values, which parameters.json has."""
         stem = self.notebook.path.stem
         values = {name: str(value).replace(":", "~") for name, value in self.parameters.items()}
         name = "-".join([stem, *(f"{key}={value}" for key, value in values.items())])
         plain = all(_PLAIN.fullmatch(str(value).replace(":", "")) for value in self.parameters.values())
         if plain and len(name) <= LONGEST_NAME and not name.endswith("."):  # Windows drops a last dot
             return name
-        cleaned = (f"{key}={re.sub(r'[^A-Za-z0-9._,+~-]+', '_', v)[:LONGEST_VALUE]}" for key, v in values.items())
-        digest = hashlib.sha256(json.dumps(self.parameters, sort_keys=True).encode()).hexdigest()[:8]
-        return f"{'-'.join([stem, *cleaned])[: LONGEST_NAME - 9]}-{digest}"
+        return f"{stem}-{hashlib.sha256(json.dumps(self.parameters, sort_keys=True).encode()).hexdigest()[:8]}"
 
 
 def read_notebook(path: Path) -> Notebook:
@@ -141,8 +136,7 @@ def plan(paths: Sequence[Path], settings: Sequence[str]) -> list[NotebookRun]:
 
     A path with wildcards that no file bears itself stands for the files that it matches: some shells (Windows') do not
     expand it. Raises BatchError where a path matches nothing, a setting is malformed, its name is unknown to any one of
-    the notebooks, or a value does not have the parameter's type.
-    """
+    the notebooks, or a value does not have the parameter's type."""
     notebooks = [read_notebook(path) for given in paths for path in _expanded(given)]
     stems = [notebook.path.stem for notebook in notebooks]
     if not notebooks or len(set(stems)) != len(stems):
@@ -291,11 +285,9 @@ def execute(
 
 
 def collect(out: Path, table: Path) -> None:
-    """Writes one row per finished run in `out` to `table` (Parquet, replaced atomically).
-
-    Columns: run, notebook, every metric under its own name, `param.NAME` and `env.NAME`. A metric or parameter that
-    has several types over the runs becomes text.
-    """
+    """Writes one row per finished run in `out` to `table` (Parquet, replaced atomically). Columns: run, notebook, every
+    metric under its own name, `param.NAME` and `env.NAME`. A metric or parameter that has several types over the runs
+    becomes text."""
     import pandas
 
     rows = []
@@ -376,8 +368,7 @@ def publish(run: Path, target: Path) -> Path:
     executed notebook, in which every audio element has become a link to its sound file, as MP3 beside it, and a link to
     another notebook one to its copy beside `target`, or else in the folder above.
 
-    Returns `target`. Raises BatchError where there is no finished run, MkttsError where a sound cannot be read.
-    """
+    Returns `target`. Raises BatchError where there is no finished run, MkttsError where a sound cannot be read."""
     executed = run / "executed.ipynb"
     if not executed.is_file():
         raise BatchError(f"{run}: expected the folder of a run, found no executed.ipynb in it")

@@ -1,8 +1,6 @@
 """`python -m mktts lab site`: executed notebooks as one static site, with sound, search and a table of all verdicts.
-
 The pages ask for nothing from elsewhere: pictures are in them, sounds and the search's index beside them, formulas are
-MathML. What they look like stands in `page/`.
-"""
+MathML. What they look like stands in `page/`."""
 
 from __future__ import annotations
 
@@ -127,9 +125,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def build(runs: Sequence[Path], out: Path) -> list[Page]:
     """Writes the site of all executed notebooks in the folders `runs` to `out`, replacing an older site; returns pages.
-
-    Raises BatchError where there is none, and where `out` holds something else.
-    """
+    Raises BatchError where there is none, and where `out` holds something else."""
     pages = found(runs)
     if not pages:
         raise BatchError(f"expected executed notebooks in {', '.join(map(str, runs))}, found none: make run")
@@ -191,9 +187,7 @@ def _exported(page: Page, index: list[dict[str, str]], **known: Any) -> str:
 
 def _placed(markup: str, page: Page, pages: Sequence[Page], folders: Sequence[Path], out: Path) -> str:
     """`markup` with links to sounds as players, to notebooks as links to their pages, and the agent's page as picture.
-
-    Files come from the first of `folders` that has them. A link to what is not in the site becomes its text.
-    """
+    Files come from the first of `folders` that has them. A link to what is not in the site becomes its text."""
 
     def taken(name: str) -> str | None:
         if not (path := next((folder / name for folder in folders if (folder / name).is_file()), None)):

@@ -58,8 +58,7 @@ def stream_arguments(checkpoint: Checkpoint, **parameters: Any) -> dict[str, Any
 
     Knows TEXT, LANGUAGE, SPEAKER (default: the first built-in one), INSTRUCT, VOICE (a saved voice's path), SEED,
     MAX_FRAMES, SCHEDULE ("1,1,2,4,8"), and TEMPERATURE, TOP_K and GREEDY, which hold for all sixteen codes of a frame.
-    Raises MkttsError for another name, or what the value is refused with.
-    """
+    Raises MkttsError for another name, or what the value is refused with."""
     from mktts.engine.options import StreamOptions
     from mktts.model.voice import Voice
 

@@ -10,8 +10,7 @@
 The model is loaded once per process, however many services speak through it. With
 `source=RemoteSource("http://127.0.0.1:8000")` in place of the checkpoint, the speech comes from `python -m mktts serve`
 there, and nothing else changes. Inside this package `pipecat` is the framework: imports are absolute, and nothing here
-shadows it.
-"""
+shadows it."""
 
 try:
     import pipecat  # noqa: F401  asked for here, so that its absence is named with what to install

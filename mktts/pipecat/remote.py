@@ -33,7 +33,7 @@ from mktts.errors import (
     TextError,
     VoiceError,
 )
-from mktts.pipecat.source import Style
+from mktts.pipecat.source import SpeechSource, Style
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.text.split import clean_piece
 
@@ -59,16 +59,15 @@ _ERRORS: dict[str, type[MkttsError]] = {
 }  # codes of the server's errors; any other is a failure of the server
 
 
-class RemoteSource:
+class RemoteSource(SpeechSource):
     """Speech from a server: `MkttsTTSService(source=RemoteSource("http://127.0.0.1:8000"))`.
 
     An utterance has a WebSocket of its own; each service finds one open for its next utterance. Where one is lost
     before anything was heard, the utterance begins again on another one, and so does what a server has no place for;
-    otherwise it ends with ConnectionLost, which leaves a service usable. Errors are those of a source in
-    the same process, and also BusyError, ConnectionLost and AccessError. Belongs to one event loop at a time.
+    otherwise it ends with ConnectionLost, which leaves a service usable. Errors are those of a source in the same
+    process, and also BusyError, ConnectionLost and AccessError. Belongs to one event loop at a time.
 
-    name: of the server's checkpoint, once connected.
-    """
+    name: of the server's checkpoint, once connected."""
 
     default_voice: str | None = None  # the server's own first
 
@@ -108,11 +107,8 @@ class RemoteSource:
         self._users = 0
 
     async def connect(self) -> None:
-        """Asks what the server has, and opens a connection for one more service.
-
-        Raises ConnectionLost where no server answers, EngineError where what answers is none of ours, AccessError for
-        a wrong key.
-        """
+        """Asks what the server has, and opens a connection for one more service. Raises ConnectionLost where no server
+        answers, EngineError where what answers is none of ours, AccessError for a wrong key."""
         await self._read_health()
         self._idle.append(await self._open_socket())
         self._users += 1
@@ -138,10 +134,6 @@ class RemoteSource:
                 f"the server's voices are {known}; got {style.voice!r} (a saved voice is given to the server, "
                 "--voice NAME=FILE, and asked for by that name)"
             )
-
-    def spoken(self, word: str, style: Style) -> str:
-        """As it is written: the server does not say how it reads."""
-        return word
 
     async def speak(self, text: str, style: Style) -> RemoteSpeech:
         """As `SpeechSource.speak`. Raises ConnectionLost, BusyError, EngineError and AccessError; the rest comes from
@@ -250,8 +242,7 @@ class RemoteSource:
 
 class RemoteSpeech:
     """A `Speech`; text that is fed to it is kept, so that it can begin again: after the waits of PATIENCE_S, where no
-    connection is found, or it is lost, or its server has no place free, before anything was heard.
-    """
+    connection is found, or it is lost, or its server has no place free, before anything was heard."""
 
     def __init__(self, source: RemoteSource, start: dict[str, Any]) -> None:
         """start: the fields of the start message."""
@@ -375,10 +366,8 @@ class RemoteSpeech:
 
     @staticmethod
     async def _receive(socket: ClientConnection, silence_s: float) -> str | bytes:
-        """The next message. Raises ConnectionClosed, and TimeoutError when not even a ping is answered.
-
-        Pings are sent only while nothing comes and nothing waits to be read.
-        """
+        """The next message. Raises ConnectionClosed, and TimeoutError when not even a ping is answered. Pings are sent
+        only while nothing comes and nothing waits to be read."""
         pong: asyncio.Future[float] | None = None
         while True:
             try:

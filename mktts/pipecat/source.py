@@ -86,6 +86,7 @@ class SpeechSource(Protocol):
 
     def spoken(self, word: str, style: Style) -> str:
         """A word of a text as it will be heard, as far as that is known: its length stands for its duration."""
+        return word
 
     async def speak(self, text: str, style: Style) -> Speech:
         """Starts to speak `text`."""
@@ -94,7 +95,7 @@ class SpeechSource(Protocol):
         """Starts an utterance whose text comes later."""
 
 
-class LocalSource:
+class LocalSource(SpeechSource):
     """Speech from a synthesizer in this process. Its worker thread gives every open utterance one frame a turn.
 
     The caller that loaded the synthesizer closes it; nothing here does.
@@ -119,12 +120,6 @@ class LocalSource:
         checkpoint = synthesizer.checkpoint
         self.name = name or (checkpoint.folder.name if checkpoint else "qwen3-tts")
         self.default_voice = checkpoint.config.default_speaker if checkpoint else None
-
-    async def connect(self) -> None:
-        """Nothing to do: the model is loaded."""
-
-    async def disconnect(self) -> None:
-        """Nothing to do: the caller that loaded the synthesizer closes it."""
 
     def check(self, style: Style) -> None:
         self._synthesizer.open(**self._stream_settings(style)).cancel()  # never fed, so that no prompt is built

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import hashlib
 import hmac
 import re
@@ -23,8 +21,6 @@ NO_OWNER = "nobody"  # the owner of all requests to a server without a key
 _OWNER = "mktts_owner"  # in a request's state
 _OWNER_PREFIX = b"mktts: owner of uploaded voices\0"
 _SLOWEST_BYTES_PER_S = 64 * 1024  # of a body
-_PROTOCOL = "mktts"  # a browser offers it with its key, so that the server has a subprotocol to choose
-_KEY_PROTOCOL = "mktts.key."  # a subprotocol that carries a key, in base64url behind this
 _FIRST_MESSAGES = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 
 
@@ -55,8 +51,7 @@ class AccessMiddleware:
         where some are given.
     body_s: time for a body, in seconds; longer for a long one.
     is_open: whether a path is answered without a key.
-    key_in_query: whether ?key= is accepted over HTTP, as it is for WebSockets.
-    """
+    key_in_query: whether ?key= is accepted over HTTP, as it is for WebSockets."""
 
     def __init__(
         self,
@@ -89,7 +84,7 @@ class AccessMiddleware:
             return
         id = new_id()
         current_id.set(id)  # not reset: an outer error handler answers in this task and needs it
-        send = _with_headers(send, id, _chosen_protocol(scope.get("subprotocols", ())))
+        send = _with_id(send, id)
         try:
             scope.setdefault("state", {})[_OWNER] = self._check(scope)
             if scope["type"] == "http":
@@ -166,8 +161,8 @@ class _Disconnected(Exception):
     """The client closed the connection before its body was complete."""
 
 
-def _with_headers(send: Any, id: str, protocol: str | None) -> Any:
-    """`send` that adds the request's id to the response, and the subprotocol to an accepted WebSocket."""
+def _with_id(send: Any, id: str) -> Any:
+    """`send` that adds the request's id to the response."""
     header = REQUEST_ID_HEADER.lower().encode()
 
     async def changed(message: Any) -> None:
@@ -175,38 +170,19 @@ def _with_headers(send: Any, id: str, protocol: str | None) -> Any:
             message = {**message, "headers": list(message.get("headers", ()))}
             if not any(name.lower() == header for name, _ in message["headers"]):
                 message["headers"].append((header, id.encode()))
-            if message["type"] == "websocket.accept" and message.get("subprotocol") is None:
-                message["subprotocol"] = protocol
         await send(message)
 
     return changed
 
 
-def _chosen_protocol(offered: Sequence[str]) -> str | None:
-    """The subprotocol to accept a WebSocket with whose key is in another one; None where no key is.
-
-    A browser closes a connection that is accepted with none of the subprotocols it offered.
-    """
-    carriers = [name for name in offered if name.startswith(_KEY_PROTOCOL)]
-    others = [name for name in offered if name not in carriers]
-    return None if not carriers else (_PROTOCOL if _PROTOCOL in others else (others or carriers)[0])
-
-
 def _keys_of(scope: Any, in_query: bool) -> Iterator[bytes]:
-    """Keys of a request: a bearer token, in the query, or a WebSocket's subprotocol, as a page can set no header."""
+    """Keys of a request: a bearer token, or in the query, as a page can set no header of a WebSocket."""
     scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         yield given.strip().encode("latin-1")
     for name, value in parse_qsl(scope["query_string"].decode("latin-1")):
         if in_query and name == "key":
             yield value.encode()
-    for word in scope.get("subprotocols", ()):
-        if word.startswith(_KEY_PROTOCOL):
-            plain = word.removeprefix(_KEY_PROTOCOL)
-            try:
-                yield base64.urlsafe_b64decode(plain + "=" * (-len(plain) % 4))
-            except (binascii.Error, ValueError):
-                continue
 
 
 def _digest(key: bytes) -> bytes:

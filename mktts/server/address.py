@@ -59,11 +59,9 @@ def is_loopback(host: str) -> bool:
 
 @lru_cache(maxsize=64)  # a server is called by few names, at every request
 def is_own_name(header: str, names: frozenset[str]) -> bool:
-    """Whether a header Host can be meant for a server that is called `names` (lower case), besides its addresses.
-
-    With DNS rebinding, a page's name is pointed at this machine after the page was loaded, and the page still sends
-    that name. A number or `localhost` cannot be pointed anywhere.
-    """
+    """Whether a header Host can be meant for a server that is called `names` (lower case), besides its addresses. With
+    DNS rebinding, a page's name is pointed at this machine after the page was loaded, and the page still sends that
+    name. A number or `localhost` cannot be pointed anywhere."""
     try:
         host = (urlsplit(f"//{header}").hostname or "").rstrip(".")
     except ValueError:
@@ -72,10 +70,8 @@ def is_own_name(header: str, names: frozenset[str]) -> bool:
 
 
 def access_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The keys, origins and hosts of the arguments, as `AccessMiddleware` takes them.
-
-    Raises ServerError for an address that other machines reach, without a key, and for what is none of the three.
-    """
+    """The keys, origins and hosts of the arguments, as `AccessMiddleware` takes them. Raises ServerError for an address
+    that other machines reach, without a key, and for what is none of the three."""
     keys = read_keys(arguments.api_key_file)
     if not keys and not is_loopback(arguments.host):
         raise ServerError(

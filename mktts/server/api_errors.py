@@ -10,16 +10,7 @@ from typing import Any
 
 from fastapi.responses import Response
 
-from mktts.errors import (
-    BusyError,
-    CapacityError,
-    MkttsError,
-    OptionsError,
-    PromptError,
-    SamplingError,
-    TextError,
-    VoiceError,
-)
+from mktts import errors
 from mktts.server.schemas import ErrorDetail
 
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -27,12 +18,12 @@ RETRY_AFTER_S = 1  # a stream ends every few seconds; a client that asks once a 
 current_id: ContextVar[str | None] = ContextVar("mktts_request_id", default=None)
 _OPENAI_KEYS = {"text": "input", "instruct": "instructions", "speaker": "voice"}  # its names of our keys
 _BY_ERROR = {
-    TextError: ("bad_text", "text"),
-    PromptError: ("bad_prompt", None),
-    OptionsError: ("bad_option", None),
-    SamplingError: ("bad_sampling", None),
-    VoiceError: ("bad_voice", "speaker"),
-    CapacityError: ("text_too_long", "text"),
+    errors.TextError: ("bad_text", "text"),
+    errors.PromptError: ("bad_prompt", None),
+    errors.OptionsError: ("bad_option", None),
+    errors.SamplingError: ("bad_sampling", None),
+    errors.VoiceError: ("bad_voice", "speaker"),
+    errors.CapacityError: ("text_too_long", "text"),
 }
 
 
@@ -41,7 +32,7 @@ def new_id() -> str:
     return uuid.uuid4().hex
 
 
-class ApiError(MkttsError):
+class ApiError(errors.MkttsError):
     """status: of HTTP. code: for programs. param: the wrong key. streams_max: see ErrorDetail."""
 
     def __init__(
@@ -91,7 +82,7 @@ def from_error(error: BaseException) -> ApiError:
     """The caller's mistakes with their message; anything else as a failure whose message stays in the log."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, BusyError):
+    if isinstance(error, errors.BusyError):
         return ApiError(429, "busy", str(error), streams_max=error.capacity)
     for kind, (code, param) in _BY_ERROR.items():
         if isinstance(error, kind):

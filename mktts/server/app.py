@@ -24,7 +24,7 @@ from mktts.errors import BackendUnavailable
 from mktts.server.access import AccessMiddleware, owner_of_request
 from mktts.server.address import LOOPBACK_ORIGIN
 from mktts.server.api_errors import ApiError, current_id, from_error, from_validation
-from mktts.server.document import AUDIO_HEADERS, audio_response, describe, error_responses
+from mktts.server.document import AUDIO_HEADERS, ERRORS, audio_response, describe
 from mktts.server.openai_routes import PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
 from mktts.server.schemas import Health, SpeechRequest, StreamState
 from mktts.server.served_stream import AudioResponse
@@ -43,7 +43,7 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_EXPOSED = [*AUDIO_HEADERS, "X-Sample-Rate", "X-Mktts-Ignored", "X-Ignored-Keys", "Retry-After"]
+_EXPOSED = [*AUDIO_HEADERS, "X-Sample-Rate", "X-Mktts-Ignored", "Retry-After"]
 _CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
 _SWEEP_S = 5.0  # the longest that a voice deleted by another server stays in memory
 
@@ -56,10 +56,8 @@ def make_app(
     origins: Collection[str] = (),
     hosts: Collection[str] = (),
 ) -> FastAPI:
-    """The ASGI application of a speech server.
-
-    api_key, origins, hosts: as `AccessMiddleware`. Pages of the origins and of this machine also get CORS headers.
-    """
+    """The ASGI application of a speech server. api_key, origins, hosts: as `AccessMiddleware`. Pages of the origins and
+    of this machine also get CORS headers."""
     with contextlib.suppress(BackendUnavailable):  # a request that needs it gets the error
         import_av()  # not at the first request: it takes 0.2 s, which would hold up every stream
 
@@ -71,7 +69,7 @@ def make_app(
             sweeping.cancel()
 
     # /docs with its scripts from here: FastAPI's own page loads them from another host
-    app = FastAPIOffline(title="mktts", redoc_url=None, static_url="/page/docs", lifespan=lifespan)
+    app = FastAPIOffline(title="mktts", redoc_url=None, static_url="/page/docs", lifespan=lifespan, responses=ERRORS)
     limits = service.limits
 
     def refused(code: str) -> None:
@@ -121,30 +119,20 @@ def make_app(
         return from_error(error).response()
 
     # AccessMiddleware checks the key; the scheme is named here for the OpenAPI document.
-    everyone = error_responses(403) if api_key is None else {}
-    locked: dict[str, Any] = {
-        "dependencies": [Security(HTTPBearer(auto_error=False))] if api_key is not None else [],
-        "responses": everyone or error_responses(401),
-    }
-    json_body = [*locked["dependencies"], Depends(json_only)]
-    errors = {**locked["responses"], **error_responses(400, 408, 413, 415, 422, 429, 500, 503)}
+    locked = [] if api_key is None else [Security(HTTPBearer(auto_error=False))]
 
     @app.post(
         "/tts/stream",
         response_class=Response,
-        dependencies=json_body,
-        responses={200: audio_response("audio/pcm"), **errors},
+        dependencies=[*locked, Depends(json_only)],
+        responses={200: audio_response("audio/pcm")},
     )
     async def tts_stream(body: SpeechRequest, request: Request) -> Response:
         """Speaks a text; raw 16-bit PCM is sent while it is made."""
         stream = service.speak("tts_stream", body, body.text, owner=owner_of_request(request.scope))
         return AudioResponse(stream, encoder_of("pcm"), limits.stall_s, service.model.random_weights)
 
-    @app.get(
-        "/tts/stream/{id}",
-        dependencies=locked["dependencies"],
-        responses={**locked["responses"], **error_responses(404)},
-    )
+    @app.get("/tts/stream/{id}", dependencies=locked)
     async def tts_stream_state(id: str) -> StreamState:
         """How the stream with this X-Request-Id ended, or how far it is. The server keeps the last ones only."""
         return service.find(id.partition(",")[0])  # behind a proxy that adds its own id, clients send both
@@ -154,21 +142,21 @@ def make_app(
         await SpeechSocket(socket, service).run()
 
     references = References(service.checkpoint, limits)
-    app.include_router(openai_routes(service, references, **locked))
+    app.include_router(openai_routes(service, references), dependencies=locked)
 
-    @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "Not ok."}, **everyone})
+    @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "Not ok."}})
     async def health() -> Response:
         """The model that is served and its state."""
         found = service.health
         return JSONResponse(found.model_dump(), 200 if found.status == "ok" else 503)
 
-    @app.get("/ready", responses={503: {"description": "Not ready."}, **everyone})
+    @app.get("/ready", responses={503: {"description": "Not ready."}})
     async def ready() -> Response:
         """Whether this server accepts more requests: not while it fails or stops."""
         wants_more = service.health.status == "ok"
         return JSONResponse({"ready": wants_more}, 200 if wants_more else 503)
 
-    @app.get("/metrics", response_class=PlainTextResponse, **locked)
+    @app.get("/metrics", response_class=PlainTextResponse, dependencies=locked)
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(service.meters.page(), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -14,7 +14,7 @@ from mktts.arguments import add_options, given
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import counted
-from mktts.errors import BackendUnavailable, ServerError
+from mktts.errors import ServerError
 from mktts.server.address import access_of, add_address_arguments, listen, url_of
 from mktts.server.limits import Limits
 
@@ -26,7 +26,6 @@ EXAMPLES = """examples:
   python -m mktts serve
   python -m mktts serve --checkpoint path/to/base --voice anna=anna.safetensors --port 9000
   python -m mktts serve --checkpoint path/to/checkpoint --host 0.0.0.0 --api-key-file key.txt
-  python -m mktts serve --checkpoint path/to/checkpoint --replicas 8
 
   curl -N localhost:8000/tts/stream -H 'Content-Type: application/json' -d '{"text": "Good morning."}' > morning.pcm
 
@@ -37,11 +36,6 @@ as `Authorization: Bearer KEY`. SIGTERM and Ctrl-C let open streams finish for a
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, lexicon=True)
     add_address_arguments(parser)
-    several = parser.add_argument_group("several GPUs, by Ray Serve (pip install -e '.[ray]' in the checkout)")
-    several.add_argument("--replicas", type=int, metavar="N", help="complete servers at one address, one a GPU")
-    several.add_argument(
-        "--ray-address", metavar="ADDRESS", help="of a running Ray cluster (default: one is started here)"
-    )
     voices = parser.add_argument_group("voices")
     voices.add_argument(
         "--voice", action="append", default=[], metavar="NAME=FILE", help="a saved voice, for a base checkpoint"
@@ -83,11 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Serves until a signal; 0 after SIGTERM, 1 where the engine's own process has died."""
-    try:
-        from mktts.server.graceful import speech_server
-        from mktts.server.voices import VoiceFolder
-    except ModuleNotFoundError as error:
-        raise BackendUnavailable(f"serving needs the package {error.name}: pip install -r requirements.txt") from None
+    from mktts.server.graceful import speech_server
+    from mktts.server.voices import VoiceFolder
+
     access = access_of(arguments)
     limits = Limits(**given(Limits, arguments))
     if arguments.voice_folder is not None:
@@ -95,14 +87,6 @@ def main(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     bound = listen(arguments.host, arguments.port, limits)  # before the model: a taken port shows at once
-    if arguments.replicas is not None:
-        from mktts.server.replicas import serve_replicas
-
-        with bound:
-            url = url_of(bound)
-        return serve_replicas(arguments, limits, access, url, partial(open_service, arguments, limits))
-    if arguments.ray_address is not None:
-        raise ServerError("--ray-address belongs to --replicas: give that too, or leave it out")
     with bound:
         synthesizer, service = open_service(arguments, limits)
         with synthesizer:
@@ -164,9 +148,8 @@ def runs_apart(process: str, engine: str, device: str) -> bool:
     """Whether the engine gets a process of its own, of the words of --engine-process, --engine and --device.
 
     With "auto", where a GPU serves many: one H200 serves 680 listeners from one process and 1 100 from two (LOG.md,
-    2026-11-22). One listener gets the first byte up to 0.7 ms later from two (CPU), so others stay as they are.
-    Raises BackendUnavailable for no device.
-    """
+    2026-11-22). One listener gets the first byte up to 0.7 ms later from two (CPU), so others stay as they are. Raises
+    BackendUnavailable for no device."""
     from mktts.model.backend import device_named
 
     if process == "auto":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from mktts.server.schemas import DEFAULT, ErrorBody, ErrorDetail
@@ -26,8 +25,7 @@ any time. Of the server: `started` (id, seed, format), then for each chunk a `ch
 timings in ms) followed by one binary message of PCM, then `finished` (what `GET /tts/stream/{{id}}` says). Another
 `start` may follow on the same connection, once `finished` has come or, after `cancel`, at once. A refused `start` is
 answered by `error`; what was sent for it is dropped. A message that makes no sense is answered by `error` and the
-connection is closed with 1008. With a key, a page may open it with `?key=KEY`, or offer the subprotocols `mktts` and
-`mktts.key.` followed by the key in base64url.
+connection is closed with 1008. With a key, a page may open it with `?key=KEY`.
 
 **Errors** have one shape, OpenAI's, and the id of their request: in `X-Request-Id` and in the body."""
 AUDIO_HEADERS = {
@@ -37,12 +35,11 @@ AUDIO_HEADERS = {
     "X-Sample-Format": "s16le: signed 16 bits, little endian; or the name of the format that holds them",
     "X-Random-Weights": "true: the audio is noise, not speech",
 }
-
-
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """FastAPI's `responses` for errors: the shape is the same everywhere."""
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}}
-    return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
+_ERROR = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}}
+ERRORS = {  # of every route: the shape is the same everywhere
+    "4XX": {"description": "The caller's mistake, or a server with too much to do (429).", "content": _ERROR},
+    "5XX": {"description": "The server's own, or that it stops (503).", "content": _ERROR},
+}
 
 
 def audio_response(*media_types: str) -> dict[str, Any]:
@@ -80,13 +77,6 @@ def describe(document: dict[str, Any], service: SpeechService) -> None:
     for shape in (ErrorBody, ErrorDetail):
         schemas[shape.__name__] = shape.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas[shape.__name__].pop("$defs", None)
-    # FastAPI documents a 422 in its own shape for every operation with parameters; ours have another shape, or none.
-    for operations in document["paths"].values():
-        for operation in operations.values():
-            if "HTTPValidationError" in str(operation["responses"].get("422")):
-                del operation["responses"]["422"]
-    for name in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(name, None)
 
 
 def _narrow(schema: dict[str, Any], **limit: Any) -> None:

@@ -27,8 +27,7 @@ class GracefulServer(uvicorn.Server):
 
     stopped_by: the signal that ended it; None while none has. max_message_bytes: of a WebSocket message from a client.
     stop: ends what the application does, before connections are ended. head_s: within which the head of a request must
-    come. settings: more of `uvicorn.Config`.
-    """
+    come. settings: more of `uvicorn.Config`."""
 
     stopped_by: int | None = None
 
@@ -79,12 +78,9 @@ def speech_server(service: SpeechService, **access: Any) -> GracefulServer:
 
 
 class _TimedHttp(H11Protocol):
-    """HTTP/1.1 whose request heads must come within `head_s`; then a half one is answered by 408, and the connection
-    is closed.
-
-    The time runs from the connection's beginning, and from the first byte of a further request on it. (Between
-    requests uvicorn's own limit holds.)
-    """
+    """HTTP/1.1 whose request heads must come within `head_s`; then a half one is answered by 408, and the connection is
+    closed. The time runs from the connection's beginning, and from the first byte of a further request on it. (Between
+    requests uvicorn's own limit holds.)"""
 
     head_s = 10.0
     _timer: asyncio.TimerHandle | None = None

@@ -28,8 +28,7 @@ class Limits:
     max_reference_bytes, max_reference_s: of a recording that a request brings to be cloned; decoding it may take
         reference_decode_s.
     max_voices: that one key may upload.
-    kept_voices: made of such recordings, so that the next request with the same one need not make it again.
-    """
+    kept_voices: made of such recordings, so that the next request with the same one need not make it again."""
 
     max_streams: int | None = option(None, "listened to at once (default: the measured capacity)", metavar="N")
     min_streams: int = option(1, "that are admitted even where the capacity is smaller", metavar="N")

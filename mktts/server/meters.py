@@ -1,7 +1,5 @@
-"""Prometheus metrics of one server; each has its own registry, so that several can live in one process.
-
-Names and units as https://prometheus.io/docs/practices/naming/ has them: base units (seconds), counters end in _total.
-"""
+"""Prometheus metrics of one server; each has its own registry, so that several can live in one process. Names and units
+as https://prometheus.io/docs/practices/naming/ has them: base units (seconds), counters end in _total."""
 
 from __future__ import annotations
 

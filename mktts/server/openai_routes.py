@@ -18,7 +18,7 @@ from mktts.model.voice import Voice
 from mktts.server.access import owner_of_request
 from mktts.server.address import LOOPBACK_ORIGIN
 from mktts.server.api_errors import ApiError
-from mktts.server.document import audio_response, error_responses
+from mktts.server.document import audio_response
 from mktts.server.limits import DAY_S
 from mktts.server.schemas import DEFAULT, OpenAISpeechQuery, OpenAISpeechRequest, UploadedVoice, VoiceUpload
 from mktts.server.served_stream import MEDIA_TYPES, AudioResponse, KeptSounds
@@ -50,9 +50,8 @@ async def no_foreign_element(request: Request) -> None:
         raise ApiError(403, "foreign_origin", message)
 
 
-def openai_routes(service: SpeechService, references: References, **settings: Any) -> APIRouter:
-    """settings: of the router."""
-    router = APIRouter(**settings)
+def openai_routes(service: SpeechService, references: References) -> APIRouter:
+    router = APIRouter()
     limits, model = service.limits, service.model
     task = MODEL_TYPES[model.type].upstream_name
     started_s = int(time.time())
@@ -60,7 +59,7 @@ def openai_routes(service: SpeechService, references: References, **settings: An
     media = [MEDIA_TYPES[format].format(rate_hz=SAMPLE_RATE_HZ).partition(";")[0] for format in STREAM_FORMATS]
 
     sounds = KeptSounds()
-    spoken = {200: audio_response(*media, "text/event-stream"), **error_responses(400, 408, 413, 415, 429, 500, 503)}
+    spoken = {200: audio_response(*media, "text/event-stream")}
 
     @router.post(SPEECH_PATH, response_class=Response, dependencies=[Depends(json_only)], responses=spoken)
     async def openai_speech(body: OpenAISpeechRequest, request: Request) -> Response:
@@ -72,7 +71,7 @@ def openai_routes(service: SpeechService, references: References, **settings: An
         SPEECH_PATH,
         response_class=Response,
         dependencies=[Depends(no_foreign_element)],
-        responses={**spoken, 206: {"description": "The part that Range asks for."}, **error_responses(403, 416)},
+        responses={**spoken, 206: {"description": "The part that Range asks for."}},
     )
     async def openai_speech_of_address(query: Annotated[OpenAISpeechQuery, Query()], request: Request) -> Response:
         """As POST, for what has an address and no body, such as `<audio src>`. With `stream=false` the sound is kept
@@ -115,7 +114,8 @@ def openai_routes(service: SpeechService, references: References, **settings: An
             how["kept"] = partial(sounds.answer, *asked)
         if body.max_frames is None and body.max_new_tokens is not None:
             body.max_frames = min(body.max_new_tokens, limits.max_frames)
-        stream = service.speak("openai_speech", body, body.input, voice=voice, layout=body.layout, owner=owner)
+        layout = {None: None, True: "whole", False: "streaming"}[body.non_streaming_mode]
+        stream = service.speak("openai_speech", body, body.input, voice=voice, layout=layout, owner=owner)
         return AudioResponse(
             stream, encoder, limits.stall_s, model.random_weights, format=format, ignored_keys=ignored, **how
         )
@@ -180,7 +180,7 @@ def openai_routes(service: SpeechService, references: References, **settings: An
             raise ApiError(403, "uploads_off", "this server keeps no voices: it was started without --voice-folder")
         return service.uploads
 
-    @router.post(VOICES_PATH, responses=error_responses(400, 403, 408, 413, 429, 500, 503))
+    @router.post(VOICES_PATH)
     async def upload_voice(
         upload: Annotated[VoiceUpload, Form(media_type="multipart/form-data")], request: Request
     ) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def openai_routes(service: SpeechService, references: References, **settings: An
         kept_voice = {"object": "audio.voice", "id": name, "name": name, "created_at": now_s}
         return {**kept_voice, "success": True, "voice": record}
 
-    @router.delete(f"{VOICES_PATH}/{{name}}", responses=error_responses(403, 404))
+    @router.delete(f"{VOICES_PATH}/{{name}}")
     async def delete_voice(name: str, request: Request) -> dict[str, Any]:
         """Deletes an uploaded voice of the caller's: on every server that shares the folder, and out of its caches.
         Speech that is on its way goes on."""

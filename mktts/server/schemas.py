@@ -1,8 +1,6 @@
-"""The shapes of requests, answers and WebSocket messages: what a client may rely on.
-
-What depends on the loaded checkpoint and the limits (names, maxima) is checked by `mktts.server.service` and written
-into the OpenAPI document by `mktts.server.document`.
-"""
+"""The shapes of requests, answers and WebSocket messages: what a client may rely on. What depends on the loaded
+checkpoint and the limits (names, maxima) is checked by `mktts.server.service` and written into the OpenAPI document by
+`mktts.server.document`."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model, mo
 
 from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, StreamFormat
 from mktts.engine.options import Markup
-from mktts.model.prompt import Layout
 from mktts.model.sampling import MAX_SEED, Sampling
 from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
 
@@ -179,10 +176,6 @@ class OpenAISpeechRequest(VoiceParams):
         if given.get("top_k") == -1:
             given["top_k"] = 0
         return given
-
-    @property
-    def layout(self) -> Layout | None:
-        return None if self.non_streaming_mode is None else ("whole" if self.non_streaming_mode else "streaming")
 
     @property
     def ignored(self) -> list[str]:

@@ -51,8 +51,7 @@ class ServedStream:
     """Belongs to the event loop's thread. `close` must be called, once or more; it ends what still runs.
 
     stream: what makes the speech. chars: of the text, so far. check_chars: raises ApiError for too many of them.
-    on_close: called once, with this. error: what ended it; None otherwise.
-    """
+    on_close: called once, with this. error: what ended it; None otherwise."""
 
     def __init__(
         self,
@@ -237,15 +236,14 @@ class AudioResponse(Response):
     them is an error and not half a file. Where those are all there is, the headers say how many.
 
     A client that reads slowly stops the generation (see StreamOptions.buffer_frames), one that goes away ends it. A
-    generation that fails or is ended by the server after the first bytes breaks the connection off: the body lacks
-    its last chunk, so that no client takes it for a whole one. Events end with one that says what happened.
+    generation that fails or is ended by the server after the first bytes breaks the connection off: the body lacks its
+    last chunk, so that no client takes it for a whole one. Events end with one that says what happened.
 
     encoder: makes the bytes; format, speed, sample_rate_hz: what of.
     stall_s: a client that takes no byte for this long is dropped.
     usage: for server-sent events as OpenAI's (stream_format: sse): asked at the end for the tokens of the text and the
         frames of the speech. None sends the bytes as they are.
-    kept: makes the response, of headers and bytes, where the first bytes are all there is.
-    """
+    kept: makes the response, of headers and bytes, where the first bytes are all there is."""
 
     def __init__(
         self,
@@ -277,7 +275,6 @@ class AudioResponse(Response):
         }
         if ignored_keys:
             headers["X-Mktts-Ignored"] = ", ".join(ignored_keys)
-            headers["X-Ignored-Keys"] = ",".join(ignored_keys)  # as it was called first
         self.init_headers(headers)
         self._stream = stream
         self._encoder = encoder
@@ -366,9 +363,7 @@ class AudioResponse(Response):
 
 class KeptSounds:
     """The last sounds that were made whole, by what they were asked for: a player that jumps asks again for a part.
-
-    most_bytes: of all together. most: how many, as what they were asked for takes memory too.
-    """
+    most_bytes: of all together. most: how many, as what they were asked for takes memory too."""
 
     def __init__(self, most_bytes: int = 64 * 2**20, most: int = 32) -> None:
         self._most_bytes = most_bytes

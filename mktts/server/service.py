@@ -39,8 +39,7 @@ class SpeechService:
     aliases: more names, each for one of the voices (`voice_aliases`).
     uploads: where voices that callers upload are kept; None keeps none.
     strict: what a request of OpenAI's shape asks for in vain is refused, not ignored, where it does not say which.
-    Raises ServerError for an alias of nothing.
-    """
+    Raises ServerError for an alias of nothing."""
 
     def __init__(
         self,
@@ -101,11 +100,9 @@ class SpeechService:
         layout: Layout | None = None,
         owner: str = NO_OWNER,
     ) -> ServedStream:
-        """Starts to speak. Raises ApiError.
-
-        text: None where it comes later (`ServedStream.feed`). voice: in place of the one that `params` names. layout:
-        of the prompt; None takes the checkpoint's. owner: whose uploaded voices may be named.
-        """
+        """Starts to speak. Raises ApiError. text: None where it comes later (`ServedStream.feed`). voice: in place of
+        the one that `params` names. layout: of the prompt; None takes the checkpoint's. owner: whose uploaded voices
+        may be named."""
         self.admit()
         settings = self._settings(params, voice, owner)
         try:

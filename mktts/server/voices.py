@@ -57,9 +57,8 @@ def voice_aliases(
     """Which of `names` each alias stands for: all of OpenAI's names, and those of `given` over them.
 
     OpenAI's stand in turn for speakers of the same sex, or for all where that is not known; for `dialects`, speakers of
-    a dialect, only where there are no others. Where there are no names, every alias stands for DEFAULT.
-    Raises ServerError for an alias of a voice that there is not, or with the name of one.
-    """
+    a dialect, only where there are no others. Where there are no names, every alias stands for DEFAULT. Raises
+    ServerError for an alias of a voice that there is not, or with the name of one."""
     names = [name.lower() for name in names]
     plain = [name for name in names if name not in set(dialects)] or names or [DEFAULT]
     aliases = {}
@@ -135,14 +134,13 @@ def _from_base64(text: str) -> bytes:
 
 
 class VoiceFolder:
-    """The folder where voices that callers upload are kept, OWNER/NAME.safetensors, each a file of
-    `Voice.save`. Methods may be called by any thread.
+    """The folder where voices that callers upload are kept, OWNER/NAME.safetensors, each a file of `Voice.save`.
+    Methods may be called by any thread.
 
     Several servers may share it: every use of a voice checks that its file is still there and still the same, and
     `sweep` does so for voices that are not asked for.
 
-    max_voices: of one owner. on_gone: called with a loaded voice that was deleted, replaced or has expired.
-    """
+    max_voices: of one owner. on_gone: called with a loaded voice that was deleted, replaced or has expired."""
 
     def __init__(self, folder: Path, max_voices: int) -> None:
         """Makes the folder, where there is none, for this user alone. Raises ServerError where it cannot be used."""

@@ -1,8 +1,7 @@
 """`/tts/ws`: text as it is written in, audio and timings out, any number of utterances one after the other.
 
 Two tasks: one receives and must never wait for anything else, because a `cancel` or a closed connection shows there;
-one sends an utterance, and may be held up by a slow client. The receiving task sends only where nothing else does.
-"""
+one sends an utterance, and may be held up by a slow client. The receiving task sends only where nothing else does."""
 
 from __future__ import annotations
 

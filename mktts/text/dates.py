@@ -75,7 +75,7 @@ def spell_times(text: str) -> str:
     if not re.search(r"\d\s?(?::\d|[ap]\.?\s?m\b)", text, re.IGNORECASE):
         return text
     text = _TIME_SPAN.sub(_time_span, text)
-    return _HOUR.sub(_hour, _CLOCK.sub(_clock, text))
+    return _HOUR.sub(lambda m: cardinal(int(m["hour"])) + _half(m), _CLOCK.sub(_clock, text))
 
 
 def _day(written: str) -> str:
@@ -85,17 +85,15 @@ def _day(written: str) -> str:
 def _date(written: str, month: int, day: int, written_year: str) -> str:
     if not (1 <= month <= 12 and 1 <= day <= 31):
         return written
-    return f"{MONTHS[month - 1]} {ordinal(day)}, {year(_full(written_year))}"
+    value = int(written_year)
+    if len(written_year) < 4:
+        value += 2_000 if value < 50 else 1_900
+    return f"{MONTHS[month - 1]} {ordinal(day)}, {year(value)}"
 
 
 def _slashes(written: str, first: int, second: int, written_year: str) -> str:
     """Month first, as in the United States, where that is a date."""
     return _date(written, *((first, second) if first <= 12 else (second, first)), written_year)
-
-
-def _full(written: str) -> int:
-    value = int(written)
-    return value if len(written) == 4 else value + (2_000 if value < 50 else 1_900)
 
 
 def _month_day(match: re.Match[str]) -> str:
@@ -142,10 +140,6 @@ def _clock(match: re.Match[str]) -> str:
     if hour in (0, 24):
         return "midnight"
     return cardinal(hour) + (" hundred" if hour > 12 else " o'clock")
-
-
-def _hour(match: re.Match[str]) -> str:
-    return cardinal(int(match["hour"])) + _half(match)
 
 
 def _half(match: re.Match[str]) -> str:

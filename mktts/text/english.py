@@ -1,8 +1,6 @@
-"""A few words of English as they are spoken: numbers, signs and short forms in words, one case, plain marks.
-
-The rules run from the particular to the general, each on what those before it left: an address is no number, a date
-no fraction, a price no measure.
-"""
+"""A few words of English as they are spoken: numbers, signs and short forms in words, one case, plain marks. The rules
+run from the particular to the general, each on what those before it left: an address is no number, a date no fraction,
+a price no measure."""
 
 from __future__ import annotations
 
@@ -58,11 +56,8 @@ def plain_marks(text: str) -> str:
     text = _DROPPED.sub(" ", text)
     text = re.sub(r"(?<![A-Za-z])['-]+|['-]+(?![A-Za-z])", " ", text)
     text = re.sub(r"\s+([.,;:?!])", r"\1", " ".join(text.split()))
-    return re.sub(r"[.,;:?!]{2,}", _strongest, re.sub(r"(?<=[.,;:?!]) (?=[.,;:?!])", "", text))
-
-
-def _strongest(marks: re.Match[str]) -> str:
-    return next(mark for mark in "?!.:;," if mark in marks[0])
+    text = re.sub(r"(?<=[.,;:?!]) (?=[.,;:?!])", "", text)
+    return re.sub(r"[.,;:?!]{2,}", lambda m: next(mark for mark in "?!.:;," if mark in m[0]), text)
 
 
 _PLAIN = re.compile(r"[\"'(]*(?P<core>[A-Za-z]?[a-z]*(?:'[a-z]+)?(?:-[a-z]+)*)[,;:.!?\"')]*")

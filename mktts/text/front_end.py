@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from mktts.errors import BackendUnavailable, OptionsError, TextError
+from mktts.errors import OptionsError, TextError
 from mktts.text.letters import GREEK
 from mktts.text.lexicon import Lexicon, LexiconFeed
 from mktts.text.markup import MarkupFeed
@@ -22,11 +22,6 @@ _SCRIPTS = {
     "korean": _LATIN | {"HANGUL", "CJK"},
     "russian": _LATIN | {"CYRILLIC"},
 }
-
-
-def scripts_of(languages: Iterable[str]) -> frozenset[str]:
-    """The scripts of `languages`, named as in Unicode."""
-    return frozenset().union(*(_SCRIPTS.get(language, _LATIN) for language in languages))
 
 
 def check_script(text: str, scripts: frozenset[str], languages: Iterable[str]) -> None:
@@ -81,13 +76,8 @@ class Reader:
         self._word = ""  # the last one, perhaps not complete
         self._gap = ""  # whitespace after it
         self._plain = False  # of the last complete word
-        self._said = ""  # the last mark or letter that was handed on
+        self.said = ""  # the last mark or letter that was handed on
         self._pause = ""  # a mark after it that is handed on only if words follow
-
-    @property
-    def silent(self) -> bool:
-        """Whether nothing was handed on so far."""
-        return not self._said
 
     def push(self, piece: str) -> str:
         """The words that `piece` makes certain, in front of them the space that joins them to what came before."""
@@ -126,7 +116,7 @@ class Reader:
 
     def _hand_on(self) -> str:
         text, self._held, self._held_chars = " ".join(self._held), [], 0
-        begins = not self._said or self._said in _ENDS
+        begins = not self.said or self.said in _ENDS
         text = self._rules.reading(_BULLET.sub("", text, count=1) if begins else text)
         if begins or self._pause:
             text = text.lstrip(_MARKS + " ")
@@ -134,18 +124,18 @@ class Reader:
             return ""
         if begins:
             text = text[0].upper() + text[1:]
-        joined = self._pause + (" " if self._said and text[0] not in _MARKS else "")
+        joined = self._pause + (" " if self.said and text[0] not in _MARKS else "")
         words = text.rstrip(_PAUSES)
         self._pause = text[len(words) :]
-        self._said = words[-1:] or self._said
+        self.said = words[-1:] or self.said
         return joined + words if words else ""
 
     def _end(self) -> str:
         """The mark that ends what was handed on, where it has none."""
         self._pause = ""
-        if not self._said or self._said in _ENDS:
+        if not self.said or self.said in _ENDS:
             return ""
-        self._said = "."
+        self.said = "."
         return "."
 
 
@@ -156,10 +146,8 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """name: one of FRONT_ENDS. languages: those that the checkpoint speaks; where it is one, "auto" means it.
-
-    Raises OptionsError for another name.
-    """
+    """name: one of FRONT_ENDS. languages: those that the checkpoint speaks; where it is one, "auto" means it. Raises
+    OptionsError for another name."""
 
     name: str
     languages: tuple[str, ...] = (ENGLISH,)
@@ -177,13 +165,9 @@ class FrontEnd:
 
     @classmethod
     def ready(cls, name: str, spoken_languages: Iterable[str]) -> FrontEnd:
-        """Loaded, so that no text waits for that. spoken_languages: as `ModelConfig.spoken_languages`. Raises
-        BackendUnavailable without the package num2words."""
+        """Loaded, so that no text waits for that. spoken_languages: as `ModelConfig.spoken_languages`."""
         made = cls(name, tuple(language for language in spoken_languages if language != AUTO))
-        try:
-            made.rules.reading("1")
-        except ImportError as error:
-            raise BackendUnavailable(f"the text front end {name!r} needs the package num2words: {error}") from None
+        made.rules.reading("1")
         return made
 
     def feed(self, language: str = AUTO, markup: str = "speak", lexicon: Lexicon | None = None) -> FrontEndFeed:
@@ -216,7 +200,7 @@ class FrontEndFeed:
         """reader: None passes text on as it is. before: what the text goes through first."""
         self._reader, self._before = reader, before
         self._languages = languages
-        self._scripts = scripts_of(languages)
+        self._scripts = frozenset().union(*(_SCRIPTS.get(language, _LATIN) for language in languages))
         self._letters = False
 
     def push(self, piece: str) -> str:
@@ -233,7 +217,7 @@ class FrontEndFeed:
         """The rest. Raises TextError where no letter or digit came."""
         rest = "" if self._before is None else self._read(self._before.finish())
         rest += "" if self._reader is None else self._reader.finish()
-        if not self._letters or (self._reader is not None and self._reader.silent):
+        if not self._letters or (self._reader is not None and not self._reader.said):
             raise TextError("expected text with a letter or a digit, got none of them: marks and signs have no words")
         return rest
 

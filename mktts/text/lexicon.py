@@ -118,23 +118,23 @@ def read_lexicon(path: Path) -> dict[str, str]:
     line of what is none."""
     if not path.is_file():
         raise OptionsError(f"{path}: expected a lexicon, found no file of that name")
+    try:
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).decode().split("\n")
+    except UnicodeDecodeError as error:
+        raise OptionsError(f"{path}: expected UTF-8, found other bytes at {error.start}") from None
     words: dict[str, str] = {}
-    lines: dict[str, int] = {}
-    for number, data in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+    for number, line in enumerate((line.strip("\r ") for line in lines), 1):
+        if not line.strip():
+            continue
         try:
-            line = data.decode("utf-8").strip("\r ")
-            if not line.strip():
-                continue
             if line.count("\t") != 1:
                 raise OptionsError(f"expected a word, a tab and what is said for it, found {line.count(chr(9))} tabs")
             word, said = _entry(*line.split("\t"))
-            if (earlier := lines.setdefault(word, number)) != number:
-                raise OptionsError(f"{word!r} stands in line {earlier} already: leave one of them out")
-            words[word] = said
-        except UnicodeDecodeError as error:
-            raise OptionsError(f"{path}, line {number}: expected UTF-8, found other bytes at {error.start}") from None
+            if word in words:
+                raise OptionsError(f"{word!r} stands in a line before already: leave one of them out")
         except OptionsError as error:
             raise OptionsError(f"{path}, line {number}: {error}") from None
+        words[word] = said
     return words
 
 

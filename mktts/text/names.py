@@ -138,7 +138,7 @@ def spell_addresses(text: str) -> str:
         text = _URL.sub(lambda m: typed((m[1] or m[2]).rstrip("/")), text)
     if any(char.isdigit() for char in text):
         text = _PHONE.sub(_phone, text)
-        text = _FOREIGN.sub(lambda m: f"plus {singly(m[1])}, {_groups(m[2])}", text)
+        text = _FOREIGN.sub(lambda m: "plus " + ", ".join(map(singly, [m[1], *re.findall(r"\d+", m[2])])), text)
         text = _DOTTED.sub(_dotted, text)
     return text
 
@@ -170,10 +170,6 @@ def _phone(match: re.Match[str]) -> str:
     if country:
         groups.insert(0, ("plus " if country[0] == "+" else "") + singly(country))
     return ", ".join(groups)
-
-
-def _groups(written: str) -> str:
-    return ", ".join(singly(group) for group in re.findall(r"\d+", written))
 
 
 def _dotted(match: re.Match[str]) -> str:

@@ -164,11 +164,7 @@ def spell_measures(text: str) -> str:
     text = _MEASURE.sub(_measure, text)
     text = _MIXED.sub(_parts, text)
     text = _TIMES.sub(rf"\1 {'times' if '=' in text else 'by'} ", text)
-    return _LARGE.sub(lambda m: _large(m[0], m[1], m[2]), text)
-
-
-def _large(whole: str, written: str, scale: str) -> str:
-    return whole if _LABELS.fullmatch(whole) else f"{number(written)} {SCALES[scale.lower()]}"
+    return _LARGE.sub(lambda m: m[0] if _LABELS.fullmatch(m[0]) else f"{number(m[1])} {SCALES[m[2].lower()]}", text)
 
 
 def _measure(match: re.Match[str]) -> str:

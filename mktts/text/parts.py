@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from xml.parsers import expat
 
 from mktts.errors import TextError
@@ -27,14 +27,6 @@ _MOST_DIGITS = 15  # of a number that has a name
 _SAY_AS = ("characters", "date", "telephone", "cardinal", "ordinal")
 
 
-class WordReader(Protocol):
-    """Turns written words into what is spoken: `mktts.text.FrontEndFeed`, `mktts.text.markup.MarkupFeed`."""
-
-    def push(self, piece: str) -> str: ...
-
-    def finish(self) -> str: ...
-
-
 class Pause(NamedTuple):
     """Ends a segment; the sound begins anew with the next one. samples: of silence between them, perhaps 0."""
 
@@ -50,14 +42,12 @@ def pause_of(number: str | None, unit: str | None) -> Pause:
 
 
 class TextFeed:
-    """A text that arrives in pieces, as what is to be made of it: words, a `Pause`, and what `named` gives.
+    """A text that arrives in pieces, as what is to be made of it: words, a `Pause`, and what `named` gives. What `push`
+    and `finish` return depends on the text alone, not on the pieces. One that begins with <speak is SSML."""
 
-    What `push` and `finish` return depends on the text alone, not on the pieces. One that begins with <speak is SSML.
-    """
-
-    def __init__(self, named: Callable[[str], Any | None], new_reader: Callable[[], WordReader | None]) -> None:
-        """named: what stands for a name in brackets, None where that is text. new_reader: of words between two tags;
-        it may give None, for words that stay as they stand."""
+    def __init__(self, named: Callable[[str], Any | None], new_reader: Callable[[], Any]) -> None:
+        """named: what stands for a name in brackets, None where that is text. new_reader: gives what reads the words
+        between two tags, such as a `FrontEndFeed`, or None for words that stay as they stand."""
         self._named, self._new_reader = named, new_reader
         self._ssml: _Ssml | None = None
         self._begun = False  # whether the text is SSML is known

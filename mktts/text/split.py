@@ -1,8 +1,7 @@
 """Text before it becomes tokens: what is removed, what is refused, and where long text is cut.
 
 Two cutters, because they know different things: `split_text` sees the whole text and looks back for the best place;
-`FeedSplitter` sees text as it is written, has already passed on what came before, and cuts at the next good place.
-"""
+`FeedSplitter` sees text as it is written, has already passed on what came before, and cuts at the next good place."""
 
 from __future__ import annotations
 
@@ -57,9 +56,8 @@ def is_wide(char: str) -> bool:
 def clean_piece(piece: str, what: str = "text") -> str:
     """Removes what cannot be spoken, character by character, so that clean(a) + clean(b) == clean(a + b).
 
-    Tabs and carriage returns become a space, Unicode line and paragraph ends a newline; control characters,
-    direction marks, byte-order marks and lone surrogates disappear. Raises TextError when `piece` is not a str.
-    """
+    Tabs and carriage returns become a space, Unicode line and paragraph ends a newline; control characters, direction
+    marks, byte-order marks and lone surrogates disappear. Raises TextError when `piece` is not a str."""
     if not isinstance(piece, str):
         raise TextError(f"{what} must be a str, got {type(piece).__name__}")
     return _REMOVED.sub("", _NEWLINES.sub("\n", _SPACES.sub(" ", piece)))
@@ -82,10 +80,8 @@ def check_length(chars: int, what: str = "text") -> None:
 
 
 def segment_chars(longest: int | None, fed: bool) -> int:
-    """Characters of text that one generation is given, where the caller does not say.
-
-    longest: `Checkpoint.longest_text_chars`. fed: for `FeedSplitter`, whose segments may exceed its `max_chars`.
-    """
+    """Characters of text that one generation is given, where the caller does not say. longest:
+    `Checkpoint.longest_text_chars`. fed: for `FeedSplitter`, whose segments may exceed its `max_chars`."""
     if longest is None:
         return SEGMENT_CHARS
     return min(SEGMENT_CHARS, int(longest / FeedSplitter.LONGEST) if fed else longest)
@@ -107,11 +103,9 @@ def split_text(text: str, max_chars: int) -> list[str]:
 
 
 class FeedSplitter:
-    """Cuts text that arrives in pieces; where it cuts depends on the text alone, not on the pieces.
-
-    From `max_chars` on, a segment ends at the next sentence end, from 1.5 times that at the next clause mark, from
-    twice that at the next space, and at `LONGEST` times that anywhere.
-    """
+    """Cuts text that arrives in pieces; where it cuts depends on the text alone, not on the pieces. From `max_chars`
+    on, a segment ends at the next sentence end, from 1.5 times that at the next clause mark, from twice that at the
+    next space, and at `LONGEST` times that anywhere."""
 
     LONGEST = 2.5
 
@@ -151,10 +145,8 @@ class FeedSplitter:
 
 
 def boundary(before: str, gap: str, after: str) -> Cut:
-    """How well a text can be cut between `before` (not ending in whitespace) and the character `after`.
-
-    `gap` is the whitespace between the two, which the cut would drop.
-    """
+    """How well a text can be cut between `before` (not ending in whitespace) and the character `after`. `gap` is the
+    whitespace between the two, which the cut would drop."""
     if gap.count("\n") > 1:
         return Cut.SENTENCE
     core = before.rstrip(_CLOSERS)

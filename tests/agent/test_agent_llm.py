@@ -9,15 +9,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
-from pipecat.frames.frames import (
-    ErrorFrame,
-    InterruptionFrame,
-    LLMContextFrame,
-    LLMFullResponseEndFrame,
-    LLMFullResponseStartFrame,
-    LLMTextFrame,
-    MetricsFrame,
-)
+from pipecat.frames import frames
 from pipecat.metrics.metrics import LLMUsageMetricsData
 from pipecat.processors.aggregators.llm_context import LLMContext
 from pipecat_fakes import Talk
@@ -59,12 +51,12 @@ def service(model: ThreadedDecoder, reply_tokens: int = REPLY_TOKENS) -> Qwen3LL
 
 
 def words(talk: Talk) -> str:
-    return "".join(frame.text for frame in talk.of(LLMTextFrame))
+    return "".join(frame.text for frame in talk.of(frames.LLMTextFrame))
 
 
 async def ask(talk: Talk, *messages: dict, answers: int = 1) -> None:
-    await talk.say(LLMContextFrame(LLMContext(list(messages))))
-    await talk.until(lambda: len(talk.of(LLMFullResponseEndFrame)) == answers)
+    await talk.say(frames.LLMContextFrame(LLMContext(list(messages))))
+    await talk.until(lambda: len(talk.of(frames.LLMFullResponseEndFrame)) == answers)
 
 
 async def test_the_words_are_the_models_and_a_second_turn_keeps_the_first(model):
@@ -74,9 +66,12 @@ async def test_the_words_are_the_models_and_a_second_turn_keeps_the_first(model)
         await ask(talk, ASKED, {"role": "assistant", "content": said}, {"role": "user", "content": "And?"}, answers=2)
     alone = TextConversation(model.decoder, reply_tokens=REPLY_TOKENS)
     assert said and said == alone.reply([Message("system", INSTRUCTIONS), Message("user", "Who are you?")], 3).read()
-    kinds = [type(frame) for frame in talk.of(LLMFullResponseStartFrame, LLMTextFrame, LLMFullResponseEndFrame)]
-    assert kinds[0] is LLMFullResponseStartFrame and kinds.count(LLMTextFrame) > 2
-    found = [data for frame in talk.of(MetricsFrame) for data in frame.data]
+    kinds = [
+        type(frame)
+        for frame in talk.of(frames.LLMFullResponseStartFrame, frames.LLMTextFrame, frames.LLMFullResponseEndFrame)
+    ]
+    assert kinds[0] is frames.LLMFullResponseStartFrame and kinds.count(frames.LLMTextFrame) > 2
+    found = [data for frame in talk.of(frames.MetricsFrame) for data in frame.data]
     first, second = [data.value for data in found if isinstance(data, LLMUsageMetricsData)]
     prompt = alone.template.ids([Message("system", INSTRUCTIONS), Message("user", "Who are you?")])
     assert (first.prompt_tokens, first.cache_read_input_tokens) == (len(prompt), 0)
@@ -99,18 +94,18 @@ async def test_an_interruption_ends_a_reply_within_one_token(model, monkeypatch)
     monkeypatch.setattr(type(model.decoder._backend), "step", held)
     llm = service(model, reply_tokens=60)
     async with Talk(llm) as talk:
-        await talk.say(LLMContextFrame(LLMContext([ASKED])))
+        await talk.say(frames.LLMContextFrame(LLMContext([ASKED])))
         await talk.until(inside.is_set)
         before = model.decoder.vocabulary.decode(made)
         await talk.until(lambda: words(talk) == before)
-        await talk.say(InterruptionFrame())
-        await talk.until(lambda: talk.of(InterruptionFrame))  # it waits for no token
+        await talk.say(frames.InterruptionFrame())
+        await talk.until(lambda: talk.of(frames.InterruptionFrame))  # it waits for no token
         go_on.set()
         await model.run(lambda: None)  # the thread is done with what was asked of it
         assert len(made) == 4 and llm.conversation._said.finish_reason == "cancelled"
         assert words(talk) == before
         await ask(talk, {"role": "user", "content": "Go on."}, answers=2)  # and it answers again
-    assert len(words(talk)) > len(before) and not talk.of(ErrorFrame)
+    assert len(words(talk)) > len(before) and not talk.of(frames.ErrorFrame)
 
 
 async def test_a_failed_model_is_said_and_the_turn_ends(model, monkeypatch):
@@ -120,7 +115,7 @@ async def test_a_failed_model_is_said_and_the_turn_ends(model, monkeypatch):
     monkeypatch.setattr(type(model.decoder._backend), "step", fail)
     async with Talk(service(model)) as talk:
         await ask(talk, ASKED)
-        (error,) = [frame for frame in talk.up if isinstance(frame, ErrorFrame)]
+        (error,) = [frame for frame in talk.up if isinstance(frame, frames.ErrorFrame)]
     assert "the kernel stopped" in error.error
 
 
@@ -207,7 +202,7 @@ async def test_a_server_of_ones_own_answers_without_a_key():
         environment = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_MODEL": "mine"}
         async with Talk(create_llm(from_environment(environment, instructions="Be brief."))) as talk:
             await ask(talk, ASKED)
-    assert [frame.text for frame in talk.of(LLMTextFrame)] == WORDS
+    assert [frame.text for frame in talk.of(frames.LLMTextFrame)] == WORDS
     (body,) = asked
     assert (body["model"], body["stream"]) == ("mine", True)
     assert [(message["role"], message["content"]) for message in body["messages"]] == [

@@ -150,26 +150,18 @@ def test_the_page_is_served_alone_and_learns_what_it_talks_to(url):
     assert config["hints"] == intents.hints() and config["transports"][0] == "websocket"
 
 
-async def test_pages_from_elsewhere_and_foreign_names_are_refused_where_there_is_no_key(url, locked):
-    origin, host = {"Origin": "https://example.org"}, {"Host": "bot.example"}
-    for path in ("/agent/config", "/agent/offer"):
-        assert [httpx.get(url + path, headers=head).status_code for head in (origin, host)] == [403, 403]
-    assert httpx.get(f"{locked}/agent/config?key={KEY}", headers=host).status_code == 200
+async def test_the_page_is_guarded_as_a_server_is_and_takes_its_key_in_the_address(url, locked):
+    """tests/server/test_access.py has what the guard does."""
+    foreign = {"Origin": "https://example.org"}
+    assert httpx.get(url + "/agent/config", headers=foreign).status_code == 403
     with pytest.raises(websockets.InvalidStatus, match="403"):
-        async with websockets.connect(socket_of(url), additional_headers=origin):
+        async with websockets.connect(socket_of(url), additional_headers=foreign):
             pass
-
-
-async def test_with_a_key_everything_but_the_page_asks_for_it(locked):
-    assert httpx.get(locked + "/").status_code == 200
-    assert httpx.get(f"{locked}/agent/config").status_code == 401
-    assert httpx.post(f"{locked}/agent/offer", params={"key": "wrong"}, json={}).status_code == 401
-    assert httpx.get(f"{locked}/agent/config", params={"key": KEY}).status_code == 200
-    assert httpx.get(f"{locked}/agent/config", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
-    for query in ("", "?key=wrong"):
-        with pytest.raises(websockets.InvalidStatus, match="401"):
-            async with websockets.connect(socket_of(locked, query)):
-                pass
+    assert httpx.get(locked + "/").status_code == httpx.get(f"{locked}/agent/config?key={KEY}").status_code == 200
+    assert httpx.post(f"{locked}/agent/offer?key=wrong", json={}).status_code == 401
+    with pytest.raises(websockets.InvalidStatus, match="401"):
+        async with websockets.connect(socket_of(locked)):
+            pass
     assert await is_ready(locked, f"?key={KEY}")
 
 
@@ -219,8 +211,6 @@ async def test_an_offer_that_nobody_follows_gives_its_place_back(one_place, monk
         (["--voice", "nosuch"], "nosuch"),
         (["--language", "klingon"], "klingon"),
         (["--instruct", "softly"], "instruct"),
-        (["--allow-origin", "*"], "--allow-origin must be like"),
-        (["--port", "70000"], "port must be 0 to 65535"),
         (["--llm", "openai", "--openai-url", "localhost:11434"], "http://"),
         (["--llm", "qwen3", "--llm-checkpoint", "random:nosuch"], "nosuch"),
         (["--stt-model", "tiny"], "--stt whisper"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -14,8 +13,6 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.cli import main
 from mktts.errors import (
     BackendUnavailable,
     CapacityError,
@@ -316,19 +313,3 @@ def test_tokens_on_cuda_are_those_of_the_cpu_where_margins_are_wide(choice, dtyp
     runs = [backend.step(backend.start(prompt, choice, 5, 60), 60) for backend in backends]
     greedy = backends[0].step(backends[0].start(prompt, GREEDY, 0, 60), 60)
     assert runs[0] == runs[1] and len(greedy) == 60 and (greedy == runs[0]) is (choice == GREEDY)
-
-
-# ---- the command
-
-TEXT = ["text", "-", "--checkpoint", "random:tiny", "--device", "cpu", "--max-tokens", "6", "--seed", "1"]
-
-
-def test_the_continuation_goes_to_standard_output_and_its_timing_to_standard_error(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello world\n"))
-    assert main(TEXT) == 0
-    captured = capsys.readouterr()
-    with TextDecoder.load("random:tiny", device="cpu") as decoder:
-        expected = decoder.generate("Hello world", seed=1, max_tokens=6).read()
-    assert captured.out == expected + "\n"
-    assert "6 tokens" in captured.err and "ended by max_tokens" in captured.err
-    assert RANDOM_WEIGHTS in captured.err

@@ -9,7 +9,6 @@ from mktts.measure.recogniser import (
     Recogniser,
     errors_by_sound,
     loop_model,
-    to_16_khz,
     vocabulary_of,
     word_errors,
     words,
@@ -40,15 +39,6 @@ def test_words_of_one_sound_are_one_word():
     sound = {"to": "T UW", "two": "T UW"}
     assert errors_by_sound("To me.", "two me", lambda word: sound.get(word, word)) == 0
     assert errors_by_sound("To me.", "two we", lambda word: sound.get(word, word)) == 1
-
-
-def test_a_tone_at_16_khz_keeps_frequency_phase_and_level_and_what_would_fold_is_gone():
-    n24, n16 = np.arange(12_000), np.arange(8_000)
-    tone = to_16_khz(0.5 * np.sin(2 * np.pi * 3_000 * n24 / 24_000))
-    assert len(tone) == 8_000
-    assert np.abs(tone - 0.5 * np.sin(2 * np.pi * 3_000 * n16 / 16_000))[200:-200].max() < 1e-3
-    assert np.abs(to_16_khz(0.5 * np.sin(2 * np.pi * 9_000 * n24 / 24_000)))[200:-200].max() < 1e-4
-    assert len(to_16_khz(np.zeros(0, np.float32))) == 0
 
 
 def test_the_loop_is_a_distribution():

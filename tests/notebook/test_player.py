@@ -1,7 +1,6 @@
 """The live player, without a front end: what it sends to the page, and the page's script beside it."""
 
 import asyncio
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 from mktts.errors import MkttsError
 from mktts.notebook import player
-from mktts.spec import SAMPLE_RATE_HZ
 
 JS = Path(player.__file__).with_name("player.js")
 
@@ -53,16 +51,6 @@ def test_writes_carry_one_binary_buffer_each_and_unusable_pcm_is_refused_by_name
         widget.write(np.zeros(3, np.int16))
 
 
-def test_without_a_front_end_every_call_is_harmless_and_an_utterance_begins_unstopped():
-    widget = player.live_player()
-    widget.stop()
-    widget.begin()
-    for _ in range(100):
-        widget.write(np.zeros(480, np.float32))
-    widget.end()
-    assert widget.stop_requested is False and widget.report == {}
-
-
 async def test_play_passes_every_chunk_on_and_a_stop_cancels_the_stream(live):
     widget, sent = live
     chunks = [chunk async for chunk in widget.play(FakeStream())]
@@ -100,24 +88,6 @@ async def test_an_interrupt_or_a_loop_left_early_silences_the_page_and_ends_the_
     assert not widget.stop_requested
     await playing.aclose()
     assert widget.stop_requested and stream.cancelled and sent[-1][0] == "end"
-
-
-def test_the_report_of_the_page_is_kept(live):
-    widget, _ = live
-    message = {"kind": "made", "chunks": 7, "gaps": 1, "first_sound_ms": 12.3, "context": "suspended"}
-    widget._handle_custom_msg(message, [])
-    assert widget.report == message
-
-
-def test_script_and_widget_agree_on_traits_messages_and_rate():
-    script = JS.read_text(encoding="utf-8")
-    traits = player.live_player().traits(sync=True)
-    used = set(re.findall(r'model\.[gs]et\("(\w+)"', script)) | set(re.findall(r'"change:(\w+)"', script))
-    assert used and used <= set(traits)
-    source = Path(player.__file__).read_text(encoding="utf-8")
-    handled = set(re.findall(r'message\.kind === "(\w+)"', script))
-    assert handled == set(re.findall(r'send\(\{"kind": "(\w+)"', source))
-    assert player.live_player().sample_rate_hz == SAMPLE_RATE_HZ and "24000" not in script
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")

@@ -254,16 +254,6 @@ async def test_a_pause_between_chunks_loses_no_resampled_audio():
     assert talk.samples() == 6 * SAMPLES_PER_FRAME * 2 // 3
 
 
-async def test_run_tts_works_without_an_audio_context():
-    """Pipecat's evals drive a service this way."""
-    tts, _ = service(sample_rate=24_000)
-    tts._sample_rate = 24_000
-    frames = [frame async for frame in tts.run_tts("Hello.", "none")]
-    assert [type(frame) for frame in frames] == [TTSAudioRawFrame] * 3
-    assert not tts._speaking
-    assert not tts._origins_s
-
-
 def test_a_checkpoint_or_a_source_but_not_both():
     with pytest.raises(ValueError, match="both"):
         MkttsTTSService(checkpoint="random:tiny", source=FakeSource())

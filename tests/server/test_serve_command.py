@@ -1,35 +1,24 @@
 """`python -m mktts serve`: its settings, its signals, an engine in a process of its own, and missing packages."""
 
-import asyncio
-import json
-import logging
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from absent import needs, python_without
-from fastapi.testclient import TestClient
+from absent import python_without
 from served import TEXT, until
 
-import mktts.server
-from mktts.cli import main, parse
-from mktts.errors import ServerError
-from mktts.server.command import open_service, runs_apart
-from mktts.server.limits import Limits
-from mktts.server.replicas import Replica, _resources
+from mktts.cli import main
+from mktts.server.command import runs_apart
 
 PACKAGES = ("fastapi", "starlette", "pydantic", "uvicorn", "websockets", "prometheus_client")
-SHORT = {"text": "Hello there.", "max_frames": 9, "seed": 4}
 LONG = {"text": TEXT, "max_frames": 4_000}  # more than the buffers of a connection hold
 
 
@@ -69,7 +58,6 @@ def test_an_address_that_others_reach_is_refused_without_a_key(monkeypatch, caps
         ("--voice-folder blank.txt", "--voice-folder blank.txt: expected a folder to read and write"),
         ("--voice-folder blank.txt/in", "expected a folder to read and write"),
         ("--voice-days inf", "voice_days must be finite"),
-        ("--ray-address auto", "--ray-address belongs to --replicas"),
     ],
 )
 def test_bad_settings_are_one_line_and_status_2(tmp_path, monkeypatch, capsys, checkpoint_cache, words, message):
@@ -168,9 +156,6 @@ def test_a_gpu_that_serves_many_is_apart_unless_said_otherwise(monkeypatch):
         assert not runs_apart(*where)
 
 
-# ---- packages that are missing, and Ray
-
-
 def test_without_the_servers_packages_help_is_there_and_serving_names_what_is_missing():
     code = "from mktts.cli import main, parse\nfrom mktts.server.address import listen, read_keys\n"
     code += "from mktts.server.limits import Limits\nlisten('localhost', 0, Limits()).close()\n"
@@ -179,75 +164,3 @@ def test_without_the_servers_packages_help_is_there_and_serving_names_what_is_mi
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert re.search("the package (fastapi|uvicorn|pydantic)", done.stderr)
     assert "pip install -r requirements.txt" in done.stderr
-
-
-def test_without_ray_it_is_one_line_that_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert main(["serve", "--replicas", "2", "--port", "0", "--checkpoint", "small"]) == 2
-    error = capsys.readouterr().err
-    assert 'pip install -e ".[ray]" in the checkout' in error and error.count("\n") == 1
-
-
-def test_a_replica_gets_a_gpu_or_its_share_of_the_processor():
-    assert _resources({"GPU": 2.0, "CPU": 32.0}, 2, "auto") == {"num_gpus": 1, "num_cpus": 1.0}
-    assert _resources({"GPU": 8.0, "CPU": 4.0}, 3, "cuda") == {"num_gpus": 1, "num_cpus": 0.5}
-    assert _resources({"CPU": 8.0}, 4, "auto") == {"num_cpus": 1.0}
-    assert _resources({"CPU": 2.0}, 3, "auto") == {"num_cpus": 0.66}
-    for available, replicas, device, message in (
-        ({"GPU": 2.0, "CPU": 8.0}, 3, "auto", "at most 2 --replicas, got 3"),
-        ({"CPU": 8.0}, 1, "cuda", "at most 0 --replicas, got 1"),
-        ({"GPU": 2.0, "CPU": 8.0}, 2, "cuda:1", "--device cuda:1: every replica has a GPU of its own"),
-        ({"CPU": 8.0}, 0, "cpu", "--replicas must be 1 or more, got 0"),
-    ):
-        with pytest.raises(ServerError, match=message):
-            _resources(available, replicas, device)
-
-
-def test_a_replica_is_a_server_and_stops_in_order(checkpoint_cache):
-    arguments = parse(["serve", "--checkpoint", "random:tiny", "--device", "cpu", "--engine", "single"])
-    replica = Replica.__new__(Replica)
-    opening = partial(open_service, arguments, Limits(grace_s=0.05))
-    asyncio.run(replica.__init__(opening, {"api_key": ["a-key"]}, own_cluster=False))
-    api = TestClient(replica.__serve_build_asgi_app__(), headers={"Authorization": "Bearer a-key"})
-    assert len(api.post("/tts/stream", json=SHORT).content) == 9 * 3_840
-    asyncio.run(replica.check_health())
-    asyncio.run(replica.stop())
-    assert api.post("/tts/stream", json=SHORT).json()["error"]["code"] == "stopping"
-    replica._service._failures = 3
-    replica._service.stopping = False
-    with pytest.raises(ServerError, match="several streams in a row"):
-        asyncio.run(replica.check_health())
-    asyncio.run(replica.__del__())
-    logging.getLogger("mktts").setLevel(logging.NOTSET)
-
-
-@pytest.mark.slow
-@needs("ray")
-def test_two_replicas_by_ray_serve_finish_their_streams_on_sigterm(tmp_path):
-    command = [sys.executable, "-m", "mktts", "serve", "--replicas", "2", "--checkpoint", "small", "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(mktts.__file__).parents[1])}
-    log = tmp_path / "log"
-    with log.open("w") as errors:
-        process = subprocess.Popen([*command, "--port", "0", "--grace", "60"], stderr=errors, env=environment)
-    try:
-        until(lambda: "replicas of" in log.read_text() or process.poll() is not None, "the replicas", 300)
-        url = re.search(r"http://\S+", log.read_text()).group()
-        heard: list[bytes] = []
-        body = {"text": TEXT, "max_frames": 60}
-
-        def listen_to() -> None:
-            heard.append(httpx.post(f"{url}/tts/stream", json=body, timeout=120).content)
-
-        threads = [threading.Thread(target=listen_to) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        until(lambda: json.loads(httpx.get(f"{url}/health").content)["streams_open"], "a stream")
-        process.send_signal(signal.SIGTERM)
-        for thread in threads:
-            thread.join(120)
-        assert [len(pcm) for pcm in heard] == [60 * 3_840] * 4
-        assert process.wait(timeout=120) == 0
-    finally:
-        process.kill()
-        process.wait()

@@ -15,7 +15,6 @@ from mktts.checkpoint.open import FRONT_ENDS as NAMED
 from mktts.errors import OptionsError, TextError
 from mktts.text import FRONT_ENDS, FrontEnd, spoken
 from mktts.text.markup import MarkupFeed
-from mktts.text.numbers import bare, cardinal, in_pairs, ordinal, year
 
 SEEN = cases(files("mktts.training.judge").joinpath("written_numbers.tsv").read_text(encoding="utf-8"))
 TABLE = cases()
@@ -194,24 +193,6 @@ def test_auto_means_the_only_language_and_with_several_reads_nothing():
 )
 def test_words_that_look_like_short_forms_signs_accents_and_lists(text, said):
     assert spoken(text) == said
-
-
-@pytest.mark.parametrize(
-    ("function", "given", "words"),
-    [
-        (cardinal, 1_002_305, "one million two thousand three hundred five"),
-        (ordinal, 112, "one hundred twelfth"),
-        (year, 1905, "nineteen oh five"),
-        (year, 2005, "two thousand five"),
-        (in_pairs, "305", "three oh five"),
-        (in_pairs, "1200", "twelve hundred"),
-        (bare, "007", "oh oh seven"),
-        (bare, "10,500", "ten thousand five hundred"),
-        (bare, "0.05", "zero point zero five"),
-    ],
-)
-def test_numbers(function, given, words):
-    assert function(given) == words
 
 
 def test_front_ends_are_named_once_for_checkpoints_and_here():

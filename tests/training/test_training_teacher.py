@@ -15,7 +15,7 @@ from mktts.errors import BackendUnavailable, CheckpointError, OptionsError, Text
 from mktts.training.data import kokoro, kokoro_files, teacher
 from mktts.training.data.audio import read_shard
 from mktts.training.data.phonemes import Phonemes
-from mktts.training.data.teacher import Item, make_shards, program, read_texts, resampled
+from mktts.training.data.teacher import Item, make_shards, program, read_texts
 
 WORDS = {
     "cat": "kˈæt", "wait": "wˈAt", "apple": "ˈæpᵊl", "live": {"DEFAULT": "lˈɪv"}, "hope": "hˈOp", "bus": "bˈʌs",
@@ -140,14 +140,6 @@ def test_any_program_is_a_teacher_and_its_failure_is_named(spoken, tmp_path):
     assert len(pcm) == 90
     with pytest.raises(BackendUnavailable, match="'hello'"):
         program("false {text}", 1)([Item("hello", "anna")], 0)
-
-
-def test_any_rate_becomes_24_khz():
-    for rate in (16_000, 22_050, 44_100, 48_000):
-        tone = np.sin(2 * np.pi * 440 * np.arange(rate) / rate).astype(np.float32)
-        found = resampled(tone, rate)
-        expected = np.sin(2 * np.pi * 440 * np.arange(24_000) / 24_000)
-        assert len(found) == 24_000 and np.abs(found - expected)[200:-200].max() < 0.01
 
 
 def test_lists_are_read_with_phonemes_and_recordings_by_their_names(tmp_path):

@@ -1,7 +1,5 @@
-"""Seeded random tensors for any layout: well-conditioned, never silent, never clipped.
-
-Random weights: for timing and parity only.
-"""
+"""Seeded random tensors for any layout: well-conditioned, never silent, never clipped. Random weights: for timing and
+parity only."""
 
 from __future__ import annotations
 
@@ -27,13 +25,11 @@ RESIDUAL_GAIN = 0.25  # of the codec's twelve residual units: at 1 they amplify 
 
 def random_tensors(specs: TensorSpecs, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """One tensor per entry of `specs`, CPU, `dtype`; each depends on `seed` and its own name and shape only."""
-    return {name: _fill(name, spec.shape, seed).to(dtype) for name, spec in specs.items()}
-
-
-def _fill(name: str, shape: Shape, seed: int) -> Tensor:
-    generator = _generator(name, seed)
-    centre, spread = _distribution(name, shape)
-    return torch.randn(shape, generator=generator).mul_(spread).add_(centre)
+    made = {}
+    for name, spec in specs.items():
+        centre, spread = _distribution(name, spec.shape)
+        made[name] = torch.randn(spec.shape, generator=_generator(name, seed)).mul_(spread).add_(centre).to(dtype)
+    return made
 
 
 def _generator(name: str, seed: int) -> torch.Generator:
@@ -90,14 +86,13 @@ class _Codes:
 def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, seed: int, eos_after: int | None = None) -> None:
     """Rewrites talker and predictor in place so that every greedy choice wins by a wide margin.
 
-    A talker code is a pair (step, word): the next step follows the present one in a fixed cycle, the word follows
-    the text embedding of this frame, which takes one of TEXT_CLASSES values (token id modulo that). Each later
-    code is a permutation of the one before it. Attention and MLPs still add their part, but a small one. Runs
-    that differ in summation order therefore agree code for code, and runs fed other text do not.
+    A talker code is a pair (step, word): the next step follows the present one in a fixed cycle, the word follows the
+    text embedding of this frame, which takes one of TEXT_CLASSES values (token id modulo that). Each later code is a
+    permutation of the one before it. Attention and MLPs still add their part, but a small one. Runs that differ in
+    summation order therefore agree code for code, and runs fed other text do not.
 
-    `eos_after`: end-of-speech wins once that many steps of the cycle have passed since the prompt (at least 2).
-    Raises CheckpointError for a smaller value.
-    """
+    `eos_after`: end-of-speech wins once that many steps of the cycle have passed since the prompt (at least 2). Raises
+    CheckpointError for a smaller value."""
     if eos_after is not None and eos_after < 2:
         raise CheckpointError(f"eos_after must be at least 2 frames (upstream forbids earlier ends), found {eos_after}")
     generator = _generator("margins", seed)

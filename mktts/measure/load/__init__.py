@@ -10,5 +10,4 @@ there and plays from its first PCM on, in real time, without a prebuffer. **Time
 arrival; an arrival that is refused, fails, or still waits when the run ends has an infinite one. An **underrun** is a
 chunk that came after all PCM before it had been played; the listener has waited then, and plays on from there. A
 listener is **in time** who was not refused, did not fail, and had no underrun. A load is carried where every listener
-was in time for the whole of it.
-"""
+was in time for the whole of it."""

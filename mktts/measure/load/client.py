@@ -2,8 +2,7 @@
 there, and plays it in real time. What they met, in figures.
 
 A task a listener costs about 12 us a chunk, and hundreds of listeners are a part of one core. How late the loop itself
-was stands in the result: figures of a late client are not the server's.
-"""
+was stands in the result: figures of a late client are not the server's."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class Listener:
     ended_s: the stream was over, for whatever reason
     gaps: (when the player ran dry, for how many seconds)
     refused: by CapacityError before any PCM; error: what else ended the stream
-    tail: silence of less than an audible window, which comes in pieces of any length
-    """
+    tail: silence of less than an audible window, which comes in pieces of any length"""
 
     planned_s: float
     opened_s: float | None = None
@@ -109,8 +107,7 @@ class LoadRun:
     begin, end: of the held time; None where the run did not come so far
     closed_s: when all streams that were open were cancelled
     loop_late_s: of each beat of the loop in the held time
-    hung: streams that did not end when they were cancelled
-    """
+    hung: streams that did not end when they were cancelled"""
 
     listeners: list[Listener] = field(default_factory=list)
     begin: Moment | None = None
@@ -124,10 +121,8 @@ def hold(
     source: Any, texts: LoadTexts, settings: LoadSettings, listeners: int, stopped: threading.Event | None = None
 ) -> LoadRun:
     """Offers a load and holds it; runs an event loop in the calling thread. Ctrl-C ends the streams and is raised.
-    Raises MetricsError once another thread has set `stopped`.
-
-    source: its `stream(text, **settings)` gives an asynchronous iterator of chunks: a Synthesizer, or an HttpSource.
-    """
+    Raises MetricsError once another thread has set `stopped`. source: its `stream(text, **settings)` gives an
+    asynchronous iterator of chunks: a Synthesizer, or an HttpSource."""
     client = _Client(source, texts, settings, settings.arrivals(listeners), stopped or threading.Event())
     with many_streams():
         asyncio.run(client.run())
@@ -233,14 +228,11 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
     """The figures of a run. Times of a percentile that falls on an arrival without any PCM are None.
 
     held: the run went on to its end and took long enough to be recorded. arrivals, in_time, refused, unanswered
-    (neither PCM nor refusal when the run ended), stalled (their players ran dry): of the held time. open_mean,
-    playing_mean: streams between call and end, and listeners between first PCM and the end of playing. ttfb: to the
-    first byte of an answer. underruns: times that a player ran dry in the held time; late_max_ms: how long one then
-    waited. audio_s_per_s: that came. generator: how late the client was, and what it took. host_us_per_frame: CPU time
-    of everything else in the process.
-
-    Raises MetricsError where the run ended before that time did.
-    """
+    (neither PCM nor refusal when the run ended): of the held time. open_mean, playing_mean: streams between call and
+    end, and listeners between first PCM and the end of playing. ttfb: to the first byte of an answer. underruns: times
+    that a player ran dry in the held time; late_max_ms: how long one then waited. audio_s_per_s: that came. generator:
+    how late the client was, and what it took. host_us_per_frame: CPU time of everything else in the process. Raises
+    MetricsError where the run ended before that time did."""
     if seen.begin is None or seen.end is None:
         raise MetricsError("the run ended before the load had been held: nothing was measured")
     begin_s, end_s = seen.begin.at_s, seen.end.at_s
@@ -260,7 +252,6 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
         "duration_s": duration_s,
         "arrivals": len(came),
         "in_time": len(in_time),
-        "stalled": sum(one.first_s is not None and bool(gaps[id(one)]) for one in came),
         "refused": sum(one.refused for one in came),
         "unanswered": sum(one.first_s is None and not one.refused and not one.error for one in came),
         "errors": sum(errors.values()),
@@ -290,10 +281,7 @@ def clean(point: dict[str, Any]) -> bool:
 
 def held_ticks(seen: LoadRun, ticks: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
     """Those of `ticks` (dtype mktts.engine.scheduler.TICKS) that ended in the held time, and what the batch engine did
-    in them; nothing of another engine.
-
-    device_busy_percent: of the time, in ticks. lanes_mean: of a tick.
-    """
+    in them; nothing of another engine. device_busy_percent: of the time, in ticks. lanes_mean: of a tick."""
     if len(ticks):
         ticks = ticks[(ticks["ended_s"] >= seen.begin.at_s) & (ticks["ended_s"] < seen.end.at_s)]
     if not len(ticks):
@@ -340,8 +328,7 @@ class HttpSource:
 
     url: of the route. key: the server's
     body: the keys that every request has
-    sends: names of a stream's settings that are sent as keys of the request
-    """
+    sends: names of a stream's settings that are sent as keys of the request"""
 
     url: str
     key: str | None = None
@@ -349,11 +336,8 @@ class HttpSource:
     sends: tuple[str, ...] = ()
 
     async def stream(self, text: str, **settings: Any) -> AsyncGenerator[Received, None]:
-        """The chunks of one answer; the first, when the answer begins, has no samples.
-
-        Raises BusyError where the server refuses, EngineError for any other status, for what is no raw PCM, and for an
-        answer that breaks off.
-        """
+        """The chunks of one answer; the first, when the answer begins, has no samples. Raises BusyError where the
+        server refuses, EngineError for any other status, for what is no raw PCM, and for an answer that breaks off."""
         samples, rest = 0, b""
         body = json.dumps({**self.body, **{name: settings[name] for name in self.sends}, "input": text}).encode()
         try:
@@ -398,11 +382,9 @@ def endpoint(url: str) -> str:
 
 
 async def exchange(method: str, url: str, key: str | None = None, body: bytes = b"") -> Events:
-    """One request on a connection of its own: (status, headers by lower-case names), then the body's bytes.
-
-    Raises OSError, and EngineError for what is no HTTP and for a body that breaks off. Read here rather than by a
-    client with a pool: one that looks through hundreds of connections for every request makes its listeners wait.
-    """
+    """One request on a connection of its own: (status, headers by lower-case names), then the body's bytes. Raises
+    OSError, and EngineError for what is no HTTP and for a body that breaks off. Read here rather than by a client with
+    a pool: one that looks through hundreds of connections for every request makes its listeners wait."""
     parts = urlsplit(url)
     secure = parts.scheme == "https"
     address = parts.hostname, parts.port or (443 if secure else 80)

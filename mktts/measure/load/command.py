@@ -1,7 +1,5 @@
-"""`python -m mktts bench --load` and `--url`: loads of real-time listeners, one after the other.
-
-The last line of JSON: device, driver, torch, revision, date, environment, settings, points, figures, missing.
-"""
+"""`python -m mktts bench --load` and `--url`: loads of real-time listeners, one after the other. The last line of JSON:
+device, driver, torch, revision, date, environment, settings, points, figures, missing."""
 
 from __future__ import annotations
 
@@ -76,11 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Holds the loads; each is merged into --into as soon as it is there. Returns document and table.
-
-    Raises MetricsError where --into is given and the loads are not held long enough to be recorded, and where no server
-    answers at --url.
-    """
+    """Holds the loads; each is merged into --into as soon as it is there. Returns document and table. Raises
+    MetricsError where --into is given and the loads are not held long enough to be recorded, and where no server
+    answers at --url."""
     with closing(Server(arguments) if arguments.url else Subject(settings_of(arguments))) as subject:
         settings, gpu = subject.settings, subject.settings.device.startswith("cuda")
         if arguments.into is not None:
@@ -92,28 +88,20 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         document["settings"]["random_weights"] = subject.random_weights
         document |= {"points": [], "figures": {}, "missing": {}}
         said = subject.capacity(arguments.capacity)
-        extra = {"capacity_said": {**said, "unit": "listeners", "n": 1}} if said["basis"] else {}
         for count in () if only_capacity else listeners:
             point, _, _ = subject.met(count)
             document["points"].append(point)
-            if settings.burst:
-                extra |= record.burst(count, point)
-                continue
-            if settings.recordable and point["refused"] and point["in_time"] == point["arrivals"] - point["refused"]:
-                held = {"value": point["playing_mean"], "unit": "listeners", "n": point["in_time"]}
-                extra["capacity_held"] = held  # more were offered than it says, and those it let in were in time
             beside = {name: document[name] for name in record.PROVENANCE} | {"command": _command(sys.argv[1:])}
             if arguments.into is not None:
                 record.merge(arguments.into, beside, gpu, [point])
-        if settings.recordable and not (only_capacity or settings.burst):
+        if settings.recordable and not only_capacity:
             document["figures"] = record.carried([{**point, **beside} for point in document["points"]], gpu)
             if "listeners" not in document["figures"]:
                 document["missing"]["listeners"] = (
                     "no load was carried: not every listener was in time, or waits were long"
                 )
-        document["figures"] |= extra
-        if arguments.into is not None:
-            record.note(arguments.into, extra)
+        if said["basis"]:
+            document["figures"]["capacity_said"] = {**said, "unit": "listeners", "n": 1}
     return document, table(document)
 
 

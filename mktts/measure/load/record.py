@@ -2,8 +2,7 @@
 
 `points`: a load each (mktts.measure.load.client.measured), with revision, device, driver, torch, date and command
 beside. `figures`: name -> {value, unit, n, ...}, read off a point. A load that was not held for its whole time is
-refused. A later one takes the place of an earlier one of the same conditions.
-"""
+refused. A later one takes the place of an earlier one of the same conditions."""
 
 from __future__ import annotations
 
@@ -56,11 +55,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def merge(path: Path, beside: dict[str, Any], gpu: bool, points: list[dict[str, Any]]) -> dict[str, Any]:
-    """Puts points into the file and reads its figures off again; returns all of it.
-
-    beside: PROVENANCE, with the command. gpu: which limit of the wait counts. Raises MetricsError for a point that
-    was not held, and for a file of another device: nothing is written then.
-    """
+    """Puts points into the file and reads its figures off again; returns all of it. beside: PROVENANCE, with the
+    command. gpu: which limit of the wait counts. Raises MetricsError for a point that was not held, and for a file of
+    another device: nothing is written then."""
     document = read(path)
     if document.get("device", beside["device"]) != beside["device"]:
         raise MetricsError(
@@ -82,22 +79,6 @@ def merge(path: Path, beside: dict[str, Any], gpu: bool, points: list[dict[str, 
     return document
 
 
-def burst(count: int, point: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The figures of so many listeners that came at once."""
-    heard = point["arrivals"] - point["refused"] - point["unanswered"]
-    return {
-        f"burst_{count}_{name}": {"value": value, "unit": "listeners", "n": point["arrivals"]}
-        for name, value in (("accepted", heard), ("stalled", point["stalled"]))
-    }
-
-
-def note(path: Path, figures: dict[str, dict[str, Any]]) -> None:
-    """Puts figures that no point gives into the file."""
-    document = read(path)
-    document["figures"] |= figures
-    write_json(path, document)
-
-
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two points have the same conditions."""
     return all(one.get(name) == other.get(name) for name in _SAME)
@@ -111,8 +92,7 @@ def carried(points: list[dict[str, Any]], gpu: bool) -> dict[str, dict[str, Any]
     the 1.7B model. The mean of the streams that were open; of a server those that played at once, at most as many as
     were offered. Where several contexts were measured, the smallest of their figures. ttfb_p99_ms: of a server at that
     load. ttfc_p99_N_ms: of the smallest point of at least N open streams (and not far above) of each engine and
-    precision the best, and of the contexts the worst.
-    """
+    precision the best, and of the contexts the worst."""
     small = [point for point in points if point["model_size"] != _LARGE]
     precisions = {"full"} if gpu else set()
     groups = {

@@ -1,8 +1,6 @@
-"""The batched frame as parity compares it: many streams with prompts of their own, in ticks drawn at random.
-
-Prompts are cut over ticks, some begin behind a kept prefix, lanes are at different positions; the last few streams of a
-load are compared.
-"""
+"""The batched frame as parity compares it: many streams with prompts of their own, in ticks drawn at random. Prompts
+are cut over ticks, some begin behind a kept prefix, lanes are at different positions; the last few streams of a load
+are compared."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ class _Playing:
 
 class RandomTicks:
     """Streams on lanes, in ticks drawn at random: they come one after the other, prompts are cut, some skip a tick.
-
-    cut, kept: pieces that did not end their prompt, and prefixes found kept.
-    """
+    cut, kept: pieces that did not end their prompt, and prefixes found kept."""
 
     def __init__(self, lanes: Lanes, streams: Sequence[RowStream], size: int, seed: int = 0) -> None:
         """size: lanes of every tick's bucket, where lanes have buckets; at most so many streams are open at once.
@@ -62,10 +58,8 @@ class RandomTicks:
         self.cut = self.kept = 0
 
     def play(self, each: Callable[[int, int, int, Tensor], None] | None = None) -> list[Tensor]:
-        """Codes (T, 16) int64 of each stream, T less than its frames where it ended by itself.
-
-        each: called behind every tick with the lane, the stream, the frame's number and its codes (16,).
-        """
+        """Codes (T, 16) int64 of each stream, T less than its frames where it ended by itself. each: called behind
+        every tick with the lane, the stream, the frame's number and its codes (16,)."""
         waiting = deque(range(len(self._streams)))
         made = [torch.zeros(0, NUM_CODEBOOKS, dtype=torch.int64) for _ in self._streams]
         while waiting or self._open:
@@ -156,8 +150,7 @@ class LanesUnderTest:
     """Lanes that play loads in random ticks.
 
     inside: what the newest tick did in a lane, by the lane, the frame's codes, and whether it came from the prompt
-    watched: the last streams of a load, so many, are compared
-    """
+    watched: the last streams of a load, so many, are compared"""
 
     def __init__(self, lanes: Lanes, inside: Callable[[int, Tensor, bool], Observed], watched: int) -> None:
         self.lanes, self._inside, self._watched = lanes, inside, watched
@@ -199,11 +192,9 @@ def cuda_lanes(
 
 
 class FrameInside:
-    """The inside of a batched frame's newest tick, once it was collected and before the next is launched.
-
-    Methods of the frame are wrapped from outside, so that serving does nothing for it. Kernels of the buckets are
-    compiled before.
-    """
+    """The inside of a batched frame's newest tick, once it was collected and before the next is launched. Methods of
+    the frame are wrapped from outside, so that serving does nothing for it. Kernels of the buckets are compiled
+    before."""
 
     def __init__(self, lanes: CudaLanes) -> None:
         from mktts.batch.cuda.kernels.launching import compiling

@@ -9,8 +9,7 @@ in it.
 * codes: codes of PyTorch in bf16, and in fp32 where time allows, frame for frame upstream's: greedy and drawn.
 * codec: see `codec.codec_section`.
 
-Upstream runs on the CPU, and so does what must equal it bit for bit: there the same operators round in the same way.
-"""
+Upstream runs on the CPU, and so does what must equal it bit for bit: there the same operators round in the same way."""
 
 from __future__ import annotations
 

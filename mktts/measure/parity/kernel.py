@@ -10,8 +10,7 @@
 
 The batched frame plays many streams, once with sums of one order ("deterministic"), once by cuBLAS ("cublas"), and its
 codec is compared too (`codec.batched_errors`). `kernel="torch"` puts PyTorch in bf16 in the megakernel's place: what
-runs where there is no GPU.
-"""
+runs where there is no GPU."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ class Scope:
 
     contexts: prompt rows before the compared frames. frames: of the megakernel at each context. exact: frames of the
     wide-margin variant, 0 for none. lanes: of the batched frame's ticks. lane_frames, lane_exact: as frames and exact,
-    of each stream. watched: streams of each load on lanes that are compared.
-    """
+    of each stream. watched: streams of each load on lanes that are compared."""
 
     contexts: tuple[int, ...] = (16, 200, 700, 1_500, 2_000)
     frames: int = 40
@@ -138,10 +136,8 @@ def oracles_of(checkpoint: Checkpoint, device: str) -> Oracles:
 def forced_frames(
     tested: UnderTest, oracles: Oracles, loads: Mapping[int, Sequence[RowStream]], budget: Budget = UNLIMITED
 ) -> dict[str, Any]:
-    """The comparisons `forced` and `divergence`. loads: streams by context, or by number of lanes.
-
-    A budget that is over makes fewer frames of each load, two at least: a stream's first has no talker step.
-    """
+    """The comparisons `forced` and `divergence`. loads: streams by context, or by number of lanes. A budget that is
+    over makes fewer frames of each load, two at least: a stream's first has no talker step."""
     config = oracles[1].config
     errors, frames, differences, compared = ratio.FrameErrors(config), {}, [], 0
     for index, (size, streams) in enumerate(loads.items()):
@@ -180,11 +176,9 @@ def exact_codes(
     sizes: Sequence[int],
     budget: Budget = UNLIMITED,
 ) -> dict[str, Any]:
-    """The comparison `exact`: a load of each size has these streams, each as often as there is room for it.
-
-    frames: that are fp32's, from the beginning of each stream. A budget that is over makes fewer of fp32's frames, and
-    of its streams.
-    """
+    """The comparison `exact`: a load of each size has these streams, each as often as there is room for it. frames:
+    that are fp32's, from the beginning of each stream. A budget that is over makes fewer of fp32's frames, and of its
+    streams."""
     truths: list[tuple[Tensor, bool]] = []  # and whether time cut it
     for stream in streams:
         if not (truths and budget.over):
@@ -219,8 +213,7 @@ def parity_of(
 
     kernel: "megakernel" or "torch". batch: of the batched frame instead, by mode, and of the codec of many streams.
     budget: what does not fit into it makes fewer frames than `scope` asks for; every comparison says how many it made.
-    What fails is named under `errors`; `passed` says whether nothing did and all that ran passed.
-    """
+    What fails is named under `errors`; `passed` says whether nothing did and all that ran passed."""
     exact_frames = scope.lane_exact if batch else scope.exact
     margin = source.startswith("random:") and exact_frames > 0
     found: dict[str, Any] = {"seconds": {}, "errors": {}}
@@ -229,7 +222,11 @@ def parity_of(
     def under_test(checkpoint: Checkpoint, mode: str, bf16: TorchBackend, streams: Sequence[RowStream]) -> UnderTest:
         if batch:
             return cuda_lanes(checkpoint, mode, device, scope.lanes, streams, scope.watched)
-        return KernelUnderTest(bf16 if mode == "torch" else megakernel_of(checkpoint, device))
+        if mode == "torch":
+            return KernelUnderTest(bf16)
+        from mktts.kernel.backend import MegakernelBackend
+
+        return KernelUnderTest(MegakernelBackend(checkpoint.config, checkpoint.tensors(), device))
 
     def forced(within: Budget) -> None:
         checkpoint = open_checkpoint(source, revision)
@@ -282,12 +279,6 @@ def release(device: str) -> None:
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
-
-
-def megakernel_of(checkpoint: Checkpoint, device: str) -> Any:
-    from mktts.kernel.backend import MegakernelBackend
-
-    return MegakernelBackend(checkpoint.config, checkpoint.tensors(), device)
 
 
 def outcome(found: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,6 @@
-"""Errors to fp32 of the model under test, next to those of bf16 PyTorch: the measure of kernel and batch.
-
-Teacher forcing goes from the model under test to the two oracles: it chooses the codes, and they are made to take
-them, so that every logit of a frame has the same history on all sides.
-"""
+"""Errors to fp32 of the model under test, next to those of bf16 PyTorch: the measure of kernel and batch. Teacher
+forcing goes from the model under test to the two oracles: it chooses the codes, and they are made to take them, so that
+every logit of a frame has the same history on all sides."""
 
 from __future__ import annotations
 
@@ -31,11 +29,9 @@ _TEXT_IDS = 256  # random text tokens are below: every tokenizer has them
 
 @dataclass(frozen=True)
 class Observed:
-    """One frame.
-
-    codes: (16,) int64 on the host. logits: 16 of (vocabulary,) fp32, as the heads gave them. hidden: (layers, H) fp32,
-    the residual stream after every talker layer; None for a stream's first, whose talker state comes from the prompt.
-    """
+    """One frame. codes: (16,) int64 on the host. logits: 16 of (vocabulary,) fp32, as the heads gave them. hidden:
+    (layers, H) fp32, the residual stream after every talker layer; None for a stream's first, whose talker state comes
+    from the prompt."""
 
     codes: Tensor
     logits: list[Tensor]
@@ -70,11 +66,9 @@ UNLIMITED = Budget()
 
 @dataclass(frozen=True, eq=False)
 class RowStream:
-    """A stream of rows instead of words: a prompt for any backend.
-
-    embeds: of the prompt, (L, H). text: (F, H), F the frames it may have; its first row is not used, the prompt makes
-    that frame. key: of the prompt's first `prefix` rows, which all streams with that key have; lanes keep them.
-    """
+    """A stream of rows instead of words: a prompt for any backend. embeds: of the prompt, (L, H). text: (F, H), F the
+    frames it may have; its first row is not used, the prompt makes that frame. key: of the prompt's first `prefix`
+    rows, which all streams with that key have; lanes keep them."""
 
     embeds: Tensor
     text: Tensor
@@ -236,10 +230,8 @@ def scores(logits: Sequence[Tensor], history: Tensor, sampling: Sampling, config
 
 def first_difference(sides: Sides, config: ModelConfig) -> dict[str, Any] | None:
     """The first codebook of a greedy frame in which the code is not fp32's choice, and why; None where there is none.
-
-    explained: fp32's own gap between the two ids is within twice the bf16 oracle's largest logit error in that head
-    and frame.
-    """
+    explained: fp32's own gap between the two ids is within twice the bf16 oracle's largest logit error in that head and
+    frame."""
     ours, *oracles, history = sides
     made_from = [scores(side.logits, history, GREEDY, config) for side in oracles]
     for group, (near, truth) in enumerate(zip(*made_from, strict=True)):

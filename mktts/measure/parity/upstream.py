@@ -1,77 +1,47 @@
-"""Ours against upstream qwen-tts, row by row: prompt embeddings bit for bit, codes frame for frame.
-
-Both sides run on the CPU, where the same operators round in the same way. Notebook 03_parity, the tests and
-`python -m mktts parity` use these functions.
-"""
+"""Ours against upstream qwen-tts, row by row: prompt embeddings bit for bit, codes frame for frame. Both sides run on
+the CPU, where the same operators round in the same way. Notebook 03_parity, the tests and `python -m mktts parity` use
+these functions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mktts.checkpoint import Checkpoint
+from mktts.common import read_object
 from mktts.engine.upstream import generate_codes, prompt_embeds
 from mktts.measure.parity.ratio import UNLIMITED, Budget, RowStream
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
-from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, ModelConfig
+from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS
 
 Row = dict[str, Any]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def standard_requests(checkpoint: Checkpoint) -> list[Request]:
-    """Requests for every mode this type of checkpoint has; a clone's voice is made of seeded numbers.
-
-    Where a checkpoint lacks a released speaker or language, its own speakers take turns and "auto" stands in.
-    """
-    config = checkpoint.config
-    if config.type.clones:
-        x_vector, short, long = (made_up_voice(checkpoint, frames) for frames in (0, 3, 60))
-        return [
-            Request("This iPhone clones a voice.", voice=x_vector),
-            Request("Six, seven, 8 and 90.", "english", voice=x_vector, layout="whole"),
-            Request("Спасибо, всё хорошо.", "russian", voice=x_vector),
-            Request("The text is longer than the reference here, so that some of it trails.", voice=short),
-            Request("Short.", "chinese", voice=long),
-            Request("ขอบคุณครับ", voice=short, layout="whole"),
-            Request("Merci beaucoup !", "french", voice=long, layout="whole"),
-        ]
-    if config.type.designs:
-        return [
-            Request("JavaScript has no voice of its own.", instruct="A calm, low voice."),
-            Request("No instruction at all.", "english"),
-            Request("再见。", "chinese", instruct="活泼的女声", layout="streaming"),
-            Request("สวัสดีครับ 12", layout="streaming"),
-            Request("Why?", "german", instruct="Angry!"),
-        ]
-    requests = [
-        Request("My iPhone runs JavaScript, twice.", speaker="Ryan"),
-        Request("One, two, 3 and 45.", "english", "serena", layout="streaming"),
-        Request("你好，世界。", "auto", "eric"),
-        Request("今天天气很好！", "chinese", "dylan", layout="streaming"),
-        Request("A dialect speaker who speaks English.", "English", "eric"),
-        Request("สวัสดี 😀", speaker="ono_anna", layout="streaming"),
-        Request("한국어도 합니다.", "korean", "sohee"),
-        Request("x", "japanese", "uncle_fu", layout="streaming"),
-        Request("An address: mail@example.org, 10:45 — “quoted”; done...", speaker="aiden"),
-    ]
-    if config.takes_instruct:
-        requests.append(Request("Said in a certain way.", "english", "vivian", instruct="Whisper, slowly."))
-        requests.append(Request("Said happily.", speaker="dylan", instruct="开心地说", layout="streaming"))
-    return [_within(config, request, turn) for turn, request in enumerate(requests)]
-
-
-def _within(config: ModelConfig, request: Request, turn: int) -> Request:
-    if str(request.speaker).lower() not in config.speakers:
-        request = replace(request, speaker=list(config.speakers)[turn % len(config.speakers)])
-    return request if request.language.lower() in ("auto", *config.languages) else replace(request, language="auto")
+    """Requests for every mode this type of checkpoint has; a clone's voice is made of seeded numbers. Where a
+    checkpoint lacks a released speaker or language, its own speakers take turns and "auto" stands in."""
+    config, found = checkpoint.config, []
+    kind = "clones" if config.type.clones else "designs" if config.type.designs else "speakers"
+    for turn, fields in enumerate(read_object(Path(__file__).with_name("requests.json"))[kind]):
+        frames, speaker = fields.pop("voice_frames", None), fields.get("speaker")
+        request = Request(**fields, voice=None if frames is None else made_up_voice(checkpoint, frames))
+        if request.instruct is not None and not config.takes_instruct:
+            continue
+        if speaker is not None and speaker.lower() not in config.speakers:
+            request = replace(request, speaker=list(config.speakers)[turn % len(config.speakers)])
+        if speaker is not None and request.language.lower() not in ("auto", *config.languages):
+            request = replace(request, language="auto")
+        found.append(request)
+    return found
 
 
 def made_up_voice(checkpoint: Checkpoint, frames: int) -> Voice:
@@ -88,9 +58,7 @@ def compare_prompts(
     checkpoint: Checkpoint, requests: Sequence[Request], dtype: torch.dtype, upstream: Any
 ) -> list[Row]:
     """One row a request: prompt rows, text rows that trail, whether all are bit-equal, and the largest difference.
-
-    `upstream` is a loaded qwen_tts.Qwen3TTSModel of the same checkpoint and dtype.
-    """
+    `upstream` is a loaded qwen_tts.Qwen3TTSModel of the same checkpoint and dtype."""
     builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), dtype=dtype)
     rows = []
     for request in requests:
@@ -121,10 +89,8 @@ def compare_codes(
     dtype: torch.dtype,
     upstream: Any,
 ) -> list[Row]:
-    """One row a request: frames made, whether codes are equal, and the first difference, (frame, codebook) or None.
-
-    The sampling's rng is set to "torch", the one upstream has. `upstream` is a loaded qwen_tts.Qwen3TTSModel.
-    """
+    """One row a request: frames made, whether codes are equal, and the first difference, (frame, codebook) or None. The
+    sampling's rng is set to "torch", the one upstream has. `upstream` is a loaded qwen_tts.Qwen3TTSModel."""
     expected = upstream_codes(upstream, requests, sampling, seed, max_frames)
     return compare_expected(checkpoint, expected, seed, max_frames, dtype)
 

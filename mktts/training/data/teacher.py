@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
-import math
 import os
 import re
 import shlex
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mktts.audio import read_audio
+from mktts.audio import read_audio, resample
 from mktts.errors import BackendUnavailable, OptionsError, TextError
 from mktts.model.backend import device_named
 from mktts.spec import SAMPLE_RATE_HZ
@@ -80,29 +79,14 @@ def program(template: str, workers: int) -> Speak:
                 raise BackendUnavailable(f"expected {command[0]} to say {item.text!r}, but: {error}") from None
             if "{wav}" not in template:
                 wav.write_bytes(done.stdout)
-            return resampled(*read_audio(wav))
+            pcm, rate_hz = read_audio(wav)
+            return resample(pcm, rate_hz, SAMPLE_RATE_HZ)
 
     def speak(items: Sequence[Item], seed: int) -> list[np.ndarray]:
         with ThreadPoolExecutor(workers) as pool:
             return list(pool.map(one, items))
 
     return speak
-
-
-def resampled(pcm: np.ndarray, rate_hz: int) -> np.ndarray:
-    """float32 (n,) at any rate -> float32 (ceil(n * 24 000 / rate_hz),) at 24 kHz, by its whole spectrum.
-
-    Rates such as 22 050 Hz have hundreds of phases, for which a filter's taps (`mktts.audio.resample`) are many.
-    """
-    if rate_hz == SAMPLE_RATE_HZ:
-        return pcm
-    divisor = math.gcd(SAMPLE_RATE_HZ, rate_hz)
-    up, down = SAMPLE_RATE_HZ // divisor, rate_hz // divisor
-    blocks = -(-(len(pcm) + rate_hz // 10) // down)  # whole ones, with a tenth of a second between end and start
-    n, m = blocks * down, blocks * up
-    spectrum = np.fft.rfft(np.pad(pcm.astype(np.float64), (0, n - len(pcm))))
-    found = np.fft.irfft(spectrum[: m // 2 + 1], m) * (m / n)
-    return found[: -(-len(pcm) * up // down)].astype(np.float32)
 
 
 def read_texts(path: Path, speakers: Sequence[str]) -> list[Item]:
