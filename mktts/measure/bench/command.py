@@ -66,6 +66,7 @@ EXAMPLES = f"""examples:
   python -m mktts bench --peers --output bench.json
   python -m mktts bench --capacity
   python -m mktts bench --load --listeners 2,4 --seconds 10
+  python -m mktts bench --load --engine batch --listeners 40 --burst --seconds 20
   python -m mktts bench --url http://127.0.0.1:8000 --listeners 2,4 --seconds 10
   python -m mktts bench --load --engine batch --listeners 512,1024 --context 332 --into load.json
   python -m mktts bench --checkpoint path/to/checkpoint --backend torch --device cuda | tail -1 > bench.json

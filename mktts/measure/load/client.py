@@ -228,11 +228,11 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
     """The figures of a run. Times of a percentile that falls on an arrival without any PCM are None.
 
     held: the run went on to its end and took long enough to be recorded. arrivals, in_time, refused, unanswered
-    (neither PCM nor refusal when the run ended): of the held time. open_mean, playing_mean: streams between call and
-    end, and listeners between first PCM and the end of playing. ttfb: to the first byte of an answer. underruns: times
-    that a player ran dry in the held time; late_max_ms: how long one then waited. audio_s_per_s: that came. generator:
-    how late the client was, and what it took. host_us_per_frame: CPU time of everything else in the process. Raises
-    MetricsError where the run ended before that time did."""
+    (neither PCM nor refusal when the run ended), stalled (their players ran dry): of the held time. open_mean,
+    playing_mean: streams between call and end, and listeners between first PCM and the end of playing. ttfb: to the
+    first byte of an answer. underruns: times that a player ran dry in the held time; late_max_ms: how long one then
+    waited. audio_s_per_s: that came. generator: how late the client was, and what it took. host_us_per_frame: CPU time
+    of everything else in the process. Raises MetricsError where the run ended before that time did."""
     if seen.begin is None or seen.end is None:
         raise MetricsError("the run ended before the load had been held: nothing was measured")
     begin_s, end_s = seen.begin.at_s, seen.end.at_s
@@ -252,6 +252,7 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
         "duration_s": duration_s,
         "arrivals": len(came),
         "in_time": len(in_time),
+        "stalled": sum(one.first_s is not None and bool(gaps[id(one)]) for one in came),
         "refused": sum(one.refused for one in came),
         "unanswered": sum(one.first_s is None and not one.refused and not one.error for one in came),
         "errors": sum(errors.values()),

@@ -88,20 +88,28 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         document["settings"]["random_weights"] = subject.random_weights
         document |= {"points": [], "figures": {}, "missing": {}}
         said = subject.capacity(arguments.capacity)
+        extra = {"capacity_said": {**said, "unit": "listeners", "n": 1}} if said["basis"] else {}
         for count in () if only_capacity else listeners:
             point, _, _ = subject.met(count)
             document["points"].append(point)
+            if settings.burst:
+                extra |= record.burst(count, point)
+                continue
+            if settings.recordable and point["refused"] and point["in_time"] == point["arrivals"] - point["refused"]:
+                held = {"value": point["playing_mean"], "unit": "listeners", "n": point["in_time"]}
+                extra["capacity_held"] = held  # more were offered than it says, and those it let in were in time
             beside = {name: document[name] for name in record.PROVENANCE} | {"command": _command(sys.argv[1:])}
             if arguments.into is not None:
                 record.merge(arguments.into, beside, gpu, [point])
-        if settings.recordable and not only_capacity:
+        if settings.recordable and not (only_capacity or settings.burst):
             document["figures"] = record.carried([{**point, **beside} for point in document["points"]], gpu)
             if "listeners" not in document["figures"]:
                 document["missing"]["listeners"] = (
                     "no load was carried: not every listener was in time, or waits were long"
                 )
-        if said["basis"]:
-            document["figures"]["capacity_said"] = {**said, "unit": "listeners", "n": 1}
+        document["figures"] |= extra
+        if arguments.into is not None:
+            record.note(arguments.into, extra)
     return document, table(document)
 
 

@@ -79,6 +79,22 @@ def merge(path: Path, beside: dict[str, Any], gpu: bool, points: list[dict[str, 
     return document
 
 
+def burst(count: int, point: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The figures of so many listeners that came at once."""
+    heard = point["arrivals"] - point["refused"] - point["unanswered"]
+    return {
+        f"burst_{count}_{name}": {"value": value, "unit": "listeners", "n": point["arrivals"]}
+        for name, value in (("accepted", heard), ("stalled", point["stalled"]))
+    }
+
+
+def note(path: Path, figures: dict[str, dict[str, Any]]) -> None:
+    """Puts figures that no point gives into the file."""
+    document = read(path)
+    document["figures"] |= figures
+    write_json(path, document)
+
+
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two points have the same conditions."""
     return all(one.get(name) == other.get(name) for name in _SAME)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 HELD_S = 60.0  # a load is held for at least so long, or it is not recorded
 SHORT_ROWS = 32
 _CHARS_A_FRAME = 18 / FRAME_RATE_HZ  # more than is spoken in a frame, so that max_frames is what ends
+_BURST_S = 0.01
 _ONE_SEGMENT = 100_000  # characters: no text here is cut
 _SENTENCES = (
     "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. ",
@@ -43,6 +44,7 @@ class LoadSettings:
     seconds: that a load is held; warm_s: before, in which it builds up; tail_s: after, in which it goes on
     frames: the least and the most of an utterance
     seed: of the arrivals; utterance i is drawn with seed i
+    burst: instead of arrivals one by one, so many listeners within 10 ms, each for the mean utterance
 
     Raises OptionsError for values out of range."""
 
@@ -63,6 +65,7 @@ class LoadSettings:
     tail_s: float = 2.0
     frames: tuple[int, int] = (round(2 * FRAME_RATE_HZ), round(12 * FRAME_RATE_HZ))
     seed: int = option(0, "of the arrivals")
+    burst: bool = option(False, "all listeners of a load within 10 ms, one utterance each")
 
     def __post_init__(self) -> None:
         if not self.seconds > 0 or not self.warm_s > 0 or self.tail_s < 0:
@@ -99,6 +102,9 @@ class LoadSettings:
         mean seconds of an utterance. In the first half of the warm-up come `listeners` that are already under way."""
         rng = np.random.default_rng(self.seed)
         low, high = self.frames
+        if self.burst:
+            at_s = self.warm_s + (10 + np.arange(listeners) / listeners) * _BURST_S  # in the held time, all of them
+            return [(float(one_s), (low + high) // 2) for one_s in at_s]
         mean_s = (low + high) / 2 / FRAME_RATE_HZ
         found = [
             (at_s, max(2, int(rng.uniform(0.15, 1.0) * rng.integers(low, high + 1))))

@@ -380,6 +380,13 @@ def test_a_run_over_sockets_prints_a_table_and_counts_the_refused(capsys):
     assert any("not held" in line and "NOT every listener in time" in line for line in lines)
 
 
+def test_a_burst_says_how_many_were_accepted_and_how_many_stalled(tiny, capsys):
+    assert main([*QUICK, "--listeners", "3", "--seconds", "2", "--engine", "batch", "--burst"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    assert figures["burst_3_accepted"] == {"value": 3, "unit": "listeners", "n": 3}
+    assert {"burst_3_stalled", "capacity_said"} <= figures.keys()
+
+
 def test_a_quick_run_in_this_process_gives_a_point_that_says_it_was_not_held(tiny, capsys):
     assert main([*QUICK, "--listeners", "12", "--seconds", "0.5", "--engine", "single"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
