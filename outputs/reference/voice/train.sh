@@ -3,7 +3,8 @@
 #   train.sh keep FILE...   puts files that travelled with this command into $V: Kokoro's two weights-N.safetensors.xz and
 #                           voices.safetensors (`train teacher --kokoro K --fetch`); texts.xz and natural.xz of `train texts --kokoro
 #                           K`; to go on from another run, its voice-state.N
-#   train.sh start SECONDS  trains for $MINUTES, for $JOINT of them encoder and codebooks too; ends after SECONDS at most
+#   train.sh start SECONDS  trains for $MINUTES, for $JOINT of them encoder and codebooks too, then the decoder for $TUNE
+#                           (by default to the end); ends after SECONDS at most
 #   train.sh wait SECONDS   the same of what runs
 # Both put into $OUT the voice-state.N that another run goes on from, 15 MB each, and two of the teacher's shards that judge
 # the voice (NATURAL=23: the other two). Stop where `numbers` of codec.log are below 10 after 1 500 steps without judges.
@@ -16,11 +17,11 @@ mkdir -p $V
 
 left() { python3 -c "import time; print(max(0.05, $MINUTES - (time.time() - $BEGUN) / 60 - $1))"; }
 teach() { python3 -m mktts train teacher --kokoro . --device $OTHER --speakers $SPEAKERS --per-shard $PER "$@"; }
-learn() { # STAGE MINUTES ARGUMENTS...: without CUDA graphs where a step cannot be recorded
-    local stage=$1 end=$(python3 -c "import time; print(time.time() + 60 * $2)")
+learn() { # STAGE MINUTES ARGUMENTS...: planned to end then; without CUDA graphs where a step cannot be recorded
+    local stage=$1 minutes=$2 end=$(python3 -c "import time; print(time.time() + 60 * $2)")
     shift 2
     for graphs in --graphs ""; do
-        timeout -k 10 ${MINUTES}m python3 -m mktts train $stage --out $stage --resume --plan $(left 1) "$@" $graphs \
+        timeout -k 10 ${MINUTES}m python3 -m mktts train $stage --out $stage --resume --plan $minutes "$@" $graphs \
             --minutes $(python3 -c "import time; print(max(0.05, ($end - time.time()) / 60))") >> $stage.log 2>&1 && return
     done
 }
@@ -36,13 +37,15 @@ run() {
         teach --texts natural.xz --per-shard 80 --out natural
         teach --texts texts.xz --clips $CLIPS --out audio
     ) >> teacher.log 2>&1 &
+    local teacher=$!
     if [ ! -f codec/frozen ]; then
-        codec $JOINT --joint-steps 100000000
+        codec $JOINT --plan $(left 1) --joint-steps 100000000
         python3 -c "import json; print(json.load(open('codec/state.json'))['step'])" > codec/frozen
     fi
     rm -rf frozen && cp -r codec frozen
-    learn talker $(left 2.5) --device $OTHER --data audio --codec frozen $TALKER_MORE &
-    codec $(left 1) --joint-steps $(cat codec/frozen)
+    codec ${TUNE:-$(left 1)} --joint-steps $(cat codec/frozen) &
+    wait $teacher # the talker learns from what is there when it begins
+    learn talker $(left 1.5) --device $OTHER --data audio --codec frozen $TALKER_MORE
     wait
     touch done
 }
