@@ -17,8 +17,8 @@ from mktts.common import checked_int, one_of
 from mktts.engine.admission import Admission
 from mktts.engine.capacity import machine_key
 from mktts.engine.engine import Engine
+from mktts.engine.lanes import SingleLanes
 from mktts.engine.runner import Runner, Voices
-from mktts.engine.single import SingleLanes
 from mktts.errors import BackendUnavailable, OptionsError
 from mktts.model.backend import Backend, default_dtype, device_named
 from mktts.model.oracle import TorchBackend
