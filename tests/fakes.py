@@ -473,7 +473,7 @@ def fake_synthesizer(
         batch = fake_batch(lanes, admission, prefix)
     first = single or batch
     made = Engine(single, batch, admission=admission)
-    return Synthesizer(made, first.voices.prompts, backend_name=first.lanes.name)
+    return Synthesizer(made, first.voices.prompts)
 
 
 def launched_ahead(synth: Synthesizer) -> int:

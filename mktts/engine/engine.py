@@ -67,11 +67,14 @@ class Engine:
         admission: Admission,
         cpu_threads: int | None = None,
         capacity_key: str = "",
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """One of `single` and `batch` may be None. later: makes `batch` when more streams are open than are made
         singly. admission: of the runners. cpu_threads: for torch's operators on the worker; None leaves torch's choice.
-        capacity_key: what a measured capacity is kept under.
+        capacity_key: what a measured capacity is kept under. device, dtype: of the model.
         """
+        self.backend_name, self.device, self.dtype = (single or batch).lanes.name, device, dtype
         self._capacity_key = capacity_key
         self.admission = admission
         self.on_gone: Callable[[], None] | None = None  # never called
