@@ -18,12 +18,11 @@ from torch import Tensor
 from mktts.codec.decoder import PendingPcm, PrimedStates
 from mktts.engine.admission import Admission, AdmissionLimits
 from mktts.engine.engine import Engine
-from mktts.engine.lanes import Copy, Made
+from mktts.engine.lanes import Copy, Made, SingleLanes
 from mktts.engine.options import SCHEDULE, Guard, StreamOptions
 from mktts.engine.pages import NO_OWNER, Pages
 from mktts.engine.runner import Runner, Voices
 from mktts.engine.scheduler import Tick, TickModel, TickSettings
-from mktts.engine.single import SingleLanes
 from mktts.engine.stream import Segment, Stream
 from mktts.errors import PromptError
 from mktts.model.backend import Frame, PromptRows
@@ -474,7 +473,7 @@ def fake_synthesizer(
         batch = fake_batch(lanes, admission, prefix)
     first = single or batch
     made = Engine(single, batch, admission=admission)
-    return Synthesizer(made, first.voices.prompts, backend_name=first.lanes.name)
+    return Synthesizer(made, first.voices.prompts)
 
 
 def launched_ahead(synth: Synthesizer) -> int:

@@ -35,7 +35,7 @@ def sendable(error: BaseException | None) -> BaseException | None:
 
 
 class StreamSink:
-    """Where a stream's chunks go: see `mktts.engine.stream.Sink`."""
+    """Where a stream's chunks go: see `Utterance`."""
 
     def __init__(self, id: int, child: Child) -> None:
         self._id, self._child = id, child

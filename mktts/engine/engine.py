@@ -30,7 +30,7 @@ from mktts.engine.admission import Admission, AdmissionLimits, Capacity
 from mktts.engine.options import SCHEDULE, Guard, Plan, StreamOptions
 from mktts.engine.runner import EngineStats, Runner, Voices
 from mktts.engine.script import FedScript, Script, WholeScript
-from mktts.engine.stream import EngineName, Notifier, Sink, StreamCounters, Utterance
+from mktts.engine.stream import EngineName, Notifier, StreamCounters, Utterance
 from mktts.errors import EngineError, SamplingError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
@@ -67,11 +67,14 @@ class Engine:
         admission: Admission,
         cpu_threads: int | None = None,
         capacity_key: str = "",
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """One of `single` and `batch` may be None. later: makes `batch` when more streams are open than are made
         singly. admission: of the runners. cpu_threads: for torch's operators on the worker; None leaves torch's choice.
-        capacity_key: what a measured capacity is kept under.
+        capacity_key: what a measured capacity is kept under. device, dtype: of the model.
         """
+        self.backend_name, self.device, self.dtype = (single or batch).lanes.name, device, dtype
         self._capacity_key = capacity_key
         self.admission = admission
         self.on_gone: Callable[[], None] | None = None  # never called
@@ -102,7 +105,7 @@ class Engine:
         *,
         paced: bool = True,
         engine: EngineName | None = None,
-        sink: Sink | None = None,
+        sink: Any = None,
     ) -> Utterance:
         """A stream of known text: one checked request a segment, and pauses between them. started_s: of the call
         that timings count from. engine: the lanes; None chooses. paced, sink: see `Utterance`.
@@ -113,7 +116,7 @@ class Engine:
         self._begin(utterance, lambda voices: WholeScript(parts, voices.build, started_s), engine)
         return utterance
 
-    def reserve(self, plan: Plan, *, paced: bool = True, sink: Sink | None = None) -> Utterance:
+    def reserve(self, plan: Plan, *, paced: bool = True, sink: Any = None) -> Utterance:
         """A stream whose text is to come; the worker knows of it from `begin_fed` on. Raises as `submit`."""
         utterance = Utterance(plan, self._inbox, self._notifier, paced, sink)
         with self._lock:
@@ -122,8 +125,8 @@ class Engine:
         return utterance
 
     def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> FedScript:
-        """As `mktts.engine.stream.StreamEngine`. request: checked, without text. max_chars: of a segment. Raises as
-        `submit`."""
+        """Begins a reserved stream with `texts`, as `FedScript.feed` takes them; returns what further text is fed
+        through. request: checked, without text. max_chars: of a segment. Raises as `submit`."""
 
         def script_of(voices: Voices) -> FedScript:
             script = voices.later(request, max_chars)

@@ -6,17 +6,24 @@ it back. One thread owns the lanes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from mktts.codec.decoder import CodecDecoder, CodecState, PendingPcm, PrimedStates
+from mktts.codec.graphs import GraphedCodec
 from mktts.codec.packed import Precision
 from mktts.engine.pages import Copy, Pages
 from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
+from mktts.model.backend import Backend, Frame
 from mktts.model.voice import Voice
+from mktts.spec import NUM_CODEBOOKS
 
 
 class Made(NamedTuple):
@@ -75,3 +82,132 @@ class Lanes(Protocol):
 
     def collect(self, launched: Any) -> Made:
         """Waits for the oldest launched tick. A lane of a slot that had ended before it is `ended` again."""
+
+
+MAX_FRAMES_AHEAD = 4  # of one launch: the longest wait of a stream that arrives during it, 6 ms on an H200
+SLOTS = 1_024  # streams that take turns; more wait for one of them to end
+
+
+class OneLane:
+    """What lanes of width 1 have in common: streams take turns, and a tick is over when it was launched."""
+
+    alone = overlaps = deterministic = decodes_beside = False
+    precision = "full"
+    pages = None
+    slots = SLOTS
+    settings = TickSettings.one()
+    model = TickModel(constant_s=1e-3, lane_s=0.0, row_s=0.0, attention_s=0.0)
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """There are no shared pages."""
+
+    def collect(self, launched: Made) -> Made:
+        return launched
+
+
+@dataclass
+class _Slot:
+    """reference: codes that the codec hears first. state: the backend's, of the segment. ahead: frames of one launch of
+    which some are to come. queued: the first chunk, decoded behind its frame's launch."""
+
+    reference: Tensor | None
+    codec_state: CodecState | None = None
+    segment: Segment | None = None
+    state: Any = None
+    ahead: Iterator[Frame] | None = None
+    ahead_frames: int = 0
+    queued: PendingPcm | None = None
+
+
+@dataclass
+class SingleLanes(OneLane):
+    """See `mktts.engine.lanes.Lanes`. positions: of one segment, prompt and frames together. decodes_beside: whether
+    the codec works beside the host, so that waiting for it at once would waste time."""
+
+    backend: Backend
+    codec: CodecDecoder | GraphedCodec
+    positions: int
+    decodes_beside: bool = False
+    primed: PrimedStates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.primed = PrimedStates(self.codec)
+        # Whether a frame can be decoded behind its launch, before the host has its codes.
+        self._queues = hasattr(self.backend, "codes_to_come") and hasattr(self.codec, "submit_unmade")
+        self._slots: dict[int, _Slot] = {}
+
+    @property
+    def name(self) -> str:
+        return self.backend.name
+
+    def enter(self, slot: int, reference: Tensor | None) -> None:
+        self._slots[slot] = _Slot(reference)
+
+    def forget(self, voice: Voice) -> None:
+        self.backend.forget(voice)
+        if voice.codes is not None:
+            self.primed.forget(voice.codes)
+
+    def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
+        """The backend starts it with the tick of its first frame."""
+        self._slots[slot].segment = segment
+
+    def leave(self, slot: int) -> None:
+        here = self._slots.pop(slot, None)
+        if here and here.ahead:
+            here.ahead.close()
+
+    def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Made:
+        """Makes the frame. Raises what the backend raises."""
+        here = self._slots[int(tick.lanes[0])]
+        begun_s = time.perf_counter()
+        if tick.new_lanes:
+            segment = here.segment
+            here.state = self.backend.start(segment.prompt, segment.sampling, segment.seed, segment.max_frames)
+            segment.stream.chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
+        frame = self._frame(here, rows[0])
+        ended = frame.codes is None
+        codes = np.zeros((1, NUM_CODEBOOKS), np.int64) if ended else np.asarray(frame.codes)[None]
+        if ended:
+            here.state = None
+        took_s = (frame.talker_ms + frame.predictor_ms) / 1e3
+        return Made(codes, np.array([ended]), None, took_s, predictor_s=frame.predictor_ms / 1e3)
+
+    def submit(self, slot: int, frames: list[Any]) -> PendingPcm:
+        """Begins to decode the next frames, (16,) each, of the stream in `slot`."""
+        here = self._slots[slot]
+        if here.queued is not None:
+            queued, here.queued = here.queued, None
+            return queued
+        self._open_codec(here)
+        return self.codec.submit(torch.as_tensor(np.stack(frames)), here.codec_state)
+
+    def _frame(self, here: _Slot, row: Tensor | None) -> Frame:
+        """The next frame; several are asked for at once where no other stream waits and their inputs are known."""
+        backend = self.backend
+        if not here.ahead:
+            chunker = here.segment.stream.chunker
+            first = here.codec_state is None and not chunker.pending_frames
+            if first and chunker.missing_frames == 1 and self._queues:
+                return backend.step(here.state, row, meanwhile=lambda: self._queue_decoding(here))
+            rows = here.segment.stream.rows_ahead(MAX_FRAMES_AHEAD) if self.alone else [row]
+            if len(rows) == 1:
+                return backend.step(here.state, row)
+            here.ahead, here.ahead_frames = backend.frames(here.state, rows), len(rows)
+        frame = next(here.ahead)
+        here.ahead_frames -= 1
+        if not here.ahead_frames or frame.codes is None:
+            here.ahead.close()
+            here.ahead = None
+        return frame
+
+    def _queue_decoding(self, here: _Slot) -> None:
+        """The first frame's, which is a chunk by itself. It has codes: no stream ends before MIN_NEW_FRAMES."""
+        self._open_codec(here)
+        codes = self.backend.codes_to_come(here.state)[None]
+        here.queued = self.codec.submit_unmade(codes, here.codec_state)
+
+    def _open_codec(self, here: _Slot) -> None:
+        if here.codec_state is None:
+            reference = here.reference
+            here.codec_state = self.codec.start() if reference is None else self.primed.of(reference).copy()

@@ -8,7 +8,6 @@ a lane of t + 1 useless (the speech had ended): it is dropped.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from bisect import bisect_left
 from collections import deque
@@ -151,7 +150,6 @@ class Runner:
         self._ticks = TickTimes()
         self._pace = TickPace(lanes.model, lanes.settings.max_lanes)
         self.reference_model: TickModel | None = None  # of the measured capacity: what ticks are expected to take
-        self._read_s = -math.inf  # when the last tick was
         self._reset()
         admission.listeners.append(self.count_listeners)
 
@@ -165,8 +163,8 @@ class Runner:
         self._textless: set[Utterance] = set()  # not admitted: their text has not come
         self._queued: set[Utterance] = set()
         self._awake: dict[int, Utterance] = {}  # those of `_streams` that are looked at before every tick
-        self._begun: set[int] = set()  # slots that have memory for a segment
         self._asleep: dict[Utterance, int] = {}  # the others, with their slots: they wait for text, and an update
+        self._begun: set[int] = set()  # slots that have memory for a segment
         self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[Running] = deque()  # two at most, and one between two turns
         self._freed = False  # a stream has ended, or is not read any more, since the queue was looked at

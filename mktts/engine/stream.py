@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -101,16 +101,6 @@ class Segment:
         return cls(PromptRows(rows), sampling, seed, MAX_SEGMENT_FRAMES, None)
 
 
-class Sink(Protocol):
-    """Takes what is made instead of a consumer's queue: of a stream whose consumer is in another process."""
-
-    def put(self, state: Utterance, chunk: Chunk | None, at_once: bool) -> None:
-        """A chunk, None at the end; `at_once` from another thread than the worker's."""
-
-    def idle(self, state: Utterance) -> None:
-        """`state.idle` has changed."""
-
-
 class Utterance:
     """One stream between the worker, which makes it, and its consumer, which takes its chunks.
 
@@ -130,9 +120,11 @@ class Utterance:
         inbox: SimpleQueue[Any],
         notifier: Notifier | None = None,
         paced: bool = True,
-        sink: Sink | None = None,
+        sink: Any = None,
     ) -> None:
-        """notifier: None wakes an event loop at once. sink: gets the chunks instead of `take`."""
+        """notifier: None wakes an event loop at once. sink: for a consumer in another process, instead of `take`: its
+        `put` gets the stream, a chunk or None at the end, and whether another thread than the worker's calls; its
+        `idle` is called where that changes."""
         self.plan, self.paced, self.sink = plan, paced, sink
         self.codes: list[Tensor | np.ndarray] = []
         self.cancelled = False
@@ -492,21 +484,13 @@ def _set(waiters: Sequence[asyncio.Future[None]]) -> None:
 # ---- what a consumer holds
 
 
-class StreamEngine(Protocol):
-    """The engine, as far as a session knows it."""
-
-    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> FedScript:
-        """The first visible text has come, with the last of `texts`, which `FedScript.feed` takes: returns what further
-        text is fed through."""
-
-
 class Stream:
     """Chunks of one utterance, in order, made while they are taken. Iterate with `for` or with `async for`, one
     consumer at a time. Leaving the `with` block, `close`, `aclose`, dropping the object, an exception while waiting
     (Ctrl-C), and cancelling the task that waits all end the generation within one frame. What fails inside is raised
     here. seed: what every draw follows from; the same seed and text give the same speech."""
 
-    def __init__(self, engine: StreamEngine, utterance: Utterance) -> None:
+    def __init__(self, engine: Any, utterance: Utterance) -> None:
         self.seed = utterance.plan.seed
         self._engine = engine  # kept: dropping the synthesizer must not end a stream that is being read
         self._utterance = utterance
@@ -630,7 +614,7 @@ class Session(Stream):
 
     def __init__(
         self,
-        engine: StreamEngine,
+        engine: Any,
         utterance: Utterance,
         request: Request,
         max_chars: int,

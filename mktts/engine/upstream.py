@@ -26,11 +26,10 @@ from torch import Tensor
 
 from mktts.codec.decoder import PendingPcm
 from mktts.common import checked_int
-from mktts.engine.lanes import Made
+from mktts.engine.lanes import Made, OneLane
 from mktts.engine.options import FinishReason, GuardState
 from mktts.engine.pages import Copy
 from mktts.engine.scheduler import Tick
-from mktts.engine.single import OneLane
 from mktts.engine.stream import Segment
 from mktts.errors import BackendUnavailable, CapacityError, MkttsError, PromptError
 from mktts.model.prompt import PromptBuilder, Request

@@ -28,7 +28,7 @@ from mktts.kernel.launch import (
     set_choice,
     wait_for_frame,
 )
-from mktts.kernel.prompts import KernelPrefill
+from mktts.kernel.prefill import KernelPrefill
 from mktts.kernel.tape import model_weights
 from mktts.kernel.tape_stack import TapeRows, TapeStack
 from mktts.model.backend import CODE_EMBEDDINGS, Frame, PromptRows, check_start, no_number

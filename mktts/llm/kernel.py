@@ -23,7 +23,7 @@ from mktts.kernel.launch import (
     pinned_words,
     set_choice,
 )
-from mktts.kernel.prompts import KernelPrefill, kept_of_cache
+from mktts.kernel.prefill import KernelPrefill, kept_of_cache
 from mktts.kernel.tape import pack_wide_head, stack_weights
 from mktts.llm.backend import After, TextBackend, check_start
 from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig

@@ -17,8 +17,8 @@ from mktts.common import checked_int, one_of
 from mktts.engine.admission import Admission
 from mktts.engine.capacity import machine_key
 from mktts.engine.engine import Engine
+from mktts.engine.lanes import SingleLanes
 from mktts.engine.runner import Runner, Voices
-from mktts.engine.single import SingleLanes
 from mktts.errors import BackendUnavailable, OptionsError
 from mktts.model.backend import Backend, default_dtype, device_named
 from mktts.model.oracle import TorchBackend
@@ -78,13 +78,11 @@ def load_engine(checkpoint: Checkpoint, wanted: Loading, threads: int | None) ->
     admission = Admission()
     made_for = (checkpoint.folder.resolve(), checkpoint.revision, wanted.dtype, wanted.backend, wanted.batch)
     key = "; ".join(map(str, (machine_key(wanted.device, threads), *made_for)))
+    single = batch = later = None
     if wanted.backend == "upstream":
         single = _upstream_runner(checkpoint, wanted, admission)
-        return Engine(single, None, admission=admission, cpu_threads=threads, capacity_key=key)
-    single = (
-        single_runner(wanted.backend, checkpoint, wanted.device, wanted.dtype, admission) if wanted.single else None
-    )
-    batch = later = None
+    elif wanted.single:
+        single = single_runner(wanted.backend, checkpoint, wanted.device, wanted.dtype, admission)
     cuda = wanted.device.type == "cuda"
     if wanted.together and (single is None or not cuda):
         # Where the CPU is slower than speech for one stream, two copies of the weights would serve nobody.
@@ -94,7 +92,16 @@ def load_engine(checkpoint: Checkpoint, wanted: Loading, threads: int | None) ->
         later = partial(batch_runner, checkpoint, wanted, single, admission)
     if cuda:
         torch.cuda.empty_cache()  # packing weights takes what serving does not need: 300 MiB at 0.6B
-    return Engine(single, batch, later, admission=admission, cpu_threads=threads, capacity_key=key)
+    return Engine(
+        single,
+        batch,
+        later,
+        admission=admission,
+        cpu_threads=threads,
+        capacity_key=key,
+        device=wanted.device,
+        dtype=wanted.dtype,
+    )
 
 
 def step_backend(name: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Backend:

@@ -89,22 +89,17 @@ class Synthesizer:
         self,
         engine: Engine | RemoteEngine,
         prompts: PromptBuilder,
-        *,
-        backend_name: str,
-        sampling: Sampling | None = None,
         checkpoint: Checkpoint | None = None,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
         lexicon: Lexicon | None = None,
     ) -> None:
         """`load` is the usual way in. prompts: checks requests. `front_end` is what the checkpoint has its text read
         by, or None. lexicon: what is said for words."""
         self.engine = engine
         self.checkpoint = checkpoint
-        self.backend_name = backend_name
-        self.device = torch.device(device)
-        self.dtype = dtype
-        self.sampling = sampling or Sampling()
+        self.backend_name = engine.backend_name
+        self.device = torch.device(engine.device)
+        self.dtype = engine.dtype
+        self.sampling = checkpoint.sampling() if checkpoint else Sampling()
         longest = checkpoint.longest_text_chars() if checkpoint else None
         self._whole_chars = segment_chars(longest, fed=False)
         self._fed_chars = segment_chars(longest, fed=True)
@@ -155,17 +150,8 @@ class Synthesizer:
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = open_checkpoint(checkpoint)
         made = load_engine(checkpoint, wanted, cpu_threads or default_cpu_threads(checkpoint))
-        first = next(iter(made.runners.values()))
-        synthesizer = cls(
-            made,
-            first.voices.prompts,
-            backend_name=first.lanes.name,
-            sampling=checkpoint.sampling(),
-            checkpoint=checkpoint,
-            device=wanted.device,
-            dtype=wanted.dtype,
-            lexicon=words,
-        )
+        prompts = next(iter(made.runners.values())).voices.prompts
+        synthesizer = cls(made, prompts, checkpoint, words)
         try:
             synthesizer.measure_capacity(only_kept=engine != "batch")
         except BaseException:
@@ -186,16 +172,7 @@ class Synthesizer:
         prompts = PromptBuilder(checkpoint.config, tensors, tokenizer, "cpu", torch.bfloat16)
         lexicon = Lexicon.of(settings.get("lexicon"))
         engine = RemoteEngine(name, revision, settings | {"lexicon": None})
-        return cls(
-            engine,
-            prompts,
-            backend_name=engine.backend_name,
-            sampling=checkpoint.sampling(),
-            checkpoint=checkpoint,
-            device=engine.device,
-            dtype=engine.dtype,
-            lexicon=lexicon,
-        )
+        return cls(engine, prompts, checkpoint, lexicon)
 
     def stream(self, text: str, **settings: Unpack[StreamSettings]) -> Stream:
         """Starts to speak `text` and returns at once; the stream is an iterator and an async iterator of chunks.

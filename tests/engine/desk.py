@@ -14,9 +14,9 @@ from fakes import OFF, PATIENT, FakeBackend, FakeCodec, FakeLanes, fake_batch, f
 
 from mktts.engine import runner
 from mktts.engine.admission import Admission, AdmissionLimits
+from mktts.engine.lanes import SingleLanes
 from mktts.engine.options import Chunk, Plan, StreamOptions
 from mktts.engine.script import FedScript, Script, WholeScript
-from mktts.engine.single import SingleLanes
 from mktts.engine.stream import Utterance
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling

@@ -12,8 +12,8 @@ from served import until
 
 from mktts.engine.admission import AdmissionLimits
 from mktts.engine.engine import SINGLE_STREAMS
+from mktts.engine.lanes import MAX_FRAMES_AHEAD
 from mktts.engine.runner import TICK_BOUNDS_S, TickTimes
-from mktts.engine.single import MAX_FRAMES_AHEAD
 from mktts.errors import BackendUnavailable, BusyError, CheckpointError, OptionsError, SamplingError
 from mktts.model.sampling import Sampling
 from mktts.synth.loading import Loading

@@ -11,8 +11,8 @@ from desk import Desk, alone, chunks_of, fails_at, frames_of
 from fakes import OFF, ONE, FakeBackend, FakeCodec
 
 from mktts.engine.admission import HELD_S, AdmissionLimits
+from mktts.engine.lanes import SingleLanes
 from mktts.engine.scheduler import TickSettings
-from mktts.engine.single import SingleLanes
 from mktts.errors import CapacityError, EngineError, PromptError
 
 HELD = replace(ONE, buffer_frames=2)  # a stream that waits for its reader after two frames

@@ -234,13 +234,6 @@ def test_nobody_starves_even_beyond_the_capacity(paced):
 @pytest.mark.parametrize(
     ("error", "make"),
     [
-        *((OptionsError, partial(TickSettings, **wrong)) for wrong in (
-            {"few_lanes": 0}, {"min_rows": 2_000}, {"max_tick_s": 0.09}, {"lead_s": 0.01}, {"fill_lead_s": 0.1},
-            {"buckets": ((512, 0), (8, 1_024))},
-        )),
-        *((OptionsError, partial(TickModel, *wrong)) for wrong in (
-            (-1e-3, 0, 0, 0), (0, 0, 1e-6, 0), (float("nan"), 0, 0, 0), (float("inf"), 0, 0, 0),
-        )),
         *((OptionsError, partial(AdmissionLimits, **wrong)) for wrong in (
             {"max_streams": 0}, {"min_streams": 0}, {"max_waiting": -1}, {"max_wait_s": -1.0},
         )),

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import mktts.kernel
 from mktts.errors import BackendUnavailable, CapacityError, PromptError
-from mktts.kernel.prefill import ROW_BUCKETS, FusedRows, PlainRows, Prefill, row_kernels
-from mktts.kernel.prompts import copy_into_cache
+from mktts.kernel.prefill import ROW_BUCKETS, FusedRows, PlainRows, Prefill, copy_into_cache, row_kernels
 from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack, rms_norm
 

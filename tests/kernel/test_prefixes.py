@@ -8,8 +8,7 @@ import torch
 
 from mktts.checkpoint import open_checkpoint
 from mktts.errors import PromptError
-from mktts.kernel.prefill import Prefill
-from mktts.kernel.prompts import PrefixCache
+from mktts.kernel.prefill import Prefill, PrefixCache
 from mktts.measure.parity.upstream import made_up_voice
 from mktts.model.prompt import FedPrompt, Prompt, PromptBuilder, Request
 from mktts.model.qwen3 import Qwen3Stack

@@ -13,8 +13,7 @@ from torch import Tensor
 from mktts.errors import CapacityError
 from mktts.kernel import grid
 from mktts.kernel.grid import Shape, choose_shape
-from mktts.kernel.prefill import Prefill
-from mktts.kernel.prompts import KernelPrefill
+from mktts.kernel.prefill import KernelPrefill, Prefill
 from mktts.kernel.tape import pack_layer, pack_rows, unpack, unpack_layer
 from mktts.kernel.tape_stack import KERNELS, MOST_POSITIONS, ROWS, TapeRows
 from mktts.measure.inspection import config_at

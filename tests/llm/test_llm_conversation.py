@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from mktts.errors import CheckpointError, TextError
-from mktts.kernel.prefill import Prefill
-from mktts.kernel.prompts import KernelPrefill, copy_into_cache, kept_of_cache
+from mktts.kernel.prefill import KernelPrefill, Prefill, copy_into_cache, kept_of_cache
 from mktts.llm.decoder import TextDecoder
 from mktts.llm.tokens import ChatTemplate, Message
 from mktts.model.qwen3 import Qwen3Stack

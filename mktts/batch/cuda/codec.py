@@ -243,17 +243,15 @@ def _prepared(weights: CodecWeights) -> CodecWeights:
 
 
 def _triton_kernels(device: torch.device) -> tuple[ModuleType, ModuleType]:
-    try:
-        from mktts.batch.cuda.kernels import codec_products, codec_rows
-    except ImportError as error:
-        raise BackendUnavailable(f"the batched codec needs triton: {error}") from None
     if device.type != "cuda":
         raise BackendUnavailable(f"the batched codec needs a CUDA device, got {device}")
     try:  # triton compiles its launchers with the machine's own compiler: better found wanting here than in a tick
+        from mktts.batch.cuda.kernels import codec_products, codec_rows
+
         some = torch.zeros(2, 16, device=device)
         launch(codec_rows.norm, (1,), some[0], some[1].view(torch.float16), 1e-5, WIDTH=16, BLOCK=16)
-    except Exception as error:  # whatever triton, its compiler or its cache folder raise
+    except Exception as error:  # whatever triton, its compiler or its cache folder raise, or an import without triton
         raise BackendUnavailable(
-            f"triton cannot build the batched codec's kernels here ({type(error).__name__}: {error})"
+            f"the batched codec needs triton, which cannot build its kernels here ({type(error).__name__}: {error})"
         ) from error
     return codec_products, codec_rows

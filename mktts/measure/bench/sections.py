@@ -30,7 +30,7 @@ from mktts.model.sampling import Sampling
 from mktts.spec import CODEBOOK_SIZE, FRAME_MS, FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLE_RATE_HZ
 
 if TYPE_CHECKING:
-    from mktts.engine.single import SingleLanes
+    from mktts.engine.lanes import SingleLanes
 
 WORDS = "The quick brown fox jumps over the lazy dog and then it runs home to sleep for the rest of a long day"
 SENTENCE = "The quick brown fox jumps over the lazy dog while a farmer watches from home."  # 15 words
