@@ -10,11 +10,13 @@ RUN apt-get update && apt-get install -y --no-install-recommends make python3-ve
 RUN useradd --create-home --home-dir /srv/mktts mktts
 WORKDIR /srv/mktts
 USER mktts
+# What the installation reads, and no more: another line of Python does not install PyTorch again.
 COPY --chown=mktts Makefile pyproject.toml requirements.txt README.md LICENSE NOTICE ./
-COPY --chown=mktts csrc csrc
-COPY --chown=mktts mktts mktts
+COPY --chown=mktts mktts/__init__.py mktts/
 # Compiled kernels and downloaded checkpoints: a volume mounted there belongs to the same user.
 RUN mkdir .cache && PIP_NO_CACHE_DIR=1 make setup CPU=$CPU EXTRAS=server$(test "$CPU" = 1 || echo ,gpu)
+COPY --chown=mktts csrc csrc
+COPY --chown=mktts mktts mktts
 ENV TRITON_HOME=/srv/mktts/.cache
 
 EXPOSE 8000

@@ -120,10 +120,13 @@ def test_every_line_runs_in_a_bare_debian_and_the_server_speaks(bare):
             env |= dict([rest.split("=", 1)])
         elif name == "COPY":
             *sources, into = rest.split()[1:]
+            target = bare.root / folder[1:] / into
+            target.mkdir(exist_ok=True)
             for source in sources:
-                target = bare.root / folder[1:] / into / ("" if (ROOT / source).is_dir() else source)
-                copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
-                copy(ROOT / source, target)
+                if (ROOT / source).is_dir():
+                    shutil.copytree(ROOT / source, target, dirs_exist_ok=True)
+                else:
+                    shutil.copy(ROOT / source, target)
             subprocess.run(["chroot", bare.root, "chown", "-R", f"{user}:", folder], check=True)
     serve = "exec " + shlex.join(json.loads(of("ENTRYPOINT")[0]))
     (check,) = (json.loads(rest.partition("CMD ")[2]) for rest in of("HEALTHCHECK"))

@@ -215,6 +215,8 @@ function copy() {
 }
 
 $("form").onsubmit = tried(speak);
+// What is wrong with a field is shown beside it, unless it is folded away.
+$("form").addEventListener("invalid", ({ target }) => ((target.closest("details") ?? {}).open = true), true);
 $("keep").onclick = tried(keep);
 $("delete").onclick = tried(remove);
 $("voices").onchange = choose;
