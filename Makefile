@@ -1,13 +1,14 @@
 # mktts needs Python 3.11 to 3.14 and make; everything else is installed into .venv by the first target you run.
 # Settings: CPU=1 (PyTorch without CUDA, which saves gigabytes), TORCH_INDEX=URL (another PyTorch wheel index, for
-# another CUDA version), PYTHON=python3.12 (which Python), RUN_ARGS / BENCH_ARGS / LOAD_ARGS / PYTEST_ARGS (passed on),
-# VENV=folder.
+# another CUDA version), EXTRAS=server,gpu (of pyproject.toml, and no more than these), PYTHON=python3.12 (which Python),
+# RUN_ARGS / BENCH_ARGS / LOAD_ARGS / PYTEST_ARGS (passed on), VENV=folder.
 
 # A system's python3 may be older, or so new that packages have no wheels for it: any other that fits is taken then.
 PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
   $$name -c '$(FITS)' 2>/dev/null && echo $$name && exit; done; echo python3)
 VENV ?= .venv
 CPU ?=
+EXTRAS ?=
 TORCH_INDEX ?= $(if $(filter 1,$(CPU)),https://download.pytorch.org/whl/cpu)
 RUN_ARGS ?=
 BENCH_ARGS ?=
@@ -57,7 +58,8 @@ $(STAMP): requirements.txt pyproject.toml
 	@rm -f $(STAMP)
 	@$(BIN)/python -c '$(FITS)' 2>/dev/null && $(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(if $(TORCH_INDEX),$(PIP) install --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)")
-	$(PIP) install -r requirements.txt
+	$(if $(EXTRAS),sed '/^-e/d; s/\[.*\]==/==/' requirements.txt > $(VENV)/pins.txt)
+	$(PIP) install $(if $(EXTRAS),-c $(VENV)/pins.txt -e ".[$(EXTRAS)]",-r requirements.txt)
 	@touch $(STAMP)
 
 run: $(STAMP) ## every notebook in order; results under outputs/

@@ -14,9 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP_LEVEL = {
-    ".ci", ".devcontainer", ".gitattributes", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "LOG.md",
-    "Makefile", "NOTICE", "README.md", "SECURITY.md", "csrc", "docs", "mktts", "notebooks", "outputs", "pyproject.toml",
-    "requirements.txt", "tests",
+    ".ci", ".devcontainer", ".gitattributes", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "Dockerfile", "LICENSE",
+    "LOG.md", "Makefile", "NOTICE", "README.md", "SECURITY.md", "compose.yaml", "csrc", "docs", "mktts", "notebooks",
+    "outputs", "pyproject.toml", "requirements.txt", "tests",
 }  # fmt: skip
 PROSE = {
     "CHANGELOG.md", "CONTRIBUTING.md", "LOG.md", "README.md", "SECURITY.md", "csrc/README.md",

@@ -26,6 +26,7 @@ ROOM_EXTRAS = {
     "server": ("server",),
     "pipecat": ("agent",),
     "agent": ("agent",),
+    "livekit.py": ("livekit",),
     "training": ("train",),
 }
 EACH = [(system, python) for system in SYSTEMS for python in PYTHONS]
@@ -69,7 +70,9 @@ def test_messages_name_extras_as_a_checkout_installs_them():
 
 def test_a_file_imports_nothing_but_what_is_installed_for_it():
     """Of a room: the core and the room's extras. Of the tests: requirements.txt. Wherever the import stands."""
-    modules = {"ipython": "IPython", "pillow": "PIL", "pipecat-ai": "pipecat", "pyzmq": "zmq"}  # of distributions
+    modules = {  # of distributions
+        "ipython": "IPython", "livekit-agents": "livekit", "pillow": "PIL", "pipecat-ai": "pipecat", "pyzmq": "zmq",
+    }  # fmt: skip
 
     @cache
     def known(of_tests: bool, room: str) -> set[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, WebSocket
+from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 from loguru import logger
 from pipecat.pipeline.worker import PipelineWorker
@@ -24,6 +25,7 @@ from mktts.agent.settings import AgentSettings
 from mktts.agent.stt import load_stt
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.server.access import AccessMiddleware
+from mktts.server.app import PAGE as SERVERS_PAGE
 from mktts.server.graceful import GracefulServer
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -99,6 +101,11 @@ def create_app(
 
     if has_webrtc:
         _add_webrtc(app, sessions)
+
+    @app.get("/base.css")
+    async def base_style() -> FileResponse:
+        return FileResponse(SERVERS_PAGE / "base.css")
+
     app.mount("/", StaticFiles(directory=PAGE, html=True, check_dir=False))
     return app
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from contextlib import suppress
 
@@ -143,6 +144,8 @@ async def test_what_is_typed_is_answered_without_a_microphone_and_interrupts_the
 
 def test_the_page_is_served_alone_and_learns_what_it_talks_to(url):
     assert "<html" in httpx.get(url + "/").raise_for_status().text
+    for loaded in re.findall(r'(?:href|src)="(\w[^":]+)"', httpx.get(url + "/").text):
+        assert httpx.get(f"{url}/{loaded}").status_code == 200, loaded
     assert httpx.get(f"{url}/../web.py").status_code == 404
     config = httpx.get(f"{url}/agent/config").raise_for_status().json()
     assert config["stt"].startswith("pocketsphinx") and config["random_weights"]

@@ -1,17 +1,23 @@
 """`/tts/ws` in process: text as it is written, several utterances, cancel, limits, messages that make no sense."""
 
 import json
+import re
+import subprocess
+import sys
+import wave
+from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_synthesizer import noise
+from fake_synthesizer import FakeSynthesizer, noise
 from fastapi import WebSocketDisconnect
-from served import first_speaker
+from served import first_speaker, served
 
 from mktts.audio import to_pcm16
 from mktts.server.limits import Limits
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 
+DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 PIECES = ["Hel", "lo the", "re, who", "ever you are.", " Good", " morning."]
 
 
@@ -172,3 +178,14 @@ def test_a_failure_is_told_with_the_record(api):
         finished = say(socket, max_frames=20)[2]
     assert (finished["finish_reason"], finished["error"]["code"]) == ("error", "engine_error")
     assert finished["error"]["request_id"] == finished["id"] and "gone" not in json.dumps(finished)
+
+
+def test_the_documented_client_speaks(tiny, tmp_path):
+    (code,) = re.findall(r"```py\n(import asyncio.*?)```", DOCUMENT, re.DOTALL)
+    with served(FakeSynthesizer(tiny), Limits(max_duration_s=4 / FRAME_RATE_HZ)) as server:
+        code = code.replace("ws://127.0.0.1:8000", server.url.replace("http", "ws"))
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert server.watched.streams[0]._fed == "Good morning, everyone."
+    with wave.open(str(tmp_path / "speech.wav")) as spoken:
+        assert (spoken.getframerate(), spoken.readframes(100_000)) == (SAMPLE_RATE_HZ, to_pcm16(noise(7, 4)))

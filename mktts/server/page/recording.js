@@ -2,7 +2,7 @@
 const LONGEST_MS = 60_000;
 
 export function recordings({ file, record, drop, status }) {
-  let blob = null, name = "", recorder = null, timer = null;
+  let blob = null, recorder = null, timer = null;
 
   function show(text) {
     status.textContent = text;
@@ -12,7 +12,6 @@ export function recordings({ file, record, drop, status }) {
 
   function take(found, called) {
     blob = found;
-    name = called;
     show(blob ? `${called}, ${Math.ceil(blob.size / 1024)} KiB` : "No recording.");
   }
 
@@ -50,7 +49,6 @@ export function recordings({ file, record, drop, status }) {
   };
   return {
     blob: () => blob,
-    name: () => name,
     async dataUrl() {
       const bytes = new Uint8Array(await blob.arrayBuffer());
       let text = "";

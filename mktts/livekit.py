@@ -1,0 +1,199 @@
+"""Qwen3-TTS as LiveKit's text to speech (livekit-agents 1.8), from a server or in this process:
+
+    from mktts.livekit import TTS
+
+    session = AgentSession(tts=TTS("http://127.0.0.1:8000", voice="vivian"), ...)
+
+LiveKit runs each job in a process of its own: behind `python -m mktts serve` one model serves all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+try:
+    from livekit.agents import DEFAULT_API_CONNECT_OPTIONS as _USUAL
+    from livekit.agents import APIConnectionError, APIConnectOptions, APIStatusError, utils
+    from livekit.agents import tts as framework
+except ModuleNotFoundError:
+    message = "mktts.livekit needs the package livekit-agents: pip install livekit-agents==1.8.9"
+    raise ModuleNotFoundError(message, name="livekit") from None
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidStatus, WebSocketException
+
+from mktts.engine.options import StreamOptions
+from mktts.engine.stream import Session
+from mktts.errors import EngineError, MkttsError, OptionsError
+from mktts.model.voice import Voice
+from mktts.spec import SAMPLE_RATE_HZ
+from mktts.synth import Synthesizer
+
+Speech = tuple[Coroutine[Any, Any, None], AsyncIterator[bytes]]  # what feeds it, and its 16-bit PCM
+
+_PCM = {"sample_rate": SAMPLE_RATE_HZ, "num_channels": 1}
+_SILENCE = bytes(2 * SAMPLE_RATE_HZ // 50)  # for text without a word, where no sound at all counts as a failure
+_BAD_REQUEST, _FAILED = 400, 500  # LiveKit tries again after the second
+_STATUS = {"invalid_request_error": _BAD_REQUEST, "rate_limit_error": 429}  # by the server's type of an error
+
+
+class TTS(framework.TTS):
+    """The `tts` of an AgentSession, token by token. Its streams raise APIStatusError and APIConnectionError."""
+
+    def __init__(
+        self,
+        source: Synthesizer | str,
+        *,
+        api_key: str | None = None,
+        voice: str | Voice | None = None,
+        language: str = "auto",
+        instruct: str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Connects to nothing yet.
+
+        source: the address that a server prints, or a synthesizer, which its caller loads and closes. api_key: of the
+        server. voice: the name of a speaker, of a server any of its voices, or with a synthesizer a `Voice`; None takes
+        the first. language, instruct, seed: as `StreamSettings`. Markup is taken out of the text.
+        Raises OptionsError for what is no address.
+        """
+        super().__init__(capabilities=framework.TTSCapabilities(streaming=True), **_PCM)
+        style = {"language": language, "instruct": instruct, "seed": seed}
+        self._synthesizer = None if isinstance(source, str) else source
+        if self._synthesizer is not None:
+            style["voice" if isinstance(voice, Voice) else "speaker"] = voice
+            self._style = {**style, "options": StreamOptions(markup="strip")}
+        elif found := re.fullmatch(r"(?:http|ws)(s?)://([^?#]+?)/*", source):
+            self._address = f"ws{found[1]}://{found[2]}/tts/ws"
+            self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+            style |= {"speaker": voice, "markup": "strip"}
+            self._style = {key: value for key, value in style.items() if value is not None}
+        else:
+            raise OptionsError(f"expected an address such as http://127.0.0.1:8000, got {source!r}")
+        self._sockets = utils.ConnectionPool(connect_cb=self._connect, close_cb=ClientConnection.close)
+
+    @property
+    def provider(self) -> str:
+        return "mktts"
+
+    def synthesize(self, text: str, *, conn_options: APIConnectOptions = _USUAL) -> framework.ChunkedStream:
+        return self._synthesize_with_stream(text, conn_options=conn_options)
+
+    def stream(self, *, conn_options: APIConnectOptions = _USUAL) -> framework.SynthesizeStream:
+        return SpokenTokens(tts=self, conn_options=conn_options)
+
+    def prewarm(self) -> None:
+        """Connects to the server, so that the first utterance need not."""
+        if self._synthesizer is None:
+            self._sockets.prewarm()
+
+    async def aclose(self) -> None:
+        await self._sockets.aclose()
+
+    @asynccontextmanager
+    async def speech(self, tokens: AsyncIterator[str], timeout_s: float) -> AsyncIterator[Speech]:
+        """What speaks `tokens`; leaving the block ends it. timeout_s: to connect."""
+        with _livekits_errors():
+            if self._synthesizer is None:
+                async with self._sockets.connection(timeout=timeout_s) as socket:
+                    try:
+                        await _send(socket, "start", **self._style)
+                        yield _feed_there(socket, tokens), _pieces_from_there(socket)
+                    except BaseException:
+                        socket.transport.abort()  # an orderly end would wait for what was sent meanwhile
+                        raise
+                return
+            session = self._synthesizer.open(**self._style)
+            try:
+                yield _feed_here(session, tokens), _pieces_from_here(session)
+            finally:
+                session.cancel()
+
+    async def _connect(self, timeout_s: float) -> ClientConnection:
+        return await connect(self._address, additional_headers=self._headers, open_timeout=timeout_s, compression=None)
+
+
+class SpokenTokens(framework.SynthesizeStream):
+    """An utterance of `TTS`: `push_text` while it is written, then `end_input`."""
+
+    async def _run(self, output_emitter: framework.AudioEmitter) -> None:
+        output_emitter.initialize(request_id=utils.shortuuid(), mime_type="audio/pcm", stream=True, **_PCM)
+        output_emitter.start_segment(segment_id=utils.shortuuid())
+        written = ""
+        while not any(map(str.isalnum, written)):  # a server waits for text for a while only: first there is some
+            token = await anext(self._input_ch, None)
+            if not isinstance(token, str):
+                output_emitter.push(_SILENCE if written.strip() else b"")
+                return
+            written += token
+        self._mark_started()
+        async with self._tts.speech(self._tokens(written), self._conn_options.timeout) as (feeding, pieces):
+            both = [asyncio.create_task(work) for work in (feeding, _push(pieces, output_emitter))]
+            try:
+                await asyncio.gather(*both)
+            finally:
+                await utils.aio.cancel_and_wait(*both)
+
+    async def _tokens(self, token: object) -> AsyncIterator[str]:
+        """token: the first."""
+        while isinstance(token, str):  # another object marks the end
+            yield token
+            token = await anext(self._input_ch, None)
+
+
+async def _push(pieces: AsyncIterator[bytes], output_emitter: framework.AudioEmitter) -> None:
+    async for pcm in pieces:
+        output_emitter.push(pcm)
+
+
+async def _feed_here(session: Session, tokens: AsyncIterator[str]) -> None:
+    async for token in tokens:
+        session.feed(token)
+    session.finish()
+
+
+async def _feed_there(socket: ClientConnection, tokens: AsyncIterator[str]) -> None:
+    async for token in tokens:
+        await _send(socket, "text", text=token)
+    await _send(socket, "finish")
+
+
+async def _send(socket: ClientConnection, type: str, **fields: Any) -> None:
+    await socket.send(json.dumps({"type": type, **fields}))
+
+
+async def _pieces_from_here(session: Session) -> AsyncIterator[bytes]:
+    async for chunk in session:
+        yield chunk.pcm16
+    if session.finish_reason == "cancelled":
+        raise EngineError("the synthesizer was closed in the middle of an utterance: load another")
+
+
+async def _pieces_from_there(socket: ClientConnection) -> AsyncIterator[bytes]:
+    async for message in socket:
+        if isinstance(message, bytes):
+            yield message
+            continue
+        said = json.loads(message)
+        if error := said.get("error"):
+            raise APIStatusError(error["message"], status_code=_STATUS.get(error["type"], _FAILED), body=error)
+        if said["type"] == "finished":
+            return
+    raise APIConnectionError("the server closed the connection in the middle of an utterance")
+
+
+@contextmanager
+def _livekits_errors() -> Iterator[None]:
+    try:
+        yield
+    except InvalidStatus as error:
+        raise APIStatusError(str(error), status_code=error.response.status_code) from error
+    except (OSError, WebSocketException) as error:  # TimeoutError is an OSError
+        raise APIConnectionError(f"{error}; is python -m mktts serve running there?") from error
+    except MkttsError as error:
+        status = _BAD_REQUEST if error.exit_status == MkttsError.exit_status else _FAILED
+        raise APIStatusError(str(error), status_code=status) from error

@@ -1,0 +1,186 @@
+"""LiveKit's agents speak through mktts: sessions without a room, over a synthesizer in this process and a server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from absent import needs, python_without
+from served import Watched, served, until
+
+from mktts.checkpoint import Checkpoint
+from mktts.engine.options import Guard, StreamOptions
+from mktts.errors import OptionsError
+from mktts.spec import SAMPLE_RATE_HZ
+from mktts.synth import Synthesizer
+
+pytestmark = needs("livekit")
+with contextlib.suppress(ModuleNotFoundError):
+    from livekit.agents import Agent, AgentSession, APIConnectionError, APIConnectOptions, APIStatusError, llm
+    from livekit.agents.voice import io
+
+    from mktts.livekit import TTS
+
+KEY = "a-key-of-the-tests"
+SEED = 11
+TOKENS = ["Good", " morning", ",", " **every", "one** here", ". It", " is three", " o'clock."]
+GUARD = Guard(frames_per_text_token=0.001, slack_frames=12)  # random weights do not end by themselves
+TOO_LATE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def synth(tiny: Checkpoint) -> Iterator[Synthesizer]:
+    with Synthesizer.load(tiny, device="cpu", cpu_threads=1, engine="single") as loaded:
+        yield loaded
+
+
+@pytest.fixture(params=["here", "served"])
+async def watched_tts(request, synth) -> AsyncIterator[tuple[Watched, TTS]]:
+    with contextlib.ExitStack() as stack:
+        if request.param == "here":
+            watched = Watched(synth, GUARD)
+            tts = TTS(watched, seed=SEED)
+        else:
+            server = stack.enter_context(served(synth, guard=GUARD, api_key=KEY))
+            watched, tts = server.watched, TTS(f"{server.url}/", api_key=KEY, seed=SEED)
+        yield watched, tts
+        await tts.aclose()
+
+
+def said(synth: Synthesizer, *tokens: str) -> bytes:
+    """What the synthesizer itself makes of these tokens."""
+    session = synth.open(seed=SEED, options=StreamOptions(markup="strip", guard=GUARD))
+    for token in tokens:
+        session.feed(token)
+    session.finish()
+    return b"".join(chunk.pcm16 for chunk in session).rstrip(b"\0")
+
+
+async def heard(stream: Any) -> bytes:
+    """Without the zeros that LiveKit puts at an end that came late, to mark it."""
+    async with asyncio.timeout(TOO_LATE_S), stream:
+        return b"".join([bytes(event.frame.data) async for event in stream]).rstrip(b"\0")
+
+
+@contextlib.asynccontextmanager
+async def session_with(tts: TTS) -> AsyncIterator[tuple[AgentSession, bytearray]]:
+    """A session whose language model writes TOKENS, and what is heard of it."""
+
+    class Answer(llm.LLMStream):
+        async def _run(self) -> None:
+            for token in TOKENS:
+                delta = llm.ChoiceDelta(role="assistant", content=token)
+                self._event_ch.send_nowait(llm.ChatChunk(id="answer", delta=delta))
+                await asyncio.sleep(0.01)
+
+    class Writer(llm.LLM):
+        def chat(self, *, chat_ctx: Any, tools: Any, conn_options: Any, **settings: Any) -> llm.LLMStream:
+            return Answer(self, chat_ctx=chat_ctx, tools=tools, conn_options=conn_options)
+
+    class Loudspeaker(io.AudioOutput):
+        async def capture_frame(self, frame: Any) -> None:
+            await super().capture_frame(frame)
+            assert (frame.sample_rate, frame.num_channels) == (SAMPLE_RATE_HZ, 1)
+            pcm.extend(bytes(frame.data))
+
+        def flush(self) -> None:
+            super().flush()
+            self.on_playback_finished(playback_position=1.0, interrupted=False)
+
+        def clear_buffer(self) -> None:
+            self.on_playback_finished(playback_position=0.0, interrupted=True)
+
+    pcm = bytearray()
+    session = AgentSession(tts=tts, llm=Writer(), vad=None, tts_text_transforms=None)
+    session.output.audio = Loudspeaker(label="test", capabilities=io.AudioOutputCapabilities(pause=False))
+    await session.start(Agent(instructions="Answer."))
+    try:
+        async with asyncio.timeout(TOO_LATE_S):
+            yield session, pcm
+    finally:
+        await session.aclose()
+
+
+async def test_a_session_says_what_its_language_model_writes_and_stops_where_it_is_interrupted(watched_tts, synth):
+    watched, tts = watched_tts
+    async with session_with(tts) as (session, pcm):
+        await session.generate_reply(user_input="Good morning.")
+        assert pcm.rstrip(b"\0") == said(synth, *TOKENS)
+        pcm.clear()
+        watched._guard = None  # a long one
+        speech = session.say("The quick brown fox jumps over the lazy dog. " * 20)
+        await asyncio.to_thread(until, lambda: pcm, "sound")
+        await speech.interrupt()
+        await asyncio.to_thread(until, lambda: watched.made_at_cancel.get(id(watched.streams[-1])), "the end")
+        assert speech.interrupted and watched.streams[-1].finish_reason == "cancelled"
+        pcm.clear()
+        watched._guard = GUARD
+        await session.say("Once more.")
+        assert pcm.rstrip(b"\0") == said(synth, "Once more.")
+
+
+async def test_sound_comes_before_the_text_is_complete_and_metrics_count_both(watched_tts, synth):
+    _, tts = watched_tts
+    metrics = []
+    tts.on("metrics_collected", metrics.append)
+    async with tts.stream() as stream:
+        for token in (" ", "\n", "Good", " morning, every"):
+            stream.push_text(token)
+        pcm = bytes((await anext(stream)).frame.data)
+        stream.push_text("one.")
+        stream.end_input()
+        pcm += await heard(stream)
+    assert pcm == said(synth, "Good morning, everyone.") == await heard(tts.synthesize("Good morning, everyone."))
+    assert metrics[0].characters_count == len(" \nGood morning, everyone.") and metrics[0].ttfb > 0
+    assert metrics[0].audio_duration == pytest.approx(len(pcm) / 2 / SAMPLE_RATE_HZ, abs=0.02)
+
+
+async def test_text_without_a_word_is_a_moment_of_silence_and_no_failure(watched_tts):
+    watched, tts = watched_tts
+    for text in ("...", "🙂 "):
+        assert await heard(tts.synthesize(text)) == b""
+    async with tts.stream() as stream:
+        stream.end_input()
+        assert [event async for event in stream] == []
+    assert watched.streams == []
+
+
+async def test_what_goes_wrong_is_an_error_that_livekit_knows(synth):
+    once = APIConnectOptions(max_retry=0, timeout=5)
+    with served(synth, guard=GUARD, api_key=KEY) as server:
+        for source, wrong, status in (
+            (server.watched, {"voice": "nobody"}, 400),
+            (server.url, {"language": "klingon"}, 400),
+            (server.url, {"api_key": "another"}, 401),
+        ):
+            async with TTS(source, **{"api_key": KEY, **wrong}) as tts:
+                with pytest.raises(APIStatusError) as found:
+                    await heard(tts.synthesize("Hello.", conn_options=once))
+            assert (found.value.status_code, found.value.retryable) == (status, False)
+    async with TTS(server.url) as tts:
+        with pytest.raises(APIConnectionError, match="mktts serve") as found:
+            await heard(tts.synthesize("Hello.", conn_options=once))
+    assert found.value.retryable
+    for address in ("127.0.0.1:8000", "ftp://host", "http://"):
+        with pytest.raises(OptionsError, match=r"http://127.0.0.1:8000"):
+            TTS(address)
+
+
+async def test_a_connection_serves_many_utterances_and_one_that_was_lost_is_made_anew(synth):
+    with served(synth, guard=GUARD) as server:
+        async with TTS(server.url, seed=SEED) as tts:
+            sockets = set()
+            for _ in range(3):
+                assert await heard(tts.synthesize("Hello there.")) == said(synth, "Hello there.")
+                sockets |= tts._sockets._available
+            assert len(sockets) == 1
+            await sockets.pop().close()
+            assert await heard(tts.synthesize("Hello there.")) == said(synth, "Hello there.")
+
+
+def test_without_the_package_it_is_named():
+    done = python_without(["livekit"], "import mktts.livekit")
+    assert "pip install livekit-agents" in done.stderr
