@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from torch import Tensor
@@ -163,7 +163,8 @@ class Timings:
     codec_ms: float
 
 
-class WordTime(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class WordTime:
     """A word of the text that was given, with its marks, and when it is said: seconds from the first sample on.
 
     estimated: the model gives no alignment, so that this was found in the sound: see `mktts.engine.words`.

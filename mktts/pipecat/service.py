@@ -428,9 +428,9 @@ class MkttsTTSService(TTSService):
         origin_s = self._origins_s.get(context_id)
         if origin_s is None:  # run without an audio context: no word has a time to be pushed at
             return
-        for word, start_s, *_ in words:  # Pipecat counts from the first audio of the context
-            when_s = utterance.heard.at(start_s) - origin_s
-            await self.add_word_timestamps([(word, when_s)], context_id, includes_inter_frame_spaces=is_wide(word))
+        for word in words:  # Pipecat counts from the first audio of the context
+            timed = word.word, utterance.heard.at(word.start_s) - origin_s
+            await self.add_word_timestamps([timed], context_id, includes_inter_frame_spaces=is_wide(word.word))
 
     async def _apply_force_complete(self, context_id: str) -> None:
         """Pipecat takes words that got no time for spoken. Where something failed, they were not."""
