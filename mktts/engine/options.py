@@ -96,7 +96,7 @@ class StreamOptions:
         one generation takes too much text. None takes what suits the checkpoint (`text.segment_chars`).
     buffer_frames: at most this many frames are made ahead of the consumer; then the stream waits for it.
     markup: "speak" gives the model the text as it is written; "strip" takes Markdown, HTML and TeX out before.
-    word_times: fill `Chunk.words` and `Stream.words`: half a hundredth of a core for each stream that is heard.
+    word_times: fill `Chunk.words` and `Stream.words`: a hundredth of a core for each stream that is heard.
     """
 
     schedule: tuple[int, ...] | None = None
