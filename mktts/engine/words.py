@@ -25,11 +25,10 @@ from mktts.text.words import pauses_after, sounds, split_words
 LAG_S = 0.5
 _RATE_HZ = 100  # of frames, in which times are counted here
 _BANDS_HZ = (80, 1_000, 3_500, 11_000)
-_LOUD_DB = 25.0
 _LEAST_DB = -60.0  # of the loudest frame: below, there is no speech
-_FAINTEST_DB = -70.0  # below the loudest frame: what is fainter counts as this
-# The mean and the deviation, in dB, of the lowest band below the loudest frame and of the others above the one below
-# them, and the usual frames: of 100 sentences by the voice in the box, aligned by pocketsphinx.
+_LOUD_DB = 25.0  # below the loudest frame: those above are the mean that levels are told from, as voices differ
+# Mean and deviation, in dB, of the lowest band and of each other band above the one below it, and the usual frames: of
+# 100 sentences by the voice in the box and 54 by Kokoro, in the phones of pocketsphinx.
 _KINDS = {
     "vowel": ((3, 1, -4), (10, 8, 6), 9),
     "liquid": ((1, -4, -3), (10, 11, 8), 9),
@@ -54,7 +53,7 @@ _LONG_PAUSE = 200  # frames; what precedes one is not looked at again
 
 
 @dataclass
-class _Item:
+class _Wanted:
     """A word, or a pause that the text asks for. silent: its frames, of a word 0. earliest: the frame before which it
     cannot begin, because its text was not there. told: it was returned. settled: for good."""
 
@@ -89,7 +88,7 @@ class WordTimes:
         self._writing = threading.Lock()
         self._written = ""  # the text behind the last word that was found in it
         self._unfinished = ""  # the last word so far: more letters or marks may follow
-        self._items: list[_Item] = []  # that are not settled
+        self._items: list[_Wanted] = []  # that are not settled
         self._hop = sample_rate_hz // _RATE_HZ
         self._window = np.hanning(2 * self._hop)
         self._samples = 0
@@ -141,8 +140,8 @@ class WordTimes:
             silent = part.samples if isinstance(part, Pause) else 0
             for word in (*words, "") if silent else words:
                 frames = 0 if word else max(1, round(silent / SAMPLE_RATE_HZ * _RATE_HZ))
-                written = self._as_written(word)
-                self._items.append(_Item(written, frames, self._samples // self._hop, self._spoken))
+                now = self._samples // self._hop
+                self._items.append(_Wanted(self._as_written(word), frames, now, self._spoken))
 
     def _as_written(self, word: str) -> str:
         """Without marks that stand for markup."""
@@ -197,7 +196,7 @@ class WordTimes:
         del self._items[:passed]
         return told
 
-    def _spans(self, items: Sequence[_Item], complete: bool) -> list[tuple[int, int]]:
+    def _spans(self, items: Sequence[_Wanted], complete: bool) -> list[tuple[int, int]]:
         """The first frame of each item that has begun, and that behind its last."""
         frames = len(self._levels_db)
         spans = None
@@ -219,7 +218,6 @@ class WordTimes:
 def _costs(levels_db: np.ndarray) -> dict[str, np.ndarray]:
     """What the frames (T, bands) cost as each kind of sound, from the first on: (T + 1,)."""
     found = np.diff(levels_db, axis=1, prepend=0.0)
-    found[:, 0] = np.maximum(found[:, 0], _FAINTEST_DB)
     costs = {}
     for kind, (mean, deviation, _) in _KINDS.items():
         each = (((found - mean) / deviation) ** 2 / 2 + np.log(deviation)).sum(axis=1)
@@ -234,7 +232,7 @@ _DURATION_COSTS = {
 
 
 def _likeliest(
-    items: Sequence[_Item], costs: dict[str, np.ndarray], begin: int, complete: bool
+    items: Sequence[_Wanted], costs: dict[str, np.ndarray], begin: int, complete: bool
 ) -> list[tuple[int, int]] | None:
     """Spans of the items that have begun, in frames; None where there is too little sound for all, if it is complete.
 

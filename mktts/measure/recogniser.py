@@ -93,11 +93,16 @@ class Recogniser:
         if not len(pcm):
             return ""
         self._decoder.reinit_feat()  # its estimate of noise would go on from the utterance before
-        self._decoder.start_utt()
-        self._decoder.process_raw(to_pcm16(to_16_khz(pcm)), full_utt=True)
-        self._decoder.end_utt()
+        _listen(self._decoder, to_16_khz(pcm))
         found = self._decoder.hyp()
         return found.hypstr if found else ""
+
+
+def _listen(decoder: Any, pcm: np.ndarray) -> None:
+    """float32 (n,) at 16 kHz."""
+    decoder.start_utt()
+    decoder.process_raw(to_pcm16(pcm), full_utt=True)
+    decoder.end_utt()
 
 
 class Aligner:
@@ -120,20 +125,15 @@ class Aligner:
         self._decoder.set_align_text(" ".join(said))
         self._decoder.reinit_feat()
         try:
-            self._listen(padded)
+            _listen(self._decoder, padded)
             self._decoder.set_alignment()  # of phones, within the words that were found
-            self._listen(padded)
+            _listen(self._decoder, padded)
         except RuntimeError:
             return None
         found = [
             (one.start, one.start + one.duration) for one in self._decoder.get_alignment() if one.name[0].isalpha()
         ]
         return [tuple(frame / _ALIGNED_HZ - _PADDED_S for frame in span) for span in found]
-
-    def _listen(self, pcm: np.ndarray) -> None:
-        self._decoder.start_utt()
-        self._decoder.process_raw(to_pcm16(pcm), full_utt=True)
-        self._decoder.end_utt()
 
 
 def vocabulary_of(sentences: Iterable[str]) -> list[str]:

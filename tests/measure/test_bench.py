@@ -159,9 +159,8 @@ def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys
 
 @needs("pocketsphinx")
 def test_word_times_are_measured_on_a_trained_voice(tmp_path, monkeypatch):
-    (tmp_path / "sentences.txt").write_text(
-        "Good evening, and welcome.\nNever say blorptang.\nHe forgot his keys again.\n"
-    )
+    texts = "Good evening, and welcome.", "Never say blorptang.", "He forgot his keys again."
+    (tmp_path / "sentences.json").write_text(json.dumps(texts))
     monkeypatch.setattr(sections, "files", lambda package: tmp_path)
     starts, ends, document = sections.words(replace(TINY, checkpoint="small"))
     assert len(starts[1]) == len(ends[1]) == 9  # not of the sentence with a word that the aligner does not know

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -428,11 +429,11 @@ def words(settings: BenchSettings) -> Measured:
     aligner, checkpoint = Aligner(), settings.open()
     if checkpoint.is_random or checkpoint.config.type.clones:
         raise MetricsError("word times are measured on a trained checkpoint with speakers: --checkpoint small")
-    texts = files("mktts.measure.bench").joinpath("sentences.txt").read_text(encoding="utf-8").splitlines()
+    sentences = files("mktts.measure.bench").joinpath("sentences.json").read_text(encoding="utf-8")
     speakers = sorted(checkpoint.config.speakers) or [None]
     starts_s, ends_s, aligned = [], [], 0
     with Synthesizer.load(checkpoint, **settings.loading()) as synthesizer:
-        for number, text in enumerate(texts):
+        for number, text in enumerate(json.loads(sentences)):
             speaker, options = speakers[number % len(speakers)], StreamOptions(word_times=True)
             stream = synthesizer.stream(text, speaker=speaker, seed=number, options=options)
             pcm = stream.read()
