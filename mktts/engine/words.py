@@ -44,7 +44,7 @@ _WEIGHT = 0.2  # of a frame, which resembles its neighbours
 _MOST_COST = 30.0  # of a frame
 _SPREAD = 0.45  # of the logarithm of durations
 _DURATIONS = np.arange(1, 46)  # frames of a sound
-_PAUSE_COST, _MARKED_COST, _PAUSED_FRAME_COST = 3.0, 1.0, 0.01
+_PAUSE_COST, _PAUSED_FRAME_COST = 8.0, 0.01  # the first where no mark makes a pause likely
 _LOUD_COST = 5.0  # of a frame that is no silence, in a pause that the text asks for
 _GIVEN_UP = 40.0  # above the likeliest: what costs more is not followed
 _BONUS = 1.0  # of a sound of usual length, so that rows with more sounds are no worse
@@ -249,7 +249,7 @@ def _likeliest(
             search.sound(kind)
         following = items[number] if number < len(items) else None
         likely = following is None or pauses_after(item.word)
-        search.pause(_MARKED_COST if likely else _PAUSE_COST, 0 if following is None else following.earliest - begin)
+        search.pause(0.0 if likely else _PAUSE_COST, 0 if following is None else following.earliest - begin)
     if complete:
         search.open = (float(search.least[-1]), len(search.steps), search.frames, False)
     return search.spans() if np.isfinite(search.open[0]) else None
