@@ -96,6 +96,7 @@ class StreamOptions:
         one generation takes too much text. None takes what suits the checkpoint (`text.segment_chars`).
     buffer_frames: at most this many frames are made ahead of the consumer; then the stream waits for it.
     markup: "speak" gives the model the text as it is written; "strip" takes Markdown, HTML and TeX out before.
+    word_times: fill `Chunk.words` and `Stream.words`: a hundredth of a core for each stream that is heard.
     """
 
     schedule: tuple[int, ...] | None = None
@@ -104,6 +105,7 @@ class StreamOptions:
     max_chars_per_segment: int | None = None
     buffer_frames: int = 500
     markup: Markup = "speak"
+    word_times: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule is not None:
@@ -161,13 +163,27 @@ class Timings:
     codec_ms: float
 
 
+@dataclass(frozen=True, slots=True)
+class WordTime:
+    """A word of the text that was given, with its marks, and when it is said: seconds from the first sample on.
+
+    estimated: the model gives no alignment, so that this was found in the sound: see `mktts.engine.words`.
+    """
+
+    word: str
+    start_s: float
+    end_s: float
+    estimated: bool = True
+
+
 @dataclass(frozen=True, eq=False)
 class Chunk:
     """A piece of speech.
 
     pcm: (S,) float32 in [-1, 1]. start_s: where it begins in the untrimmed utterance. frames: frames made for it,
     those that `trim_lead` left out included, so that the sum over an utterance is the length of its codes. ready_pcm16:
-    what `pcm16` gives, where it was made with the samples.
+    what `pcm16` gives, where it was made with the samples. words: whose times are known with this chunk, half a second
+    after they were said, where `StreamOptions.word_times` asks for them.
     """
 
     pcm: np.ndarray
@@ -175,6 +191,7 @@ class Chunk:
     frames: int
     timings: Timings
     ready_pcm16: bytes | None = field(default=None, repr=False)
+    words: tuple[WordTime, ...] = ()
 
     @property
     def pcm16(self) -> bytes:

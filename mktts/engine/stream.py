@@ -14,7 +14,7 @@ import traceback
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -24,8 +24,9 @@ from torch import Tensor
 
 from mktts.audio import joined
 from mktts.engine.chunker import Chunker
-from mktts.engine.options import SCHEDULE, Chunk, FinishReason, GuardState, Plan
+from mktts.engine.options import SCHEDULE, Chunk, FinishReason, GuardState, Plan, WordTime
 from mktts.engine.script import FedScript, Script
+from mktts.engine.words import WordTimes
 from mktts.errors import EngineError, TextError
 from mktts.model.backend import PromptRows
 from mktts.model.prompt import Request
@@ -490,8 +491,10 @@ class Stream:
     (Ctrl-C), and cancelling the task that waits all end the generation within one frame. What fails inside is raised
     here. seed: what every draw follows from; the same seed and text give the same speech."""
 
-    def __init__(self, engine: Any, utterance: Utterance) -> None:
+    def __init__(self, engine: Any, utterance: Utterance, words: WordTimes | None = None) -> None:
+        """words: finds the times of its words; None where nobody asks for them."""
         self.seed = utterance.plan.seed
+        self._words = words
         self._engine = engine  # kept: dropping the synthesizer must not end a stream that is being read
         self._utterance = utterance
         # Called once, it holds the utterance no more, whose error may hold this by the frames it was raised through.
@@ -518,6 +521,12 @@ class Stream:
         """The frames made so far, (T, 16) int64, of all segments; it may be ahead of the chunks taken."""
         frames = [torch.as_tensor(codes) for codes in list(self._utterance.codes)]
         return torch.stack(frames) if frames else torch.empty((0, NUM_CODEBOOKS), dtype=torch.int64)
+
+    @property
+    def words(self) -> tuple[WordTime, ...]:
+        """Those of the chunks that were taken, and once all were, of the whole text. Empty without
+        `StreamOptions.word_times`."""
+        return () if self._words is None else tuple(self._words.settled)
 
     @property
     def engine(self) -> EngineName | None:
@@ -563,15 +572,24 @@ class Stream:
         except BaseException:
             self._give_up()
             raise
+        chunk = self._with_words(chunk)
         if chunk is None:
             raise StopIteration
         return chunk
+
+    def _with_words(self, chunk: Chunk | None) -> Chunk | None:
+        if self._words is None:
+            return chunk
+        if chunk is None:
+            self._words.end(complete=self.finish_reason == "eos")
+            return None
+        return replace(chunk, words=tuple(self._words.add(chunk.pcm)))
 
     async def take(self, within_s: float | None = None) -> Chunk | None:
         """The next chunk; None at the end. Raises as `__anext__`, and TimeoutError where there is none within
         `within_s`: the stream goes on."""
         try:
-            return await self._utterance.take_async(within_s)
+            return self._with_words(await self._utterance.take_async(within_s))
         except TimeoutError:
             if within_s is None:
                 self._give_up()
@@ -619,10 +637,11 @@ class Session(Stream):
         request: Request,
         max_chars: int,
         text: TextFeed,
+        words: WordTimes | None = None,
     ) -> None:
         """request: checked, without text. max_chars: of a segment. text: what the text goes through, before the engine,
-        which knows of the stream from the first visible text on."""
-        super().__init__(engine, utterance)
+        which knows of the stream from the first visible text on. words: see `Stream`."""
+        super().__init__(engine, utterance, words)
         self._request, self._max_chars = request, max_chars
         self._text = text
         self._script: FedScript | None = None
@@ -643,6 +662,8 @@ class Session(Stream):
                 return
             check_length(self._chars + len(piece))
             parts = self._text.push(piece)
+            if self._words is not None:
+                self._words.feed(piece)
             self._chars += len(piece)
             if self._script is not None:
                 self._feed(parts)
@@ -666,6 +687,8 @@ class Session(Stream):
             except TextError:
                 self._utterance.cancel()
                 raise
+            if self._words is not None:
+                self._words.finish()
             if self._script is not None:
                 self._script.finish()
                 self._utterance.update()

@@ -30,6 +30,8 @@ from mktts.text import spoken
 Mode = Literal["closed", "free"]
 MODES: tuple[Mode, ...] = ("closed", "free")
 RECOGNISER_RATE_HZ = 16_000
+_PADDED_S = 0.2
+_ALIGNED_HZ = 100  # frames
 
 
 def to_16_khz(pcm: np.ndarray) -> np.ndarray:
@@ -91,11 +93,47 @@ class Recogniser:
         if not len(pcm):
             return ""
         self._decoder.reinit_feat()  # its estimate of noise would go on from the utterance before
-        self._decoder.start_utt()
-        self._decoder.process_raw(to_pcm16(to_16_khz(pcm)), full_utt=True)
-        self._decoder.end_utt()
+        _listen(self._decoder, to_16_khz(pcm))
         found = self._decoder.hyp()
         return found.hypstr if found else ""
+
+
+def _listen(decoder: Any, pcm: np.ndarray) -> None:
+    """float32 (n,) at 16 kHz."""
+    decoder.start_utt()
+    decoder.process_raw(to_pcm16(pcm), full_utt=True)
+    decoder.end_utt()
+
+
+class Aligner:
+    """When words of a text that is known are said: pocketsphinx' forced alignment, in its packaged English model."""
+
+    def __init__(self) -> None:
+        """Raises BackendUnavailable without the package."""
+        try:
+            from pocketsphinx import Decoder
+        except ImportError as error:
+            raise BackendUnavailable(f"word times are measured with the package pocketsphinx: {error}") from None
+        self._decoder: Any = Decoder(samprate=float(RECOGNISER_RATE_HZ), loglevel="FATAL", lm=None)
+
+    def align(self, pcm: np.ndarray, said: Sequence[str]) -> list[tuple[float, float]] | None:
+        """float32 (n,) at 24 kHz and its words as `words` gives them -> where each begins and ends, s. None where it
+        finds no alignment, or does not know a word."""
+        if not said or any(self._decoder.lookup_word(word) is None for word in said):
+            return None
+        padded = np.pad(to_16_khz(pcm), round(_PADDED_S * RECOGNISER_RATE_HZ))  # else one in nine fails at its edges
+        self._decoder.set_align_text(" ".join(said))
+        self._decoder.reinit_feat()
+        try:
+            _listen(self._decoder, padded)
+            self._decoder.set_alignment()  # of phones, within the words that were found
+            _listen(self._decoder, padded)
+        except RuntimeError:
+            return None
+        found = [
+            (one.start, one.start + one.duration) for one in self._decoder.get_alignment() if one.name[0].isalpha()
+        ]
+        return [tuple(frame / _ALIGNED_HZ - _PADDED_S for frame in span) for span in found]
 
 
 def vocabulary_of(sentences: Iterable[str]) -> list[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,8 +31,10 @@ from pipecat.utils.errors import ErrorCategory
 from pipecat.utils.tracing.service_decorators import traced_tts
 from pipecat.utils.types import NOT_GIVEN, NotGiven, assert_given
 
+from mktts.audio import from_pcm16
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint
-from mktts.engine.options import StreamOptions
+from mktts.engine.options import StreamOptions, WordTime
+from mktts.engine.words import WordTimes
 from mktts.errors import (
     AccessError,
     BusyError,
@@ -49,11 +50,13 @@ from mktts.errors import (
 from mktts.model.prompt import Layout
 from mktts.model.sampling import Sampling
 from mktts.pipecat.source import LocalSource, Speech, SpeechSource, Style, shared_synthesizer
-from mktts.pipecat.words import AudioTimes, Pace, Playout, WordTimes
+from mktts.pipecat.words import AudioTimes, Playout
 from mktts.spec import LANGUAGE_CODES
 from mktts.synth.synthesizer import BackendName
 from mktts.text.front_end import AUTO, ENGLISH
 from mktts.text.lexicon import respelled
+from mktts.text.parts import TextFeed
+from mktts.text.words import is_wide
 
 _SAMPLE_BYTES = 2
 _GUARD_S = 0.02  # of silence, for text that makes no sound: an audio context without audio counts as a failure
@@ -136,8 +139,8 @@ class SpokenText:
     cut_short: it ended before its text did. task: what takes the audio of a fed utterance, None where `run_tts` does.
     """
 
-    def __init__(self, pace: Pace, spoken: Callable[[str], str]) -> None:
-        self.words = WordTimes(pace, spoken)
+    def __init__(self, spoken: Callable[[str], str], sample_rate_hz: int) -> None:
+        self.words = WordTimes(TextFeed(lambda name: None, lambda: None), spoken, sample_rate_hz)
         self.heard = AudioTimes()
         self.speech: Speech | None = None
         self.task: asyncio.Task[None] | None = None
@@ -149,7 +152,7 @@ class SpokenText:
 
     def feed(self, text: str) -> None:
         """Adds text. Raises as the source's `feed`."""
-        self.words.feed(text, self.heard.made_s)
+        self.words.feed(text)
         if self._fed is None:
             self._unsent.append(text)
         elif not self.over:
@@ -184,7 +187,7 @@ class MkttsTTSService(TTSService):
     Sentences are spoken one by one (``TextAggregationMode.SENTENCE``, the default), or a turn's tokens go straight
     into one generation as the LLM writes them (``TextAggregationMode.TOKEN``).
 
-    The conversation's context receives the words that were heard, by estimated times (see ``mktts.pipecat.words``).
+    The conversation's context receives the words that were heard, by estimated times (see ``mktts.engine.words``).
     Words that an interruption or a failure left unspoken do not enter it.
 
     A failed engine is reported as a permanent error: this service stops being given work until its settings change,
@@ -247,7 +250,6 @@ class MkttsTTSService(TTSService):
         source.check(self._settings.style)
         self._source = source
         self._connected = False
-        self._pace = Pace()
         self._playout = Playout()
         self._origins_s: dict[str, float] = {}  # when the first audio of each open context is heard
         self._cut_short: set[str] = set()  # contexts with text that was not spoken
@@ -312,8 +314,6 @@ class MkttsTTSService(TTSService):
     async def _update_settings(self, delta: Settings) -> dict[str, Any]:
         """Applies a change of settings, from the next utterance on; returns the previous values by name."""
         changed = await super()._update_settings(delta)
-        if changed.keys() & {"voice", "instruct", "language"}:
-            self._pace = Pace()
         self._warn_unhandled_updated_settings(changed.keys() - {"voice", "language", "instruct", "sampling", "seed"})
         return changed
 
@@ -324,7 +324,7 @@ class MkttsTTSService(TTSService):
         if self._is_streaming_tokens:
             yield self._write(text, context_id)
             return
-        utterance = self._speaking[context_id] = SpokenText(self._pace, self._spoken_word())
+        utterance = self._speaking[context_id] = self._spoken_text()
 
         async def speak() -> Speech | None:
             # Marks and symbols alone are nothing to say, and a model given nothing to say says something else.
@@ -380,7 +380,8 @@ class MkttsTTSService(TTSService):
                     if audio:
                         await self.stop_ttfb_metrics()
                         yield self._frame(audio, context_id)
-                    await self._push_words(utterance, context_id)
+                    heard_s = asyncio.get_running_loop().time() - utterance.heard.begin_s
+                    await self._push_words(utterance, utterance.words.add(from_pcm16(pcm), heard_s), context_id)
                 rest = await resampler.flush()
                 if rest:
                     await self.stop_ttfb_metrics()
@@ -396,11 +397,11 @@ class MkttsTTSService(TTSService):
                 self._hear(utterance, _GUARD_S, context_id)
                 yield self._frame(bytes(_SAMPLE_BYTES * round(_GUARD_S * self.sample_rate)), context_id)
             utterance.over = True
-            await self._push_words(utterance, context_id)
+            await self._push_words(utterance, utterance.words.end(not utterance.cut_short), context_id)
         except Exception as error:
             await self.cancel_ttfb_metrics()
             utterance.over = utterance.cut_short = True
-            await self._push_words(utterance, context_id)
+            await self._push_words(utterance, utterance.words.end(complete=False), context_id)
             failed = speech_failed(error, context_id)
             if failed.permanent:  # at once, not when the frame has its turn: no more text may reach the engine
                 await self.set_usable(False)
@@ -408,9 +409,9 @@ class MkttsTTSService(TTSService):
         finally:
             utterance.end()
 
-    def _spoken_word(self) -> Callable[[str], str]:
-        """How a word is heard in the style that is set now."""
-        return partial(self._source.spoken, style=self._settings.style)
+    def _spoken_text(self) -> SpokenText:
+        """In the style that is set now."""
+        return SpokenText(partial(self._source.spoken, style=self._settings.style), self._source.sample_rate_hz)
 
     def _frame(self, audio: bytes, context_id: str) -> TTSAudioRawFrame:
         return TTSAudioRawFrame(audio, self.sample_rate, 1, context_id=context_id)
@@ -422,24 +423,14 @@ class MkttsTTSService(TTSService):
         if self.audio_context_available(context_id):
             self._origins_s.setdefault(context_id, begin_s)
 
-    async def _push_words(self, utterance: SpokenText, context_id: str) -> None:
-        """Queues the words of `utterance` that may soon be heard; all of them when its audio is complete."""
-        heard = utterance.heard
-        if heard.begin_s is None:
-            due = []
-        elif not utterance.over:
-            due = utterance.words.due(heard.made_s, asyncio.get_running_loop().time() - heard.begin_s)
-        elif utterance.cut_short:
-            due = utterance.words.due(heard.made_s, math.inf)
-        else:
-            due = utterance.words.rest(heard.made_s)
+    async def _push_words(self, utterance: SpokenText, words: Sequence[WordTime], context_id: str) -> None:
+        """Queues words of `utterance`."""
         origin_s = self._origins_s.get(context_id)
         if origin_s is None:  # run without an audio context: no word has a time to be pushed at
             return
-        for word, offset_s in due:  # Pipecat counts from the first audio of the context
-            await self.add_word_timestamps(
-                [(word.text, heard.at(offset_s) - origin_s)], context_id, includes_inter_frame_spaces=word.wide
-            )
+        for word in words:  # Pipecat counts from the first audio of the context
+            timed = word.word, utterance.heard.at(word.start_s) - origin_s
+            await self.add_word_timestamps([timed], context_id, includes_inter_frame_spaces=is_wide(word.word))
 
     async def _apply_force_complete(self, context_id: str) -> None:
         """Pipecat takes words that got no time for spoken. Where something failed, they were not."""
@@ -464,7 +455,7 @@ class MkttsTTSService(TTSService):
     def _write(self, text: str, context_id: str) -> Frame | None:
         utterance = self._speaking.get(context_id)
         if utterance is None:
-            utterance = self._speaking[context_id] = SpokenText(self._pace, self._spoken_word())
+            utterance = self._speaking[context_id] = self._spoken_text()
             utterance.task = self.create_task(self._speak_turn(utterance, context_id))
         try:
             utterance.feed(text)

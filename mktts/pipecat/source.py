@@ -125,8 +125,7 @@ class LocalSource(SpeechSource):
         self._synthesizer.open(**self._stream_settings(style)).cancel()  # never fed, so that no prompt is built
 
     def spoken(self, word: str, style: Style) -> str:
-        front_end, said = self._synthesizer.front_end, self._synthesizer.lexicon.say(word)
-        return said if front_end is None else front_end.word(said, (style.language or "auto").lower())
+        return self._synthesizer.spoken(word, style.language or "auto")
 
     async def speak(self, text: str, style: Style) -> LocalSpeech:
         return LocalSpeech(self._synthesizer.stream(text, layout=self._layout, **self._stream_settings(style)))

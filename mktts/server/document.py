@@ -22,7 +22,8 @@ record is complete before the last byte of the body is sent. A body that breaks 
 `{{"type": "start", ...}}` with the keys of `POST /tts/stream`, of which `text` is left out where it is still being
 written; then `{{"type": "text", "text": "..."}}` any number of times; `{{"type": "finish"}}`; `{{"type": "cancel"}}` at
 any time. Of the server: `started` (id, seed, format), then for each chunk a `chunk` (id, start_s, duration_s, frames,
-timings in ms) followed by one binary message of PCM, then `finished` (what `GET /tts/stream/{{id}}` says). Another
+timings in ms; with `word_timestamps` also `words` that were said before, each with `word`, `start_s`, `end_s`) followed
+by one binary message of PCM, then `finished` (what `GET /tts/stream/{{id}}` says, with all words). Another
 `start` may follow on the same connection, once `finished` has come or, after `cancel`, at once. A refused `start` is
 answered by `error`; what was sent for it is dropped. A message that makes no sense is answered by `error` and the
 connection is closed with 1008. With a key, a page may open it with `?key=KEY`.

@@ -88,6 +88,11 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
         if body.instruct is not None and not service.takes_instruct and not strict:
             body.instruct = None
             ignored = ["instructions", *ignored]
+        if body.word_timestamps and body.stream_format != "sse":
+            if strict:
+                raise ApiError(400, "no_place", "word_timestamps: expected stream_format: sse", "word_timestamps")
+            body.word_timestamps = False
+            ignored = [*ignored, "word_timestamps"]
         if body.task_type not in (None, task):
             message = f"task_type: this checkpoint is for {task}, got {body.task_type}"
             raise ApiError(400, "wrong_task", message, "task_type")

@@ -10,7 +10,7 @@ from fastapi import UploadFile
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model, model_validator
 
 from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, StreamFormat
-from mktts.engine.options import Markup
+from mktts.engine.options import Markup, WordTime
 from mktts.model.sampling import MAX_SEED, Sampling
 from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
 
@@ -70,6 +70,7 @@ class VoiceParams(SamplingParams):
     max_frames: int | None = Field(None, ge=1, description="of audio; left out: the server's limit")
     trim_lead: bool = Field(False, description="leave out the silence before the first audible 10 ms, but 40 ms")
     markup: Markup = Field("speak", description="strip: Markdown, HTML and TeX are taken out")
+    word_timestamps: bool = Field(False, description="say when each word is said, by an estimate from the sound")
     pronunciations: dict[str, str] | None = Field(
         None, max_length=1_000, description='what is said, by the word: {"nginx": "engine X"}; whole words only'
     )
@@ -251,7 +252,8 @@ class ErrorBody(StrictModel):
 
 class StreamState(StrictModel):
     """What became of one utterance. frames, audio_s: handed to the connection. first_audio_ms: from the request (or
-    the first text, over WebSocket) to the first PCM on the host."""
+    the first text, over WebSocket) to the first PCM on the host. words: where word_timestamps asked for them, seconds
+    from the first sample on; of the last streams only."""
 
     id: str
     route: Route
@@ -262,6 +264,7 @@ class StreamState(StrictModel):
     audio_s: float
     first_audio_ms: float | None
     error: ErrorDetail | None
+    words: list[WordTime] | None = None
 
 
 class ModelInfo(StrictModel):

@@ -11,7 +11,8 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import asdict, astuple
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import Response
@@ -19,7 +20,7 @@ from fastapi.responses import Response
 from mktts import audio
 from mktts.audio.encoding import UNCODED, Encoder, Samples, StreamFormat
 from mktts.engine.metrics import Player
-from mktts.engine.options import Chunk, Timings
+from mktts.engine.options import Chunk, Timings, WordTime
 from mktts.errors import MkttsError
 from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, current_id, from_error, new_id
 from mktts.server.meters import Meters
@@ -51,7 +52,7 @@ class ServedStream:
     """Belongs to the event loop's thread. `close` must be called, once or more; it ends what still runs.
 
     stream: what makes the speech. chars: of the text, so far. check_chars: raises ApiError for too many of them.
-    on_close: called once, with this. error: what ended it; None otherwise."""
+    on_close: called once, with this. word_times: the stream finds them. error: what ended it; None otherwise."""
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class ServedStream:
         meters: Meters,
         check_chars: Callable[[int], None],
         on_close: Callable[[ServedStream], None],
+        word_times: bool = False,
     ) -> None:
         # A request over HTTP speaks once; its id is that of its stream.
         self.id = new_id() if route == "tts_ws" else (current_id.get() or new_id())
@@ -76,6 +78,7 @@ class ServedStream:
         self._meters = meters
         self._check_chars = check_chars
         self._on_close = on_close
+        self._word_times = word_times
         self._started_s = time.perf_counter()
         self._reason: str | None = None
         self._player = Player()
@@ -205,6 +208,11 @@ class ServedStream:
         return f"refused, {why}" if first_ms is None and error.status < 500 else f"{sent}, {self._reason}, {why}"
 
     @property
+    def words(self) -> list[WordTime] | None:
+        """Those whose times are known; None where nobody asked."""
+        return list(self._stream.words) if self._word_times else None
+
+    @property
     def state(self) -> StreamState:
         return StreamState(
             id=self.id,
@@ -216,6 +224,7 @@ class ServedStream:
             audio_s=self._samples / SAMPLE_RATE_HZ,
             first_audio_ms=self.first_audio_ms,
             error=self.error.detail(self.id) if self.error is not None else None,
+            words=self.words,
         )
 
 
@@ -228,7 +237,8 @@ def _joined(chunks: Sequence[Chunk]) -> Chunk:
     ready = [chunk.ready_pcm16 for chunk in chunks]
     pcm16 = None if None in ready else b"".join(ready)
     frames = sum(chunk.frames for chunk in chunks)
-    return Chunk(audio.joined([chunk.pcm for chunk in chunks]), chunks[0].start_s, frames, timings, pcm16)
+    words = tuple(chain.from_iterable(chunk.words for chunk in chunks))
+    return Chunk(audio.joined([chunk.pcm for chunk in chunks]), chunks[0].start_s, frames, timings, pcm16, words)
 
 
 class AudioResponse(Response):
@@ -242,7 +252,7 @@ class AudioResponse(Response):
     encoder: makes the bytes; format, speed, sample_rate_hz: what of.
     stall_s: a client that takes no byte for this long is dropped.
     usage: for server-sent events as OpenAI's (stream_format: sse): asked at the end for the tokens of the text and the
-        frames of the speech. None sends the bytes as they are.
+        frames of the speech. None sends the bytes as they are. Words whose times are known have events between.
     kept: makes the response, of headers and bytes, where the first bytes are all there is."""
 
     def __init__(
@@ -282,6 +292,7 @@ class AudioResponse(Response):
         self._speed = speed
         self._usage = usage
         self._kept = kept
+        self._words = 0  # that were sent
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         watch = asyncio.create_task(self._close_on_disconnect(receive))
@@ -309,11 +320,18 @@ class AudioResponse(Response):
             return data
         if data:
             data = _event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
+        if words := (self._stream.words or [])[self._words :] if chunk is None else chunk.words:
+            self._words += len(words)
+            data += _event({"type": "speech.audio.words", "words": [self._as_played(word) for word in words]})
         if chunk is None:
             tokens, frames = await self._usage()
             usage = {"input_tokens": tokens, "output_tokens": frames, "total_tokens": tokens + frames}
             data += _event({"type": "speech.audio.done", "usage": usage})
         return data
+
+    def _as_played(self, word: WordTime) -> dict[str, Any]:
+        times = {"start_s": word.start_s / self._speed, "end_s": word.end_s / self._speed}
+        return asdict(word) | {name: round(time_s, 3) for name, time_s in times.items()}
 
     async def _send_all(self, scope: Any, receive: Any, send: Any) -> None:
         stream, sound_s, started = self._stream, 0.0, False

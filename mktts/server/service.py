@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from mktts.engine.admission import AdmissionLimits
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _FAILING_AFTER = 3  # streams in a row: one may be the request's own fault, a broken device fails every one
 _POLL_S = 0.02
+_KEPT_WORDS = 32  # ended streams whose words are kept: a text may have thousands
 
 
 class SpeechService:
@@ -113,7 +115,8 @@ class SpeechService:
                 stream = self.synthesizer.stream(text, layout=layout, **settings)
         except Exception as error:
             raise from_error(error) from error
-        made = ServedStream(route, stream, len(text or ""), self.meters, self.check_chars, self._has_ended)
+        timed = params.word_timestamps
+        made = ServedStream(route, stream, len(text or ""), self.meters, self.check_chars, self._has_ended, timed)
         self._open[made.id] = made
         self.meters.open_streams.set(len(self._open))
         return made
@@ -164,7 +167,10 @@ class SpeechService:
             "max_frames": params.max_frames or limits.max_frames,
             "pronunciations": params.pronunciations,
             "options": StreamOptions(
-                trim_lead=params.trim_lead, buffer_frames=limits.buffer_frames, markup=params.markup
+                trim_lead=params.trim_lead,
+                buffer_frames=limits.buffer_frames,
+                markup=params.markup,
+                word_times=params.word_timestamps,
             ),
         }
 
@@ -247,6 +253,8 @@ class SpeechService:
     def _has_ended(self, stream: ServedStream) -> None:
         del self._open[stream.id]
         self._ended[stream.id] = state = stream.state
+        for id in islice(reversed(self._ended), _KEPT_WORDS, _KEPT_WORDS + 1):
+            self._ended[id] = self._ended[id].model_copy(update={"words": None})
         if len(self._ended) > self.limits.kept_states:
             self._ended.popitem(last=False)
         meters = self.meters

@@ -149,6 +149,7 @@ class SpeechSocket:
             with contextlib.suppress(ApiError):  # the state holds it
                 async with contextlib.aclosing(stream.chunks()) as chunks:
                     async for chunk in chunks:
+                        words = {"words": [asdict(word) for word in chunk.words]} if stream.words is not None else {}
                         with stream.sending(chunk.duration_s):
                             await self._send(
                                 "chunk",
@@ -157,6 +158,7 @@ class SpeechSocket:
                                 duration_s=chunk.duration_s,
                                 frames=chunk.frames,
                                 timings=asdict(chunk.timings),
+                                **words,
                             )
                             async with asyncio.timeout(self._limits.stall_s):
                                 await self._socket.send_bytes(chunk.pcm16)

@@ -14,11 +14,12 @@ from mktts.audio import format_of, require_format, to_pcm16, write_audio
 from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, Tempo
 from mktts.checkpoint.arguments import PIPE, add_model_arguments, add_voice_arguments, loading, text_of
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.common import require_writable
+from mktts.common import require_writable, write_whole
 from mktts.engine.metrics import StreamMetrics, summarise
 from mktts.engine.options import Markup, StreamOptions
 from mktts.errors import BackendUnavailable, MkttsError, OptionsError, TextError
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.synth.captions import CAPTIONS, captions
 from mktts.synth.cloning import recorded_voice
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ EXAMPLES = f"""examples:
   python -m mktts say "Good morning." -o morning.wav
   python -m mktts say "Good morning." -o morning.mp3 --checkpoint path/to/checkpoint --speaker vivian
   python -m mktts say "Good morning." -o - | aplay -f S16_LE -r {SAMPLE_RATE_HZ}
+  python -m mktts say "Good morning. How are you?" -o morning.wav --srt morning.srt
   cat answer.md | python -m mktts say - -o answer.wav --markup strip
   cat story.txt | python -m mktts say - -o story.wav --checkpoint path/to/checkpoint
   python -m mktts say "In my voice." -o mine.wav --checkpoint path/to/base --ref-audio me.wav --ref-text "What I said."
@@ -87,6 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where to, one of these or both")
     where.add_argument("-o", "--output", metavar="FILE", help="an audio file, or - for raw PCM on standard output")
     where.add_argument("--play", action="store_true", help="through the loudspeaker, while it is made")
+    for kind, name in zip(CAPTIONS, ("SubRip", "WebVTT"), strict=True):
+        where.add_argument(f"--{kind}", metavar="FILE", help=f"captions as {name}, their times estimated, beside them")
     who = parser.add_argument_group("voice and manner")
     add_voice_arguments(who)
     who.add_argument("--ref-audio", type=Path, metavar="FILE", help="clone this recording, for a base checkpoint")
@@ -140,10 +144,12 @@ def main(arguments: argparse.Namespace) -> int:
                 put(chunk.pcm if tempo is None else tempo.feed(chunk.pcm))
             if tempo is not None:
                 put(tempo.finish())
-            reason = stream.finish_reason
+            reason, words = stream.finish_reason, stream.words
         metrics = summarise(chunks)
         if file is not None:
             write_audio(file, np.concatenate(spoken))
+        for kind, path in _captions(arguments).items():
+            write_whole(Path(path), captions(words, kind, arguments.speed).encode())
     _report(metrics, reason, checkpoint)
     asked_for = reason == "max_frames" and arguments.max_frames is not None
     return 0 if reason == "eos" or asked_for or checkpoint.is_random else 1  # random weights never say end-of-speech
@@ -156,12 +162,19 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.output not in (None, PIPE):
         require_format(format_of(arguments.output))
         require_writable(arguments.output)
+    for path in _captions(arguments).values():
+        require_writable(path)
     if not MIN_SPEED <= arguments.speed <= MAX_SPEED:
         raise OptionsError(f"--speed must be {MIN_SPEED:g} to {MAX_SPEED:g}, got {arguments.speed:g}")
     if arguments.voice and arguments.ref_audio:
         raise MkttsError("expected --voice or --ref-audio, found both: a saved voice already holds its recording")
     if arguments.ref_text is not None and not arguments.ref_audio:
         raise MkttsError("--ref-text is the text of --ref-audio, which is missing")
+
+
+def _captions(arguments: argparse.Namespace) -> dict[str, str]:
+    """The files that are wanted, by their kind."""
+    return {kind: path for kind in CAPTIONS if (path := getattr(arguments, kind)) is not None}
 
 
 def _request(arguments: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -171,7 +184,7 @@ def _request(arguments: argparse.Namespace, checkpoint: Checkpoint) -> dict[str,
         "instruct": arguments.instruct,
         "voice": _voice(arguments, checkpoint),
         "layout": arguments.layout,
-        "options": StreamOptions(markup=arguments.markup),
+        "options": StreamOptions(markup=arguments.markup, word_times=bool(_captions(arguments))),
         "seed": arguments.seed,
         "sampling": checkpoint.sampling().greedy() if arguments.greedy else None,
         "max_frames": arguments.max_frames,

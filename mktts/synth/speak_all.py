@@ -22,7 +22,7 @@ from mktts.audio import encoded, require_format
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint.arguments import add_model_arguments, add_voice_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.common import checked_int, python_path
+from mktts.common import checked_int, python_path, write_whole
 from mktts.engine.many import SayRequest, SayResult
 from mktts.engine.options import StreamOptions
 from mktts.errors import (
@@ -37,6 +37,7 @@ from mktts.errors import (
 from mktts.model.sampling import MAX_SEED
 from mktts.model.voice import Voice
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.synth.captions import CAPTIONS, captions
 from mktts.synth.sentences import COLUMNS, NEEDED, Sentence, read_table
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ _RAY_BYTES = 200 << 20  # of shared memory for Ray's objects on one machine: sen
 _RAY_BATCH = 256  # sentences that an actor is given in one piece
 EXAMPLES = f"""examples:
   python -m mktts speak-all sentences.txt -o spoken
-  python -m mktts speak-all sentences.jsonl -o spoken --format flac --seed 1
+  python -m mktts speak-all sentences.jsonl -o spoken --format flac --seed 1 --captions srt
   python -m mktts speak-all sentences.tsv -o spoken --checkpoint path/to/checkpoint --speaker vivian
   python -m mktts speak-all sentences.tsv -o spoken --checkpoint path/to/checkpoint --ray
 
@@ -75,12 +76,20 @@ class Outcome:
 
 
 def speak_into_folder(
-    synthesizer: Synthesizer, sentences: Iterable[Sentence], folder: Path, kind: str, retries: int, greedy: bool = False
+    synthesizer: Synthesizer,
+    sentences: Iterable[Sentence],
+    folder: Path,
+    kind: str,
+    retries: int,
+    greedy: bool = False,
+    captioned: str | None = None,
 ) -> Iterator[Outcome]:
     """Speaks sentences, as many together as fit, and writes each as soon as it is over. sentences: with their seeds.
-    kind: of the files. retries: with another seed, of what runs away, misses its end or fails inside. Raises OSError
-    where a file cannot be written. Leaving the iterator ends what is open."""
+    kind: of the files. retries: with another seed, of what runs away, misses its end or fails inside. captioned: of
+    CAPTIONS, a file beside each. Raises OSError where a file cannot be written. Leaving the iterator ends what is open.
+    """
     sampling = synthesizer.sampling.greedy() if greedy else None
+    options = replace(_UNREAD, word_times=captioned is not None)
     waiting: deque[tuple[Sentence, int]] = deque()
     for sentence in sentences:
         try:
@@ -101,7 +110,7 @@ def speak_into_folder(
             "sampling": sampling,
             "max_frames": sentence.max_frames,
             "seed": derived_seed(sentence.seed, attempt) if attempt else sentence.seed,
-            "options": _UNREAD,
+            "options": options,
         }
         return SayRequest(sentence.text, settings, (sentence, attempt))
 
@@ -113,6 +122,8 @@ def speak_into_folder(
             bad_input = isinstance(said.error, MkttsError) and said.error.exit_status == 2
             if fault is None:
                 path = folder / f"{sentence.id}.{kind}"
+                if captioned is not None:
+                    write_whole(folder / f"{sentence.id}.{captioned}", captions(said.stream.words, captioned).encode())
                 writing.append(pool.submit(_write, path, said.pcm, sentence, attempt))
             elif attempt < retries and not bad_input:
                 waiting.appendleft((sentence, attempt + 1))
@@ -221,6 +232,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sentences", type=Path, metavar="SENTENCES", help="a file .jsonl, .tsv or .txt")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="the folder that they go to")
     parser.add_argument("--format", choices=OUTPUTS, default="wav", help="of the files (default: %(default)s)")
+    parser.add_argument("--captions", choices=CAPTIONS, help="a file of captions beside each, their times estimated")
     line = parser.add_argument_group("for lines that do not say")
     add_voice_arguments(line)
     how = parser.add_argument_group("generation")
@@ -249,7 +261,8 @@ def main(arguments: argparse.Namespace) -> int:
     folder = arguments.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     done = {path.name for path in folder.iterdir()}
-    left = [_completed(one, arguments) for one in sentences if f"{one.id}.{arguments.format}" not in done]
+    endings = [arguments.format, *([arguments.captions] if arguments.captions else [])]
+    left = [_completed(one, arguments) for one in sentences if not {f"{one.id}.{end}" for end in endings} <= done]
     for number, error in bad.items():
         print(f"line {number}: {error}", file=sys.stderr)
     there = len(sentences) - len(left)
@@ -279,7 +292,7 @@ def _outcomes(
     engine = "batch" if arguments.backend in ("auto", "torch") else "auto"
     model = {**loading(arguments), "engine": engine, "batch": BatchSettings(codec=arguments.codec_precision)}
     retries = 0 if checkpoint.is_random or arguments.greedy else RETRIES  # random weights never end
-    how = (folder, arguments.format, retries, arguments.greedy)
+    how = (folder, arguments.format, retries, arguments.greedy, arguments.captions)
     if arguments.ray:
         source = str(checkpoint.folder) if checkpoint.revision is None else arguments.checkpoint
         yield from _speak_by_ray(arguments.replicas, left, (source, checkpoint.revision, model, how))

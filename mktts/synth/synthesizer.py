@@ -22,6 +22,7 @@ from mktts.engine.runner import EngineStats
 from mktts.engine.scheduler import TICKS
 from mktts.engine.script import cut
 from mktts.engine.stream import EngineName, Session, Stream
+from mktts.engine.words import WordTimes
 from mktts.errors import OptionsError, PromptError
 from mktts.model.prompt import Layout, PromptBuilder, Request
 from mktts.model.sampling import Choice, Sampling, drawn_seed
@@ -226,8 +227,8 @@ class Synthesizer:
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
         max_chars = plan.options.max_chars_per_segment or self._fed_chars
-        feed = self._text_feed(request, plan, settings)
-        return Session(self.engine, self.engine.reserve(plan), request, max_chars, feed)
+        feed, words = self._text_feed(request, plan, settings), self._word_times(request, plan, settings)
+        return Session(self.engine, self.engine.reserve(plan), request, max_chars, feed, words)
 
     def _stream(self, text: str, settings: StreamSettings, paced: bool = True) -> Stream:
         started_s = time.perf_counter()
@@ -235,21 +236,40 @@ class Synthesizer:
         feed = self._text_feed(request, plan, settings)
         max_chars = plan.options.max_chars_per_segment or self._whole_chars
         parts = cut(request, (*feed.push(request.text), *feed.finish()), max_chars)
-        return Stream(self.engine, self.engine.submit(parts, plan, started_s, paced=paced))
+        words = self._word_times(request, plan, settings)
+        if words is not None:
+            words.feed(request.text)
+            words.finish()
+        return Stream(self.engine, self.engine.submit(parts, plan, started_s, paced=paced), words)
+
+    def spoken(self, word: str, language: str, lexicon: Lexicon | None = None) -> str:
+        """A word of a text as it will be heard, apart from its neighbours. lexicon: in place of the synthesizer's."""
+        said = (lexicon or self.lexicon).say(word)
+        return said if self.front_end is None else self.front_end.word(said, language.lower())
+
+    def _lexicon(self, words: Mapping[str, str] | None) -> Lexicon:
+        return self.lexicon if words is None else Lexicon(words, self.lexicon)
 
     def _text_feed(self, request: Request, plan: Plan, settings: StreamSettings) -> TextFeed:
-        voices = {name.lower(): voice for name, voice in settings.get("voices", {}).items()}
-        words, markup = settings.get("pronunciations"), plan.options.markup
-        lexicon = self.lexicon if words is None else Lexicon(words, self.lexicon)
+        lexicon, markup = self._lexicon(settings.get("pronunciations")), plan.options.markup
         if self.front_end is None:
             new_reader = partial(lexicon.feed, markup)
         else:
             new_reader = partial(self.front_end.feed, request.language, markup, lexicon)
-        return TextFeed(partial(self._named, request, voices), new_reader)
+        return TextFeed(partial(self._named, request, settings.get("voices", {})), new_reader)
+
+    def _word_times(self, request: Request, plan: Plan, settings: StreamSettings) -> WordTimes | None:
+        if not plan.options.word_times:
+            return None
+        named = partial(self._named, request, settings.get("voices", {}))
+        text = TextFeed(named, partial(Lexicon().feed, plan.options.markup))
+        lexicon = self._lexicon(settings.get("pronunciations"))
+        return WordTimes(text, partial(self.spoken, language=request.language, lexicon=lexicon))
 
     def _named(self, request: Request, voices: Mapping[str, Voice], name: str) -> Request | None:
         """`request`, without text, as spoken by the voice or speaker of that name; None where there is none."""
         name = name.lower()
+        voices = {saved.lower(): voice for saved, voice in voices.items()}
         if name in voices:
             return self._prompts.check(replace(request, text="", speaker=None, voice=voices[name]))
         if name in self._prompts.config.speakers:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from absent import needs
 from commands import run
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
@@ -156,15 +157,32 @@ def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys
         assert FakeFaster.loaded == (str(tiny.folder),) * 2
 
 
+@needs("pocketsphinx")
+def test_word_times_are_measured_on_a_trained_voice(tmp_path, monkeypatch):
+    texts = "Good evening, and welcome.", "Never say blorptang.", "He forgot his keys again."
+    (tmp_path / "sentences.json").write_text(json.dumps(texts))
+    monkeypatch.setattr(sections, "files", lambda package: tmp_path)
+    starts, ends, document = sections.words(replace(TINY, checkpoint="small"))
+    assert len(starts[1]) == len(ends[1]) == 9  # not of the sentence with a word that the aligner does not know
+    assert document["document"] | {"n": 9, "sentences": 2} == document["document"]
+    assert document["document"]["mean_error_s"] == pytest.approx(sum(starts[1]) / 9) and sum(starts[1]) < 9 * 0.1
+    with pytest.raises(MetricsError, match="trained"):
+        list(sections.words(TINY))
+
+
 def test_a_run_gives_the_document_and_names_what_is_missing(tiny, tmp_path, monkeypatch):
     """tests/test_cli.py runs a section in its process."""
     figure = {"median": 1.0, "p95": 2.0, "n": 3, "unit": "ms"}
-    ran = {"codec": ({"codec_1_ms": figure}, {"codec_variant": "plain"}, None), "text": ({}, {}, "exit status 1: why")}
+    ran = {
+        "codec": ({"codec_1_ms": figure}, {"codec_variant": "plain", "document": {"tool": "a"}}, None),
+        "text": ({}, {}, "exit status 1: why"),
+    }
     monkeypatch.setattr(command, "run_section", lambda words: ran[words[-2]])
     path = tmp_path / "bench.json"
     document = measure(TINY, ["codec", "text"], path)
     assert json.loads(path.read_text()) == document
     assert {"device", "driver", "torch", "revision", "date", "settings", "packages"} <= set(document)
+    assert document["tool"] == "a" and "document" not in document["settings"]
     assert document["figures"] == {"codec_1_ms": figure} and document["settings"]["codec_variant"] == "plain"
     missing = {"codec_8_ms": "the section gave no such figure", "text_tok_s": "exit status 1: why"}
     assert document["missing"] == missing and document["sections"]["text"]["error"] == "exit status 1: why"
@@ -183,7 +201,7 @@ def test_the_command_measures_this_checkpoint_by_itself_and_all_with_peers(monke
     words = [["--device", "cpu"], ["--peers"], ["--only", "text", "--codec", "full"]]
     assert [run("bench", *more) for more in words] == [0, 1, 0]
     quick, whole = (command.CHECKPOINT, 20), (BenchSettings.checkpoint, BenchSettings.samples)
-    assert asked == [(*quick, ["load", "streams", "codec"]), (*whole, list(SECTIONS)), (*quick, ["text"])]
+    assert asked == [(*quick, ["load", "streams", "codec"]), (*whole, list(SECTIONS)[:-1]), (*quick, ["text"])]
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"missing": {}}
     with pytest.raises(MetricsError, match="--only names sections of load, .*, found ours"):
         run("bench", "--only", "ours")

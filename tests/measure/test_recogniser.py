@@ -6,6 +6,7 @@ from absent import needs
 
 from mktts.agent.user_speech import load
 from mktts.measure.recogniser import (
+    Aligner,
     Recogniser,
     errors_by_sound,
     loop_model,
@@ -45,6 +46,16 @@ def test_the_loop_is_a_distribution():
     shares = [line.split() for line in loop_model(["b", "a", "b"]).splitlines() if line.startswith("-")]
     assert [word for _, word in shares] == ["<s>", "</s>", "a", "b"]
     assert sum(10 ** float(share) for share, _ in shares) == pytest.approx(1, abs=1e-3)
+
+
+@needs("pocketsphinx")
+def test_the_aligner_finds_a_word_where_its_sound_is():
+    speech, aligner = load("hello") / np.float32(32768), Aligner()
+    (start_s, end_s), *others = aligner.align(speech, ["hello"])
+    assert others == [] and 0 <= start_s < end_s <= len(speech) / 24_000 + 0.05
+    later = aligner.align(np.concatenate((np.zeros(12_000, np.float32), speech)), ["hello"])
+    assert np.subtract(later[0], (start_s, end_s)) == pytest.approx(0.5, abs=0.05)
+    assert aligner.align(speech, ["zzyzxq"]) is None and aligner.align(speech, []) is None
 
 
 @needs("pocketsphinx")

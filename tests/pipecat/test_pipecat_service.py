@@ -106,6 +106,14 @@ async def test_word_times_rise_from_zero_over_the_audio_of_the_turn():
 
 
 @pytest.mark.parametrize("mode", TextAggregationMode)
+async def test_a_pause_that_the_text_asks_for_is_no_word_and_stays_in_the_context(mode):
+    tts, _ = service(lambda text: FakeSpeech(25), text_aggregation_mode=mode)
+    async with Talk(tts) as talk:
+        await talk.say(*turn("One two [pause 0.5s] three."))
+    assert [frame.text for frame in talk.of(TTSTextFrame)] == ["One", "two", "[pause 0.5s] three."]
+
+
+@pytest.mark.parametrize("mode", TextAggregationMode)
 async def test_an_interruption_before_the_first_audio_reports_no_ttfb(mode):
     tts, source = service(lambda text: FakeSpeech(None), text_aggregation_mode=mode)
     async with Talk(tts) as talk:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mktts.checkpoint import Checkpoint
 from mktts.engine.admission import AdmissionLimits, Capacity
-from mktts.engine.options import Chunk, Timings
+from mktts.engine.options import Chunk, Timings, WordTime
 from mktts.engine.runner import EngineStats, TickTimes
 from mktts.errors import TextError
 from mktts.model.sampling import Sampling
@@ -18,7 +18,8 @@ from mktts.spec import SAMPLES_PER_FRAME
 
 
 class FakeStream:
-    """Chunks of `seed`'s noise, made when they are taken. error_at: a chunk, from 1, and what is raised there."""
+    """Chunks of `seed`'s noise, made when they are taken. error_at: a chunk, from 1, and what is raised there. A word
+    begins with each chunk, and is known with the next, or at the end."""
 
     def __init__(
         self, text: str | None, settings: dict[str, Any], error_at: tuple[int, Exception] | None, holds: bool
@@ -28,10 +29,16 @@ class FakeStream:
         self.frames = settings["max_frames"]
         self.finish_reason: str | None = None
         self.cancelled = False
+        self.words: list[WordTime] = []
+        self._begun: list[WordTime] = []
         self._fed, self._finished = "", text is not None
         self._made = self._chunks = self._pieces = 0
         self._error_at, self._holds = error_at, holds
         self._changed = asyncio.Event()
+
+    @property
+    def sound(self) -> np.ndarray:
+        return noise(self.seed, self.frames)
 
     @property
     def idle(self) -> bool:
@@ -48,14 +55,19 @@ class FakeStream:
             return None
         if self._made == self.frames:
             self.finish_reason = "max_frames"
+            self.words += self._begun
             return None
         self._chunks += 1
         if self._error_at is not None and self._chunks == self._error_at[0]:
             raise self._error_at[1]
         frames = min(4, self.frames - self._made)
-        pcm = noise(self.seed, self.frames)[self._made * SAMPLES_PER_FRAME :][: frames * SAMPLES_PER_FRAME]
+        pcm = self.sound[self._made * SAMPLES_PER_FRAME :][: frames * SAMPLES_PER_FRAME]
         start_s, self._made = self._made * 0.08, self._made + frames
-        return Chunk(pcm, start_s, frames, Timings(10.0, 1.0, 1.0, 1.0, 1.0))
+        words: list[WordTime] = []
+        if self.settings["options"].word_times:
+            words, self._begun = self._begun, [WordTime(f"word {self._chunks}", start_s, start_s + 0.08)]
+            self.words += words
+        return Chunk(pcm, start_s, frames, Timings(10.0, 1.0, 1.0, 1.0, 1.0), words=tuple(words))
 
     @property
     def codes(self) -> range:

@@ -51,8 +51,10 @@ SECTIONS: dict[str, tuple[Callable[[BenchSettings], Measured], tuple[str, ...]]]
     "large": (large, ("frame_1p7b_ms", "ttfc_1p7b_ms")),
     "faster": (sections.faster, ("faster_frame_ms", *(f"faster_{name}" for name in _STREAMS))),
     "upstream": (sections.upstream, ("upstream_frame_ms", "upstream_rtf", "upstream_frame_with_codec_ms")),
+    "words": (sections.words, ("word_start_error_s", "word_end_error_s")),
 }
 BY_ITSELF = tuple(SECTIONS)[:3]
+TIMED = tuple(SECTIONS)[:-1]
 CHECKPOINT = "random:tiny"
 TIMEOUT_S = 240.0  # of a section
 _PACKAGES = (
@@ -64,6 +66,7 @@ EXAMPLES = f"""examples:
   python -m mktts bench --codec full
   python -m mktts bench --checkpoint random:0.6b --only load
   python -m mktts bench --peers --output bench.json
+  python -m mktts bench --checkpoint small --device cpu --only words --output words.json
   python -m mktts bench --capacity
   python -m mktts bench --load --listeners 2,4 --seconds 10
   python -m mktts bench --load --engine batch --listeners 40 --burst --seconds 20
@@ -79,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", metavar="SECTION,...", help=f"of {', '.join(SECTIONS)} (default: {', '.join(BY_ITSELF)})"
     )
-    parser.add_argument("--peers", action="store_true", help="all sections: ours, faster-qwen3-tts and upstream")
+    parser.add_argument("--peers", action="store_true", help="all timings: ours, faster-qwen3-tts and upstream")
     add_options(parser, BenchSettings)
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the document there")
     load.add_arguments(parser)
@@ -100,7 +103,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[BenchSettings, list[str]]:
-    names = arguments.only.split(",") if arguments.only else list(SECTIONS if arguments.peers else BY_ITSELF)
+    names = arguments.only.split(",") if arguments.only else list(TIMED if arguments.peers else BY_ITSELF)
     if unknown := [name for name in names if name not in SECTIONS]:
         raise MetricsError(f"--only names sections of {', '.join(SECTIONS)}, found {', '.join(unknown)}")
     settings = BenchSettings(**load.model_of(arguments), **given(BenchSettings, arguments))
@@ -135,6 +138,7 @@ def measure(settings: BenchSettings, names: Sequence[str], output: Path | None =
         program = [sys.executable, "-m", "mktts.measure.bench.command", name, json.dumps(asdict(settings))]
         figures, notes, reason = run_section(program)
         document["figures"] |= figures
+        document |= notes.pop("document", {})
         document["settings"] |= notes
         missing = [figure for figure in SECTIONS[name][1] if figure not in figures]
         document["missing"] |= dict.fromkeys(missing, reason or "the section gave no such figure")

@@ -12,18 +12,24 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from mktts.arguments import option
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.engine.metrics import summarise
+from mktts.engine.options import StreamOptions
 from mktts.errors import BackendUnavailable, MetricsError
 from mktts.measure.environment import peak_rss_bytes, provided_by
+from mktts.measure.recogniser import Aligner
+from mktts.measure.recogniser import words as words_said
 from mktts.model.backend import Backend, Frame, default_dtype
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
@@ -414,3 +420,33 @@ def upstream(settings: BenchSettings) -> Measured:
     # The first frame's interval holds the prompt's own pass.
     frame_ms = [(i, 1e3 * (b - a)) for i, (a, b) in enumerate(zip(marks_s, marks_s[1:], strict=False), 1)]
     yield "upstream_frame_ms", _at_context(checkpoint, frame_ms, settings), "ms"
+
+
+def words(settings: BenchSettings) -> Measured:
+    """Word times of streams beside those of an aligner, whose own error is about 0.02 s; speakers take turns."""
+    from mktts.synth import Synthesizer
+
+    aligner, checkpoint = Aligner(), settings.open()
+    if checkpoint.is_random or checkpoint.config.type.clones:
+        raise MetricsError("word times are measured on a trained checkpoint with speakers: --checkpoint small")
+    sentences = files("mktts.measure.bench").joinpath("sentences.json").read_text(encoding="utf-8")
+    speakers = sorted(checkpoint.config.speakers) or [None]
+    starts_s, ends_s, aligned = [], [], 0
+    with Synthesizer.load(checkpoint, **settings.loading()) as synthesizer:
+        for number, text in enumerate(json.loads(sentences)):
+            speaker, options = speakers[number % len(speakers)], StreamOptions(word_times=True)
+            stream = synthesizer.stream(text, speaker=speaker, seed=number, options=options)
+            pcm = stream.read()
+            said = [words_said(synthesizer.spoken(word.word, "auto")) for word in stream.words]
+            found = aligner.align(pcm, [one for parts in said for one in parts])
+            if found is None or stream.finish_reason != "eos":
+                continue
+            aligned += 1
+            for word, parts in zip(stream.words, said, strict=True):
+                spans, found = found[: len(parts)], found[len(parts) :]
+                starts_s.append(abs(word.start_s - spans[0][0]))
+                ends_s.append(abs(word.end_s - spans[-1][1]))
+    yield "word_start_error_s", starts_s, "s"
+    yield "word_end_error_s", ends_s, "s"
+    errors = {"mean_error_s": float(np.mean(starts_s)), "p95_error_s": float(np.quantile(starts_s, 0.95))}
+    yield {"document": {**errors, "n": len(starts_s), "sentences": aligned, "tool": provided_by("pocketsphinx")}}

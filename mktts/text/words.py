@@ -1,0 +1,77 @@
+"""The words of a text, and the sounds that their letters stand for, as far as a waveform shows them."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+# Written without spaces, and a syllable or more a character: kana, ideographs, and the marks that go with them.
+_WIDE = re.compile(r"[\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef]")
+_OPENING = ("Ps", "Pi")  # Unicode's categories of opening brackets and quotation marks
+_WORD = re.compile(rf"{_WIDE.pattern}|(?:(?!{_WIDE.pattern})\S)+")
+_PAUSED = re.compile(r"[.,;:?!…—–。，、；：？！]\W*\Z")
+
+_VOWELS = "aeiouyæœøıаеиоуыэюяαεηιουω"
+_SILENT_E = re.compile(rf"(?<=[{_VOWELS}])([^{_VOWELS}]+)e(?=[sd]?\Z)")
+# In English letters, which the others of the model's languages share mostly, and in Cyrillic ones.
+_SOUNDS = re.compile(
+    rf"(?P<vowel>[{_VOWELS}]+)|(?P<sibilant>t?s?ch|sh|dge|[szjß]+|c(?=[eiy])|[жшщцчсз])|(?P<fricative>th|ph|gh|[fvhфхв])"
+    r"|(?P<nasal>ng|[mnмн]+)|(?P<liquid>wh|wr|[wlrлрй]+)|(?P<stop>ck|qu|[kcptqпткx]+)|(?P<voiced>[bdgбдг]+)|(?P<any>.)"
+)
+_DIGIT = ("any", "vowel", "any")  # of a number that no front end reads: about a syllable a digit
+_SYLLABLE = ("any", "vowel")  # of a letter of a script without capitals
+
+
+def split_words(text: str) -> list[str]:
+    """The words of `text`, each with the marks after it and the opening ones before it."""
+    spans: list[tuple[int, int]] = []
+    opening: int | None = None  # where marks began that wait for their word
+    for match in _WORD.finditer(text):
+        begin, end = match.span()
+        begin = begin if opening is None else opening
+        if any(map(str.isalnum, match.group())):
+            spans.append((begin, end))
+            opening = None
+        elif spans and opening is None and unicodedata.category(match.group()[-1]) not in _OPENING:
+            spans[-1] = (spans[-1][0], end)
+        else:
+            opening = begin
+    if opening is not None:  # no word came any more
+        begin = spans.pop()[0] if spans else opening
+        spans.append((begin, len(text.rstrip())))
+    return [text[begin:end] for begin, end in spans]
+
+
+def is_wide(word: str) -> bool:
+    """Whether no space separates it from a neighbour that is wide too."""
+    return bool(_WIDE.match(word[-1:]))
+
+
+def pauses_after(word: str) -> bool:
+    """Whether a pause is likely behind it, by its marks."""
+    return bool(_PAUSED.search(word))
+
+
+def sounds(said: str) -> list[str]:
+    """The kinds of sounds of words as they are spoken, "stopped" -> sibilant, stop, vowel, stop, voiced."""
+    found: list[str] = []
+    for word in re.findall(r"[^\W_]+", unicodedata.normalize("NFC", said).lower()):
+        if word[0] == "y" and len(word) > 1:
+            found.append("liquid")
+            word = word[1:]
+        for part in _SOUNDS.finditer(_SILENT_E.sub(r"\1", _base(word))):
+            letter = part.group()
+            if letter.isdigit():
+                found += _DIGIT
+            elif part.lastgroup == "any" and unicodedata.category(letter) == "Lo":
+                found += _SYLLABLE
+            else:
+                found.append(part.lastgroup)
+            if letter == "x":
+                found.append("sibilant")
+    return found
+
+
+def _base(word: str) -> str:
+    """Latin letters without their accents; Hangul and kana stay whole."""
+    return "".join(unicodedata.normalize("NFD", char)[0] if char < "\u0370" else char for char in word)

@@ -1,0 +1,104 @@
+"""Captions, read back by a parser of their own; `say --srt --vtt` and `speak-all --captions`."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import soundfile
+from commands import run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mktts.engine.options import WordTime
+from mktts.errors import MkttsError
+from mktts.synth.captions import captions
+
+Cue = tuple[float, float, str]
+TEXT = "Dr. Smith opened the door. There was nobody, as far as anybody could tell, in the long and dark hall behind it!"
+
+
+def cues_of(document: str, kind: str) -> list[Cue]:
+    """Start and end in s, and the text, of each cue of a well-formed file."""
+    found = []
+    blocks = re.split(r"\n\n", document.rstrip("\n"))
+    if kind == "vtt":
+        assert blocks.pop(0) == "WEBVTT"
+    for number, block in enumerate(blocks, 1):
+        lines = block.split("\n")
+        if kind == "srt":
+            assert lines.pop(0) == str(number)
+        mark = re.escape("," if kind == "srt" else ".")
+        clock = rf"(\d\d):([0-5]\d):([0-5]\d){mark}(\d\d\d)"
+        times = [int(part) for part in re.fullmatch(f"{clock} --> {clock}", lines[0]).groups()]
+        start_s, end_s = (h * 3_600 + m * 60 + s + ms / 1_000 for h, m, s, ms in (times[:4], times[4:]))
+        text = "\n".join(lines[1:])
+        found.append((start_s, end_s, html.unescape(text) if kind == "vtt" else text))
+    return found
+
+
+def timed(text: str, start_s: float = 0.0) -> list[WordTime]:
+    """A word each half a second, 0.4 s long."""
+    return [WordTime(word, start_s + i / 2, start_s + i / 2 + 0.4) for i, word in enumerate(text.split())]
+
+
+@pytest.mark.parametrize("kind", ["srt", "vtt"])
+def test_a_cue_is_a_sentence_or_what_fits_of_it(kind):
+    cues = cues_of(captions(timed(TEXT), kind), kind)
+    assert [text.replace("\n", " ") for *_, text in cues] == [
+        "Dr. Smith opened the door.",
+        "There was nobody, as far as anybody could tell, in the long and dark hall behind",
+        "it!",
+    ]
+    assert [time_s for cue in cues for time_s in cue[:2]] == pytest.approx([0.0, 2.4, 2.5, 10.4, 10.5, 10.9])
+
+
+def test_a_long_pause_begins_a_cue_and_speed_moves_all():
+    words = [*timed("One two", 3_723.0), *timed("three four.", 3_726.0)]
+    assert cues_of(captions(words, "srt", 2.0), "srt") == [
+        (pytest.approx(1_861.5), pytest.approx(1_861.95), "One two"),
+        (1_863.0, pytest.approx(1_863.45), "three four."),
+    ]
+    assert captions([], "srt") == "" and cues_of(captions([], "vtt"), "vtt") == []
+
+
+@pytest.mark.parametrize("kind", ["srt", "vtt"])
+@given(st.lists(st.text("ab.,<&>-!你。", min_size=1, max_size=12), max_size=40))
+def test_cues_have_all_words_in_order_within_their_lines(kind, words):
+    cues = cues_of(captions(timed(" ".join(words)), kind), kind) if words else []
+    said = "".join("".join(text.split()) for *_, text in cues)
+    assert said == "".join(words)
+    assert all(len(line) <= 42 for *_, text in cues for line in text.split("\n"))
+    assert all(first[1] <= second[0] for first, second in pairwise(cues))
+
+
+def test_say_writes_captions_of_what_it_says(tmp_path):
+    text = "Look both ways first. [pause 1s] Then cross the street."
+    files = {kind: tmp_path / f"said.{kind}" for kind in ("wav", "srt", "vtt")}
+    words = [part for kind in ("srt", "vtt") for part in (f"--{kind}", files[kind])]
+    assert run("say", text, "-o", files["wav"], *words, "--checkpoint", "small", "--device", "cpu", "--seed", 3) == 0
+    cues = cues_of(files["srt"].read_text(encoding="utf-8"), "srt")
+    assert [cue[2] for cue in cues] == ["Look both ways first.", "Then cross the street."]
+    assert cues[1][0] - cues[0][1] >= 1.0 and cues[1][1] <= soundfile.info(files["wav"]).duration
+    assert cues_of(files["vtt"].read_text(encoding="utf-8"), "vtt") == cues
+    with pytest.raises(MkttsError, match="nowhere"):
+        run("say", text, "-o", files["wav"], "--srt", tmp_path / "nowhere" / "said.srt")
+
+
+def test_speak_all_writes_captions_beside_each_and_those_that_are_missing(tmp_path, capsys):
+    (tmp_path / "t.txt").write_text("Hello there.\nGood bye.\n", encoding="utf-8")
+    command = ["speak-all", tmp_path / "t.txt", "-o", tmp_path / "out", "--checkpoint", "small", "--device", "cpu"]
+    assert run(*command, "--captions", "srt") == 0
+    names = {f"00000{line}.{kind}" for line in (1, 2) for kind in ("wav", "srt")}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    (cue,) = cues_of((tmp_path / "out" / "000001.srt").read_text(encoding="utf-8"), "srt")
+    assert cue[2] == "Hello there." and cue[1] <= soundfile.info(tmp_path / "out" / "000001.wav").duration
+    (tmp_path / "out" / "000002.srt").unlink()
+    capsys.readouterr()
+    assert run(*command, "--captions", "srt") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["spoken"] == 1
+    assert {path.name for path in Path(tmp_path / "out").iterdir()} == names

@@ -1,0 +1,215 @@
+"""Word times: against sounds whose times are known, parts said alone, an aligner, and the text fed in pieces."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from absent import needs
+from fakes import fake_synthesizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mktts.engine.options import StreamOptions, WordTime
+from mktts.engine.words import WordTimes
+from mktts.measure.recogniser import Aligner
+from mktts.spec import SAMPLE_RATE_HZ
+from mktts.synth import Synthesizer
+from mktts.text.parts import TextFeed
+from mktts.text.words import split_words
+
+ASKED = StreamOptions(word_times=True)
+RANDOM = np.random.default_rng(0)
+
+
+def new_times() -> WordTimes:
+    return WordTimes(TextFeed(lambda name: None, lambda: None), str)
+
+
+def vowel(seconds: float) -> np.ndarray:
+    at_s = np.arange(round(seconds * SAMPLE_RATE_HZ)) / SAMPLE_RATE_HZ
+    tones = [0.3 / n**1.2 * np.sin(2 * np.pi * 120 * n * at_s) for n in range(1, 60)]
+    return np.sum(tones, axis=0).astype(np.float32)
+
+
+def hiss(seconds: float) -> np.ndarray:
+    noise = RANDOM.standard_normal(round(seconds * SAMPLE_RATE_HZ))
+    return (0.05 * np.diff(noise, prepend=0.0)).astype(np.float32)
+
+
+def silence(seconds: float) -> np.ndarray:
+    return np.zeros(round(seconds * SAMPLE_RATE_HZ), np.float32)
+
+
+def spoken(*sounds: tuple[str, float]) -> np.ndarray:
+    made = {"v": vowel, "s": hiss, "_": silence}
+    return np.concatenate([made[kind](seconds) for kind, seconds in sounds])
+
+
+def near(times: list[WordTime] | tuple[WordTime, ...], starts_s: list[float], within_s: float = 0.03) -> bool:
+    return len(times) == len(starts_s) and all(
+        abs(time.start_s - start_s) <= within_s for time, start_s in zip(times, starts_s, strict=True)
+    )
+
+
+# "sa" 0.30 s long, then "so, sees see" with a pause that the marks say, one that they do not, and other lengths.
+SOUND = spoken(("_", 0.1), ("s", 0.12), ("v", 0.18), ("s", 0.1), ("v", 0.3), ("_", 0.3), ("s", 0.15), ("v", 0.1),
+               ("s", 0.1), ("_", 0.15), ("s", 0.2), ("v", 0.15), ("_", 0.1))  # fmt: skip
+TEXT, STARTS_S = "Sa so, sees see", [0.1, 0.4, 1.1, 1.6]
+
+
+def test_words_are_found_where_their_sounds_are_and_end_there():
+    times = new_times()
+    times.feed(TEXT)
+    times.finish()
+    found = times.add(SOUND) + times.end()
+    assert [time.word for time in found] == TEXT.split()
+    assert near(found, STARTS_S)
+    assert [time.end_s for time in found] == pytest.approx([0.4, 0.8, 1.45, 1.95], abs=0.03)
+    assert all(time.estimated for time in found)
+
+
+@given(st.lists(st.integers(0, len(TEXT)), max_size=6), st.lists(st.integers(0, len(SOUND)), max_size=12))
+def test_text_and_sound_in_pieces_give_the_same_words_each_once(text_cuts, sound_cuts):
+    times, found = new_times(), []
+    for start, stop in pairwise(sorted({0, *text_cuts, len(TEXT)})):
+        times.feed(TEXT[start:stop])
+    times.finish()
+    for start, stop in pairwise(sorted({0, *sound_cuts, len(SOUND)})):
+        found += times.add(SOUND[start:stop])
+    found += times.end()
+    assert [time.word for time in found] == TEXT.split() and near(found, STARTS_S)
+    assert found == times.settled
+
+
+def test_text_that_comes_late_is_not_in_the_sound_made_before_it():
+    times = new_times()
+    sound = spoken(("s", 0.12), ("v", 0.2), ("s", 0.12), ("v", 0.2))
+    times.feed("Sa ")
+    found = times.add(np.concatenate((sound, silence(0.8))))
+    times.feed("so.")
+    times.finish()
+    found += times.add(sound) + times.end()
+    assert [time.word for time in found] == ["Sa", "so."]
+    assert found[1].start_s >= len(sound) / SAMPLE_RATE_HZ + 0.8 - 0.011
+
+
+def test_a_pause_of_the_text_is_where_its_zeros_are_not_where_others_are():
+    times = new_times()
+    times.feed("Sa [pause 0.6s] so see")
+    times.finish()
+    word = [("s", 0.12), ("v", 0.2)]
+    found = times.add(spoken(*word, ("_", 0.6), *word, ("_", 0.2), *word)) + times.end()
+    assert near(found, [0.0, 0.92, 1.44]) and [time.word for time in found] == ["Sa", "so", "see"]
+    assert found[0].end_s <= 0.33
+
+
+@pytest.mark.parametrize("sound", [silence(2.0), np.full(48_000, 0.3, np.float32)], ids=["silence", "no speech"])
+def test_words_of_what_is_no_speech_are_spread_over_it(sound):
+    times = new_times()
+    times.feed("One two three four five six.")
+    times.finish()
+    found = times.add(sound) + times.end()
+    assert len(found) == 6 and found[-1].end_s == pytest.approx(2.0, abs=0.3)
+    assert all(0 <= time.start_s <= time.end_s <= other.start_s <= 2 for time, other in pairwise(found))
+
+
+def test_words_that_the_sound_does_not_reach_are_left_out():
+    times = new_times()
+    times.feed(f"{TEXT} and many more words that were never made")
+    times.finish()
+    found = times.add(SOUND[: SAMPLE_RATE_HZ * 8 // 10]) + times.end(complete=False)
+    assert [time.word for time in found][:2] == ["Sa", "so,"] and len(found) <= 3
+
+
+# ---- streams
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Synthesizer]:
+    with Synthesizer.load("small", device="cpu", engine="single") as synthesizer:
+        yield synthesizer
+
+
+def words_of(small: Synthesizer, text: str, **settings) -> tuple[WordTime, ...]:
+    stream = small.stream(text, **{"seed": 5, "options": ASKED, **settings})
+    stream.read()
+    return stream.words
+
+
+def test_streams_find_words_only_when_asked(small):
+    stream = small.stream("Hello there.", seed=1)
+    assert {chunk.words for chunk in stream} == {()} and stream.words == ()
+
+
+def test_chunks_have_the_words_that_were_said_before_and_the_stream_all(small):
+    text = "The door was open, and there was a light in the hall. Nobody came out to meet us."
+    stream = small.stream(text, seed=5, options=ASKED)
+    of_chunks = []
+    for chunk in stream:
+        assert all(word.end_s <= chunk.start_s + chunk.duration_s for word in chunk.words)
+        of_chunks += chunk.words
+    assert tuple(of_chunks) == stream.words[: len(of_chunks)] and len(of_chunks) > 10
+    assert [word.word for word in stream.words] == text.split()
+    with small.open(seed=5, options=ASKED) as session:
+        for piece in re.findall(r".{1,7}", text):
+            session.feed(piece)
+        session.finish()
+        session.read()
+    assert [word.word for word in session.words] == text.split()
+
+
+def test_parts_of_a_text_have_the_times_of_their_parts_said_alone(small):
+    first, second = "Look both ways first.", "Then cross the street."
+    whole = words_of(small, f"{first} [pause 0.7s] [slt] {second}", speaker="rms")
+    stream = small.stream(first, seed=5, options=ASKED, speaker="rms")
+    begin_s = len(stream.read()) / SAMPLE_RATE_HZ + 0.7
+    alone = words_of(small, second, seed=6, speaker="slt")
+    assert [word.word for word in whole] == [*first.split(), *second.split()]
+    assert near(whole[:4], [word.start_s for word in stream.words], 0.04)
+    assert near(whole[4:], [begin_s + word.start_s for word in alone], 0.04)
+
+
+@needs("pocketsphinx")
+def test_words_are_where_an_aligner_finds_them(small):
+    aligner, errors_s = Aligner(), []
+    texts = "Nobody suspected that the librarian had once been famous.", "Tell him I will be there in twenty minutes."
+    for seed, text in enumerate(texts):
+        stream = small.stream(text, seed=seed, options=ASKED)
+        truth = aligner.align(stream.read(), text.lower().rstrip(".").split())
+        errors_s += [abs(word.start_s - start_s) for word, (start_s, _) in zip(stream.words, truth, strict=True)]
+    assert np.mean(errors_s) < 0.1
+
+
+SAID = 'Dr. Smith paid $5 for **two** [books](https://a.example/b). [pause] Then, "he" left: 50 % — on May 5th…'
+
+
+@pytest.mark.parametrize("markup", ["speak", "strip"])
+def test_words_are_substrings_of_the_text_in_order_and_tags_are_none(markup):
+    options = StreamOptions(word_times=True, markup=markup)
+    with fake_synthesizer() as synthesizer:
+        stream = synthesizer.stream(SAID, options=options)
+        stream.read()
+    left = SAID
+    for word in stream.words:
+        assert word.word in left and "pause" not in word.word
+        left = left[left.index(word.word) + len(word.word) :]
+    assert len(stream.words) >= 12
+
+
+@given(st.text(alphabet="ab. ,—“”(你。\n7[]*", max_size=40))
+def test_the_words_of_any_text_are_its_words_in_order(text):
+    times = new_times()
+    times.feed(text)
+    times.finish()
+    times.add(silence(1.0))
+    times.end()
+    left = text
+    for word in times.settled:
+        assert word.word in left
+        left = left[left.index(word.word) + len(word.word) :]
+    if re.search(r"\w", text) and "[" not in text:
+        assert [word.word for word in times.settled] == split_words(text)
