@@ -1,10 +1,8 @@
 """Qwen3-TTS as LiveKit's text to speech (livekit-agents 1.8), from a server or in this process:
 
-    from mktts.livekit import TTS
+from mktts.livekit import TTS
 
-    session = AgentSession(tts=TTS("http://127.0.0.1:8000", voice="vivian"), ...)
-
-LiveKit runs each job in a process of its own: behind `python -m mktts serve` one model serves all of them.
+session = AgentSession(tts=TTS("http://127.0.0.1:8000", voice="vivian"), ...)
 """
 
 from __future__ import annotations
@@ -12,33 +10,33 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 try:
     from livekit.agents import DEFAULT_API_CONNECT_OPTIONS as _USUAL
     from livekit.agents import APIConnectionError, APIConnectOptions, APIStatusError, utils
     from livekit.agents import tts as framework
+    from livekit.agents.types import TimedString
 except ModuleNotFoundError:
-    message = "mktts.livekit needs the package livekit-agents: pip install livekit-agents==1.8.9"
-    raise ModuleNotFoundError(message, name="livekit") from None
+    raise ModuleNotFoundError("mktts.livekit needs: pip install livekit-agents==1.8.9", name="livekit") from None
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
-from mktts.engine.options import StreamOptions
+from mktts.engine.options import StreamOptions, WordTime
 from mktts.engine.stream import Session
 from mktts.errors import EngineError, MkttsError, OptionsError
 from mktts.model.voice import Voice
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer
 
-Speech = tuple[Coroutine[Any, Any, None], AsyncIterator[bytes]]  # what feeds it, and its 16-bit PCM
+Piece = tuple[bytes, Sequence[WordTime]]  # 16-bit PCM, and all words whose times are known by now
+Speech = tuple[Coroutine[Any, Any, None], AsyncIterator[Piece]]  # what feeds it, and what comes of it
 
 _PCM = {"sample_rate": SAMPLE_RATE_HZ, "num_channels": 1}
 _SILENCE = bytes(2 * SAMPLE_RATE_HZ // 50)  # for text without a word, where no sound at all counts as a failure
-_BAD_REQUEST, _FAILED = 400, 500  # LiveKit tries again after the second
-_STATUS = {"invalid_request_error": _BAD_REQUEST, "rate_limit_error": 429}  # by the server's type of an error
+_STATUS = {"invalid_request_error": 400, "rate_limit_error": 429, "server_error": 500}  # all but 400 are tried again
 
 
 class TTS(framework.TTS):
@@ -61,16 +59,16 @@ class TTS(framework.TTS):
         the first. language, instruct, seed: as `StreamSettings`. Markup is taken out of the text.
         Raises OptionsError for what is no address.
         """
-        super().__init__(capabilities=framework.TTSCapabilities(streaming=True), **_PCM)
+        super().__init__(capabilities=framework.TTSCapabilities(streaming=True, aligned_transcript=True), **_PCM)
         style = {"language": language, "instruct": instruct, "seed": seed}
         self._synthesizer = None if isinstance(source, str) else source
         if self._synthesizer is not None:
             style["voice" if isinstance(voice, Voice) else "speaker"] = voice
-            self._style = {**style, "options": StreamOptions(markup="strip")}
+            self._style = {**style, "options": StreamOptions(markup="strip", word_times=True)}
         elif found := re.fullmatch(r"(?:http|ws)(s?)://([^?#]+?)/*", source):
             self._address = f"ws{found[1]}://{found[2]}/tts/ws"
             self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-            style |= {"speaker": voice, "markup": "strip"}
+            style |= {"speaker": voice, "markup": "strip", "word_timestamps": True}
             self._style = {key: value for key, value in style.items() if value is not None}
         else:
             raise OptionsError(f"expected an address such as http://127.0.0.1:8000, got {source!r}")
@@ -97,7 +95,7 @@ class TTS(framework.TTS):
     @asynccontextmanager
     async def speech(self, tokens: AsyncIterator[str], timeout_s: float) -> AsyncIterator[Speech]:
         """What speaks `tokens`; leaving the block ends it. timeout_s: to connect."""
-        with _livekits_errors():
+        try:
             if self._synthesizer is None:
                 async with self._sockets.connection(timeout=timeout_s) as socket:
                     try:
@@ -112,6 +110,13 @@ class TTS(framework.TTS):
                 yield _feed_here(session, tokens), _pieces_from_here(session)
             finally:
                 session.cancel()
+        except InvalidStatus as error:
+            raise APIStatusError(str(error), status_code=error.response.status_code) from error
+        except (OSError, WebSocketException) as error:  # TimeoutError is an OSError
+            raise APIConnectionError(f"{error}; is python -m mktts serve running there?") from error
+        except MkttsError as error:
+            status = _STATUS["server_error" if error.exit_status == 1 else "invalid_request_error"]
+            raise APIStatusError(str(error), status_code=status) from error
 
     async def _connect(self, timeout_s: float) -> ClientConnection:
         return await connect(self._address, additional_headers=self._headers, open_timeout=timeout_s, compression=None)
@@ -132,7 +137,7 @@ class SpokenTokens(framework.SynthesizeStream):
             written += token
         self._mark_started()
         async with self._tts.speech(self._tokens(written), self._conn_options.timeout) as (feeding, pieces):
-            both = [asyncio.create_task(work) for work in (feeding, _push(pieces, output_emitter))]
+            both = [asyncio.create_task(work) for work in (feeding, self._push(pieces, output_emitter))]
             try:
                 await asyncio.gather(*both)
             finally:
@@ -144,10 +149,15 @@ class SpokenTokens(framework.SynthesizeStream):
             yield token
             token = await anext(self._input_ch, None)
 
-
-async def _push(pieces: AsyncIterator[bytes], output_emitter: framework.AudioEmitter) -> None:
-    async for pcm in pieces:
-        output_emitter.push(pcm)
+    async def _push(self, pieces: AsyncIterator[Piece], output_emitter: framework.AudioEmitter) -> None:
+        told = said = 0  # words, characters
+        async for pcm, words in pieces:
+            for word in words[told:]:
+                start, said = said, max(said, self._pushed_text.find(word.word, said)) + len(word.word)
+                text = self._pushed_text[start:said]  # with the space before it
+                output_emitter.push_timed_transcript(TimedString(text, start_time=word.start_s, end_time=word.end_s))
+            told = len(words)
+            output_emitter.push(pcm)
 
 
 async def _feed_here(session: Session, tokens: AsyncIterator[str]) -> None:
@@ -166,34 +176,25 @@ async def _send(socket: ClientConnection, type: str, **fields: Any) -> None:
     await socket.send(json.dumps({"type": type, **fields}))
 
 
-async def _pieces_from_here(session: Session) -> AsyncIterator[bytes]:
+async def _pieces_from_here(session: Session) -> AsyncIterator[Piece]:
     async for chunk in session:
-        yield chunk.pcm16
+        yield chunk.pcm16, session.words
     if session.finish_reason == "cancelled":
         raise EngineError("the synthesizer was closed in the middle of an utterance: load another")
+    yield b"", session.words
 
 
-async def _pieces_from_there(socket: ClientConnection) -> AsyncIterator[bytes]:
+async def _pieces_from_there(socket: ClientConnection) -> AsyncIterator[Piece]:
+    words: list[WordTime] = []
     async for message in socket:
         if isinstance(message, bytes):
-            yield message
+            yield message, words
             continue
         said = json.loads(message)
         if error := said.get("error"):
-            raise APIStatusError(error["message"], status_code=_STATUS.get(error["type"], _FAILED), body=error)
+            raise APIStatusError(error["message"], status_code=_STATUS[error["type"]], body=error)
         if said["type"] == "finished":
+            yield b"", [WordTime(**word) for word in said["words"] or ()]
             return
+        words += [WordTime(**word) for word in said.get("words", ())]
     raise APIConnectionError("the server closed the connection in the middle of an utterance")
-
-
-@contextmanager
-def _livekits_errors() -> Iterator[None]:
-    try:
-        yield
-    except InvalidStatus as error:
-        raise APIStatusError(str(error), status_code=error.response.status_code) from error
-    except (OSError, WebSocketException) as error:  # TimeoutError is an OSError
-        raise APIConnectionError(f"{error}; is python -m mktts serve running there?") from error
-    except MkttsError as error:
-        status = _BAD_REQUEST if error.exit_status == MkttsError.exit_status else _FAILED
-        raise APIStatusError(str(error), status_code=status) from error

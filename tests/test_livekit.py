@@ -20,6 +20,7 @@ from mktts.synth import Synthesizer
 pytestmark = needs("livekit")
 with contextlib.suppress(ModuleNotFoundError):
     from livekit.agents import Agent, AgentSession, APIConnectionError, APIConnectOptions, APIStatusError, llm
+    from livekit.agents.types import USERDATA_TIMED_TRANSCRIPT
     from livekit.agents.voice import io
 
     from mktts.livekit import TTS
@@ -136,6 +137,23 @@ async def test_sound_comes_before_the_text_is_complete_and_metrics_count_both(wa
     assert pcm == said(synth, "Good morning, everyone.") == await heard(tts.synthesize("Good morning, everyone."))
     assert metrics[0].characters_count == len(" \nGood morning, everyone.") and metrics[0].ttfb > 0
     assert metrics[0].audio_duration == pytest.approx(len(pcm) / 2 / SAMPLE_RATE_HZ, abs=0.02)
+
+
+async def test_words_come_with_their_times_and_join_into_the_beginning_of_the_text(watched_tts):
+    _, tts = watched_tts
+    text = " Good morning, everyone.\nIt is “three” o'clock."
+    words, samples = [], 0
+    async with asyncio.timeout(TOO_LATE_S), tts.stream() as stream:
+        for token in (text[:8], text[8:19], text[19:]):
+            stream.push_text(token)
+        stream.end_input()
+        async for event in stream:
+            words += event.frame.userdata[USERDATA_TIMED_TRANSCRIPT]
+            samples += event.frame.samples_per_channel
+    assert text.startswith("".join(words)) and [[word.strip()] for word in words] == [word.split() for word in words]
+    times_s = [0.0, *(time_s for word in words for time_s in (word.start_time, word.end_time))]
+    assert len(words) > 1 and times_s == sorted(times_s) and times_s[-1] <= samples / SAMPLE_RATE_HZ + 0.02
+    assert tts.capabilities.aligned_transcript
 
 
 async def test_text_without_a_word_is_a_moment_of_silence_and_no_failure(watched_tts):
