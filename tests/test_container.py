@@ -47,7 +47,9 @@ def test_the_image_runs_as_a_user_of_its_own_and_takes_in_what_is_committed():
 def test_only_what_is_asked_for_is_installed(tmp_path):
     command = ["make", "-n", "setup", f"VENV={tmp_path / 'venv'}", "EXTRAS=server"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    pins, install = done.stdout.splitlines()[-4:-2]
+    lines = done.stdout.splitlines()  # within `make test` make also says which folder it is in
+    at = next((i for i, line in enumerate(lines) if " install -c " in line), -1)
+    pins, install = lines[at - 1], lines[at]
     assert install.endswith(f'install -c {tmp_path / "venv"}/pins.txt -e ".[server]"'), done.stderr
     (tmp_path / "venv").mkdir()
     subprocess.run(["sh", "-c", pins], cwd=ROOT, check=True)
