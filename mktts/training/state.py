@@ -1,8 +1,7 @@
 """Training that stops and goes on exactly where it was.
 
 About once a minute all that the next step depends on is written: weights, optimizers, averaged weights, curves. Beside
-it, in LIGHT, lies what another session begins with: the weights alone, averaged and in 16 bits, an eighth as large.
-Files are at most 15 MiB, to travel in pieces.
+it, in LIGHT, lies what another session begins with: weights alone in 16 bits.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from mktts.common import read_object, write_whole
 from mktts.errors import CheckpointError
+from mktts.model.cuda_graph import Recorded, record
 
 STATE, CURVES, LIGHT = "state.json", "curves.json", "light"
-PART_BYTES = 15 * 2**20
 _AHEAD = ("steps", "joint_steps")  # of a recipe: what may change on the way
 _SAVE_S = 60.0  # between writings: what a run that is killed loses at most
 
@@ -71,36 +71,22 @@ class Trainer(ABC):
         return live | {k: t.bfloat16() for k, t in self.average.items()}
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Puts tensors into `folder`, whole or not at all. Raises CheckpointError for a huge one."""
-        parts: list[dict[str, Tensor]] = [{}]
-        size = 0
-        for name, tensor in tensors.items():
-            if tensor.nbytes > PART_BYTES:
-                raise CheckpointError(f"{name}: expected at most {PART_BYTES} bytes, found {tensor.nbytes}")
-            if size + tensor.nbytes > PART_BYTES - 2**18:
-                parts.append({})
-                size = 0
-            parts[-1][name] = tensor.cpu().contiguous()
-            size += tensor.nbytes + 128
-        digests = {}
-        for number, part in enumerate(parts):
-            name, data = f"state-{self.step:08}-{number}.safetensors", save(part)
-            write_whole(folder / name, data)
-            digests[name] = hashlib.sha256(data).hexdigest()
-        document = {"step": self.step, "begun": self.begun, "files": digests}
+        """Puts `tensors` into `folder`, whole or not at all."""
+        name, data = f"state-{self.step:08}.safetensors", save({k: t.cpu().contiguous() for k, t in tensors.items()})
+        document = {"step": self.step, "begun": self.begun, "files": {name: hashlib.sha256(data).hexdigest()}}
         document |= {"recipe": asdict(self.recipe), "sizes": asdict(self.sizes)}
+        write_whole(folder / name, data)
         write_whole(folder / CURVES, json.dumps(self.curves).encode())
         write_whole(folder / STATE, json.dumps(document, indent=1).encode())
         for old in folder.glob("state-*.safetensors"):
-            if old.name not in digests:
+            if old.name != name:
                 old.unlink()
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Goes on where `write` was; from light weights with a warm-up.
+        """Goes on where `write` was; from light weights with a warm-up. What is ahead may be planned otherwise.
 
-        `steps` and `joint_steps` of the recipe may differ: what is ahead is then planned otherwise. Raises
-        CheckpointError for files that are missing or of another recipe or sizes.
+        Raises CheckpointError for files that are missing or of another recipe or sizes.
         """
         document = read_object(folder / STATE)
         for key, ours in (("recipe", asdict(self.recipe)), ("sizes", asdict(self.sizes))):
@@ -158,9 +144,10 @@ def averaged(folder: Path, module: nn.Module, name: str) -> nn.Module:
     stored = read_parts(folder)
     state = {}
     for key in module.state_dict():
-        if f"{name}.{key}" not in stored:
+        kinds = [kind for kind in ("average.", "") if f"{kind}{name}.{key}" in stored]
+        if not kinds:
             raise CheckpointError(f"{folder}: expected {name}.{key} in its files, found none")
-        state[key] = stored.get(f"average.{name}.{key}", stored[f"{name}.{key}"])
+        state[key] = stored[f"{kinds[0]}{name}.{key}"]
     module.load_state_dict(state)
     return module.eval()
 
@@ -170,9 +157,8 @@ def train(
 ) -> None:
     """Trains block by block until the recipe's steps are done, or the next block would not end within the minutes.
 
-    clock: gives seconds. plan_minutes: where they are given, the recipe's steps become, after every block, what fits
-    into them at its pace: this run's minutes, and those of runs that go on with it. Raises CheckpointError for a loss
-    that is no number, before it is written.
+    clock: gives seconds. plan_minutes: where given, the recipe's steps become what fits into them at the last block's
+    pace. Raises CheckpointError for a loss that is no number, before it is written.
     """
     begun = saved = clock()
     while trainer.step < trainer.recipe.steps:
@@ -202,10 +188,70 @@ def train(
 
 def _begin(optimizer: torch.optim.Optimizer, name: str, stored: Mapping[str, Tensor]) -> bool:
     """Makes an optimizer's state as its first step would, for `load` to fill, where the files have it; whether any."""
-    places = [(group, p) for group in optimizer.param_groups for p in group["params"]]
-    known = [(group, p) for i, (group, p) in enumerate(places) if f"{name}.{i}.exp_avg" in stored]
-    for group, p in known:
-        device = p.device if group.get("capturable") or group.get("fused") else "cpu"
-        step = torch.zeros((), dtype=torch.float32, device=device)
+    places = [p for group in optimizer.param_groups for p in group["params"]]
+    known = [p for i, p in enumerate(places) if f"{name}.{i}.exp_avg" in stored]
+    for p in known:  # on CUDA the step lies there too: `adam` is fused
+        step = torch.zeros((), device=p.device)
         optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     return bool(known)
+
+
+Work = Callable[..., dict[str, Tensor]]
+_ORDINARY_RUNS = 3  # before recording: libraries' handles, autotuning, the optimizer's state
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """The learning rate of all groups, which a recorded step reads."""
+    for group in optimizer.param_groups:
+        group["lr"].fill_(rate)
+
+
+def adam(parameters: Iterable, device: torch.device, **choices: Any) -> torch.optim.AdamW:
+    """An optimizer whose rate `set_rate` gives in every step, and whose steps a graph can hold."""
+    cuda = device.type == "cuda"
+    rate = torch.zeros((), dtype=torch.float32 if cuda else torch.float64, device=device)
+    return torch.optim.AdamW(parameters, rate, fused=cuda, capturable=cuda, **choices)
+
+
+@dataclass
+class _Step:
+    inputs: tuple[Tensor, ...]
+    runs: int = 0
+    recorded: Recorded[dict[str, Tensor]] | None = None
+
+
+class StepGraphs:
+    """Runs whole steps (forward, backward, optimizer), on CUDA the fourth of a kind and shape and later ones as a graph
+    of static copies of their inputs.
+
+    A step must not look at the values of its tensors; what changes between steps is among its inputs or in tensors it
+    reads. Random numbers come from the device's default generator, which may be seeded between steps.
+    """
+
+    def __init__(self, device: torch.device, graphs: bool) -> None:
+        self._steps: dict[Hashable, _Step] = {}
+        self.recording = graphs and device.type == "cuda"
+        self._side = torch.cuda.Stream(device) if self.recording else None
+        self._pool = torch.cuda.graph_pool_handle() if self.recording else None  # shared: steps do not overlap
+
+    def run(self, kind: Hashable, work: Work, *inputs: Tensor) -> dict[str, Tensor]:
+        """What `work(*inputs)` returns; its tensors hold until the next step."""
+        if not self.recording:
+            return work(*inputs)
+        key = (kind, *(tuple(tensor.shape) for tensor in inputs))
+        if key not in self._steps:
+            self._steps[key] = _Step(tuple(torch.empty_like(tensor) for tensor in inputs))
+        step = self._steps[key]
+        for static, given in zip(step.inputs, inputs, strict=True):
+            static.copy_(given)
+        step.runs += 1
+        if step.runs <= _ORDINARY_RUNS:
+            self._side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side):
+                found = work(*step.inputs)
+            torch.cuda.current_stream().wait_stream(self._side)
+            return found
+        if step.recorded is None:
+            step.recorded = record(partial(work, *step.inputs), self._pool, self._side, warm_ups=0)
+        step.recorded.replay()
+        return step.recorded.result
