@@ -1,7 +1,7 @@
 """Training that stops and goes on exactly where it was.
 
 About once a minute all that the next step depends on is written: weights, optimizers, averaged weights, curves. Beside
-it, in LIGHT, lies what another session begins with: weights alone in 16 bits.
+it, in LIGHT, lies what another session begins with: weights alone in 16 bits, live, averaged, and the best so far.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Trainer(ABC):
         self.modules: dict[str, nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.average: dict[str, Tensor] = {}  # name in `modules`' state, with the module's name before it
+        self.best: dict[str, Tensor] = {}  # averaged weights in 16 bits, when their held-out losses were least
         self.step = self.begun = 0  # begun: the step that had no moments yet
         self.audio_s = 0.0  # of speech, in a step
         self.curves: list[dict[str, float]] = []
@@ -71,8 +72,9 @@ class Trainer(ABC):
         return live | {k: t.bfloat16() for k, t in self.average.items()}
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Puts `tensors` into `folder`, whole or not at all."""
-        name, data = f"state-{self.step:08}.safetensors", save({k: t.cpu().contiguous() for k, t in tensors.items()})
+        """Puts `tensors` and the best weights into `folder`, whole or not at all."""
+        stored = {**tensors, **self.best}
+        name, data = f"state-{self.step:08}.safetensors", save({k: t.cpu().contiguous() for k, t in stored.items()})
         document = {"step": self.step, "begun": self.begun, "files": {name: hashlib.sha256(data).hexdigest()}}
         document |= {"recipe": asdict(self.recipe), "sizes": asdict(self.sizes)}
         write_whole(folder / name, data)
@@ -103,10 +105,17 @@ class Trainer(ABC):
             if given is None:
                 raise CheckpointError(f"{folder}: expected {name} in its files, found none: take another --out")
             tensor.copy_(given)
+        self.best = {name: tensor for name, tensor in stored.items() if name.startswith("best.")}
         self.step = document["step"]
         self.begun = document["begun"] if any(exact) else self.step
         curves = folder / CURVES
         self.curves = json.loads(curves.read_bytes()) if curves.is_file() else []
+
+    def keep_best(self) -> None:
+        """Keeps the averaged weights where the held-out losses of the newest line sum up to the least of all lines."""
+        sums = [sum(loss for name, loss in line.items() if name.startswith("held_out")) for line in self.curves]
+        if 0 < sums[-1] <= min(sums):
+            self.best = {f"best.{name}": tensor.bfloat16() for name, tensor in self.average.items()}
 
     def schedule(self) -> float:
         """Share of the learning rate at this step: a linear warm-up, then a cosine down to a twentieth."""
@@ -136,15 +145,15 @@ def read_parts(folder: Path) -> dict[str, Tensor]:
     return stored
 
 
-def averaged(folder: Path, module: nn.Module, name: str) -> nn.Module:
+def averaged(folder: Path, module: nn.Module, name: str, best: bool = False) -> nn.Module:
     """`module`, called `name` in the state in `folder`, with its weights; the averaged ones where there are such.
 
-    Raises CheckpointError for a state of another module.
+    best: those of the least held-out losses, where they are kept. Raises CheckpointError for another module's state.
     """
     stored = read_parts(folder)
     state = {}
     for key in module.state_dict():
-        kinds = [kind for kind in ("average.", "") if f"{kind}{name}.{key}" in stored]
+        kinds = [kind for kind in ("best.", "average.", "")[0 if best else 1 :] if f"{kind}{name}.{key}" in stored]
         if not kinds:
             raise CheckpointError(f"{folder}: expected {name}.{key} in its files, found none")
         state[key] = stored[f"{kinds[0]}{name}.{key}"]
@@ -173,6 +182,7 @@ def train(
         pace, spent = (trainer.step - first) / took, clock() - begun
         line |= {"steps_per_s": round(pace, 2), "audio_s_per_s": round(pace * trainer.audio_s)}
         trainer.curves.append(line)
+        trainer.keep_best()
         print(" ".join(f"{k} {v:.4g}" for k, v in line.items()), f"of {trainer.recipe.steps}", flush=True)
         last = trainer.step >= trainer.recipe.steps or spent + 1.1 * took > 60 * minutes
         if plan_minutes and not last:

@@ -94,6 +94,26 @@ def test_a_missing_or_damaged_file_is_named_and_a_state_may_have_several(tmp_pat
             Line(Recipe()).load(tmp_path)
 
 
+def test_the_weights_of_the_least_held_out_losses_are_kept_and_travel(tmp_path):
+    class Overfitting(Line):
+        def measured(self):
+            return {"held_out_a": abs(self.step - 6.0), "held_out_b": 1.0}
+
+    whole, early = Overfitting(Recipe()), Line(Recipe(steps=6))
+    early.recipe = Recipe()  # whose schedule it has, but for where it stops
+    while early.step < 6:
+        early.train_step()
+    state.train(whole, tmp_path, 1)
+    expected = early.average["line.weight"].bfloat16().float()
+    again = Overfitting(Recipe(steps=15))
+    again.load(tmp_path / state.LIGHT)
+    state.train(again, tmp_path, 1)
+    for folder in (tmp_path, tmp_path / state.LIGHT):
+        best = state.averaged(folder, nn.Linear(70, 3), "line", best=True).weight
+        assert torch.equal(best, expected)
+        assert not torch.equal(state.averaged(folder, nn.Linear(70, 3), "line").weight, best)
+
+
 def test_another_recipe_is_refused_but_a_longer_schedule_is_not(tmp_path):
     state.train(Line(Recipe(steps=3)), tmp_path, 1)
     with pytest.raises(CheckpointError, match="seed"):

@@ -174,12 +174,12 @@ def open_data(clips: Clips, out: Path, sizes: TalkerSizes, begun: Checkpoint, de
     return Sequences(clips, config, TextTokenizer.load(folder), device)
 
 
-def write_voice(out: Path, codec: Codec, sampling: Mapping[str, float] | None = None) -> Path:
-    """`out`/voice anew: the checkpoint of the averaged weights in `out` and a codec.
+def write_voice(out: Path, codec: Codec, sampling: Mapping[str, float] | None = None, best: bool = False) -> Path:
+    """`out`/voice anew: the checkpoint of the averaged weights in `out`, the last or the best ones, and a codec.
 
     Raises CheckpointError without a state, or for a codec of other codes.
     """
-    model = averaged(out, TalkerModel(ModelConfig.load(out / PREPARED)), "model")
+    model = averaged(out, TalkerModel(ModelConfig.load(out / PREPARED)), "model", best)
     shutil.rmtree(out / VOICE_FOLDER, ignore_errors=True)
     return write_checkpoint(out / VOICE_FOLDER, out / PREPARED, model.w.hub(), codec, sampling)
 
@@ -187,7 +187,7 @@ def write_voice(out: Path, codec: Codec, sampling: Mapping[str, float] | None = 
 EXAMPLES = """examples:
   python -m mktts train talker --data AUDIO --codec CODEC --out TALKER --minutes 8.5 --graphs
   python -m mktts train talker --data AUDIO --codec CODEC --out TALKER --minutes 8.5 --graphs --resume
-  python -m mktts train talker --codec CODEC --out TALKER --minutes 0 --temperature 0.5
+  python -m mktts train talker --codec CODEC --out TALKER --minutes 0 --temperature 0.5 --best
 
 A run can be cut anywhere and go on with --resume. TALKER/voice is the checkpoint, with the codec's decoder as it is;
 --minutes 0 only writes it anew. The last line of standard output is JSON: what was reached."""
@@ -201,6 +201,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help="random weights; without it VOICE's, but the codes'")
     for name in ("--temperature", "--subtalker-temperature"):
         parser.add_argument(name, type=float, help="that the checkpoint is to name (default: VOICE's)")
+    parser.add_argument("--best", action="store_true", help="write the weights of the least held-out losses")
     parser.add_argument("--size", choices=tuple(SIZES), default="voice", help="tiny is for tests (default: voice)")
     add_training_arguments(parser, TalkerRecipe())
 
@@ -223,6 +224,6 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"{len(clips.codes) / FRAME_RATE_HZ / 3600:.2f} h of speech, from step {trainer.step}", flush=True)
         train(trainer, out, arguments.minutes, plan_minutes=arguments.plan)
     names = ("temperature", "subtalker_temperature")
-    write_voice(out, codec, {n: v for n in names if (v := getattr(arguments, n)) is not None})
+    write_voice(out, codec, {n: v for n in names if (v := getattr(arguments, n)) is not None}, arguments.best)
     print(json.dumps({**read_json(out / CURVES)[-1], "of_steps": recipe.steps}))
     return 0
