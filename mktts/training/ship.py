@@ -1,8 +1,5 @@
-"""From a training run to what is committed: `python -m mktts train ship`.
-
-Writes mktts/checkpoint/small again, whole or not at all, with its card (data/card.txt), and in outputs/reference/voice
-the curves, the evaluation, and pairs of teacher and student to listen to (`mktts.training.voice_report`).
-"""
+"""From a training run to what is committed, the voice with its card and the evidence that `mktts.training.voice_report`
+reads: `python -m mktts train ship`."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.open import SMALL, SMALL_FOLDER
 from mktts.checkpoint.random.make import whole_folder
 from mktts.common import read_json, write_json
-from mktts.errors import CheckpointError
 from mktts.measure.metrics import cell
 from mktts.training.data.audio import read_shard, shard_paths
 from mktts.training.state import CURVES
@@ -31,45 +27,26 @@ MAX_POINTS = 300  # of a stage's curves
 
 def card(voice: Path, evaluation: Mapping[str, Any] | None) -> str:
     """The checkpoint's README.md. Raises CheckpointError where `voice` is no checkpoint."""
-    opened = open_checkpoint(voice)
+    opened, rows = open_checkpoint(voice), quality(evaluation)
     talker, decoder = (sum(s.params for s in f.tensors.values()) / 1e6 for f in (opened.files, opened.codec_files))
     speakers = list(opened.config.speakers)
-    return files("mktts.training.data").joinpath("card.txt").read_text(encoding="utf-8").format(
-        params=talker + decoder,
-        talker=talker,
-        decoder=decoder,
-        speakers=" and ".join(speakers),
-        speaker=speakers[0],
-        entries=opened.config.predictor.vocab_size,
-        quality=_table(quality(evaluation)) if evaluation else "Not measured yet.",
-    )  # fmt: skip
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(cell(row.get(c, "")) for c in columns) + " |" for row in rows])
+    cells = [columns, ["---"] * len(columns), *([cell(row.get(c, "")) for c in columns] for row in rows)]
+    given = {"talker": talker, "decoder": decoder, "params": talker + decoder, "speaker": speakers[0]}
+    given |= {"speakers": " and ".join(speakers), "entries": opened.config.predictor.vocab_size}
+    text = files("mktts.training.data").joinpath("card.txt").read_text(encoding="utf-8")
+    return text.format(**given, quality="\n".join(f"| {' | '.join(row)} |" for row in cells))
 
 
 def replace(voice: Path, out: Path, evaluation: Mapping[str, Any] | None = None) -> None:
-    """Puts the checkpoint `voice` with its card in the place of `out`, which stays as it was where anything goes wrong.
-
-    Raises CheckpointError for what is no checkpoint or cannot be put there.
-    """
-    new, previous = (out.with_name(f".{out.name}.{word}") for word in ("new", "previous"))
-    for folder in (new, previous):
-        shutil.rmtree(folder, ignore_errors=True)
-    text = card(voice, evaluation)
+    """Puts the checkpoint `voice` with its card in the place of `out`. Raises CheckpointError for what is none."""
+    new, text = out.with_name(f".{out.name}.new"), card(voice, evaluation)
+    shutil.rmtree(new, ignore_errors=True)
     with whole_folder(new) as work:
         shutil.copytree(voice, work, dirs_exist_ok=True)
         (work / "README.md").write_text(text, encoding="utf-8")
-    try:
-        if out.exists():
-            out.rename(previous)
-        new.rename(out)
-    except OSError as error:
-        raise CheckpointError(f"{out}: expected to put the voice there, but: {error}") from None
-    shutil.rmtree(previous, ignore_errors=True)
+    shutil.rmtree(out, ignore_errors=True)
+    new.rename(out)
 
 
 def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path]) -> None:
@@ -79,15 +56,14 @@ def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path]) -> None:
         old.unlink()
     rows: list[dict[str, str]] = []
     shards = [read_shard(path) for place in teacher for path in shard_paths(place)]
-    number = 0
-    for shard in shards:
-        for i, (text, speaker) in enumerate(zip(shard.texts, shard.speakers, strict=True)):
-            spoken, name = keep / f"{speaker}_{number:04}.flac", f"{len(rows)}_{speaker}"
-            number += 1
-            if spoken.is_file() and sum(row["speaker"] == speaker for row in rows) < PAIRS:
-                write_audio(folder / f"{name}_student.flac", read_audio(spoken)[0])
-                write_audio(folder / f"{name}_teacher.flac", from_pcm16(shard.clip(i)))
-                rows.append({"name": name, "text": text, "speaker": speaker})
+    clips = [(shard, i) for shard in shards for i in range(len(shard.texts))]
+    for number, (shard, i) in enumerate(clips):
+        speaker = shard.speakers[i]
+        spoken, name = keep / f"{speaker}_{number:04}.flac", f"{len(rows)}_{speaker}"
+        if spoken.is_file() and sum(row["speaker"] == speaker for row in rows) < PAIRS:
+            write_audio(folder / f"{name}_student.flac", read_audio(spoken)[0])
+            write_audio(folder / f"{name}_teacher.flac", from_pcm16(shard.clip(i)))
+            rows.append({"name": name, "text": shard.texts[i], "speaker": speaker})
     write_json(folder / INDEX, rows)
 
 

@@ -1,8 +1,7 @@
 """Training that stops and goes on exactly where it was.
 
 About once a minute all that the next step depends on is written: weights, optimizers, averaged weights, curves. Beside
-it, in LIGHT, lies what another session begins with: the weights alone, averaged and in 16 bits, an eighth as large.
-Files are at most 15 MiB, to travel in pieces.
+it, in LIGHT, lies what another session begins with: weights alone in 16 bits, live, averaged, and the best so far.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from mktts.common import read_object, write_whole
 from mktts.errors import CheckpointError
+from mktts.model.cuda_graph import Recorded, record
 
 STATE, CURVES, LIGHT = "state.json", "curves.json", "light"
-PART_BYTES = 15 * 2**20
 _AHEAD = ("steps", "joint_steps")  # of a recipe: what may change on the way
 _SAVE_S = 60.0  # between writings: what a run that is killed loses at most
 
@@ -41,6 +41,7 @@ class Trainer(ABC):
         self.modules: dict[str, nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.average: dict[str, Tensor] = {}  # name in `modules`' state, with the module's name before it
+        self.best: dict[str, Tensor] = {}  # averaged weights in 16 bits, when their held-out losses were least
         self.step = self.begun = 0  # begun: the step that had no moments yet
         self.audio_s = 0.0  # of speech, in a step
         self.curves: list[dict[str, float]] = []
@@ -71,36 +72,23 @@ class Trainer(ABC):
         return live | {k: t.bfloat16() for k, t in self.average.items()}
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Puts tensors into `folder`, whole or not at all. Raises CheckpointError for a huge one."""
-        parts: list[dict[str, Tensor]] = [{}]
-        size = 0
-        for name, tensor in tensors.items():
-            if tensor.nbytes > PART_BYTES:
-                raise CheckpointError(f"{name}: expected at most {PART_BYTES} bytes, found {tensor.nbytes}")
-            if size + tensor.nbytes > PART_BYTES - 2**18:
-                parts.append({})
-                size = 0
-            parts[-1][name] = tensor.cpu().contiguous()
-            size += tensor.nbytes + 128
-        digests = {}
-        for number, part in enumerate(parts):
-            name, data = f"state-{self.step:08}-{number}.safetensors", save(part)
-            write_whole(folder / name, data)
-            digests[name] = hashlib.sha256(data).hexdigest()
-        document = {"step": self.step, "begun": self.begun, "files": digests}
+        """Puts `tensors` and the best weights into `folder`, whole or not at all."""
+        stored = {**tensors, **self.best}
+        name, data = f"state-{self.step:08}.safetensors", save({k: t.cpu().contiguous() for k, t in stored.items()})
+        document = {"step": self.step, "begun": self.begun, "files": {name: hashlib.sha256(data).hexdigest()}}
         document |= {"recipe": asdict(self.recipe), "sizes": asdict(self.sizes)}
+        write_whole(folder / name, data)
         write_whole(folder / CURVES, json.dumps(self.curves).encode())
         write_whole(folder / STATE, json.dumps(document, indent=1).encode())
         for old in folder.glob("state-*.safetensors"):
-            if old.name not in digests:
+            if old.name != name:
                 old.unlink()
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Goes on where `write` was; from light weights with a warm-up.
+        """Goes on where `write` was; from light weights with a warm-up. What is ahead may be planned otherwise.
 
-        `steps` and `joint_steps` of the recipe may differ: what is ahead is then planned otherwise. Raises
-        CheckpointError for files that are missing or of another recipe or sizes.
+        Raises CheckpointError for files that are missing or of another recipe or sizes.
         """
         document = read_object(folder / STATE)
         for key, ours in (("recipe", asdict(self.recipe)), ("sizes", asdict(self.sizes))):
@@ -117,10 +105,17 @@ class Trainer(ABC):
             if given is None:
                 raise CheckpointError(f"{folder}: expected {name} in its files, found none: take another --out")
             tensor.copy_(given)
+        self.best = {name: tensor for name, tensor in stored.items() if name.startswith("best.")}
         self.step = document["step"]
         self.begun = document["begun"] if any(exact) else self.step
         curves = folder / CURVES
         self.curves = json.loads(curves.read_bytes()) if curves.is_file() else []
+
+    def keep_best(self) -> None:
+        """Keeps the averaged weights where the held-out losses of the newest line sum up to the least of all lines."""
+        sums = [sum(loss for name, loss in line.items() if name.startswith("held_out")) for line in self.curves]
+        if 0 < sums[-1] <= min(sums):
+            self.best = {f"best.{name}": tensor.bfloat16() for name, tensor in self.average.items()}
 
     def schedule(self) -> float:
         """Share of the learning rate at this step: a linear warm-up, then a cosine down to a twentieth."""
@@ -150,17 +145,18 @@ def read_parts(folder: Path) -> dict[str, Tensor]:
     return stored
 
 
-def averaged(folder: Path, module: nn.Module, name: str) -> nn.Module:
+def averaged(folder: Path, module: nn.Module, name: str, best: bool = False) -> nn.Module:
     """`module`, called `name` in the state in `folder`, with its weights; the averaged ones where there are such.
 
-    Raises CheckpointError for a state of another module.
+    best: those of the least held-out losses, where they are kept. Raises CheckpointError for another module's state.
     """
     stored = read_parts(folder)
     state = {}
     for key in module.state_dict():
-        if f"{name}.{key}" not in stored:
+        kinds = [kind for kind in ("best.", "average.", "")[0 if best else 1 :] if f"{kind}{name}.{key}" in stored]
+        if not kinds:
             raise CheckpointError(f"{folder}: expected {name}.{key} in its files, found none")
-        state[key] = stored.get(f"average.{name}.{key}", stored[f"{name}.{key}"])
+        state[key] = stored[f"{kinds[0]}{name}.{key}"]
     module.load_state_dict(state)
     return module.eval()
 
@@ -170,9 +166,8 @@ def train(
 ) -> None:
     """Trains block by block until the recipe's steps are done, or the next block would not end within the minutes.
 
-    clock: gives seconds. plan_minutes: where they are given, the recipe's steps become, after every block, what fits
-    into them at its pace: this run's minutes, and those of runs that go on with it. Raises CheckpointError for a loss
-    that is no number, before it is written.
+    clock: gives seconds. plan_minutes: where given, the recipe's steps become what fits into them at the last block's
+    pace. Raises CheckpointError for a loss that is no number, before it is written.
     """
     begun = saved = clock()
     while trainer.step < trainer.recipe.steps:
@@ -187,6 +182,7 @@ def train(
         pace, spent = (trainer.step - first) / took, clock() - begun
         line |= {"steps_per_s": round(pace, 2), "audio_s_per_s": round(pace * trainer.audio_s)}
         trainer.curves.append(line)
+        trainer.keep_best()
         print(" ".join(f"{k} {v:.4g}" for k, v in line.items()), f"of {trainer.recipe.steps}", flush=True)
         last = trainer.step >= trainer.recipe.steps or spent + 1.1 * took > 60 * minutes
         if plan_minutes and not last:
@@ -202,10 +198,70 @@ def train(
 
 def _begin(optimizer: torch.optim.Optimizer, name: str, stored: Mapping[str, Tensor]) -> bool:
     """Makes an optimizer's state as its first step would, for `load` to fill, where the files have it; whether any."""
-    places = [(group, p) for group in optimizer.param_groups for p in group["params"]]
-    known = [(group, p) for i, (group, p) in enumerate(places) if f"{name}.{i}.exp_avg" in stored]
-    for group, p in known:
-        device = p.device if group.get("capturable") or group.get("fused") else "cpu"
-        step = torch.zeros((), dtype=torch.float32, device=device)
+    places = [p for group in optimizer.param_groups for p in group["params"]]
+    known = [p for i, p in enumerate(places) if f"{name}.{i}.exp_avg" in stored]
+    for p in known:  # on CUDA the step lies there too: `adam` is fused
+        step = torch.zeros((), device=p.device)
         optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     return bool(known)
+
+
+Work = Callable[..., dict[str, Tensor]]
+_ORDINARY_RUNS = 3  # before recording: libraries' handles, autotuning, the optimizer's state
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """The learning rate of all groups, which a recorded step reads."""
+    for group in optimizer.param_groups:
+        group["lr"].fill_(rate)
+
+
+def adam(parameters: Iterable, device: torch.device, **choices: Any) -> torch.optim.AdamW:
+    """An optimizer whose rate `set_rate` gives in every step, and whose steps a graph can hold."""
+    cuda = device.type == "cuda"
+    rate = torch.zeros((), dtype=torch.float32 if cuda else torch.float64, device=device)
+    return torch.optim.AdamW(parameters, rate, fused=cuda, capturable=cuda, **choices)
+
+
+@dataclass
+class _Step:
+    inputs: tuple[Tensor, ...]
+    runs: int = 0
+    recorded: Recorded[dict[str, Tensor]] | None = None
+
+
+class StepGraphs:
+    """Runs whole steps (forward, backward, optimizer), on CUDA the fourth of a kind and shape and later ones as a graph
+    of static copies of their inputs.
+
+    A step must not look at the values of its tensors; what changes between steps is among its inputs or in tensors it
+    reads. Random numbers come from the device's default generator, which may be seeded between steps.
+    """
+
+    def __init__(self, device: torch.device, graphs: bool) -> None:
+        self._steps: dict[Hashable, _Step] = {}
+        self.recording = graphs and device.type == "cuda"
+        self._side = torch.cuda.Stream(device) if self.recording else None
+        self._pool = torch.cuda.graph_pool_handle() if self.recording else None  # shared: steps do not overlap
+
+    def run(self, kind: Hashable, work: Work, *inputs: Tensor) -> dict[str, Tensor]:
+        """What `work(*inputs)` returns; its tensors hold until the next step."""
+        if not self.recording:
+            return work(*inputs)
+        key = (kind, *(tuple(tensor.shape) for tensor in inputs))
+        if key not in self._steps:
+            self._steps[key] = _Step(tuple(torch.empty_like(tensor) for tensor in inputs))
+        step = self._steps[key]
+        for static, given in zip(step.inputs, inputs, strict=True):
+            static.copy_(given)
+        step.runs += 1
+        if step.runs <= _ORDINARY_RUNS:
+            self._side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side):
+                found = work(*step.inputs)
+            torch.cuda.current_stream().wait_stream(self._side)
+            return found
+        if step.recorded is None:
+            step.recorded = record(partial(work, *step.inputs), self._pool, self._side, warm_ups=0)
+        step.recorded.replay()
+        return step.recorded.result

@@ -1,9 +1,5 @@
-"""The trained voice on paper: how it was made, what was measured, and pairs to listen to. For 09_voice and the card.
-
-outputs/reference/voice holds what `mktts.training.ship` put there: curves.json (stage -> lines), evaluation.json (of
-`mktts.training.judge.evaluate`), and NAME_teacher and NAME_student of index.json's names, .flac. A file that is absent
-is no error here: what shows it says so.
-"""
+"""What `mktts.training.ship` put into outputs/reference/voice, for 09_voice and the card: curves, the evaluation, and
+pairs to listen to. A file that is absent is no error here: what shows it says so."""
 
 from __future__ import annotations
 
@@ -61,25 +57,27 @@ def evidence(folder: Path | None = None) -> Evidence:
 
 def quality(evaluation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """What is required as rows of a table: what was measured, the limit, whether it is met."""
-    if evaluation is None:
-        return [{"figure": NOT_MEASURED}]
-    rows = []
-    for name, figure in evaluation["figures"].items():
-        if "must" in figure:
-            bound, limit = figure["must"]
-            rows.append(_row(name, figure) | {"required": f"{bound} {limit:g}", "met": figure["met"]})
-    return rows
+    return _rows(evaluation, required=True)
 
 
 def reported(evaluation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """Figures without a limit."""
+    return _rows(evaluation, required=False)
+
+
+def _rows(evaluation: Mapping[str, Any] | None, required: bool) -> list[dict[str, Any]]:
     if evaluation is None:
         return [{"figure": NOT_MEASURED}]
-    return [_row(name, figure) for name, figure in evaluation["figures"].items() if "must" not in figure]
-
-
-def _row(name: str, figure: Mapping[str, Any]) -> dict[str, Any]:
-    between = figure.get("interval_95") or (figure.get("low"), figure.get("high"))
-    interval = {"95 % interval": "{:.3g} to {:.3g}".format(*between)} if between[0] is not None else {}
-    measured = "none" if figure["value"] is None else float(f"{figure['value']:.3g}")
-    return {"figure": name.replace("_", " "), "measured": measured, **interval, "n": figure["n"]}
+    rows = []
+    for name, figure in evaluation["figures"].items():
+        between = figure.get("interval_95") or (figure.get("low"), figure.get("high"))
+        row = {"figure": name.replace("_", " ")}
+        row["measured"] = "none" if figure["value"] is None else float(f"{figure['value']:.3g}")
+        row |= {"95 % interval": "{:.3g} to {:.3g}".format(*between)} if between[0] is not None else {}
+        row["n"] = figure["n"]
+        if required and "must" in figure:
+            bound, limit = figure["must"]
+            row |= {"required": f"{bound} {limit:g}", "met": figure["met"]}
+        if required == ("must" in figure):
+            rows.append(row)
+    return rows

@@ -1,12 +1,11 @@
-"""Trainable tensors by the Hub's names, shapes from `mktts.checkpoint.tensors`, and the layers that both models have.
-
-The arithmetic is that of `mktts.model.qwen3` and `mktts.codec.layers`, for whole sequences of a batch at once.
-"""
+"""Trainable tensors by the Hub's names, and the layers that both models have: the arithmetic of `mktts.model.qwen3` and
+`mktts.codec.layers`, for whole sequences of a batch at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -49,47 +48,44 @@ class Weights(nn.Module):
         """RMS norm; the fused kernel wants weights of the input's dtype."""
         return F.rms_norm(x, x.shape[-1:], self[f"{name}.weight"].to(x.dtype), eps)
 
-    def mlp(self, name: str, x: Tensor) -> Tensor:
-        """SwiGLU."""
-        gate = F.silu(self.linear(f"{name}.gate_proj", x))
-        return self.linear(f"{name}.down_proj", gate * self.linear(f"{name}.up_proj", x))
+    def stack(self, name: str, c: Any, x: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
+        """A decoder stack over rows (B, T, H) from position 0, and its final norm.
 
-    def attention(
-        self, name: str, x: Tensor, head_dim: int, rotary: tuple[Tensor, Tensor], eps: float, mask: Tensor | None = None
-    ) -> Tensor:
-        """Of rows (B, T, H), causal or as `mask` (T, T) says; q and k are normed where there are weights for it.
-
-        Right padding needs no mask: nothing before it sees it.
+        c: StackConfig or CodecConfig. mask: (T, T), causal without it. dropout: of what a layer adds.
         """
-        q, k, v = (
-            self.linear(f"{name}.{part}_proj", x).unflatten(-1, (-1, head_dim)).transpose(1, 2) for part in "qkv"
-        )
+        angle = torch.outer(torch.arange(x.shape[1], device=x.device).float(), _frequency(c, x.device))
+        angle = torch.cat((angle, angle), -1)
+        turned, eps = (angle.cos(), angle.sin()), c.rms_norm_eps
+        for layer in (f"{name}.layers.{i}" for i in range(c.num_hidden_layers)):
+            seen = self.norm(f"{layer}.input_layernorm", x, eps)
+            seen = self._attention(f"{layer}.self_attn", c, seen, turned, mask)
+            x = self._added(f"{layer}.self_attn", x, F.dropout(seen, dropout, self.training))
+            inner = self.norm(f"{layer}.post_attention_layernorm", x, eps)
+            gate = F.silu(self.linear(f"{layer}.mlp.gate_proj", inner))
+            inner = self.linear(f"{layer}.mlp.down_proj", gate * self.linear(f"{layer}.mlp.up_proj", inner))
+            x = self._added(f"{layer}.mlp", x, F.dropout(inner, dropout, self.training))
+        return self.norm(f"{name}.norm", x, eps)
+
+    def _added(self, name: str, x: Tensor, more: Tensor) -> Tensor:
+        scale = f"{name}_layer_scale.scale"
+        return x + (self[scale] * more if scale in self else more)
+
+    def _attention(self, name: str, c: Any, x: Tensor, turned: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        projected = (self.linear(f"{name}.{part}_proj", x) for part in "qkv")
+        q, k, v = (part.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for part in projected)
         if f"{name}.q_norm.weight" in self:
-            q, k = self.norm(f"{name}.q_norm", q, eps), self.norm(f"{name}.k_norm", k, eps)
-        q, k = (rotate(part.to(v.dtype), *(r.to(v.dtype) for r in rotary)) for part in (q, k))
+            q, k = self.norm(f"{name}.q_norm", q, c.rms_norm_eps), self.norm(f"{name}.k_norm", k, c.rms_norm_eps)
+        q, k = (rotate(part.to(v.dtype), *(r.to(v.dtype) for r in turned)) for part in (q, k))
         # repeated by hand: the fused kernels take equal head counts on every torch version
         k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.linear(f"{name}.o_proj", seen.transpose(1, 2).flatten(2))
 
 
-def rotary(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of positions from 0 on, (length, head_dim) each."""
-    angle = torch.outer(torch.arange(length, device=device).float(), _frequency(head_dim, theta, device))
-    angle = torch.cat((angle, angle), -1)
-    return angle.cos(), angle.sin()
-
-
-_FREQUENCIES: dict[tuple[int, float, torch.device], Tensor] = {}
-
-
-def _frequency(head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Kept on its device: a copy to it waits for all that was launched before."""
-    key = (head_dim, theta, device)
-    if key not in _FREQUENCIES:
-        with torch.inference_mode(False):
-            _FREQUENCIES[key] = inverse_frequency(head_dim, theta).to(device)
-    return _FREQUENCIES[key]
+@cache  # on its device: a copy to it waits for all that was launched before
+@torch.inference_mode(False)
+def _frequency(c: Any, device: torch.device) -> Tensor:
+    return inverse_frequency(c.head_dim, c.rope_theta).to(device)
 
 
 def fused(work: Callable[..., Tensor], x: Tensor) -> Callable[..., Tensor]:

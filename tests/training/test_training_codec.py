@@ -94,7 +94,7 @@ def test_upstream_reads_the_folder_without_an_encoder_and_gives_the_same_samples
 def test_other_up_sampling_rates_are_the_configurations(codec):
     sizes = replace(TINY, upsampling_ratios=(2, 2, 2), upsample_rates=(8, 5, 6))
     assert decoder_config(sizes).upsample_rates == (8, 5, 6)
-    assert Codec(sizes)(some_codes(3)[None]).shape == (1, 3 * SAMPLES_PER_FRAME)
+    assert Codec(sizes).decode(some_codes(3)[None]).shape == (1, 3 * SAMPLES_PER_FRAME)
 
 
 def test_codes_of_a_clip_are_those_of_the_clip_alone_followed_by_silence(codec):

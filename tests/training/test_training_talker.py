@@ -23,8 +23,7 @@ from mktts.training import state
 from mktts.training.codec import model as codec_model
 from mktts.training.data.audio import write_shard
 from mktts.training.talker.data import FORMS, NO_TARGET, Clips, Sequences, held_out, read_clips
-from mktts.training.talker.model import TalkerModel
-from mktts.training.talker.sizes import TINY, VOICE, prepare, write_checkpoint
+from mktts.training.talker.model import TINY, VOICE, TalkerModel, prepare, write_checkpoint
 from mktts.training.talker.train import TalkerRecipe, TalkerTrainer, open_data, write_voice
 
 SPEAKERS = ("anna", "bob", "carl")
@@ -126,7 +125,7 @@ def test_training_logits_are_those_of_inference(tmp_path, small, layout, languag
 def test_padding_changes_no_loss_and_targets_are_the_next_codes(data):
     config = data.config
     model = peaked(TalkerModel(config)).eval()
-    both = data.batch(np.array([0, 1]), np.random.default_rng(0), whole=True)
+    both = data.batch(np.array([[0, 0], [1, 0]]), np.random.default_rng(0), whole=True)
     longest = both.text.shape[1]
     targets = both.target.view(2, longest)
     with torch.no_grad():

@@ -14,7 +14,7 @@ from commands import run
 from mktts.errors import BackendUnavailable, CheckpointError, OptionsError, TextError
 from mktts.training.data import kokoro, kokoro_files, teacher
 from mktts.training.data.audio import read_shard
-from mktts.training.data.phonemes import Phonemes
+from mktts.training.data.kokoro_files import Phonemes
 from mktts.training.data.teacher import Item, make_shards, program, read_texts
 
 WORDS = {
@@ -94,7 +94,7 @@ def test_sentences_are_planned_by_length_and_come_back_in_their_order(monkeypatc
         zeros = torch.zeros(1)
         return [kokoro._Planned(zeros, zeros, zeros, zeros, len(p)) for p in phonemes]
 
-    def vocode(plans, width, noise, generator):
+    def vocode(plans, width, generator):
         widths.append((len(plans), width))
         return torch.stack([torch.full((width * kokoro.FRAME_SAMPLES,), float(p.frames)) for p in plans])
 

@@ -11,7 +11,7 @@ import pytest
 from commands import run
 
 from mktts.errors import CheckpointError
-from mktts.training.data import grammar, held_out, texts
+from mktts.training.data import texts
 
 FILES = {
     "usr/share/dict/american-english": "the\na\ncat\nsat\nhello\nyou\nare\nwe\nspoke\nof\npeace\nwhale\nran\nbig\nred",
@@ -37,19 +37,19 @@ def test_a_list_is_in_the_front_ends_words_repeats_itself_and_holds_nothing_that
     lines, counts = texts.mixed(200, 5)
     assert texts.mixed(200, 5) == (lines, counts) and texts.mixed(50, 6)[0] != lines[:50]
     assert len(lines) == 200 == sum(counts.values()) and counts[texts.AGENT] == 4
-    assert not [line for line in lines if held_out.is_held_out(line) or re.search(r"\d|\{|\|", line)]
-    grammars = [line for line in lines if line not in {held_out.as_spoken(s) for s in texts.agent_replies()}]
+    assert not [line for line in lines if texts.is_held_out(line) or re.search(r"\d|\{|\|", line)]
+    grammars = [line for line in lines if line not in {texts.as_spoken(s) for s in texts.agent_replies()}]
     assert len(set(grammars)) == len(grammars) and max(map(len, lines)) <= texts.MAX_LETTERS
     assert sum("?" in line for line in lines) > 12
 
 
 def test_what_judges_is_held_out_in_any_case_and_so_are_its_longer_parts():
-    sentence = next(line for line in held_out.natural() if len(line.split()) > 8)
+    sentence = next(line for line in texts.NATURAL if len(line.split()) > 8)
     part = " ".join(sentence.split()[1:7])
-    for text in (sentence, sentence.upper(), f"And {part} too", held_out.held_out()[3].lower()):
-        assert held_out.is_held_out(text), text
-    assert not held_out.is_held_out(" ".join(sentence.split()[1:5]) + " something else entirely")
-    assert len(held_out.natural()) == 318 and len(held_out.held_out()) == 640
+    for text in (sentence, sentence.upper(), f"And {part} too", texts.HELD_OUT[3].lower()):
+        assert texts.is_held_out(text), text
+    assert not texts.is_held_out(" ".join(sentence.split()[1:5]) + " something else entirely")
+    assert len(texts.NATURAL) == 318 and len(texts.HELD_OUT) == 640
 
 
 def test_packages_give_their_sentences_and_what_is_not_fit_stays_outside(corpora):
@@ -64,24 +64,24 @@ def test_packages_give_their_sentences_and_what_is_not_fit_stays_outside(corpora
     }
     for source, wanted in expected.items():
         said = {half for line in lines for half in re.split(r"(?<=[.?!]) ", line)}
-        assert {held_out.as_spoken(text) for text in wanted} <= said and counts[source] >= 1, source
+        assert {texts.as_spoken(text) for text in wanted} <= said and counts[source] >= 1, source
     assert not [line for line in lines if "naked" in line or "qqx" in line]
     (corpora / "usr/share/dict/american-english").unlink()
-    with pytest.raises(CheckpointError, match="wamerican"):
+    with pytest.raises(CheckpointError, match="american-english"):
         texts.mixed(10, 0, corpora)
 
 
 def test_every_pattern_of_the_grammar_can_be_filled():
     rng = random.Random(0)
-    assert set(grammar.WEIGHTS) == set(grammar.TEMPLATES)
-    for kind, patterns in grammar.TEMPLATES.items():
+    assert set(texts.WEIGHTS) == set(texts.TEMPLATES)
+    for kind, patterns in texts.TEMPLATES.items():
         for pattern in patterns:
             for _ in range(3):
-                text = grammar._filled(rng, pattern)
+                text = texts._filled(rng, pattern)
                 assert not re.search(r"[{}|/_]|\ba [aeio]", text), (kind, text)
-    forms = dict(zip(("", "s", "ed", "en", "ing"), grammar.LISTS["handle"][0], strict=True))
+    forms = dict(zip(("", "s", "ed", "en", "ing"), texts.LISTS["handle"][0], strict=True))
     assert forms == {"": "find", "s": "finds", "ed": "found", "en": "found", "ing": "finding"}
-    assert [grammar.article(word) for word in ("hour", "unit", "uncle", "house", "one-way")] == [
+    assert [texts.article(word) for word in ("hour", "unit", "uncle", "house", "one-way")] == [
         "an",
         "a",
         "an",

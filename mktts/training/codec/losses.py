@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.training.judge.signal import STEP_SAMPLES
 from mktts.training.weights import fused
 
-_CPU = torch.device("cpu")
 _FLOOR = 1e-5  # of magnitudes before the logarithm, where a full-scale sine is 1: -100 dBFS, below what 16 bits hold
 _MEL_WINDOWS = ((256, 40), (512, 64), (1024, 96), (2048, 128))  # samples, bands
 _DISCRIMINATOR_WINDOWS = (512, 1024, 2048)
@@ -21,7 +21,6 @@ _PERIODS = (2, 3, 5, 7, 11)
 EDGES_HZ = (300, 425, 600, 850, 1200, 1700, 2400, 3400, 4800, 6800, 11_000)
 _REPEATED_SAMPLES, _REPEATED_HOP, _TRANSFORM = 2560, 1280, 4096
 _LAGS = slice(48, 1008)  # samples: 2 to 42 ms
-STEP_SAMPLES = 480  # 20 ms
 _LOUD = 1e-3  # RMS of a band, of full scale: a fainter one is not compared
 
 
@@ -41,8 +40,7 @@ def repetition(pcm: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """How each band of PCM (B, n) resembles itself 2 to 42 ms later, beside the target's.
 
     -> (), the mean squared difference of their autocorrelations in 107 ms windows of which the target's band is loud
-    enough; and (bands,), how much more of `pcm` than of the target repeats after 20 ms, without a gradient. A pitch
-    that wavers where the teacher's holds is missed by it as well as a comb that the teacher has not.
+    enough; and (bands,), how much more of `pcm` than of the target repeats after 20 ms, without a gradient.
     """
     ours, theirs = _autocorrelations(pcm), _autocorrelations(target)
     weight = (theirs[..., :1] > _LOUD**2).float()  # (B, windows, bands, 1)
@@ -95,21 +93,15 @@ class Discriminators(nn.Module):
         return seen
 
 
-def judges_loss(real: list[list[Tensor]], fake: list[list[Tensor]]) -> Tensor:
-    """Least squares: 1 for the teacher's audio, 0 for the decoder's (Mao et al. 2017)."""
-    pairs = zip(real, fake, strict=True)
-    return sum((1 - r[-1].float()).square().mean() + f[-1].float().square().mean() for r, f in pairs) / len(real)
-
-
-def deceiving_losses(real: list[list[Tensor]], fake: list[list[Tensor]]) -> dict[str, Tensor]:
-    """`adversarial`, and `features`: distance of inner layers of judges that stand still, relative to their size."""
+def adversarial_losses(real: list[list[Tensor]], fake: list[list[Tensor]]) -> dict[str, Tensor]:
+    """`judges`: least squares, 1 for the teacher's audio and 0 for the decoder's (Mao et al. 2017); `adversarial`, what
+    the decoder wants; and `features`: distance of the judges' inner layers, relative to their size."""
+    pairs = list(zip(real, fake, strict=True))
+    judged = sum((1 - r[-1].float()).square().mean() + f[-1].float().square().mean() for r, f in pairs) / len(pairs)
     adversarial = sum((1 - f[-1].float()).square().mean() for f in fake) / len(fake)
-    distances = [
-        fused(_relative_distance, x)(x.detach(), y)
-        for r, f in zip(real, fake, strict=True)
-        for x, y in zip(r[:-1], f[:-1], strict=True)
-    ]
-    return {"adversarial": adversarial, "features": sum(distances) / len(distances)}
+    inner = [layers for r, f in pairs for layers in zip(r[:-1], f[:-1], strict=True)]
+    distances = [fused(_relative_distance, x)(x.detach(), y) for x, y in inner]
+    return {"judges": judged, "adversarial": adversarial, "features": sum(distances) / len(distances)}
 
 
 def _relative_distance(x: Tensor, y: Tensor) -> Tensor:
@@ -141,24 +133,15 @@ def spectrum(pcm: Tensor, window: int) -> Tensor:
     return torch.stft(pcm.float(), window, window // 4, window=shape, return_complex=True) * (4 / window)
 
 
-@cache
+@cache  # on the device: a copy to it waits for all that was launched before
 @torch.inference_mode(False)
-def mel_filters(window: int, bands: int, device: torch.device = _CPU) -> Tensor:
-    """Triangular filters equally spaced on the mel scale, each summing to 1: (bands, window // 2 + 1).
-
-    Kept on every device that asks: a copy to the device waits for all that was launched before it.
-    """
-    if device != _CPU:
-        return mel_filters(window, bands).to(device)
-
-    def mel(hz: Tensor) -> Tensor:
-        return 2595 * torch.log10(1 + hz / 700)
-
-    edges_mel = torch.linspace(0, float(mel(torch.tensor(SAMPLE_RATE_HZ / 2))), bands + 2)
-    bins_mel = mel(torch.linspace(0, SAMPLE_RATE_HZ / 2, window // 2 + 1))
+def mel_filters(window: int, bands: int, device: torch.device) -> Tensor:
+    """Triangular filters equally spaced on the mel scale, each summing to 1: (bands, window // 2 + 1)."""
+    bins_mel = 2595 * torch.log10(1 + torch.linspace(0, SAMPLE_RATE_HZ / 2, window // 2 + 1) / 700)
+    edges_mel = torch.linspace(0, float(bins_mel[-1]), bands + 2)
     low, centre, high = (edges_mel[i : i + bands, None] for i in range(3))
     weights = torch.minimum((bins_mel - low) / (centre - low), (high - bins_mel) / (high - centre)).clamp(min=0)
     # low bands of short windows fall between two bins: they take the nearer one
     nearest = F.one_hot((bins_mel - centre).abs().argmin(1), window // 2 + 1)
     weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, nearest.float())
-    return weights / weights.sum(1, keepdim=True)
+    return (weights / weights.sum(1, keepdim=True)).to(device)

@@ -1,4 +1,5 @@
-"""The codec: an encoder that training alone needs, sixteen codebooks, and the decoder, with its Hub names."""
+"""The codec: an encoder that training alone needs, sixteen codebooks, and the decoder that `mktts.codec.decoder`
+streams, by its Hub names."""
 
 from __future__ import annotations
 
@@ -12,11 +13,94 @@ from torch import Tensor, nn
 
 from mktts.checkpoint.open import CODEC_FOLDER
 from mktts.checkpoint.random.make import Json, small_files, write_weights
+from mktts.checkpoint.tensors import expected_codec_tensors
+from mktts.codec.layers import CONVNEXT_EPS
 from mktts.common import read_object, write_json
-from mktts.errors import CheckpointError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
-from mktts.training.codec.decoder import Decoder
 from mktts.training.state import STATE, averaged
+from mktts.training.weights import Weights, fused
+
+_LAYER_SCALE = 0.1  # at the start; the released 0.01 suits longer training
+
+
+class Decoder(nn.Module):
+    """Summed codebook vectors (B, codebook_dim, T) -> PCM (B, T * samples per frame), not clamped."""
+
+    def __init__(self, sizes: CodecSizes) -> None:
+        super().__init__()
+        self.config = decoder_config(sizes)
+        expected = expected_codec_tensors(config_json(sizes), encoder=False)
+        shapes = {name: spec.shape for name, spec in expected.items()}
+        self.w = Weights({name: s for name, s in shapes.items() if ".quantizer." not in name}, _initial)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._transformer(self._conv("decoder.pre_conv", x))
+        for i, rate in enumerate(self.config.upsampling_ratios):
+            x = self._convnext(f"decoder.upsample.{i}.1", self._wider(f"decoder.upsample.{i}.0", x, rate))
+        x = self._conv("decoder.decoder.0", x)
+        rates = self.config.upsample_rates
+        for i, rate in enumerate(rates[:-1], start=1):
+            x = self._block(f"decoder.decoder.{i}.block", x, rate)
+        with torch.autocast(x.device.type, enabled=False):  # at 24 kHz bf16's rounding would be heard as noise
+            last = len(rates)
+            x = self._block(f"decoder.decoder.{last}.block", x.float(), rates[-1])
+            x = self._conv(f"decoder.decoder.{last + 2}", self._snake(f"decoder.decoder.{last + 1}", x))
+        return x[:, 0]
+
+    def _conv(self, name: str, x: Tensor, dilation: int = 1, groups: int = 1) -> Tensor:
+        """Padded on the left only."""
+        weight = self.w[f"{name}.conv.weight"]
+        left = (weight.shape[2] - 1) * dilation
+        return F.conv1d(F.pad(x, (left, 0)), weight, self.w[f"{name}.conv.bias"], dilation=dilation, groups=groups)
+
+    def _wider(self, name: str, x: Tensor, stride: int) -> Tensor:
+        """Transposed convolution whose right overhang is cut off."""
+        y = F.conv_transpose1d(x, self.w[f"{name}.conv.weight"], self.w[f"{name}.conv.bias"], stride)
+        return y[..., : x.shape[-1] * stride]
+
+    def _snake(self, name: str, x: Tensor) -> Tensor:
+        return fused(snake, x)(x, self.w[f"{name}.alpha"], self.w[f"{name}.beta"])
+
+    def _block(self, name: str, x: Tensor, rate: int) -> Tensor:
+        """Snake, up-sampling by `rate` into half the channels, three residual units."""
+        x = self._wider(f"{name}.1", self._snake(f"{name}.0", x), rate)
+        for i, dilation in enumerate(self.config.dilations, start=2):
+            y = self._conv(f"{name}.{i}.conv1", self._snake(f"{name}.{i}.act1", x), dilation)
+            x = x + self._conv(f"{name}.{i}.conv2", self._snake(f"{name}.{i}.act2", y))
+        return x
+
+    def _convnext(self, name: str, x: Tensor) -> Tensor:
+        h = self._conv(f"{name}.dwconv", x, groups=x.shape[1]).transpose(1, 2)
+        h = F.layer_norm(h, h.shape[-1:], self.w[f"{name}.norm.weight"], self.w[f"{name}.norm.bias"], CONVNEXT_EPS)
+        h = self.w.linear(f"{name}.pwconv2", F.gelu(self.w.linear(f"{name}.pwconv1", h)))
+        return x + (self.w[f"{name}.gamma"] * h).transpose(1, 2)
+
+    def _transformer(self, x: Tensor) -> Tensor:
+        """(B, latent, T) -> the same shape."""
+        root, at = "decoder.pre_transformer", torch.arange(x.shape[-1], device=x.device)
+        ago = at[:, None] - at
+        mask = (ago >= 0) & (ago < self.config.sliding_window)
+        h = self.w.linear(f"{root}.input_proj", x.transpose(1, 2)).float()
+        return self.w.linear(f"{root}.output_proj", self.w.stack(root, self.config, h, mask)).transpose(1, 2)
+
+
+def snake(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """x + sin(x * exp(alpha))^2 / (exp(beta) + 1e-9) of x (B, channels, time); in fp32, as the phase does not survive
+    bf16."""
+    wide = x.float()
+    return (wide + torch.sin(wide * alpha.exp()[:, None]).square() / (beta.exp()[:, None] + 1e-9)).to(x.dtype)
+
+
+def _initial(name: str, parameter: Tensor) -> None:
+    if name.endswith((".alpha", ".beta", ".bias")):
+        parameter.zero_()
+    elif name.endswith((".scale", ".gamma")):
+        parameter.fill_(_LAYER_SCALE)
+    elif parameter.dim() == 1:
+        parameter.fill_(1.0)
+    else:
+        nn.init.kaiming_uniform_(parameter, 5**0.5)  # torch's own for convolutions and linear layers
+
 
 _WINDOW, _HOP = 960, 240  # samples of the encoder's spectra
 _STRIDES = (2, 2, 2)  # from 100 spectra a second to 12.5 frames
@@ -52,10 +136,8 @@ SIZES = {"voice": VOICE, "tiny": TINY}
 
 
 def config_json(sizes: CodecSizes) -> Json:
-    """speech_tokenizer/config.json: the released one with these sizes.
-
-    The checkpoint has no encoder; upstream's class needs the sizes of one, and builds it: as small as it can be.
-    """
+    """speech_tokenizer/config.json: the released one with these sizes, and the smallest encoder that upstream builds:
+    the checkpoint has none."""
     released = small_files("0.6b", "custom_voice", full_codec=True)["speech_tokenizer/config.json"]
     outer, decoder = 2 * sizes.vector, released["decoder_config"]
     given = json.loads(json.dumps(asdict(sizes)))
@@ -137,10 +219,6 @@ class Quantizer(nn.Module):
         self.register_buffer("sums", torch.zeros(*shape, sizes.vector))
         self.register_buffer("usage", torch.zeros(shape))
 
-    def forward(self, codes: Tensor) -> Tensor:
-        """Codes (B, T, 16) -> (B, outer, T)."""
-        return self.output_proj(self.summed(codes).transpose(1, 2))
-
     def summed(self, codes: Tensor) -> Tensor:
         """Entries' sum, (B, T, vector)."""
         return sum(F.embedding(code, book) for code, book in zip(codes.unbind(-1), self.books, strict=True))
@@ -167,8 +245,7 @@ class Quantizer(nn.Module):
     def learn(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """What stands for rows (B, T, vector), with their gradient, and how far rows are from their entries.
 
-        The entries move towards the rows that chose them; one that hardly any row chooses begins anew with a row drawn
-        by torch's generator of the device.
+        Entries move towards the rows that chose them; one that hardly any row chooses begins anew with a row at random.
         """
         left, missed = rows.flatten(0, 1), rows.new_zeros(())
         for number, book in enumerate(self.books.clone()):
@@ -203,11 +280,7 @@ class Codec(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.encoder, self.quantizer = CodecEncoder(sizes), Quantizer(sizes)
-        self.decoder = Decoder(decoder_config(sizes), config_json(sizes))
-
-    def forward(self, codes: Tensor) -> Tensor:
-        """Codes (B, T, 16) -> PCM (B, T * samples per frame), not clamped."""
-        return self.decoder(self.quantizer(codes))
+        self.decoder = Decoder(sizes)
 
     @torch.inference_mode()
     def encode(self, pcm: Tensor) -> Tensor:
@@ -217,24 +290,19 @@ class Codec(nn.Module):
     @torch.inference_mode()
     def decode(self, codes: Tensor) -> Tensor:
         """Codes (B, T, 16) -> PCM (B, T * samples per frame), clamped to [-1, 1] as in inference."""
-        return self(codes).clamp(-1.0, 1.0)
+        rows = self.quantizer.summed(codes).transpose(1, 2)
+        return self.decoder(self.quantizer.output_proj(rows)).clamp(-1.0, 1.0)
 
 
 def load_codec(folder: Path, device: torch.device | str = "cpu") -> Codec:
-    """The codec of a state of `train codec`, of its averaged weights, in evaluation mode.
-
-    Raises CheckpointError for a folder without one.
-    """
+    """The codec of `train codec`'s averaged weights. Raises CheckpointError for a folder without one."""
     raw = read_object(folder / STATE, hint=" of `train codec`")["sizes"]
     sizes = CodecSizes(**{key: tuple(v) if isinstance(v, list) else v for key, v in raw.items()})
     return averaged(folder, Codec(sizes), "codec").to(device)
 
 
 def encoded(codec: Codec, clips: list[Tensor], batch_frames: int = 8_000) -> list[Tensor]:
-    """Clips float32 (n,) -> codes (ceil(n / samples per frame), 16) uint8 each, on the CPU.
-
-    Clips of similar length share a batch; each is followed by silence.
-    """
+    """Clips float32 (n,), each followed by silence -> codes (ceil(n / samples per frame), 16) uint8, on the CPU."""
     device = next(codec.parameters()).device
     frames = [-(-len(clip) // SAMPLES_PER_FRAME) for clip in clips]
     order = sorted(range(len(clips)), key=lambda i: frames[i])
@@ -252,11 +320,8 @@ def encoded(codec: Codec, clips: list[Tensor], batch_frames: int = 8_000) -> lis
 
 
 def hub_tensors(codec: Codec, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """The decoder's half of speech_tokenizer/model.safetensors: CPU tensors by Hub name.
-
-    Codebooks are written as vectors with a usage of 1, which is the same codebook, and exact in any dtype. The layout's
-    input projections serve encoding only: they are zero, and there is no encoder.
-    """
+    """The decoder's half of speech_tokenizer/model.safetensors, by Hub name. Codebooks have a usage of 1, which is
+    exact in any dtype; input projections, which serve encoding only, are zero."""
     tensors = codec.decoder.w.hub()
     projection = codec.quantizer.output_proj.weight
     for name, books in (("rvq_first", codec.quantizer.books[:1]), ("rvq_rest", codec.quantizer.books[1:])):
@@ -270,17 +335,10 @@ def hub_tensors(codec: Codec, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
 
 
 def write_codec(folder: Path, codec: Codec, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Writes `folder` as a checkpoint's speech_tokenizer/: configuration, preprocessor and weights.
-
-    Raises CheckpointError where it cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in small_files("tiny", "custom_voice", False).items():
-            if name.startswith(f"{CODEC_FOLDER}/"):  # what is beside the configuration has no sizes in it
-                write_json(folder / Path(name).name, content, sort_keys=False)
-        write_json(folder / "config.json", config_json(codec.sizes), sort_keys=False)
-        write_weights(folder, hub_tensors(codec, dtype))
-    except OSError as error:
-        raise CheckpointError(f"{folder}: expected to write a speech tokenizer there, but: {error}") from None
+    """Writes `folder` as a checkpoint's speech_tokenizer/: configuration, preprocessor and weights."""
+    for name, content in small_files("tiny", "custom_voice", False).items():
+        if name.startswith(f"{CODEC_FOLDER}/"):  # what is beside the configuration has no sizes in it
+            write_json(folder / Path(name).name, content, sort_keys=False)
+    write_json(folder / "config.json", config_json(codec.sizes), sort_keys=False)
+    write_weights(folder, hub_tensors(codec, dtype))
     return folder

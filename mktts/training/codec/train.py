@@ -2,7 +2,6 @@
 
 First by spectra and by what repeats, from `adversarial_from` on also by discriminators. From `joint_steps` on encoder
 and codebooks stand still: codes made from then on are final, and talker and decoder can learn side by side.
-OUT holds the state (`mktts.training.state`) and curves.json.
 """
 
 from __future__ import annotations
@@ -19,18 +18,10 @@ from torch import Tensor
 
 from mktts.model.backend import device_named
 from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
-from mktts.training.codec.losses import (
-    Discriminators,
-    deceiving_losses,
-    judges_loss,
-    mel_distance,
-    mel_loss,
-    repetition,
-)
+from mktts.training.codec.losses import Discriminators, adversarial_losses, mel_distance, mel_loss, repetition
 from mktts.training.codec.model import SIZES, Codec, CodecSizes
 from mktts.training.data.audio import Crops
-from mktts.training.state import STATE, Trainer, train
-from mktts.training.talker.step_graph import StepGraphs, adam, set_rate
+from mktts.training.state import STATE, StepGraphs, Trainer, adam, set_rate, train
 
 _ALWAYS = 0x7FFF_FFFF  # step whose crops are measured after every block, so that lines compare
 _DOUBLINGS = 9
@@ -43,7 +34,7 @@ class CodecRecipe:
 
     seed: int = 0
     steps: int = 40_000  # the learning rate falls to a twentieth over these
-    block: int = 250  # steps, after which it is measured, and written once a minute
+    block: int = 250  # steps, after which it is measured
     warmup_steps: int = 500
     batch: int = 16
     crop_frames: int = 28
@@ -69,13 +60,7 @@ class CodecTrainer(Trainer):
     """Codec and discriminators."""
 
     def __init__(
-        self,
-        recipe: CodecRecipe,
-        sizes: CodecSizes,
-        crops: Crops,
-        device: torch.device | str = "cpu",
-        *,
-        graphs: bool = False,
+        self, recipe: CodecRecipe, sizes: CodecSizes, crops: Crops, device: str = "cpu", graphs: bool = False
     ) -> None:
         """graphs: steps as CUDA graphs (`StepGraphs`). On CUDA, products are in bf16 but near the waveform."""
         super().__init__(recipe, sizes)
@@ -85,9 +70,8 @@ class CodecTrainer(Trainer):
         self.codec, self.judges = Codec(sizes).to(device), Discriminators(sizes.judges).to(device)
         self.modules = {"codec": self.codec, "judges": self.judges}
         self.steps = StepGraphs(self.device, graphs)
-        choices = {"betas": (0.8, 0.99), "weight_decay": 0.01}
         for name, module in self.modules.items():
-            self.optimizers[name] = adam(module.parameters(), self.device, graphs, **choices)
+            self.optimizers[name] = adam(module.parameters(), self.device, betas=(0.8, 0.99), weight_decay=0.01)
         self.average = {
             f"codec.{name}": p.detach().clone()
             for name, p in self.codec.named_parameters()
@@ -95,8 +79,9 @@ class CodecTrainer(Trainer):
         }
         self._share = torch.ones((), device=self.device)  # of the newest weights in the average
         self._batches: Iterator[Tensor] | None = None
+        self._first = round(recipe.onsets * recipe.batch)  # so many crops of a batch begin where a clip does
         heard = torch.ones(recipe.batch, recipe.crop_frames - recipe.ahead_frames)
-        heard[round(recipe.onsets * recipe.batch) :, : recipe.unheard_frames] = 0
+        heard[self._first :, : recipe.unheard_frames] = 0
         self._heard = heard.repeat_interleave(SAMPLES_PER_FRAME, 1).bool().to(device)
         self._always = crops.batch(_ALWAYS, recipe.batch).to(device)
 
@@ -131,26 +116,30 @@ class CodecTrainer(Trainer):
             rows, losses["commitment"] = quantizer.learn(rows)
         else:
             rows = quantizer.summed(quantizer.encode(rows))
-        ahead = r.ahead_frames
         with self._cast():
-            output = self.codec.decoder(quantizer.output_proj(rows[:, : r.crop_frames - ahead].transpose(1, 2)))
+            heard = rows[:, : r.crop_frames - r.ahead_frames].transpose(1, 2)
+            output = self.codec.decoder(quantizer.output_proj(heard))
         pcm = pcm[:, : output.shape[1]]
         output = torch.where(self._heard, output.float(), pcm)
         losses["mel"] = mel_loss(output, pcm)
         losses["repetition"], more = repetition(output, pcm)
-        first = round(r.onsets * r.batch)
-        losses["onset"] = onset(output[:first], pcm[:first]) if first else output.new_zeros(())
+        if self._first:
+            losses["onset"] = onset(output[: self._first], pcm[: self._first])
         if adversarial:
             at = start + torch.arange(r.judged_frames * SAMPLES_PER_FRAME, device=self.device)
             real, fake = pcm.index_select(1, at), output.index_select(1, at)
             with self._cast():
-                seen, copies = self.judges(real), self.judges(fake)
-                judged = judges_loss(seen, copies)
-                losses |= deceiving_losses(seen, copies)
-        total = sum(getattr(r, name) * loss for name, loss in losses.items())
-        self._descend({"codec": total} | ({"judges": judged} if adversarial else {}))
+                losses |= adversarial_losses(self.judges(real), self.judges(fake))
+        goals = {"judges": losses.pop("judges")} if adversarial else {}
+        goals = {"codec": sum(getattr(r, name) * loss for name, loss in losses.items()), **goals}
+        for name, goal in goals.items():  # both have looked at the same copies once
+            self.optimizers[name].zero_grad(set_to_none=True)
+            goal.backward(inputs=list(self.modules[name].parameters()), retain_graph=name != list(goals)[-1])
+        for name in goals:
+            torch.nn.utils.clip_grad_norm_(self.modules[name].parameters(), 10.0)
+            self.optimizers[name].step()
         self.follow(self._share)
-        found = {"loss": total, **losses, "comb": more.max()} | ({"judges": judged} if adversarial else {})
+        found = {"loss": goals.pop("codec"), **losses, "comb": more.max(), **goals}
         return {name: value.detach() for name, value in found.items()}
 
     @torch.no_grad()
@@ -163,15 +152,6 @@ class CodecTrainer(Trainer):
         covariance = torch.cov(rows.flatten(0, 1).T)
         numbers = covariance.trace().square() / covariance.square().sum()
         return {"fixed_mel": float(distance), "fixed_comb": float(comb), "numbers": float(numbers)}
-
-    def _descend(self, losses: dict[str, Tensor]) -> None:
-        """A step of each module down its own loss: judges and codec have looked at the same copies once."""
-        for name, loss in losses.items():
-            self.optimizers[name].zero_grad(set_to_none=True)
-            loss.backward(inputs=list(self.modules[name].parameters()), retain_graph=name != list(losses)[-1])
-        for name in losses:
-            torch.nn.utils.clip_grad_norm_(self.modules[name].parameters(), 10.0)
-            self.optimizers[name].step()
 
     def _cast(self) -> torch.autocast:
         # a cache of casts made while recording would not be made again when the graph is replayed
@@ -205,8 +185,7 @@ EXAMPLES = """examples:
   python -m mktts train codec --data AUDIO --out CODEC --minutes 8.5
   python -m mktts train codec --data AUDIO --out CODEC --minutes 8.5 --resume --graphs
 
-A run can be cut anywhere and go on with --resume: the files of CODEC hold everything. `train talker` reads and writes
-it. The last line of standard output is JSON: what was reached."""
+A run can be cut anywhere and go on with --resume. The last line of standard output is JSON: what was reached."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -235,12 +214,10 @@ def main(arguments: argparse.Namespace) -> int:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True  # shapes are few
     crops = Crops(arguments.data, recipe.crop_frames, recipe.seed, recipe.onsets)
-    device = device_named(arguments.device)
-    trainer = CodecTrainer(recipe, SIZES[arguments.size], crops, device, graphs=arguments.graphs)
+    trainer = CodecTrainer(recipe, SIZES[arguments.size], crops, device_named(arguments.device), arguments.graphs)
     if arguments.resume and (arguments.out / STATE).is_file():
         trainer.load(arguments.out)
     print(f"{crops.hours:.2f} h of audio, from step {trainer.step}", flush=True)
     train(trainer, arguments.out, arguments.minutes, plan_minutes=arguments.plan)
-    reached = trainer.curves[-1] if trainer.curves else {}
-    print(json.dumps({**reached, "step": trainer.step, "of_steps": trainer.recipe.steps}))
+    print(json.dumps({**trainer.curves[-1], "of_steps": trainer.recipe.steps}))
     return 0

@@ -93,11 +93,8 @@ class Crops:
 
         Raises AudioError where all is shorter than one crop.
         """
-        pcm: list[np.ndarray] = []
-        for path in shard_paths(folder):
-            shard = read_shard(path)
-            for i in range(len(shard.texts)):
-                pcm.append(np.pad(shard.clip(i), (0, -len(shard.clip(i)) % SAMPLES_PER_FRAME)))
+        clips = (s.clip(i) for s in map(read_shard, shard_paths(folder)) for i in range(len(s.texts)))
+        pcm = [np.pad(clip, (0, -len(clip) % SAMPLES_PER_FRAME)) for clip in clips]
         self.frames, self.seed, self.onsets = frames, seed, onsets
         begins = np.cumsum([0, *(len(clip) // SAMPLES_PER_FRAME for clip in pcm)])
         self.total = int(begins[-1])
@@ -105,10 +102,7 @@ class Crops:
             raise AudioError(f"{folder}: expected more than {frames} frames, as long as a crop, found {self.total}")
         self._begins = begins[begins + frames < self.total]
         self.pcm = np.concatenate(pcm)
-
-    @property
-    def hours(self) -> float:
-        return len(self.pcm) / SAMPLE_RATE_HZ / 3600
+        self.hours = len(self.pcm) / SAMPLE_RATE_HZ / 3600
 
     def batches(self, step: int, size: int) -> Iterator[Tensor]:
         """`batch` of `step` and all after it, each made while the one before it is used."""
@@ -120,10 +114,8 @@ class Crops:
                 yield ready
 
     def batch(self, step: int, size: int) -> Tensor:
-        """PCM float32 (size, frames * samples per frame) in [-1, 1).
-
-        A crop may span two clips: they begin and end in silence. Of up to eight draws, the first that is not all quiet.
-        """
+        """PCM float32 (size, frames * samples per frame) in [-1, 1); of up to eight draws of a crop, the first that is
+        not all quiet. It may span two clips: they begin and end in silence."""
         generator = np.random.default_rng((self.seed, step))
         starts = np.empty(size, np.int64)
         first = round(self.onsets * size)

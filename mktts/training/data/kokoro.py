@@ -1,9 +1,7 @@
-"""Kokoro-82M as a teacher: phonemes of many sentences in, 24 kHz speech and phoneme durations out, in batches.
+"""Kokoro-82M as a teacher: phonemes of many sentences in, 24 kHz speech out, in batches.
 
-Follows the package kokoro 0.9.4 (Apache-2.0, hexgrad) layer by layer; its weights are those of Kokoro-82M
-(Apache-2.0), rounded to 8 bits by whoever made the ONNX file that `mktts.training.data.kokoro_files` fetches. Sentences
-of different lengths go together: norms over time see a sentence's own frames, and its padding is zero before every
-convolution. The one random thing is the noise of the source. A frame of durations is 600 samples, 25 ms.
+Follows the package kokoro 0.9.4 (Apache-2.0, hexgrad) layer by layer. Sentences of different lengths go together: norms
+over time see a sentence's own frames, and its padding is zero before every convolution.
 """
 
 from __future__ import annotations
@@ -60,12 +58,11 @@ class Kokoro:
             self._lstms[name] = lstm.to(self.device).eval()
 
     def speak(
-        self, phonemes: Sequence[Sequence[int]], voices: Sequence[Tensor], seed: int = 0, noise: float = 1.0,
-        frames: int = 20_000,
-    ) -> list[np.ndarray]:  # fmt: skip
+        self, phonemes: Sequence[Sequence[int]], voices: Sequence[Tensor], seed: int = 0, frames: int = 20_000
+    ) -> list[np.ndarray]:
         """float32 (samples,) of each sentence of phoneme numbers, in the style that its voice has for its length.
 
-        voices: (510, 1, 256) or (510, 256) for each sentence. frames: of 25 ms that go together.
+        voices: (510, 256) for each sentence. seed: of the source's noise. frames: of 25 ms that go together.
         """
         plans = self._plan(phonemes, voices)
         order = sorted(range(len(plans)), key=lambda i: -plans[i].frames)
@@ -76,7 +73,7 @@ class Kokoro:
             rows = max(1, frames // width)
             batch, order = order[:rows], order[rows:]
             filled = batch + [batch[-1]] * (rows - len(batch) if self.device.type == "cuda" else 0)
-            audio = self._vocode([plans[i] for i in filled], width, noise, generator).cpu().numpy()
+            audio = self._vocode([plans[i] for i in filled], width, generator).cpu().numpy()
             for row, i in zip(audio, batch, strict=False):
                 spoken[i] = row[: plans[i].frames * FRAME_SAMPLES].copy()
         return spoken
@@ -90,7 +87,7 @@ class Kokoro:
             ids = [torch.tensor([0, *phonemes[i], 0]) for i in batch]
             lengths = torch.tensor([len(row) for row in ids])
             padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self.device)
-            style = torch.stack([voices[i].reshape(-1, 2 * _STYLE)[len(phonemes[i])] for i in batch]).to(self.device)
+            style = torch.stack([voices[i][len(phonemes[i])] for i in batch]).to(self.device)
             durations, prosody, text = self._prosody(padded, lengths, style)
             frames = durations.sum(1).tolist()
             for row, i in enumerate(batch):
@@ -128,10 +125,8 @@ class Kokoro:
         x = x + w[f"{embeddings}.position_embeddings.weight"][: ids.shape[1]]
         x = self._linear("bert.encoder.embedding_hidden_mapping_in", self._layer_norm(f"{embeddings}.LayerNorm", x))
         for _ in range(_LAYERS):
-            q, k, v = (
-                self._linear(f"{layer}.attention.{part}", x).unflatten(-1, (_HEADS, -1)).transpose(1, 2)
-                for part in ("query", "key", "value")
-            )
+            qkv = (self._linear(f"{layer}.attention.{part}", x) for part in ("query", "key", "value"))
+            q, k, v = (part.unflatten(-1, (_HEADS, -1)).transpose(1, 2) for part in qkv)
             seen = F.scaled_dot_product_attention(q, k, v, attn_mask=valid[:, None, None]).transpose(1, 2).flatten(2)
             seen = self._linear(f"{layer}.attention.dense", seen)
             x = self._layer_norm(f"{layer}.attention.LayerNorm", x + seen)
@@ -140,7 +135,7 @@ class Kokoro:
         return x
 
     @torch.no_grad()
-    def _vocode(self, plans: Sequence[_Planned], width: int, noise: float, generator: torch.Generator) -> Tensor:
+    def _vocode(self, plans: Sequence[_Planned], width: int, generator: torch.Generator) -> Tensor:
         """Audio (B, width * 600) float32."""
         pad = torch.nn.utils.rnn.pad_sequence
         durations = pad([plan.durations for plan in plans], batch_first=True)
@@ -165,17 +160,15 @@ class Kokoro:
                 x = self._residual(f"predictor.{name}.{i}", x, manner, whole if i < 2 else double, twice)
             curves.append(self._conv(f"predictor.{name}_proj", x) * double)
         said = text.gather(1, at.expand(-1, -1, 512)).transpose(1, 2) * whole
-        halves = [
-            self._conv(f"decoder.{name}_conv", curve, stride=2, padding=1)
-            for name, curve in zip(("F0", "N"), curves, strict=True)
-        ]
+        f0, energy = curves
+        halves = [self._conv(f"decoder.{n}_conv", x, stride=2, padding=1) for n, x in (("F0", f0), ("N", energy))]
         low = self._conv("decoder.asr_res.0", said)
         beside = torch.cat([low, *(half.to(low.dtype) for half in halves)], 1) * whole.to(low.dtype)
         x = self._residual("decoder.encode", torch.cat([said, *halves], 1) * whole, sound, whole)
         for i in range(4):
             last = double if i == 3 else None
             x = self._residual(f"decoder.decode.{i}", torch.cat([x, beside], 1), sound, whole, last)
-        return self._generate(x, self._source(curves[0][:, 0], noise, generator), sound, mask)
+        return self._generate(x, self._source(f0[:, 0], generator), sound, mask)
 
     def _generate(self, x: Tensor, source: Tensor, style: Tensor, mask) -> Tensor:
         """The vocoder's two up-samplings by 10 and 6, each joined by the source, and the spectra's inverse."""
@@ -183,35 +176,31 @@ class Kokoro:
         spectra = torch.stft(source, _TRANSFORM, _HOP, window=window, return_complex=True)
         harmonic = torch.cat((spectra.abs(), spectra.angle()), 1) * mask(120, 1)
         masks = (mask(20), mask(120, 1))
-        for i, (kernel, rate, noise_kernel, cut) in enumerate(
-            ((20, 10, 7, {"stride": 6, "padding": 3}), (12, 6, 11, {}))
-        ):
+        joined = ((20, 10, 7, {"stride": 6, "padding": 3}), (12, 6, 11, {}))
+        for i, (kernel, rate, noise_kernel, cut) in enumerate(joined):
             given = self._conv(f"{name}.noise_convs.{i}", harmonic, **cut)
             given = self._snakes(f"{name}.noise_res.{i}", given, style, masks[i], noise_kernel)
             w, b = self._weights[f"{name}.ups.{i}.weight"], self._weights[f"{name}.ups.{i}.bias"]
             x = F.leaky_relu(x, 0.1).to(w.dtype)
             x = F.conv_transpose1d(x, w, b.to(w.dtype), stride=rate, padding=(kernel - rate) // 2)
             x = (F.pad(x, (1, 0), mode="reflect") if i else x) + given
-            blocks = [
-                self._snakes(f"{name}.resblocks.{3 * i + j}", x, style, masks[i], k) for j, k in enumerate((3, 7, 11))
-            ]
-            x = sum(blocks) / len(blocks)
+            kernels = enumerate((3, 7, 11))
+            x = sum(self._snakes(f"{name}.resblocks.{3 * i + j}", x, style, masks[i], k) for j, k in kernels) / 3
             x = x * masks[i].to(x.dtype)
         x = self._conv(f"{name}.conv_post", F.leaky_relu(x), padding=3).float()
         bins = _TRANSFORM // 2 + 1
         spectra = torch.polar(x[:, :bins].exp() * masks[1], x[:, bins:].sin())
         return torch.istft(spectra, _TRANSFORM, _HOP, window=window)
 
-    def _source(self, pitch_hz: Tensor, noise: float, generator: torch.Generator) -> Tensor:
+    def _source(self, pitch_hz: Tensor, generator: torch.Generator) -> Tensor:
         """Nine harmonics and noise, joined into one: pitch (B, n) of 12.5 ms -> (B, 300 n)."""
         harmonics = torch.arange(1, _HARMONICS + 1, device=self.device, dtype=torch.float64)[:, None]
         turns = (pitch_hz.double()[:, None] * harmonics / SAMPLE_RATE_HZ % 1).cumsum(-1) * _PITCH_SAMPLES
         turns = F.interpolate(turns, scale_factor=_PITCH_SAMPLES, mode="linear") % 1
         voiced = (pitch_hz.repeat_interleave(_PITCH_SAMPLES, -1) > _VOICED_HZ).float()[:, None]
         x = (turns.float() * (2 * math.pi)).sin() * _SINE * voiced
-        if noise:
-            drawn = torch.randn(x.shape, device=self.device, generator=generator)
-            x = x + noise * drawn * (voiced * _VOICED_NOISE + (1 - voiced) * _NOISE)
+        drawn = torch.randn(x.shape, device=self.device, generator=generator)
+        x = x + drawn * (voiced * _VOICED_NOISE + (1 - voiced) * _NOISE)
         return self._linear("decoder.generator.m_source.l_linear", x.transpose(1, 2)).tanh().squeeze(-1)
 
     def _residual(self, name: str, x: Tensor, style: Tensor, mask: Tensor, twice: Tensor | None = None) -> Tensor:

@@ -1,8 +1,7 @@
 """Shards of a teacher's speech: `python -m mktts train teacher`.
 
 A teacher is Kokoro (--fetch gets it), or any program that makes an audio file of a text; recordings with transcripts
-are a list in LJSpeech's form and a program that prints a file. What a shard holds follows from the texts and its number
-alone, so it is made where it is learnt from and need not travel.
+are a list in LJSpeech's form and a program that prints a file.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from mktts.errors import BackendUnavailable, OptionsError, TextError
 from mktts.model.backend import device_named
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training.data.audio import trimmed, write_shard
-from mktts.training.data.held_out import as_spoken
 from mktts.training.data.kokoro_files import fetch, load_kokoro, load_phonemes
+from mktts.training.data.texts import as_spoken
 
 CLIPS_PER_SHARD = 1_000
 LENGTHS_S = (0.3, 15.0)  # what is shorter or longer is left out
@@ -53,12 +52,11 @@ def kokoro(folder: Path, device: str, voices: dict[str, str]) -> Speak:
     model, styles = load_kokoro(folder, device_named(device))
     if unknown := set(voices.values()) - set(styles):
         raise OptionsError(f"expected voices of {', '.join(styles)}, found {', '.join(sorted(unknown))}")
-    readers: list[Callable[[str], list[int]]] = []
 
     def speak(items: Sequence[Item], seed: int) -> list[np.ndarray]:
-        if not readers and not all(item.phonemes for item in items):
-            readers.append(load_phonemes(folder))
-        said = [item.phonemes or readers[0](item.text) for item in items]
+        bare = not all(item.phonemes for item in items)
+        read = load_phonemes(folder) if bare else None
+        said = [item.phonemes or read(item.text) for item in items]
         return model.speak(said, [styles[voices[item.speaker]] for item in items], seed)
 
     return speak

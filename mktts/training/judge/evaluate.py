@@ -1,9 +1,7 @@
 """The voice beside its teacher: `python -m mktts train evaluate`.
 
 Both say the held-out sentences of everyday speech, of the teacher as audio shards, and are measured as 16-bit audio
-alike. Some sections need packages that nothing else does (data/packages.txt); one that is missing is named, and --only
-measures the others. `figures`: name -> value, n, 95 % interval (percentile bootstrap over sentences), and what must be
-reached.
+alike. `figures`: name -> value, n, 95 % interval (percentile bootstrap over sentences), and what must be reached.
 """
 
 from __future__ import annotations
@@ -54,7 +52,6 @@ MUST: Mapping[str, tuple[str, float]] = {
     "listeners_cpu": (AT_LEAST, 14),
     "weights_mb": (AT_MOST, 48.0),
 }
-TARGET_LUFS = -23.0  # EBU R 128
 VOICES = ("student", "teacher")
 BETWEEN = (0.8, 1.25)  # of the teacher's length
 _DRAWS = 2_000
@@ -83,11 +80,12 @@ class Judge:
     whisper: str = WHISPER
 
     def put(
-        self, record: Record, name: str, rows: np.ndarray, figure: Callable[[np.ndarray], float] | None = None
+        self, record: Record, name: str, rows: np.ndarray, figure: Callable[[np.ndarray], float] = np.nanmean
     ) -> None:
         """A figure of rows (n, ...), one for a sentence; by default their mean."""
-        figure = figure or (lambda drawn: float(np.nanmean(drawn)))
-        put(record, name, figure(rows), len(rows), _interval(rows, figure))
+        drawn = np.random.default_rng(0).integers(len(rows), size=(_DRAWS, len(rows)))
+        interval = np.nanpercentile([figure(rows[at]) for at in drawn], (2.5, 97.5))
+        put(record, name, figure(rows), len(rows), tuple(interval))
 
     def both(self, measure: Callable[[np.ndarray], Any]) -> tuple[np.ndarray, np.ndarray]:
         """Of every sentence: student's and teacher's."""
@@ -107,21 +105,15 @@ def _package(name: str) -> Any:
         raise BackendUnavailable(f"expected the package {name.split('.')[0]}, but: {error}. {needed}") from None
 
 
-def put(record: Record, name: str, value: float, n: int, interval: tuple[float, float] | None = None) -> None:
+def put(record: Record, name: str, value: float, n: int, interval: tuple[float, float] = (np.nan, np.nan)) -> None:
     """Puts a figure into a record, beside what must be reached."""
-    low, high, number = (v if v is not None and np.isfinite(v) else None for v in (*(interval or (None, None)), value))
+    number, low, high = (float(v) if np.isfinite(v) else None for v in (value, *interval))
     row: Record = {"value": number, "n": n, "low": low, "high": high}
     if name in MUST:
         bound, limit = MUST[name]
-        met = number is not None and (number <= limit if bound == AT_MOST else number >= limit)
+        met = value <= limit if bound == AT_MOST else value >= limit
         row |= {"must": [bound, limit], "met": bool(met)}
     record.setdefault("figures", {})[name] = row
-
-
-def _interval(rows: np.ndarray, figure: Callable[[np.ndarray], float]) -> tuple[float, float]:
-    drawn = np.random.default_rng(0).integers(len(rows), size=(_DRAWS, len(rows)))
-    low, high = np.nanpercentile([figure(rows[at]) for at in drawn], (2.5, 97.5))
-    return float(low), float(high)
 
 
 def quality(judge: Judge, record: Record) -> None:
@@ -138,9 +130,9 @@ def quality(judge: Judge, record: Record) -> None:
         with torch.inference_mode():
             return float(model(torch.from_numpy(to_16_khz(pcm))[None]))
 
-    student, teacher = judge.both(distilled)
-    for u, ours, theirs in zip(record["utterances"], student, teacher, strict=True):
-        u["distillmos"] = {"student": round(float(ours), 3), "teacher": round(float(theirs), 3)}
+    student, teacher = both = judge.both(distilled)
+    for row, pair in zip(record["utterances"], np.stack(both, 1).round(3).tolist(), strict=True):
+        row["distillmos"] = dict(zip(VOICES, pair, strict=True))
     of_speakers = [student[[u.speaker == s for u in judge.utterances]] for s in judge.speakers()]
     judge.put(record, "distillmos_best", max(of_speakers, key=np.mean))
     judge.put(record, "distillmos_all", student)
@@ -180,20 +172,14 @@ def sound(judge: Judge, record: Record) -> None:
     bands = np.nan_to_num(np.nanmean(both, 0)).round(4).tolist()
     names = [f"{hz:.0f} Hz" for hz in signal.CENTRES_HZ]
     record["comb"] = {who: dict(zip(names, row, strict=True)) for who, row in zip(VOICES, bands, strict=True)}
-
-    def worst(drawn: np.ndarray) -> float:
-        student, teacher = np.nan_to_num(np.nanmean(drawn, 0))
-        return float((student - teacher).max())
-
-    judge.put(record, "comb_worst_band", both, worst)
+    judge.put(record, "comb_worst_band", both, lambda drawn: np.subtract(*np.nan_to_num(np.nanmean(drawn, 0))).max())
     both = np.stack(judge.both(signal.pitch_band), 1)
-    judge.put(record, "pitch_band_ratio", both, lambda drawn: float(np.divide(*np.nanmean(drawn, 0))))
-    student, teacher = judge.both(signal.high_band_db)
-    judge.put(record, "high_band_db", student - teacher)
-    first = np.array([20 * np.log10(max(abs(float(u.student[0])), 1e-6)) for u in judge.utterances])
-    judge.put(record, "click_dbfs", first, lambda drawn: float(np.median(drawn)))
+    judge.put(record, "pitch_band_ratio", both, lambda drawn: np.divide(*np.nanmean(drawn, 0)))
+    judge.put(record, "high_band_db", np.subtract(*judge.both(signal.high_band_db)))
+    first = np.array([abs(float(u.student[0])) for u in judge.utterances])
+    judge.put(record, "click_dbfs", 20 * np.log10(np.maximum(first, 1e-6)), np.median)
     lead = [1_000 * (first_audible_sample(u.student) or 0) / SAMPLE_RATE_HZ for u in judge.utterances]
-    judge.put(record, "lead_ms", np.array(lead), lambda drawn: float(np.median(drawn)))
+    judge.put(record, "lead_ms", np.array(lead), np.median)
 
 
 def ends(judge: Judge, record: Record) -> None:
@@ -212,16 +198,16 @@ def levels(judge: Judge, record: Record) -> None:
         joined = {s: [getattr(u, who) for u in judge.utterances if u.speaker == s] for s in judge.speakers()}
         found = {s: float(meter.integrated_loudness(np.concatenate(pcm, dtype=float))) for s, pcm in joined.items()}
         record[f"lufs_{who}"] = found
-        if who == "student":
-            put(record, "loudness_spread_lu", max(found.values()) - min(found.values()), len(judge.utterances))
-            put(record, "loudness_off_target_lu", max(abs(v - TARGET_LUFS) for v in found.values()), len(found))
+    spread = np.ptp(list(record["lufs_student"].values()))
+    put(record, "loudness_spread_lu", spread, len(judge.utterances))
 
 
 def pitch(judge: Judge, record: Record) -> None:
     """Pitch and voicing errors along the best alignment; reported only."""
-    rows = np.array([signal.pitch_errors(u.student, u.teacher) for u in judge.utterances])
-    judge.put(record, "pitch_error_cents", rows[:, 0])
-    judge.put(record, "voicing_error", rows[:, 1])
+    _package("librosa")
+    cents, voicing = np.array([signal.pitch_errors(u.student, u.teacher) for u in judge.utterances]).T
+    judge.put(record, "pitch_error_cents", cents)
+    judge.put(record, "voicing_error", voicing)
 
 
 def likeness(judge: Judge, record: Record) -> None:
@@ -245,10 +231,13 @@ def speed(judge: Judge, record: Record) -> None:
         chosen = (judge.utterances * _SPEED_STREAMS)[:_SPEED_STREAMS]
         found = [summarise(synthesizer.stream(u.text, speaker=u.speaker, seed=i)) for i, u in enumerate(chosen)]
     torch.set_num_threads(threads)
-    for name, values in (("rtf_one_core", [m.rtf for m in found]), ("ttfc_ms", [m.ttfc_ms for m in found])):
-        judge.put(record, name, np.array(values, float), lambda drawn: float(np.median(drawn)))
-    files = open_checkpoint(judge.checkpoint).folder.rglob("*.safetensors")
-    put(record, "weights_mb", sum(path.stat().st_size for path in files) / 1e6, 1)
+    judge.put(record, "rtf_one_core", np.array([m.rtf for m in found]), np.median)
+    judge.put(record, "ttfc_ms", np.array([m.ttfc_ms for m in found]), np.median)
+    put(record, "weights_mb", sum(path.stat().st_size for path in _weights(judge.checkpoint)) / 1e6, 1)
+
+
+def _weights(checkpoint: str) -> list[Path]:
+    return sorted(open_checkpoint(checkpoint).folder.rglob("*.safetensors"))
 
 
 SECTIONS = {
@@ -262,8 +251,7 @@ def spoken(checkpoint: str, teacher: Sequence[Path], keep: Path, device: str, mo
     from mktts.synth import Synthesizer
 
     found: list[Spoken] = []
-    weights = sorted(open_checkpoint(checkpoint).folder.rglob("*.safetensors"))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in weights)).hexdigest()
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in _weights(checkpoint))).hexdigest()
     with Synthesizer.load(checkpoint, backend="torch", device=device) as synthesizer:
         synthesizer.warm_up()
         for path in (path for folder in teacher for path in shard_paths(folder)):
@@ -285,9 +273,9 @@ EXAMPLES = """examples:
   python -m mktts train evaluate --checkpoint TALKER/voice --teacher NATURAL --keep KEEP --output evaluation.json
   python -m mktts train evaluate --checkpoint small --teacher NATURAL --keep KEEP --output e.json --only sound,ends
 
-NATURAL holds shards of `train teacher` of the list that `train texts --natural` writes, a folder for each speaker or
-one for all. KEEP holds the student's audio: a run that was cut goes on there. --only measures some sections and puts
-them into the record that is there. The last line of standard output is JSON: the figures."""
+NATURAL holds shards of `train teacher` of the list that `train texts --natural` writes. KEEP holds the student's audio:
+a run that was cut goes on there. --only measures some sections and puts them into the record that is there. The last
+line of standard output is JSON: the figures."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

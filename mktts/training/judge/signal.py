@@ -46,11 +46,12 @@ def repeated(band: np.ndarray, lags: np.ndarray | int, window: int = _WINDOW) ->
 
 def comb(pcm: np.ndarray) -> np.ndarray:
     """(bands,): how much of each third-octave band repeats after 20 ms, the mean over its loud windows; nan: none."""
-    found = []
-    for centre in CENTRES_HZ:
-        values = repeated(band_passed(pcm, centre * 2 ** (-1 / 6), centre * 2 ** (1 / 6)), STEP_SAMPLES)
-        found.append(np.nanmean(values) if np.isfinite(values).any() else np.nan)
-    return np.array(found)
+    bands = (band_passed(pcm, centre * 2 ** (-1 / 6), centre * 2 ** (1 / 6)) for centre in CENTRES_HZ)
+    return np.array([_mean(repeated(band, STEP_SAMPLES)) for band in bands])
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
 
 
 def pitch_periods(pcm: np.ndarray) -> np.ndarray:
@@ -82,8 +83,7 @@ def pitch_band(pcm: np.ndarray) -> float:
     if not periods.any():
         return float("nan")
     near = [repeated(band, np.where(periods > 0, periods + d, 0), _WINDOW_OF_PITCH) for d in range(-_NEAR, _NEAR + 1)]
-    values = np.nanmax(np.stack([row[: min(map(len, near))] for row in near]), 0)
-    return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
+    return _mean(np.nanmax(np.stack([row[: min(map(len, near))] for row in near]), 0))
 
 
 def high_band_db(pcm: np.ndarray, from_hz: float = 8_000.0) -> float:
@@ -96,22 +96,14 @@ def high_band_db(pcm: np.ndarray, from_hz: float = 8_000.0) -> float:
 def pitch_errors(student: np.ndarray, teacher: np.ndarray) -> tuple[float, float]:
     """Root mean square error in cents where both are voiced, and share of frames that one alone voices, along the
     cheapest path between log spectra of a third of an octave (dynamic time warping)."""
+    from librosa.sequence import dtw
+
     ours, theirs = (_thirds(pcm) for pcm in (student, teacher))
-    distance = np.abs(ours[:, None] - theirs).mean(-1)
-    cost = np.full((len(ours) + 1, len(theirs) + 1), np.inf)
-    cost[0, 0] = 0
-    for i, row in enumerate(distance):
-        for j, value in enumerate(row):
-            cost[i + 1, j + 1] = value + min(cost[i, j], cost[i, j + 1], cost[i + 1, j])
-    path, (i, j) = [], distance.shape
-    while i and j:
-        path.append((i - 1, j - 1))
-        i, j = min(((i - 1, j - 1), (i - 1, j), (i, j - 1)), key=lambda at: cost[at])
-    at = np.array(path)
+    at = dtw(C=np.abs(ours[:, None] - theirs).mean(-1))[1]
     ours, theirs = pitch_periods(student)[at[:, 0]], pitch_periods(teacher)[at[:, 1]]
     both = (ours > 0) & (theirs > 0)
     cents = 1_200 * np.log2(theirs[both] / ours[both])
-    return float(np.sqrt(np.mean(cents**2))) if both.any() else float("nan"), float(np.mean((ours > 0) != (theirs > 0)))
+    return _mean(cents**2) ** 0.5, float(np.mean((ours > 0) != (theirs > 0)))
 
 
 def _thirds(pcm: np.ndarray) -> np.ndarray:

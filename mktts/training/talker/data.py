@@ -1,8 +1,7 @@
 """Speech as codes in memory, and batches of whole training sequences by the rules of `mktts.model.prompt`.
 
-Texts are the words that the text front end gives. What it leaves is commas, which people leave out, and a long sentence
-that is said in segments, whose later ones begin small and whose earlier ones have no mark at their end. So every text
-is learnt in several forms, drawn anew whenever it comes up, of the same speech.
+Every text, in the words of the text front end, is learnt in several forms, drawn anew whenever it comes up: people
+leave out commas, and a long sentence is said in segments, of which later ones begin small.
 """
 
 from __future__ import annotations
@@ -22,32 +21,27 @@ from mktts.model.tokenizer import TextTokenizer
 from mktts.spec import ModelConfig
 from mktts.training.codec.model import Codec, encoded
 from mktts.training.data.audio import read_shard, shard_paths
-from mktts.training.data.held_out import is_held_out, normal
-from mktts.training.talker.sizes import LANGUAGE
+from mktts.training.data.texts import is_held_out, normal
 
+LANGUAGE = "english"
 NO_TARGET = -100  # what cross_entropy ignores
 _PROMPT_ROWS = 12  # at most, beside text and frames
 _STEP = 16  # batches are padded to multiples of it
 _HELD_OUT_ONE_IN = 100  # texts, by the checksum of their words: all clips of a text are on one side
 
 
-def continued(text: str) -> str:
+def _small(text: str) -> str:
     """With a small letter first, as the rest of a sentence begins; a letter that is said by itself stays."""
     return re.sub(r"^[A-Z](?=[a-z])|^A(?= )", lambda match: match[0].lower(), text)
 
 
-def bare(text: str) -> str:
-    """Begins small, and has no mark but apostrophes and hyphens."""
-    return continued(" ".join(re.sub(r"[^\w\s'-]", " ", text).split())) or text
-
-
-# Form and how often it is drawn; the first is the text as the front end gives it.
+# Form and how often it is drawn: as the front end gives it, without its end, later in a sentence, without commas, bare.
 FORMS: tuple[tuple[Callable[[str], str], float], ...] = (
     (str, 0.84),
     (lambda text: text.rstrip(".!?,;: ") or text, 0.05),
-    (continued, 0.03),
+    (_small, 0.03),
     (lambda text: re.sub(r"[,;](?=\s)", "", text), 0.05),
-    (bare, 0.03),
+    (lambda text: _small(" ".join(re.sub(r"[^\w\s'-]", " ", text).split())) or text, 0.03),
 )
 
 
@@ -63,10 +57,7 @@ class Clips:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences padded on the right, on one device; see `TalkerModel.hidden`.
-
-    Shapes depend on the number and the longest of the clips only, so that few different ones occur (`epoch`).
-    """
+    """Sequences padded on the right, on one device. Shapes depend on the number and the longest of the clips only."""
 
     text: Tensor  # (B, T) int64
     control: Tensor  # (B, T) int64, -1 for none
@@ -96,18 +87,12 @@ def held_out(text: str) -> bool:
 
 
 class Sequences:
-    """Clips as training sequences; the codes lie on `device`, a batch takes them from there.
-
-    A sequence is named by a pair: the clip's number, and the form of its text (an index into FORMS).
-    """
+    """Clips as training sequences, each a pair of numbers: of the clip, and of the form of its text (in FORMS)."""
 
     def __init__(self, clips: Clips, config: ModelConfig, tokenizer: TextTokenizer, device: torch.device | str) -> None:
         self.clips, self.config, self.device = clips, config, torch.device(device)
         self.codes, self.frames = clips.codes.to(device), np.diff(clips.starts)
-        self._tokens = [
-            [np.array(ids, np.int32) for ids in tokenizer.encode_all([form(text.strip()) for text in clips.texts])]
-            for form, _ in FORMS
-        ]
+        self._tokens = [tokenizer.encode_all([form(text.strip()) for text in clips.texts]) for form, _ in FORMS]
         self._said = np.array([[len(ids) for ids in texts] for texts in self._tokens])  # (forms, clips)
         self._role = [config.text_ids.im_start, config.text_ids.assistant, *tokenizer.encode("\n")]
 
@@ -125,7 +110,7 @@ class Sequences:
         control = [*tags, config.speakers[self.clips.speakers[clip]], codec.pad]
         words = [*self._role, *[text.tts_pad] * (len(control) - 1), text.tts_bos]
         control = [-1] * len(self._role) + control
-        frames, said = int(self.frames[clip]), [*self._tokens[form][clip].tolist(), text.tts_eos]
+        frames, said = int(self.frames[clip]), [*self._tokens[form][clip], text.tts_eos]
         if whole:
             words += [*said, text.tts_pad] + [text.tts_pad] * frames
             control += [codec.pad] * len(said) + [codec.bos]
@@ -139,26 +124,23 @@ class Sequences:
     ) -> Batch:
         """Layout (unless `whole` says) and language tag of every clip are drawn evenly.
 
-        clips: (n, 2) clips and forms, as `epoch` deals them, or (n,) clips with their texts as they stand.
-        share: of the batch's padded rows, that many frames for the predictor; less than a third of them are prompt or
-        padding as a rule, so 0.5 is most frames.
+        clips: (n, 2) clips and forms, as `epoch` deals them. share: of the padded rows, so many frames for the
+        predictor.
         """
-        clips, forms = clips.T if clips.ndim == 2 else (clips, np.zeros_like(clips))
+        clips, forms = clips.T
         rows = [
             self.rows(int(c), bool(w) if whole is None else whole, bool(tag), int(form))
             for c, form, (w, tag) in zip(clips, forms, generator.integers(0, 2, (len(clips), 2)), strict=True)
         ]
         longest = int(self._steps(clips, forms).max()) * _STEP
         text = np.full((len(rows), longest), self.config.text_ids.tts_pad, np.int64)
-        control = np.full((len(rows), longest), -1, np.int64)
-        frame = np.full((len(rows), longest), -1, np.int64)  # which frame a row carries
+        control, frame = np.full((2, len(rows), longest), -1, np.int64)  # frame: which one a row carries
         ends = []
         for i, (words, tags) in enumerate(rows):
             text[i, : len(words)], control[i, : len(words)] = words, tags
-            first, last = self.clips.starts[clips[i]], len(words) - 1
-            frames = int(self.frames[clips[i]])
-            frame[i, last - frames + 1 : last + 1] = np.arange(first, first + frames)
-            ends.append(i * longest + last)
+            first, end = self.clips.starts[clips[i] : clips[i] + 2]
+            frame[i, len(words) - (end - first) : len(words)] = np.arange(first, end)
+            ends.append(i * longest + len(words) - 1)
         flat = frame.reshape(-1)
         carrying = np.flatnonzero(flat >= 0)
         drawn = generator.choice(carrying, max(1, int(share * len(flat))), replace=True)
@@ -175,8 +157,7 @@ class Sequences:
         """`clips` (n,) dealt out to batches of like lengths, in random order: (clips of a batch, 2), clip and form.
 
         A batch has as many clips as fit `rows` padded rows at its length; the last one of a length is filled up with
-        others again (where all are too few for a batch, up to a power of two). So there are about as many shapes as
-        lengths in steps of 16, the same ones in every epoch.
+        others again (where all are too few for one, up to a power of two), so that few shapes occur.
         """
         forms = generator.choice(len(FORMS), len(clips), p=[share for _, share in FORMS])
         steps, pairs, batches = self._steps(clips, forms), np.stack((clips, forms), 1), []

@@ -1,18 +1,114 @@
-"""Talker and code predictor to train: whole sequences at once, with the Hub's parameter names.
-
-The arithmetic is that of `mktts.model.qwen3` and `mktts.model.oracle`, which go row by row; both give the same logits
-(tests/training/test_training_talker.py).
-"""
+"""Talker and code predictor to train, whole sequences at once, with the logits that `mktts.model.oracle` gives row by
+row; and the voice's folder in the Hub's layout."""
 
 from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mktts.checkpoint import Checkpoint
+from mktts.checkpoint.open import CODEC_FOLDER
+from mktts.checkpoint.random.make import whole_folder, write_weights
 from mktts.checkpoint.tensors import expected_tensors
-from mktts.spec import NUM_CODEBOOKS, ModelConfig, StackConfig
-from mktts.training.weights import Weights, rotary
+from mktts.common import read_object, write_json
+from mktts.errors import CheckpointError
+from mktts.spec import NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
+from mktts.training.codec.model import Codec, write_codec
+from mktts.training.weights import Weights
+
+_TAKEN = ("vocab.json", "merges.txt", "tokenizer_config.json", "configuration.json", "preprocessor_config.json")
+
+
+@dataclass(frozen=True)
+class StackSizes:
+    """One decoder stack, by the names of config.json."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class TalkerSizes:
+    """What config.json needs that is not fixed by the architecture or the tokenizer."""
+
+    talker: StackSizes
+    predictor: StackSizes
+    codebook_size: int
+    text_hidden: int
+
+
+# 8.5 million parameters. A layer more, or a wider predictor, costs two CPU cores more than its share of 0.30 of real
+# time: a frame took 13.8 ms of one core's time where the smaller voice took 11.9 (torch 2.13, one thread, medians).
+VOICE = TalkerSizes(StackSizes(256, 768, 6, 4, 2, 64), StackSizes(256, 384, 2, 4, 2, 64), 256, 128)
+TINY = TalkerSizes(StackSizes(64, 128, 2, 4, 2, 32), StackSizes(64, 64, 1, 4, 2, 32), 32, 32)  # for tests
+SIZES = {"voice": VOICE, "tiny": TINY}
+
+
+def prepare(folder: Path, begun: Checkpoint, sizes: TalkerSizes, speakers: Sequence[str]) -> ModelConfig:
+    """Everything of a checkpoint that is known before training: the tokenizer of `begun`, and JSON files. The first of
+    the speakers speaks where none is named."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in _TAKEN:
+        shutil.copyfile(begun.folder / name, folder / name)
+    config, generation = (read_object(begun.folder / name) for name in ("config.json", "generation_config.json"))
+    talker = config["talker_config"]
+    shift = talker["code_predictor_config"]["vocab_size"] - sizes.codebook_size  # control ids follow the codes
+    for key, value in talker.items():
+        if key.startswith("codec_") and isinstance(value, int):
+            talker[key] = value - shift
+    vocabulary = sizes.codebook_size + SUPPRESSED_TAIL
+    half = sizes.talker.head_dim // 2
+    sections = [half - 2 * (half // 3), half // 3, half // 3]  # equal positions: any split is ordinary rotary embedding
+    ids = {name: vocabulary - 1 - i for i, name in enumerate(speakers)}
+    talker |= asdict(sizes.talker) | {
+        "vocab_size": vocabulary,
+        "text_hidden_size": sizes.text_hidden,
+        "codec_language_id": {name: value - shift for name, value in talker["codec_language_id"].items()},
+        "spk_id": ids,
+        "spk_is_dialect": dict.fromkeys(ids, False),
+        "rope_scaling": talker["rope_scaling"] | {"mrope_section": sections},
+    }
+    talker["code_predictor_config"] |= asdict(sizes.predictor) | {
+        "vocab_size": sizes.codebook_size,
+        "layer_types": ["full_attention"] * sizes.predictor.num_hidden_layers,
+    }
+    write_json(folder / "config.json", config, sort_keys=False)
+    write_json(folder / "generation_config.json", generation, sort_keys=False)
+    return ModelConfig.load(folder)
+
+
+def write_checkpoint(
+    folder: Path, prepared: Path, tensors: Mapping[str, Tensor], codec: Codec,
+    sampling: Mapping[str, float] | None = None, dtype: torch.dtype = torch.bfloat16,
+) -> Path:  # fmt: skip
+    """Writes `folder`, whole or not at all: a checkpoint in the Hub's layout.
+
+    prepared: what `prepare` made. tensors: by Hub name. sampling: what is to differ in generation_config.json. Raises
+    CheckpointError where parts do not fit or `folder` has content already.
+    """
+    found, entries = codec.sizes.codebook_size, ModelConfig.load(prepared).predictor.vocab_size
+    if found != entries:
+        raise CheckpointError(
+            f"expected a codec of {entries} entries, found {found}: train the talker on this codec's codes"
+        )
+    with whole_folder(folder) as work:
+        shutil.copytree(prepared, work, dirs_exist_ok=True)
+        write_codec(work / CODEC_FOLDER, codec, dtype)
+        generation = read_object(prepared / "generation_config.json") | dict(sampling or {})
+        write_json(work / "generation_config.json", generation, sort_keys=False)
+        write_weights(work, {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()})
+    return folder
+
 
 _INIT_STD = 0.02
 _PREDICTOR = "talker.code_predictor"
@@ -40,18 +136,14 @@ class TalkerModel(nn.Module):
         self.w = Weights({name: spec.shape for name, spec in expected_tensors(config).items()}, initial)
 
     def hidden(self, text: Tensor, control: Tensor, previous: Tensor) -> Tensor:
-        """Normed hidden states (B, T, H) of whole sequences.
-
-        text (B, T): text id of every row. control (B, T): codec id, or -1 for none. previous (B, T, 16): the frame that
-        the row carries, or -1 for none.
-        """
+        """Normed hidden states (B, T, H) of whole sequences, of what a `Batch` says of their rows."""
         x = F.embedding(text, self.w["talker.model.text_embedding.weight"])
         x = F.silu(self.w.linear("talker.text_projection.linear_fc1", x))
         x = self.w.linear("talker.text_projection.linear_fc2", x)
         control_rows = F.embedding(control.clamp(min=0), self.w["talker.model.codec_embedding.weight"])
         x = x + control_rows * (control >= 0).unsqueeze(-1)
         x = x + self.code_rows(previous.flatten(0, 1)).view_as(x)
-        return self._run("talker.model", self.config.talker, x)
+        return self.w.stack("talker.model", self.config.talker, x, dropout=self.dropout)
 
     def code0_logits(self, hidden: Tensor) -> Tensor:
         """(N, H) -> (N, talker vocabulary)."""
@@ -64,31 +156,17 @@ class TalkerModel(nn.Module):
         x = torch.cat((hidden.unsqueeze(1), known.to(hidden.dtype)), 1)
         if f"{_PREDICTOR}.small_to_mtp_projection.weight" in self.w:
             x = self.w.linear(f"{_PREDICTOR}.small_to_mtp_projection", x)
-        rows = self._run(f"{_PREDICTOR}.model", self.config.predictor, x)[:, 1:]
+        rows = self.w.stack(f"{_PREDICTOR}.model", self.config.predictor, x, dropout=self.dropout)[:, 1:]
         heads = torch.stack([self.w[f"{_PREDICTOR}.lm_head.{i}.weight"] for i in range(books)])
         return torch.bmm(rows.transpose(0, 1), heads.transpose(1, 2).to(rows.dtype)).transpose(0, 1)
 
     def code_rows(self, codes: Tensor) -> Tensor:
-        """Sum of the sixteen embeddings: codes (N, 16), -1 for none, -> (N, H).
-
-        As one product with a row of zeros and ones: gradients of sixteen look-ups would be sorted sixteen times.
-        """
+        """Sum of the sixteen embeddings: codes (N, 16), -1 for none, -> (N, H). As one product with a row of zeros and
+        ones: gradients of sixteen look-ups would be sorted sixteen times."""
         tables = torch.cat(self._tables())
         index = torch.where(codes >= 0, codes + self._offsets(codes), len(tables))
         chosen = torch.zeros(len(codes), len(tables) + 1, dtype=tables.dtype, device=codes.device)
         return chosen.scatter_(1, index, 1.0)[:, :-1] @ tables
-
-    def _run(self, name: str, c: StackConfig, x: Tensor) -> Tensor:
-        """A decoder stack over (B, T, H) from position 0, and its final norm."""
-        turned, eps = rotary(x.shape[1], c.head_dim, c.rope_theta, x.device), c.rms_norm_eps
-        for i in range(c.num_hidden_layers):
-            layer = f"{name}.layers.{i}"
-            seen = self.w.norm(f"{layer}.input_layernorm", x, eps)
-            seen = self.w.attention(f"{layer}.self_attn", seen, c.head_dim, turned, eps)
-            x = x + F.dropout(seen, self.dropout, self.training)
-            inner = self.w.mlp(f"{layer}.mlp", self.w.norm(f"{layer}.post_attention_layernorm", x, eps))
-            x = x + F.dropout(inner, self.dropout, self.training)
-        return self.w.norm(f"{name}.norm", x, eps)
 
     def _tables(self) -> list[Tensor]:
         names = [f"{_PREDICTOR}.model.codec_embedding.{i}" for i in range(NUM_CODEBOOKS - 1)]

@@ -1,8 +1,7 @@
 """Trains talker and code predictor: `python -m mktts train talker`.
 
-Batches, noise and dropout follow from seed and step. OUT holds the state (`mktts.training.state`), curves.json and
-prepared/, tokenizer and JSON files, and voice/, the whole checkpoint. Speech is encoded when a run begins: codes need
-not travel. Training begins with the weights of another voice, but those of its codes, which mean something else.
+Batches, noise and dropout follow from seed and step. OUT holds the state (`mktts.training.state`), prepared/, tokenizer
+and JSON files, and voice/, the whole checkpoint. Speech is encoded when a run begins: codes need not travel.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ from mktts.model.tokenizer import TextTokenizer
 from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, ModelConfig
 from mktts.training.codec.model import Codec, load_codec
 from mktts.training.codec.train import add_training_arguments
-from mktts.training.state import CURVES, STATE, Trainer, averaged, train
+from mktts.training.state import CURVES, STATE, StepGraphs, Trainer, adam, averaged, set_rate, train
 from mktts.training.talker.data import NO_TARGET, Batch, Clips, Sequences, held_out, read_clips
-from mktts.training.talker.model import TalkerModel
-from mktts.training.talker.sizes import SIZES, TalkerSizes, prepare, write_checkpoint
-from mktts.training.talker.step_graph import StepGraphs, adam, set_rate
+from mktts.training.talker.model import SIZES, TalkerModel, TalkerSizes, prepare, write_checkpoint
 
 PREPARED, VOICE_FOLDER = "prepared", "voice"
 _MEASURED_BATCHES = 8
@@ -43,7 +40,7 @@ class TalkerRecipe:
 
     seed: int = 0
     steps: int = 40_000  # the learning rate falls to a twentieth over these
-    block: int = 250  # steps, after which it is measured, and written once a minute
+    block: int = 250  # steps, after which it is measured
     warmup_steps: int = 300
     learning_rate: float = 1.2e-3
     weight_decay: float = 0.02
@@ -59,7 +56,7 @@ class TalkerRecipe:
 class TalkerTrainer(Trainer):
     """Talker and code predictor, and the place in the data."""
 
-    def __init__(self, recipe: TalkerRecipe, sizes: TalkerSizes, data: Sequences, *, graphs: bool = False) -> None:
+    def __init__(self, recipe: TalkerRecipe, sizes: TalkerSizes, data: Sequences, graphs: bool = False) -> None:
         """graphs: steps as CUDA graphs (`StepGraphs`). Raises CheckpointError where all texts are held out."""
         super().__init__(recipe, sizes)
         self.data = data
@@ -69,9 +66,8 @@ class TalkerTrainer(Trainer):
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() == 1]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        optimizer = adam(groups, data.device, graphs, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
-        self.optimizers = {"adam": optimizer}
-        self.average = {f"model.{name}": p.detach().clone() for name, p in self.model.named_parameters()}
+        self.optimizers["adam"] = adam(groups, data.device, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
+        self.average = {name: tensor.clone() for name, tensor in self.weights().items()}
         self.steps = StepGraphs(data.device, graphs)
         apart = np.array([held_out(text) for text in data.clips.texts])
         self.training, self.kept = np.flatnonzero(data.spoken & ~apart), np.flatnonzero(data.spoken & apart)
@@ -102,10 +98,7 @@ class TalkerTrainer(Trainer):
         return {"code0": first.detach(), "codes": rest.detach()}
 
     def losses(self, batch: Batch, noisy: bool) -> tuple[Tensor, Tensor]:
-        """Cross entropy of code 0 (end of speech included), and mean of codes 1-15.
-
-        noisy: as in training, with codes replaced at random.
-        """
+        """Cross entropy of code 0 (end of speech included), and mean of codes 1-15. noisy: as in training."""
         previous = self._noise(batch.previous) if noisy else batch.previous
         cuda, caching = self.data.device.type == "cuda", not self.steps.recording  # a graph cannot keep casts for later
         with torch.autocast(self.data.device.type, torch.bfloat16, enabled=cuda, cache_enabled=caching):
@@ -121,26 +114,23 @@ class TalkerTrainer(Trainer):
     @torch.no_grad()
     def measured(self) -> dict[str, float]:
         """Losses of the averaged weights on held-out texts (on training ones where none are held out)."""
-        live = {name: p.clone() for name, p in self.model.named_parameters()}
-        for name, p in self.model.named_parameters():
-            p.copy_(self.average[f"model.{name}"])
+        live = {name: tensor.clone() for name, tensor in self.weights().items()}
+        for name, tensor in self.weights().items():
+            tensor.copy_(self.average[name])
         self.model.eval()
         generator = np.random.default_rng(self.recipe.seed)
         chosen = self.kept if len(self.kept) else self.training
         batches = self.data.epoch(chosen, self.recipe.batch_rows, generator)[:_MEASURED_BATCHES]
         found = [torch.stack(self.losses(self.data.batch(clips, generator), noisy=False)) for clips in batches]
-        for name, p in self.model.named_parameters():
-            p.copy_(live[name])
+        for name, tensor in self.weights().items():
+            tensor.copy_(live[name])
         first, rest = torch.stack(found).mean(0).tolist()
         return {"held_out_code0": first, "held_out_codes": rest}
 
     @torch.no_grad()
     def begin_from(self, voice: Checkpoint) -> None:
-        """Weights of another voice, whose tokenizer the data have, instead of random ones.
-
-        What stands for codes (their embeddings and heads) stays random: another codec means something else by them.
-        Raises CheckpointError for weights of other sizes.
-        """
+        """Weights of another voice, whose tokenizer the data have, but for its codes: another codec means something
+        else by them. Raises CheckpointError for weights of other sizes."""
         weights, size = voice.files.map(), self.data.config.predictor.vocab_size
         for name, p in self.model.w.hub().items():
             given = weights.get(name)
@@ -149,7 +139,7 @@ class TalkerTrainer(Trainer):
                 raise CheckpointError(f"{voice.folder}: expected {name} of shape {tuple(p.shape)}, found {found}")
             first = size if any(part in name for part in ("codec_embedding", "codec_head", "lm_head")) else 0
             p[first:] = given[first:].to(p)  # what comes behind the codes are control ids
-        self.average = {f"model.{name}": p.detach().clone() for name, p in self.model.named_parameters()}
+        self.average = {name: tensor.clone() for name, tensor in self.weights().items()}
 
     def _noise(self, codes: Tensor) -> Tensor:
         """Previous frames (B, T, 16), -1 for none, with what the model is not to rely on drawn anew."""
@@ -184,12 +174,12 @@ def open_data(clips: Clips, out: Path, sizes: TalkerSizes, begun: Checkpoint, de
     return Sequences(clips, config, TextTokenizer.load(folder), device)
 
 
-def write_voice(out: Path, codec: Codec, sampling: Mapping[str, float] | None = None) -> Path:
-    """`out`/voice anew: the checkpoint of the averaged weights in `out` and a codec.
+def write_voice(out: Path, codec: Codec, sampling: Mapping[str, float] | None = None, best: bool = False) -> Path:
+    """`out`/voice anew: the checkpoint of the averaged weights in `out`, the last or the best ones, and a codec.
 
     Raises CheckpointError without a state, or for a codec of other codes.
     """
-    model = averaged(out, TalkerModel(ModelConfig.load(out / PREPARED)), "model")
+    model = averaged(out, TalkerModel(ModelConfig.load(out / PREPARED)), "model", best)
     shutil.rmtree(out / VOICE_FOLDER, ignore_errors=True)
     return write_checkpoint(out / VOICE_FOLDER, out / PREPARED, model.w.hub(), codec, sampling)
 
@@ -197,11 +187,10 @@ def write_voice(out: Path, codec: Codec, sampling: Mapping[str, float] | None = 
 EXAMPLES = """examples:
   python -m mktts train talker --data AUDIO --codec CODEC --out TALKER --minutes 8.5 --graphs
   python -m mktts train talker --data AUDIO --codec CODEC --out TALKER --minutes 8.5 --graphs --resume
-  python -m mktts train talker --codec CODEC --out TALKER --minutes 0 --temperature 0.5
+  python -m mktts train talker --codec CODEC --out TALKER --minutes 0 --temperature 0.5 --best
 
-A run can be cut anywhere and go on with --resume: the files of TALKER hold everything. TALKER/voice is the checkpoint,
-with the codec's decoder as it is; --minutes 0 only writes it anew. The last line of standard output is JSON: what was
-reached."""
+A run can be cut anywhere and go on with --resume. TALKER/voice is the checkpoint, with the codec's decoder as it is;
+--minutes 0 only writes it anew. The last line of standard output is JSON: what was reached."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -212,6 +201,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help="random weights; without it VOICE's, but the codes'")
     for name in ("--temperature", "--subtalker-temperature"):
         parser.add_argument(name, type=float, help="that the checkpoint is to name (default: VOICE's)")
+    parser.add_argument("--best", action="store_true", help="write the weights of the least held-out losses")
     parser.add_argument("--size", choices=tuple(SIZES), default="voice", help="tiny is for tests (default: voice)")
     add_training_arguments(parser, TalkerRecipe())
 
@@ -226,7 +216,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.minutes > 0:
         begun = open_checkpoint(arguments.begin)
         clips = read_clips(arguments.data, codec)
-        trainer = TalkerTrainer(recipe, sizes, open_data(clips, out, sizes, begun, device), graphs=arguments.graphs)
+        trainer = TalkerTrainer(recipe, sizes, open_data(clips, out, sizes, begun, device), arguments.graphs)
         if arguments.resume and (out / STATE).is_file():
             trainer.load(out)
         elif not arguments.fresh:
@@ -234,6 +224,6 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"{len(clips.codes) / FRAME_RATE_HZ / 3600:.2f} h of speech, from step {trainer.step}", flush=True)
         train(trainer, out, arguments.minutes, plan_minutes=arguments.plan)
     names = ("temperature", "subtalker_temperature")
-    write_voice(out, codec, {n: v for n in names if (v := getattr(arguments, n)) is not None})
+    write_voice(out, codec, {n: v for n in names if (v := getattr(arguments, n)) is not None}, arguments.best)
     print(json.dumps({**read_json(out / CURVES)[-1], "of_steps": recipe.steps}))
     return 0
