@@ -6,14 +6,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import logging
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,18 +21,10 @@ from mktts.audio import encoded, require_format
 from mktts.batch.settings import BatchSettings
 from mktts.checkpoint.arguments import add_model_arguments, add_voice_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.common import checked_int, python_path, write_whole
+from mktts.common import checked_int, write_whole
 from mktts.engine.many import SayRequest, SayResult
 from mktts.engine.options import StreamOptions
-from mktts.errors import (
-    BackendUnavailable,
-    EngineError,
-    MkttsError,
-    OptionsError,
-    PromptError,
-    SentencesError,
-    VoiceError,
-)
+from mktts.errors import MkttsError, PromptError, SentencesError, VoiceError
 from mktts.model.sampling import MAX_SEED
 from mktts.model.voice import Voice
 from mktts.spec import SAMPLE_RATE_HZ
@@ -49,13 +40,10 @@ RETRIES = 3
 _UNREAD = StreamOptions(buffer_frames=1 << 40)  # nobody reads before the end; the text and the guard bound it
 _WRITERS = min(8, os.cpu_count() or 1)  # encoders leave the interpreter, and the disk is waited for
 _QUEUED = 4 * _WRITERS  # utterances that wait to be written; with more, the synthesis waits for the disk
-_RAY_BYTES = 200 << 20  # of shared memory for Ray's objects on one machine: sentences and outcomes, no sound
-_RAY_BATCH = 256  # sentences that an actor is given in one piece
 EXAMPLES = f"""examples:
   python -m mktts speak-all sentences.txt -o spoken
   python -m mktts speak-all sentences.jsonl -o spoken --format flac --seed 1 --captions srt
   python -m mktts speak-all sentences.tsv -o spoken --checkpoint path/to/checkpoint --speaker vivian
-  python -m mktts speak-all sentences.tsv -o spoken --checkpoint path/to/checkpoint --ray
 
 A line of .txt is a text. A line of .jsonl is an object, the first line of .tsv names the columns: {", ".join(NEEDED)},
 which must be there, {", ".join(COLUMNS[len(NEEDED) :])}. What a line leaves out is as
@@ -164,67 +152,6 @@ def _voice(path: str | None) -> Voice | None:
     return None if path is None else Voice.load(path)
 
 
-# ---- many GPUs
-
-
-class _RayActor:
-    """A synthesizer of its own, which speaks its part of the sentences. how: the last arguments of
-    `speak_into_folder`."""
-
-    def __init__(self, source: str, revision: str | None, model: dict[str, Any], how: tuple[Any, ...]) -> None:
-        from mktts.checkpoint import open_checkpoint
-        from mktts.synth import Synthesizer
-
-        self._how, self._synthesizer = how, Synthesizer.load(open_checkpoint(source, revision), **model)
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
-        sentences = [Sentence(**json.loads(line)) for line in batch["json"]]
-        outcomes = speak_into_folder(self._synthesizer, sentences, *self._how)
-        return {"json": [json.dumps(asdict(outcome)) for outcome in outcomes]}
-
-
-def _speak_by_ray(replicas: int | None, sentences: list[Sentence], actor: tuple[Any, ...]) -> Iterator[Outcome]:
-    """By `replicas` synthesizers, or one for each GPU of the cluster ($RAY_ADDRESS, or this machine). actor: arguments
-    of `_RayActor`. Raises BackendUnavailable without Ray or a GPU to begin on, OptionsError for more replicas than
-    GPUs, EngineError for what fails on the cluster."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would send what it runs on to its makers
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise BackendUnavailable(f'--ray needs ray[data]: {error}; pip install -e ".[ray]" in the checkout') from None
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    rows = [{"json": json.dumps(asdict(sentence))} for sentence in sentences]
-    # Actors on CPUs share the cores; one more is for what Ray Data does itself.
-    cores = max((replicas or 0) + 1, os.cpu_count() or 1)
-    alone = {"address": "local", "num_cpus": cores, "include_dashboard": False, "object_store_memory": _RAY_BYTES}
-    here = {} if os.environ.get("RAY_ADDRESS") else alone
-    try:
-        ray.init(log_to_driver=False, logging_level=logging.WARNING, runtime_env={"env_vars": python_path()}, **here)
-        gpus = int(ray.cluster_resources().get("GPU", 0)) if actor[2]["device"] != "cpu" else 0
-        if not (actors := replicas or gpus):
-            raise BackendUnavailable("the cluster has no GPU: say how many synthesizers run on CPUs: --replicas N")
-        if gpus and actors > gpus:
-            raise OptionsError(f"--replicas must be at most the cluster's GPUs, {gpus}, got {actors}: Ray would wait")
-        batch = max(1, min(len(rows) // actors, _RAY_BATCH))
-        ray.data.DataContext.get_current().enable_progress_bars = False  # ours counts sentences
-        spoken = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // batch)).map_batches(
-            _RayActor,
-            fn_constructor_args=actor,
-            batch_size=batch,
-            concurrency=actors,
-            num_gpus=1 if gpus else 0,
-            num_cpus=1,
-        )
-        for row in spoken.iter_rows():
-            yield Outcome(**json.loads(row["json"]))
-    except (ray.exceptions.RayError, OSError, RuntimeError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # the last is what was raised there
-        raise EngineError(f"Ray failed: {lines[-1] if lines else type(error).__name__}") from None
-    finally:
-        ray.shutdown()
-
-
 # ---- the command
 
 
@@ -241,9 +168,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--codec-precision", choices=("full", "fast"), default="full", help="on a GPU: fast decodes in half precision"
     )
-    many = parser.add_argument_group("many GPUs, by Ray Data ($RAY_ADDRESS, or this machine's); all must see DIR")
-    many.add_argument("--ray", action="store_true", help="a synthesizer on every GPU")
-    many.add_argument("--replicas", type=int, metavar="N", help="synthesizers (default: one a GPU)")
     add_model_arguments(parser, lexicon=True)
 
 
@@ -292,30 +216,22 @@ def _outcomes(
     engine = "batch" if arguments.backend in ("auto", "torch") else "auto"
     model = {**loading(arguments), "engine": engine, "batch": BatchSettings(codec=arguments.codec_precision)}
     retries = 0 if checkpoint.is_random or arguments.greedy else RETRIES  # random weights never end
-    how = (folder, arguments.format, retries, arguments.greedy, arguments.captions)
-    if arguments.ray:
-        source = str(checkpoint.folder) if checkpoint.revision is None else arguments.checkpoint
-        yield from _speak_by_ray(arguments.replicas, left, (source, checkpoint.revision, model, how))
-        return
     with Synthesizer.load(checkpoint, **model) as synthesizer:
-        yield from speak_into_folder(synthesizer, left, *how)
+        yield from speak_into_folder(
+            synthesizer, left, folder, arguments.format, retries, arguments.greedy, arguments.captions
+        )
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuses at once what could only fail after the model has loaded."""
     require_format(arguments.format)
     checked_int("--seed", arguments.seed, 0, MAX_SEED)
-    for name in ("max_frames", "replicas"):
-        if (value := getattr(arguments, name)) is not None:
-            checked_int(f"--{name.replace('_', '-')}", value, 1)
+    if arguments.max_frames is not None:
+        checked_int("--max-frames", arguments.max_frames, 1)
     if arguments.voice:
         _voice(str(arguments.voice.resolve()))  # raises VoiceError
     if arguments.output.exists() and not arguments.output.is_dir():
         raise SentencesError(f"{arguments.output}: expected a folder, found a file")
-    if arguments.ray and arguments.device not in ("auto", "cpu", "cuda"):
-        raise OptionsError(f"--ray gives every synthesizer a GPU of its own: leave out --device {arguments.device}")
-    if arguments.replicas and not arguments.ray:
-        raise OptionsError("--replicas is an option of --ray, which is missing")
 
 
 def _completed(sentence: Sentence, arguments: argparse.Namespace) -> Sentence:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +12,12 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from absent import needs
 from commands import run
 from fakes import FakeBackend, fake_synthesizer
 
 from mktts.audio import to_pcm16
 from mktts.engine.many import SayResult
-from mktts.errors import BackendUnavailable, MkttsError, PromptError, SentencesError
+from mktts.errors import MkttsError, PromptError, SentencesError
 from mktts.model.voice import Voice
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.synth import Synthesizer, speak_all
@@ -209,7 +207,6 @@ def test_voices_lie_beside_the_table(tiny_base, capsys):
     ("words", "message"),
     [
         (("--max-frames", "0"), "--max-frames must be"), (("--seed", "-1"), "--seed must be"),
-        (("--replicas", "2"), "option of --ray"), (("--ray", "--device", "cuda:1"), "leave out --device cuda:1"),
         (("--voice", "none.voice"), "expected a file made by Voice.save"), (("-o", "t.txt"), "expected a folder"),
     ],
 )  # fmt: skip
@@ -264,22 +261,3 @@ def test_a_full_disk_ends_the_run_and_leaves_no_file(monkeypatch, tmp_path):
     with fake_synthesizer(FakeBackend(eos_after=3)) as synth, pytest.raises(OSError, match="No space"):
         list(speak_into_folder(synth, [Sentence(1, "a", "Hello.", seed=1)], tmp_path, "wav", 0))
     assert not list(tmp_path.iterdir())
-
-
-def test_without_ray_it_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    table("t.txt", "One.\n")
-    with pytest.raises(BackendUnavailable, match=r'pip install -e "\.\[ray\]"'):
-        speak("--ray", "--replicas", "2")
-
-
-@pytest.mark.slow
-@needs("ray", "pandas", "pyarrow")
-def test_two_actors_make_the_files_of_one_process(capsys):
-    table("t.txt", "".join(f"Sentence {number}.\n" for number in range(8)) + "\x07\n")
-    assert speak() == 1
-    alone, one = report(capsys), {path.name: path.read_bytes() for path in Path("out").iterdir()}
-    assert run("speak-all", "t.txt", "-o", "two", *RANDOM, "--max-frames", 5, "--ray", "--replicas", 2) == 1
-    together = report(capsys)
-    assert together["spoken"] == alone["spoken"] == 8 and together["audio_s"] == alone["audio_s"]
-    assert {path.name: path.read_bytes() for path in Path("two").iterdir()} == one
