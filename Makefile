@@ -126,6 +126,6 @@ reference: $(STAMP) ## replace the notebooks' reference results, what the README
 	$(BIN)/python -m mktts run notebooks/05_metrics.ipynb --out $(REFERENCE_RUNS)/runs \
 	  --set CHECKPOINT=small,random:tiny --set 'SCHEDULE=1,"1,1,2,4,8",8' --set THREADS=1,2 --set REPEATS=3
 	$(BIN)/python -m mktts run $(NOTEBOOKS) --out $(REFERENCE_RUNS)/runs --publish outputs/reference $(RUN_ARGS)
-	$(BIN)/python -m mktts say "$(SPOKEN)" --speaker rms --seed 0 -o outputs/reference/spoken.mp3
+	$(BIN)/python -m mktts say "$(SPOKEN)" --speaker michael --seed 0 -o outputs/reference/spoken.mp3
 	PYTHONPATH=tests $(BIN)/python tests/agent/agent_picture.py outputs/reference/agent_page.png
 	$(BIN)/python tests/readme_figures.py

@@ -36,10 +36,10 @@ _OPENAI = {
     "male": ("ash", "ballad", "cedar", "echo", "onyx", "verse"),
 }
 OPENAI_VOICES = (*_OPENAI["female"], *_OPENAI["male"])
-# As the model card of Qwen3-TTS-12Hz-CustomVoice describes its speakers; slt, rms and awb are the small voice's.
+# As the model card of Qwen3-TTS-12Hz-CustomVoice describes its speakers; heart and michael are the small voice's.
 _SPEAKERS = {
-    "female": ("vivian", "serena", "ono_anna", "sohee", "slt"),
-    "male": ("uncle_fu", "dylan", "eric", "ryan", "aiden", "rms", "awb"),
+    "female": ("vivian", "serena", "ono_anna", "sohee", "heart"),
+    "male": ("uncle_fu", "dylan", "eric", "ryan", "aiden", "michael"),
 }
 _BASE64_TEXT = re.compile(r"[A-Za-z0-9+/_\s-]+={0,2}\s*")
 _SHORTEST_BASE64 = 64  # characters; a WAV's header alone has 60

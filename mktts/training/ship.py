@@ -11,17 +11,20 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mktts.audio import from_pcm16, read_audio, write_audio
 from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.open import SMALL, SMALL_FOLDER
 from mktts.checkpoint.random.make import whole_folder
 from mktts.common import read_json, write_json
 from mktts.measure.metrics import cell
+from mktts.training.codec.model import Codec, encoded, load_codec
 from mktts.training.data.audio import read_shard, shard_paths
 from mktts.training.state import CURVES
 from mktts.training.voice_report import EVALUATION, INDEX, quality, reference
 
-PAIRS = 5  # sentences of each speaker to listen to
+PAIRS = 2  # sentences of each speaker to listen to
 MAX_POINTS = 300  # of a stage's curves
 
 
@@ -49,9 +52,9 @@ def replace(voice: Path, out: Path, evaluation: Mapping[str, Any] | None = None)
     new.rename(out)
 
 
-def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path]) -> None:
+def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path], codec: Codec | None = None) -> None:
     """In place of the clips in `folder`, PAIRS sentences of each speaker: FLAC of the student (`keep`, of `train
-    evaluate`) and of the teacher's shards."""
+    evaluate`), of the teacher's shards, and of the copy that the codec makes of those."""
     for old in (*folder.glob("*.wav"), *folder.glob("*.flac")):
         old.unlink()
     rows: list[dict[str, str]] = []
@@ -62,7 +65,11 @@ def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path]) -> None:
         spoken, name = keep / f"{speaker}_{number:04}.flac", f"{len(rows)}_{speaker}"
         if spoken.is_file() and sum(row["speaker"] == speaker for row in rows) < PAIRS:
             write_audio(folder / f"{name}_student.flac", read_audio(spoken)[0])
-            write_audio(folder / f"{name}_teacher.flac", from_pcm16(shard.clip(i)))
+            pcm = from_pcm16(shard.clip(i))
+            write_audio(folder / f"{name}_teacher.flac", pcm)
+            if codec is not None:
+                codes = encoded(codec, [torch.from_numpy(pcm)])[0].long()
+                write_audio(folder / f"{name}_copy.flac", codec.decode(codes[None])[0, : len(pcm)].numpy())
             rows.append({"name": name, "text": shard.texts[i], "speaker": speaker})
     write_json(folder / INDEX, rows)
 
@@ -98,7 +105,8 @@ def main(arguments: argparse.Namespace) -> int:
         thin = {stage: found[:: -(-len(found) // MAX_POINTS)] for stage, found in lines.items()}
         write_json(evidence / CURVES, thin)
     if arguments.keep:
-        keep_clips(evidence, arguments.keep, arguments.teacher)
+        codec = load_codec(arguments.curves[0]) if arguments.curves else None
+        keep_clips(evidence, arguments.keep, arguments.teacher, codec)
     size = sum(path.stat().st_size for path in arguments.out.rglob("*") if path.is_file())
     print(json.dumps({"folder": str(arguments.out), "size_bytes": size}))
     return 0

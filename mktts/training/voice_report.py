@@ -11,7 +11,7 @@ from typing import Any
 from mktts.common import read_json
 
 CURVES, EVALUATION, INDEX = "curves.json", "evaluation.json", "index.json"
-_WHO = {"teacher": "teacher", "voice": "student"}
+_WHO = {"teacher": "teacher", "the codec's copy": "copy", "voice": "student"}
 NOT_MEASURED = "not measured yet: python -m mktts train evaluate"
 
 
@@ -25,8 +25,9 @@ class Pair:
     name: str
 
     def clips(self) -> dict[str, Path]:
-        """Who says it -> the file."""
-        return {who: self.folder / f"{self.name}_{part}.flac" for who, part in _WHO.items()}
+        """Who says it -> the file, where there is one."""
+        files = {who: self.folder / f"{self.name}_{part}.flac" for who, part in _WHO.items()}
+        return {who: path for who, path in files.items() if path.is_file()}
 
 
 @dataclass(frozen=True)

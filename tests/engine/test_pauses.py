@@ -183,8 +183,9 @@ def test_nothing_is_late_because_of_a_pause_and_what_follows_is_made_ahead(monke
 # ---- real models
 
 
-DIALOGUE = "[Rms] Yes. [pause 0.4s] Well. [SLT] No."
-OF_DIALOGUE: Parts = [("Yes.", {"speaker": "rms"}), 0.4, ("Well.", {"speaker": "rms"}), ("No.", {"speaker": "slt"})]
+DIALOGUE = "[Michael] Yes. [pause 0.4s] Well. [HEART] No."
+MICHAEL, HEART = {"speaker": "michael"}, {"speaker": "heart"}
+OF_DIALOGUE: Parts = [("Yes.", MICHAEL), 0.4, ("Well.", MICHAEL), ("No.", HEART)]
 REAL: dict[str, Callable[[], Synthesizer]] = {
     "single": lambda: Synthesizer.load("small", device="cpu", engine="single"),
     "batch": lambda: Synthesizer.load("small", device="cpu", engine="batch", deterministic=True),

@@ -40,7 +40,7 @@ def test_a_panel_shows_the_checkpoints_own_values(small):
     shown = speaking.panel(small, **SETTINGS, **open_).values
     expected = {"SPEAKER": next(iter(small.config.speakers)), "TEMPERATURE": own.temperature, "TOP_K": own.top_k}
     assert shown == {**SETTINGS, **expected}
-    chosen = {**SETTINGS, "SPEAKER": "awb", "TEMPERATURE": 0.7, "TOP_K": 5}
+    chosen = {**SETTINGS, "SPEAKER": "michael", "TEMPERATURE": 0.7, "TOP_K": 5}
     assert speaking.panel(small, **chosen).values == chosen
     for same in (shown, {"TEMPERATURE": 0.0, "TOP_K": -1, "GREEDY": False}):
         assert speaking.stream_arguments(small, **same)["sampling"] == small.sampling()
