@@ -55,15 +55,13 @@ def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path]) -> None:
     for old in (*folder.glob("*.wav"), *folder.glob("*.flac")):
         old.unlink()
     rows: list[dict[str, str]] = []
-    shards = [read_shard(path) for place in teacher for path in shard_paths(place)]
-    clips = [(shard, i) for shard in shards for i in range(len(shard.texts))]
-    for number, (shard, i) in enumerate(clips):
-        speaker = shard.speakers[i]
+    clips = [clip for place in teacher for path in shard_paths(place) for clip in read_shard(path)]
+    for number, (text, speaker, pcm) in enumerate(clips):
         spoken, name = keep / f"{speaker}_{number:04}.flac", f"{len(rows)}_{speaker}"
         if spoken.is_file() and sum(row["speaker"] == speaker for row in rows) < PAIRS:
             write_audio(folder / f"{name}_student.flac", read_audio(spoken)[0])
-            write_audio(folder / f"{name}_teacher.flac", from_pcm16(shard.clip(i)))
-            rows.append({"name": name, "text": shard.texts[i], "speaker": speaker})
+            write_audio(folder / f"{name}_teacher.flac", from_pcm16(pcm))
+            rows.append({"name": name, "text": text, "speaker": speaker})
     write_json(folder / INDEX, rows)
 
 
