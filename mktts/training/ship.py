@@ -48,8 +48,11 @@ def replace(voice: Path, out: Path, evaluation: Mapping[str, Any] | None = None)
     with whole_folder(new) as work:
         shutil.copytree(voice, work, dirs_exist_ok=True)
         (work / "README.md").write_text(text, encoding="utf-8")
-    shutil.rmtree(out, ignore_errors=True)
+    previous = out.with_name(f".{out.name}.previous")
+    if out.exists():
+        out.rename(previous)
     new.rename(out)
+    shutil.rmtree(previous, ignore_errors=True)
 
 
 def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path], codec: Codec | None = None) -> None:
@@ -58,19 +61,16 @@ def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path], codec: Codec |
     for old in (*folder.glob("*.wav"), *folder.glob("*.flac")):
         old.unlink()
     rows: list[dict[str, str]] = []
-    shards = [read_shard(path) for place in teacher for path in shard_paths(place)]
-    clips = [(shard, i) for shard in shards for i in range(len(shard.texts))]
-    for number, (shard, i) in enumerate(clips):
-        speaker = shard.speakers[i]
+    clips = [clip for place in teacher for path in shard_paths(place) for clip in read_shard(path)]
+    for number, (text, speaker, pcm) in enumerate(clips):
         spoken, name = keep / f"{speaker}_{number:04}.flac", f"{len(rows)}_{speaker}"
         if spoken.is_file() and sum(row["speaker"] == speaker for row in rows) < PAIRS:
             write_audio(folder / f"{name}_student.flac", read_audio(spoken)[0])
-            pcm = from_pcm16(shard.clip(i))
-            write_audio(folder / f"{name}_teacher.flac", pcm)
+            write_audio(folder / f"{name}_teacher.flac", from_pcm16(pcm))
             if codec is not None:
-                codes = encoded(codec, [torch.from_numpy(pcm)])[0].long()
+                codes = encoded(codec, [torch.from_numpy(from_pcm16(pcm))])[0].long()
                 write_audio(folder / f"{name}_copy.flac", codec.decode(codes[None])[0, : len(pcm)].numpy())
-            rows.append({"name": name, "text": shard.texts[i], "speaker": speaker})
+            rows.append({"name": name, "text": text, "speaker": speaker})
     write_json(folder / INDEX, rows)
 
 

@@ -31,10 +31,8 @@ _SAVE_S = 60.0  # between writings: what a run that is killed loses at most
 
 
 class Trainer(ABC):
-    """Modules, optimizers, averaged weights and the step they are at; a subclass says what a step is.
-
-    recipe: a dataclass with `seed`, `steps`, `warmup_steps` and `block`. `curves` holds a line for each block.
-    """
+    """Modules, optimizers, averaged weights and the step they are at; a subclass says what a step is. recipe: a
+    dataclass with `seed`, `steps`, `warmup_steps` and `block`. `curves` holds a line for each block."""
 
     def __init__(self, recipe: Any, sizes: Any) -> None:
         self.recipe, self.sizes = recipe, sizes
@@ -86,10 +84,8 @@ class Trainer(ABC):
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Goes on where `write` was; from light weights with a warm-up. What is ahead may be planned otherwise.
-
-        Raises CheckpointError for files that are missing or of another recipe or sizes.
-        """
+        """Goes on where `write` was; from light weights with a warm-up. What is ahead may be planned otherwise. Raises
+        CheckpointError for files that are missing or of another recipe or sizes."""
         document = read_object(folder / STATE)
         for key, ours in (("recipe", asdict(self.recipe)), ("sizes", asdict(self.sizes))):
             ours = json.loads(json.dumps(ours))
@@ -146,10 +142,8 @@ def read_parts(folder: Path) -> dict[str, Tensor]:
 
 
 def averaged(folder: Path, module: nn.Module, name: str, best: bool = False) -> nn.Module:
-    """`module`, called `name` in the state in `folder`, with its weights; the averaged ones where there are such.
-
-    best: those of the least held-out losses, where they are kept. Raises CheckpointError for another module's state.
-    """
+    """`module`, called `name` in the state in `folder`, with its weights; the averaged ones where there are such. best:
+    those of the least held-out losses, where they are kept. Raises CheckpointError for another module's state."""
     stored = read_parts(folder)
     state = {}
     for key in module.state_dict():
@@ -165,10 +159,8 @@ def train(
     trainer: Trainer, out: Path, minutes: float, clock: Callable[[], float] = time.monotonic, plan_minutes: float = 0
 ) -> None:
     """Trains block by block until the recipe's steps are done, or the next block would not end within the minutes.
-
     clock: gives seconds. plan_minutes: where given, the recipe's steps become what fits into them at the last block's
-    pace. Raises CheckpointError for a loss that is no number, before it is written.
-    """
+    pace. Raises CheckpointError for a loss that is no number, before it is written."""
     begun = saved = clock()
     while trainer.step < trainer.recipe.steps:
         start, first = clock(), trainer.step
@@ -232,11 +224,9 @@ class _Step:
 
 class StepGraphs:
     """Runs whole steps (forward, backward, optimizer), on CUDA the fourth of a kind and shape and later ones as a graph
-    of static copies of their inputs.
-
-    A step must not look at the values of its tensors; what changes between steps is among its inputs or in tensors it
-    reads. Random numbers come from the device's default generator, which may be seeded between steps.
-    """
+    of static copies of their inputs. A step must not look at the values of its tensors; what changes between steps is
+    among its inputs or in tensors it reads. Random numbers come from the device's default generator, which may be
+    seeded between steps."""
 
     def __init__(self, device: torch.device, graphs: bool) -> None:
         self._steps: dict[Hashable, _Step] = {}

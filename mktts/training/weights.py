@@ -49,10 +49,8 @@ class Weights(nn.Module):
         return F.rms_norm(x, x.shape[-1:], self[f"{name}.weight"].to(x.dtype), eps)
 
     def stack(self, name: str, c: Any, x: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
-        """A decoder stack over rows (B, T, H) from position 0, and its final norm.
-
-        c: StackConfig or CodecConfig. mask: (T, T), causal without it. dropout: of what a layer adds.
-        """
+        """A decoder stack over rows (B, T, H) from position 0, and its final norm. c: StackConfig or CodecConfig. mask:
+        (T, T), causal without it. dropout: of what a layer adds."""
         angle = torch.outer(torch.arange(x.shape[1], device=x.device).float(), _frequency(c, x.device))
         angle = torch.cat((angle, angle), -1)
         turned, eps = (angle.cos(), angle.sin()), c.rms_norm_eps

@@ -58,9 +58,8 @@ def test_the_whole_training_in_small(tmp_path, monkeypatch, capsys):
     given = ["--program", say, "--texts", "texts.xz", "--speakers", "anna:-3,bob", "--out", "AUDIO", "--workers", 2]
     assert last("train teacher", *given) == {"shards": 1}
     for steps in (2, 4):  # the second begins where the first stopped, in a folder that has travelled
-        assert (
-            last("train codec", "--data", "AUDIO", "--out", f"CODEC{steps}", "--steps", steps, *CODEC)["step"] == steps
-        )
+        words = ["--data", "AUDIO", "--out", f"CODEC{steps}", "--steps", steps, *CODEC]
+        assert last("train codec", *words)["step"] == steps
         (tmp_path / f"CODEC{steps}").rename(tmp_path / "CODEC4" if steps == 2 else tmp_path / "CODEC")
     for steps in (2, 4):
         words = ["--data", "AUDIO", "--codec", "CODEC", "--out", "TALKER", "--steps", steps, *TALKER]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 
 import numpy as np
 import pytest
@@ -38,9 +37,7 @@ def test_a_comb_is_heard_in_the_band_that_it_lies_in():
     outside = [i for i, hz in enumerate(signal.CENTRES_HZ) if hz > 1_900]
     assert all(found[i] > 0.95 for i in inside) and all(abs(found[i]) < 0.15 for i in outside)
     assert np.abs(signal.comb(NOISE)[6:]).max() < 0.15 and np.isnan(signal.comb(np.zeros(48_000))).all()
-    assert signal.CENTRES_HZ[0] == pytest.approx(315, rel=0.01) and signal.CENTRES_HZ[-1] == pytest.approx(
-        8_000, rel=0.01
-    )
+    assert signal.CENTRES_HZ[::14] == pytest.approx((315, 8_000), rel=0.01)
 
 
 def test_pitch_is_found_and_whether_a_band_keeps_to_it():
@@ -75,29 +72,16 @@ def test_sections_fill_the_figures_with_their_intervals_and_what_must_be_reached
     evaluate.sound(judge, record)
     evaluate.ends(judge, record)
     figures = record["figures"]
-    assert figures["ends_missed"] == {
-        "value": 1,
-        "n": 4,
-        "low": None,
-        "high": None,
-        "must": ["at most", 0],
-        "met": False,
-    }
+    must = {"must": ["at most", 0], "met": False}
+    assert figures["ends_missed"] == {"value": 1, "n": 4, "low": None, "high": None, **must}
     assert figures["durations_inside"]["value"] == 1 and figures["comb_worst_band"]["met"]
-    assert abs(figures["comb_worst_band"]["value"]) < 0.05 and figures["pitch_band_ratio"]["value"] == pytest.approx(
-        1, 0.1
-    )
+    assert abs(figures["comb_worst_band"]["value"]) < 0.05
+    assert figures["pitch_band_ratio"]["value"] == pytest.approx(1, 0.1)
     assert figures["high_band_db"]["low"] <= figures["high_band_db"]["value"] <= figures["high_band_db"]["high"]
     comb = np.tile(NOISE[: signal.STEP_SAMPLES], 100).astype(np.float32)
     evaluate.sound(judge_of(comb, teacher), record)
     assert record["figures"]["comb_worst_band"]["value"] > 0.5 and not record["figures"]["comb_worst_band"]["met"]
-    json.dumps(record, allow_nan=False)
-
-
-def test_silence_has_no_value_and_meets_nothing():
-    record = {"utterances": []}
-    with warnings.catch_warnings(action="ignore"):
-        evaluate.sound(judge_of(np.zeros(9_600, np.float32), NOISE.astype(np.float32)), record)
+    evaluate.sound(judge_of(np.zeros(9_600, np.float32), teacher), record)  # silence has no value and meets nothing
     assert record["figures"]["pitch_band_ratio"]["value"] is None and not record["figures"]["pitch_band_ratio"]["met"]
     json.dumps(record, allow_nan=False)
 
@@ -115,9 +99,8 @@ def test_loudness_is_of_each_speaker():
 def test_a_missing_package_is_named_and_an_unknown_section_too(tmp_path, monkeypatch):
     from commands import run
 
-    monkeypatch.setattr(
-        evaluate, "spoken", lambda *given: judge_of(NOISE.astype(np.float32), NOISE.astype(np.float32)).utterances
-    )
+    noise = NOISE.astype(np.float32)
+    monkeypatch.setattr(evaluate, "spoken", lambda *given: judge_of(noise, noise).utterances)
     monkeypatch.setitem(__import__("sys").modules, "distillmos", None)
     words = ["--checkpoint", "small", "--teacher", tmp_path, "--keep", tmp_path, "--output", tmp_path / "e.json"]
     with pytest.raises(BackendUnavailable, match=r"expected the package distillmos.*data/packages\.txt"):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mktts.errors import CheckpointError
@@ -73,45 +71,28 @@ def test_a_run_that_was_cut_repeats_the_whole_one(tmp_path):
     assert torch.equal(averaged.weight, whole.average["line.weight"]) and not averaged.training
 
 
-def test_a_missing_or_damaged_file_is_named_and_a_state_may_have_several(tmp_path):
-    line = Line(Recipe(steps=3))
-    state.train(line, tmp_path, 1)
-    (path,), document = tmp_path.glob("state-*.safetensors"), json.loads((tmp_path / "state.json").read_text())
-    assert document["step"] == 3 and list(document["files"]) == [path.name]
-    tensors = list(load_file(path).items())
-    for number, part in enumerate((tensors[:2], tensors[2:])):  # as they were written once
-        save_file(dict(part), part_path := tmp_path / f"part{number}")
-        document["files"][part_path.name] = hashlib.sha256(part_path.read_bytes()).hexdigest()
-    del document["files"][path.name]
-    (tmp_path / "state.json").write_text(json.dumps(document))
-    again = Line(Recipe())
-    again.load(tmp_path)
-    assert all(torch.equal(tensor, everything(line)[name]) for name, tensor in again.tensors())
-    data = part_path.read_bytes()
-    for change in (lambda: part_path.write_bytes(data[:-1] + b"!"), part_path.unlink):
+def test_a_missing_or_damaged_file_is_named(tmp_path):
+    state.train(Line(Recipe(steps=3)), tmp_path, 1)
+    (path,) = tmp_path.glob("state-*.safetensors")
+    assert json.loads((tmp_path / "state.json").read_text())["step"] == 3
+    for change in (lambda: path.write_bytes(path.read_bytes()[:-1] + b"!"), path.unlink):
         change()
-        with pytest.raises(CheckpointError, match="part1"):
+        with pytest.raises(CheckpointError, match=path.name):
             Line(Recipe()).load(tmp_path)
 
 
 def test_the_weights_of_the_least_held_out_losses_are_kept_and_travel(tmp_path):
-    class Overfitting(Line):
-        def measured(self):
-            return {"held_out_a": abs(self.step - 6.0), "held_out_b": 1.0}
-
-    whole, early = Overfitting(Recipe()), Line(Recipe(steps=6))
-    early.recipe = Recipe()  # whose schedule it has, but for where it stops
+    line, early = Line(Recipe()), Line(Recipe())
+    line.measured = lambda: {"held_out_a": abs(line.step - 6.0), "held_out_b": 1.0}
     while early.step < 6:
         early.train_step()
-    state.train(whole, tmp_path, 1)
-    expected = early.average["line.weight"].bfloat16().float()
-    again = Overfitting(Recipe(steps=15))
+    state.train(line, tmp_path, 1)
+    again = Line(Recipe(steps=15))
     again.load(tmp_path / state.LIGHT)
     state.train(again, tmp_path, 1)
     for folder in (tmp_path, tmp_path / state.LIGHT):
-        best = state.averaged(folder, nn.Linear(70, 3), "line", best=True).weight
-        assert torch.equal(best, expected)
-        assert not torch.equal(state.averaged(folder, nn.Linear(70, 3), "line").weight, best)
+        best, last = (state.averaged(folder, nn.Linear(70, 3), "line", best).weight for best in (True, False))
+        assert torch.equal(best, early.average["line.weight"].bfloat16().float()) and not torch.equal(best, last)
 
 
 def test_another_recipe_is_refused_but_a_longer_schedule_is_not(tmp_path):

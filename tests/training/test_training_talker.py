@@ -21,10 +21,20 @@ from mktts.model.tokenizer import TextTokenizer
 from mktts.spec import NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 from mktts.training import state
 from mktts.training.codec import model as codec_model
-from mktts.training.data.audio import write_shard
-from mktts.training.talker.data import FORMS, NO_TARGET, Clips, Sequences, held_out, read_clips
+from mktts.training.data.audio import Clip, write_shard
 from mktts.training.talker.model import TINY, VOICE, TalkerModel, prepare, write_checkpoint
-from mktts.training.talker.train import TalkerRecipe, TalkerTrainer, open_data, write_voice
+from mktts.training.talker.train import (
+    FORMS,
+    NO_TARGET,
+    Clips,
+    Sequences,
+    TalkerRecipe,
+    TalkerTrainer,
+    held_out,
+    open_data,
+    read_clips,
+    write_voice,
+)
 
 SPEAKERS = ("anna", "bob", "carl")
 TEXTS = [
@@ -223,7 +233,7 @@ def test_exported_checkpoint_gives_upstreams_codes(tmp_path, prepared, codec):
 
 def test_a_folder_of_speech_becomes_clips_of_codes(tmp_path):
     torch.manual_seed(0)
-    write_shard(tmp_path / "a.npz", [vowels(0.5), vowels(0.9, 1)], ["anna", "bob"], ["one", "two"])
+    write_shard(tmp_path / "a.npz", [Clip("one", "anna", vowels(0.5)), Clip("two", "bob", vowels(0.9, 1))])
     codec = codec_model.Codec(codec_model.TINY).eval()
     codec.quantizer.begin(codec.encoder(torch.from_numpy(vowels(4.0) / np.float32(32768))[None]))
     found = read_clips(tmp_path, codec)

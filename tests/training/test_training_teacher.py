@@ -12,9 +12,9 @@ import torch
 from commands import run
 
 from mktts.errors import BackendUnavailable, CheckpointError, OptionsError, TextError
-from mktts.training.data import kokoro, kokoro_files, teacher
+from mktts.training.data import kokoro
 from mktts.training.data.audio import read_shard
-from mktts.training.data.kokoro_files import Phonemes
+from mktts.training.data.kokoro import Phonemes
 from mktts.training.data.teacher import Item, make_shards, program, read_texts
 
 WORDS = {
@@ -72,7 +72,7 @@ def test_phonemes_have_numbers_and_unknown_words_are_told():
     ],
 )  # fmt: skip
 def test_nodes_of_the_model_have_the_names_of_its_modules(node, name):
-    assert kokoro_files._module(node) == name
+    assert kokoro._module(node) == name
 
 
 @pytest.mark.parametrize("activation", [0.2, torch.full((1, 4, 1), 1.5)], ids=["leaky", "snake"])
@@ -107,11 +107,11 @@ def test_sentences_are_planned_by_length_and_come_back_in_their_order(monkeypatc
 
 def test_files_that_are_missing_or_others_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="--fetch"):
-        kokoro_files.load_kokoro(tmp_path, "cpu")
+        kokoro.load_kokoro(tmp_path, "cpu")
     with pytest.raises(CheckpointError, match="do not use it"):
-        kokoro_files._checked("model", b"another", "0" * 64)
+        kokoro._checked("model", b"another", "0" * 64)
     with pytest.raises(BackendUnavailable, match="expected false"):
-        kokoro_files.client(tmp_path, "false", "what")
+        kokoro.client(tmp_path, "false", "what")
 
 
 def test_shards_hold_what_was_said_at_the_speakers_level_and_are_kept(tmp_path):
@@ -125,8 +125,9 @@ def test_shards_hold_what_was_said_at_the_speakers_level_and_are_kept(tmp_path):
     assert make_shards(tmp_path, items, speak, {"anna": 6.0, "bob": 0.0}, per=2) == 3
     assert seeds == [(0, 2), (1, 2), (2, 1)]
     first, second = (read_shard(tmp_path / f"shard{i:05}.npz") for i in range(2))
-    assert first.speakers == ["anna", "bob"] and second.texts == ["text 3"]  # silence is left out
-    assert first.clip(0).max() / first.clip(1).max() == pytest.approx(2, rel=0.01)
+    assert [clip[:2] for clip in first] == [("text 0", "anna"), ("text 1", "bob")]
+    assert [clip.text for clip in second] == ["text 3"]  # silence is left out
+    assert first[0].pcm.max() / first[1].pcm.max() == pytest.approx(2, rel=0.01)
     (tmp_path / "shard00001.npz").unlink()
     assert make_shards(tmp_path, items, speak, {"anna": 6.0, "bob": 0.0}, per=2) == 1 and seeds[3:] == [(1, 2)]
 
@@ -156,5 +157,3 @@ def test_lists_are_read_with_phonemes_and_recordings_by_their_names(tmp_path):
 def test_the_command_says_what_is_missing(tmp_path, spoken):
     with pytest.raises(OptionsError, match="--speakers"):
         run("train teacher", "--program", spoken, "--texts", tmp_path / "t.xz")
-    with pytest.raises(CheckpointError, match="--fetch"):
-        teacher.kokoro(tmp_path, "cpu", {})

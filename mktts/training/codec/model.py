@@ -174,11 +174,9 @@ class _EncoderBlock(nn.Module):
 
 
 class CodecEncoder(nn.Module):
-    """PCM (B, T * samples per frame) -> (B, T, vector).
-
-    Spectra are complex, with magnitudes to the power of 0.3: a decoder that hears nothing of phases makes the same
-    samples in each of its steps while the codes stand still, a comb of lines that ignores the pitch.
-    """
+    """PCM (B, T * samples per frame) -> (B, T, vector). Spectra are complex, with magnitudes to the power of 0.3: a
+    decoder that hears nothing of phases makes the same samples in each of its steps while the codes stand still, a comb
+    of lines that ignores the pitch."""
 
     def __init__(self, sizes: CodecSizes) -> None:
         super().__init__()
@@ -207,9 +205,7 @@ class CodecEncoder(nn.Module):
 
 class Quantizer(nn.Module):
     """Residual vector quantisation: each book holds what the books before it leave over, as means that follow slowly.
-
-    The released layout gives the first book a projection of its own; here both are the same.
-    """
+    The released layout gives the first book a projection of its own; here both are the same."""
 
     def __init__(self, sizes: CodecSizes) -> None:
         super().__init__()
@@ -243,10 +239,8 @@ class Quantizer(nn.Module):
             left = left - book[_nearest(left, book)]
 
     def learn(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """What stands for rows (B, T, vector), with their gradient, and how far rows are from their entries.
-
-        Entries move towards the rows that chose them; one that hardly any row chooses begins anew with a row at random.
-        """
+        """What stands for rows (B, T, vector), with their gradient, and how far rows are from their entries. Entries
+        move towards the rows that chose them; one that hardly any row chooses begins anew with a row at random."""
         left, missed = rows.flatten(0, 1), rows.new_zeros(())
         for number, book in enumerate(self.books.clone()):
             code = _nearest(left.detach(), book)

@@ -7,16 +7,16 @@ of each; `speaker` (clips,) names; `text` (clips,), the words of the text front 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.audio import from_pcm16, to_pcm16
+from mktts.audio import from_pcm16
 from mktts.common import write_whole
 from mktts.errors import AudioError
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
@@ -27,18 +27,12 @@ _LEAD_MS, _TRAIL_MS = 40, 80  # of silence that stays: what comes before the sou
 _FADE_MS = 10  # at either end, so that faint noise does not begin and end with a click
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Clips end to end: clip i is audio[starts[i] : starts[i + 1]]."""
+class Clip(NamedTuple):
+    """What somebody says: int16 (n,) at 24 kHz."""
 
-    audio: np.ndarray  # (samples,) int16
-    starts: np.ndarray  # (clips + 1,) int64
-    speakers: list[str]
-    texts: list[str]
-
-    def clip(self, index: int) -> np.ndarray:
-        """int16 (n,)."""
-        return self.audio[self.starts[index] : self.starts[index + 1]]
+    text: str
+    speaker: str
+    pcm: np.ndarray
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -49,24 +43,25 @@ def shard_paths(folder: Path) -> list[Path]:
     return paths
 
 
-def read_shard(path: Path) -> Shard:
+def read_shard(path: Path) -> list[Clip]:
     """Raises AudioError for a file of another shape."""
     try:
         with np.load(path, allow_pickle=False) as file:
             audio, samples, speakers, texts = (file[key] for key in ("audio", "samples", "speaker", "text"))
     except (OSError, ValueError, KeyError) as error:
         raise AudioError(f"{path}: expected arrays audio, samples, speaker, text, but: {error}") from None
-    starts = np.concatenate(([0], np.cumsum(samples, dtype=np.int64)))
-    if audio.dtype != np.int16 or starts[-1] != len(audio) or not len(samples) == len(speakers) == len(texts):
-        raise AudioError(f"{path}: expected int16 audio of {starts[-1]} samples, found {audio.dtype} of {len(audio)}")
-    return Shard(audio, starts, [str(s) for s in speakers], [str(t) for t in texts])
+    total = samples.sum(dtype=np.int64)
+    if audio.dtype != np.int16 or total != len(audio) or not len(samples) == len(speakers) == len(texts):
+        raise AudioError(f"{path}: expected int16 audio of {total} samples, found {audio.dtype} of {len(audio)}")
+    parts = np.split(audio, np.cumsum(samples, dtype=np.int64)[:-1])
+    return [Clip(*clip) for clip in zip(texts.tolist(), speakers.tolist(), parts, strict=True)]
 
 
-def write_shard(path: Path, clips: list[np.ndarray], speakers: list[str], texts: list[str]) -> Path:
-    """Writes one shard, whole or not at all; clips are float32 or int16 (n,)."""
-    whole = [clip if clip.dtype == np.int16 else np.frombuffer(to_pcm16(clip), "<i2") for clip in clips]
-    data, samples = io.BytesIO(), np.array([len(clip) for clip in whole], np.int64)
-    joined = np.concatenate(whole) if whole else np.zeros(0, np.int16)
+def write_shard(path: Path, clips: Sequence[Clip]) -> Path:
+    """Writes one shard, whole or not at all."""
+    texts, speakers, pcm = zip(*clips, strict=True) if clips else ((), (), ())
+    data, samples = io.BytesIO(), np.array([len(part) for part in pcm], np.int64)
+    joined = np.concatenate((np.zeros(0, np.int16), *pcm))
     np.savez(data, audio=joined, samples=samples, speaker=np.array(speakers, str), text=np.array(texts, str))
     return write_whole(path, data.getvalue())
 
@@ -90,10 +85,8 @@ class Crops:
 
     def __init__(self, folder: Path, frames: int, seed: int, onsets: float = 0.0) -> None:
         """frames: length of a crop. onsets: share of the crops that begin where a clip does, the first of a batch.
-
-        Raises AudioError where all is shorter than one crop.
-        """
-        clips = (s.clip(i) for s in map(read_shard, shard_paths(folder)) for i in range(len(s.texts)))
+        Raises AudioError where all is shorter than one crop."""
+        clips = [clip.pcm for path in shard_paths(folder) for clip in read_shard(path)]
         pcm = [np.pad(clip, (0, -len(clip) % SAMPLES_PER_FRAME)) for clip in clips]
         self.frames, self.seed, self.onsets = frames, seed, onsets
         begins = np.cumsum([0, *(len(clip) // SAMPLES_PER_FRAME for clip in pcm)])

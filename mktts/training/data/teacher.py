@@ -21,12 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mktts.audio import read_audio, resample
+from mktts.audio import read_audio, resample, to_pcm16
 from mktts.errors import BackendUnavailable, OptionsError, TextError
 from mktts.model.backend import device_named
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.training.data.audio import trimmed, write_shard
-from mktts.training.data.kokoro_files import fetch, load_kokoro, load_phonemes
+from mktts.training.data.audio import Clip, trimmed, write_shard
+from mktts.training.data.kokoro import fetch, load_kokoro, load_phonemes
 from mktts.training.data.texts import as_spoken
 
 CLIPS_PER_SHARD = 1_000
@@ -88,10 +88,8 @@ def program(template: str, workers: int) -> Speak:
 
 
 def read_texts(path: Path, speakers: Sequence[str]) -> list[Item]:
-    """What is to be said, speakers by turns: a list of `train texts`, or LJSpeech's metadata.csv (name|text).
-
-    Raises TextError for another file, or a text that the front end cannot read.
-    """
+    """What is to be said, speakers by turns: a list of `train texts`, or LJSpeech's metadata.csv (name|text). Raises
+    TextError for another file, or a text that the front end cannot read."""
     try:
         data = path.read_bytes()
         lines = (data if path.suffix == ".csv" else lzma.decompress(data)).decode().splitlines()
@@ -130,12 +128,12 @@ def make_shards(
 
 
 def _write(path: Path, items: Sequence[Item], spoken: list[np.ndarray], gains_db: Mapping[str, float]) -> None:
-    kept: list[tuple[Item, np.ndarray]] = []
+    clips: list[Clip] = []
     for item, pcm in zip(items, spoken, strict=True):
         cut = trimmed(np.clip(pcm * np.float32(10 ** (gains_db[item.speaker] / 20)), -1, 1))
         if LENGTHS_S[0] <= len(cut) / SAMPLE_RATE_HZ <= LENGTHS_S[1]:
-            kept.append((item, cut))
-    write_shard(path, [pcm for _, pcm in kept], [i.speaker for i, _ in kept], [i.text for i, _ in kept])
+            clips.append(Clip(item.text, item.speaker, np.frombuffer(to_pcm16(cut), "<i2")))
+    write_shard(path, clips)
 
 
 EXAMPLES = """examples:

@@ -17,7 +17,7 @@ from pathlib import Path
 from mktts.common import write_whole
 from mktts.errors import CheckpointError, TextError
 from mktts.text import spoken
-from mktts.training.data.kokoro_files import load_phonemes
+from mktts.training.data.kokoro import load_phonemes
 
 RUN_WORDS = 6  # as many words in a row of a natural sentence no text to learn from may have
 
@@ -181,15 +181,7 @@ _WORD = re.compile(r"[A-Za-z]+(?:'[a-z]+)?")
 _END = re.compile(r"(?<=[.?!])\s+(?=[A-Z'])")
 _CLAUSE = re.compile(r"(?:[;:]| -- |(?<=[a-z]),(?= (?:and|but|for|when|which|while|because|so|if|as|though|or) ))\s*")
 _SIGNS = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "—": ",", "–": ",", "_": "", "\xa0": " "})
-_ADULT = re.compile(
-    r"\b(sex\w*|rap(e|ed|es|ist|ing)|whore\w*|harlot\w*|prostitut\w*|genital\w*|intercourse|naked\w*|nude|breasts?|"
-    r"fornicat\w*|adulter\w*|incest\w*|porn\w*|circumcis\w*|semen|sperm|urine|urinat\w*|feces|suicid\w*|nazis?|"
-    r"massacre\w*|tortur\w*|negro\w*|bastard\w*|orgasm\w*|erect\w*|testic\w*|vagina\w*|penis\w*|phall\w*|anus|anal|"
-    r"fuck\w*|bitch\w*|slut\w*|squaw\w*|mulatto\w*|lynch\w*|retard\w*|midget\w*|spastic\w*|cripple\w*|gyps\w+|"
-    r"homosexual\w*|lesbian\w*|jew(?:s|ish)?|gentiles?|holocaust|hitler|genocid\w*|terroris\w*|abortion\w*|fart\w*|"
-    r"piss\w*|boobs?|tits?|asse?s?|damn\w*|slurs?|savages?|cannibals?)\b",
-    re.I,
-)
+_INDECENT = re.compile(rf"\b({'|'.join(_lines('indecent.txt'))})\b", re.I)
 
 
 def passages(folder: Path, pattern: str) -> Iterator[str]:
@@ -222,7 +214,7 @@ def sentences(text: str) -> Iterator[str]:
 
 def fit(text: str, known: set[str]) -> bool:
     """Whether a candidate can be learnt from: plain words of the dictionary, no abbreviations, nothing indecent."""
-    if not _SENTENCE.fullmatch(text) or _ABBREVIATION.search(text) or _ADULT.search(text):
+    if not _SENTENCE.fullmatch(text) or _ABBREVIATION.search(text) or _INDECENT.search(text):
         return False
     return all(word.lower() in known for word in _WORD.findall(text))
 
@@ -238,10 +230,8 @@ def agent_replies() -> list[str]:
 
 
 def mixed(count: int, seed: int, corpora: Path | None = None) -> tuple[list[str], dict[str, int]]:
-    """A list as spoken, shuffled, no sentence twice but the agent's, and how many of each source.
-
-    Raises CheckpointError where a package is not unpacked in `corpora`.
-    """
+    """A list as spoken, shuffled, no sentence twice but the agent's, and how many of each source. Raises
+    CheckpointError where a package is not unpacked in `corpora`."""
     rng, seen = random.Random(seed), set[str]()
     agents = [as_spoken(text) for text in agent_replies()]
     found = {AGENT: rng.choices(agents, k=round(SHARE_OF_AGENT * count))}

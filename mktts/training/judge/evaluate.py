@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import json
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from mktts.audio import first_audible_sample, from_pcm16, read_audio, to_pcm16, write_audio
 from mktts.checkpoint import open_checkpoint
@@ -69,6 +69,10 @@ class Spoken:
     student: np.ndarray
     teacher: np.ndarray
     ended: bool  # the student, by itself
+
+    def row(self) -> Record:
+        seconds = {who: round(len(getattr(self, who)) / SAMPLE_RATE_HZ, 3) for who in VOICES}
+        return {"text": self.text, "speaker": self.speaker, "audio_s": seconds, "ended": self.ended}
 
 
 @dataclass
@@ -198,8 +202,7 @@ def levels(judge: Judge, record: Record) -> None:
         joined = {s: [getattr(u, who) for u in judge.utterances if u.speaker == s] for s in judge.speakers()}
         found = {s: float(meter.integrated_loudness(np.concatenate(pcm, dtype=float))) for s, pcm in joined.items()}
         record[f"lufs_{who}"] = found
-    spread = np.ptp(list(record["lufs_student"].values()))
-    put(record, "loudness_spread_lu", spread, len(judge.utterances))
+    put(record, "loudness_spread_lu", np.ptp(list(record["lufs_student"].values())), len(judge.utterances))
 
 
 def pitch(judge: Judge, record: Record) -> None:
@@ -255,8 +258,7 @@ def spoken(checkpoint: str, teacher: Sequence[Path], keep: Path, device: str, mo
     with Synthesizer.load(checkpoint, backend="torch", device=device) as synthesizer:
         synthesizer.warm_up()
         for path in (path for folder in teacher for path in shard_paths(folder)):
-            shard = read_shard(path)
-            for i, (text, speaker) in enumerate(list(zip(shard.texts, shard.speakers, strict=True))[:most]):
+            for text, speaker, pcm in read_shard(path)[:most]:
                 wav, note = (keep / f"{speaker}_{len(found):04}{suffix}" for suffix in (".flac", ".json"))
                 known = read_json(note) if note.is_file() else {}
                 if (known.get("text"), known.get("weights")) != (text, digest):
@@ -265,7 +267,7 @@ def spoken(checkpoint: str, teacher: Sequence[Path], keep: Path, device: str, mo
                     known = {"text": text, "weights": digest, "ended": stream.finish_reason == "eos"}
                     write_json(note, known)
                 student = from_pcm16(to_pcm16(read_audio(wav)[0]))
-                found.append(Spoken(text, speaker, student, from_pcm16(shard.clip(i)), known["ended"]))
+                found.append(Spoken(text, speaker, student, from_pcm16(pcm), known["ended"]))
     return found
 
 
@@ -295,24 +297,17 @@ def main(arguments: argparse.Namespace) -> int:
     chosen = arguments.only.split(",") if arguments.only else list(SECTIONS)
     if unknown := set(chosen) - set(SECTIONS):
         raise MetricsError(f"expected sections of {', '.join(SECTIONS)}, found {', '.join(sorted(unknown))}")
-    begun = time.monotonic()
     utterances = spoken(arguments.checkpoint, arguments.teacher, arguments.keep, arguments.device, arguments.most)
     judge = Judge(arguments.checkpoint, utterances, arguments.whisper)
     again = bool(arguments.only) and arguments.output.is_file()
-    record: Record = read_json(arguments.output) if again else {"utterances": [_row(u) for u in utterances]}
+    record: Record = read_json(arguments.output) if again else {"utterances": [u.row() for u in utterances]}
     record["environment"], record["checkpoint"] = environment(), arguments.checkpoint
-    for name in chosen:
+    for name in tqdm(chosen):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # means of what has no value
             SECTIONS[name](judge, record)
         if arguments.listeners:
             put(record, "listeners_cpu", arguments.listeners, 1)
         write_json(arguments.output, record)
-        print(f"{name} {time.monotonic() - begun:.0f} s", flush=True)
     print(json.dumps(record["figures"]))
     return 0
-
-
-def _row(u: Spoken) -> Record:
-    seconds = {who: round(len(getattr(u, who)) / SAMPLE_RATE_HZ, 3) for who in VOICES}
-    return {"text": u.text, "speaker": u.speaker, "audio_s": seconds, "ended": u.ended}

@@ -26,9 +26,7 @@ def band_passed(pcm: np.ndarray, low_hz: float, high_hz: float) -> np.ndarray:
 
 def repeated(band: np.ndarray, lags: np.ndarray | int, window: int = _WINDOW) -> np.ndarray:
     """Normalised correlation of each window, every 10 ms, with that a lag of samples later; nan where it is quiet.
-
-    lags: one for all windows, or one for each (0: nan). Of noise the values scatter around 0.
-    """
+    lags: one for all windows, or one for each (0: nan). Of noise the values scatter around 0."""
     count = max(0, (len(band) - window - int(np.max(lags))) // _HOP + 1)
     lag = np.full(count, lags) if np.ndim(lags) == 0 else np.asarray(lags)[:count]
     starts = _HOP * np.arange(len(lag))
@@ -55,11 +53,9 @@ def _mean(values: np.ndarray) -> float:
 
 
 def pitch_periods(pcm: np.ndarray) -> np.ndarray:
-    """Samples of the pitch's period in each 60 ms, every 10 ms; 0 where it is unvoiced.
-
-    Of what lies below 1 kHz, by the autocorrelation less the window's own (Boersma 1993); of the peaks nearly as high
-    as the highest the one of the shortest lag counts.
-    """
+    """Samples of the pitch's period in each 60 ms, every 10 ms; 0 where it is unvoiced. Of what lies below 1 kHz, by
+    the autocorrelation less the window's own (Boersma 1993); of the peaks nearly as high as the highest the one of the
+    shortest lag counts."""
     if len(pcm) < _WINDOW:
         return np.zeros(0, int)
     windows = np.lib.stride_tricks.sliding_window_view(band_passed(pcm, 0, PITCH_BAND_HZ[0]), _WINDOW)[::_HOP]

@@ -91,11 +91,9 @@ def write_checkpoint(
     folder: Path, prepared: Path, tensors: Mapping[str, Tensor], codec: Codec,
     sampling: Mapping[str, float] | None = None, dtype: torch.dtype = torch.bfloat16,
 ) -> Path:  # fmt: skip
-    """Writes `folder`, whole or not at all: a checkpoint in the Hub's layout.
-
-    prepared: what `prepare` made. tensors: by Hub name. sampling: what is to differ in generation_config.json. Raises
-    CheckpointError where parts do not fit or `folder` has content already.
-    """
+    """Writes `folder`, whole or not at all: a checkpoint in the Hub's layout. prepared: what `prepare` made. tensors:
+    by Hub name. sampling: what is to differ in generation_config.json. Raises CheckpointError where parts do not fit or
+    `folder` has content already."""
     found, entries = codec.sizes.codebook_size, ModelConfig.load(prepared).predictor.vocab_size
     if found != entries:
         raise CheckpointError(
