@@ -9,6 +9,8 @@ from collections.abc import Collection
 import pytest
 
 from mktts.common import python_path
+from mktts.errors import BackendUnavailable
+from mktts.kernel.build import nvrtc
 
 _BLOCK = """
 import sys
@@ -24,6 +26,18 @@ def needs(*packages: str) -> pytest.MarkDecorator:
     """A mark that skips where one of the packages (by the names that are imported) is not installed."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     return pytest.mark.skipif(bool(missing), reason=f"needs the package {', '.join(missing)}")
+
+
+def _has_nvrtc() -> bool:
+    try:
+        nvrtc()
+    except BackendUnavailable:
+        return False
+    return True
+
+
+# It has no package for macOS.
+needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="needs the package nvidia-cuda-nvrtc")
 
 
 def python_without(packages: Collection[str], code: str) -> subprocess.CompletedProcess[str]:

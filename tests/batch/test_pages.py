@@ -122,6 +122,8 @@ def test_a_second_stream_of_a_voice_shares_its_full_pages_and_copies_the_partial
     first = book.table[0, :5].tolist()
     (copy,) = book.keep(0, "voice", 10)
     assert copy.source == first[2] and copy.rows == 2 and book.find("voice") == 10
+    with pytest.raises(PromptError):
+        book.open(1, 10, "voice")
     rows, copies = book.open(1, 20, "voice")
     second = book.table[1, :5].tolist()
     assert rows == 10 and second[:2] == first[:2] and not set(second[2:]) & {*first, copy.target}
@@ -141,15 +143,3 @@ def test_the_prefix_that_was_used_longest_ago_gives_way():
     book.close(0)
     book.open(1, 20)  # five pages: four are free
     assert [bool(book.find(key)) for key in "abc"] == [True, False, True]
-
-
-def test_a_prefix_in_use_does_not_give_way_and_what_does_not_fit_is_refused_unchanged():
-    book = Pages(5, 3, 16, PAGE_ROWS, max_kept=4)
-    book.open(0, 5, "a")
-    book.keep(0, "a", 4)
-    assert book.fits(12, "a") and not book.fits(12)
-    with pytest.raises(CapacityError, match="can be had"):
-        book.open(1, 12)
-    assert book.free == 2 and book.find("a") == 4
-    with pytest.raises(PromptError):
-        book.open(1, 4, "a")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mktts.checkpoint import open_checkpoint
-from mktts.model.prompt import AddressedRows, PromptBuilder, Request, SpokenRows, addresses_of
+from mktts.model.prompt import AddressedRows, PromptBuilder, Request, SpokenRows
 
 REQUESTS = {
     "random:tiny": [Request("Hello there, you."), Request("Yes", language="english"), Request("No " * 40)],
@@ -45,9 +45,3 @@ def test_a_streaming_prompt_is_computed_all_the_same(builder):
     prompts, (request, *_) = builder
     request = prompts.check(Request(request.text, instruct=request.instruct, layout="streaming"))
     assert torch.equal(prompts.of_checked(request, SpokenRows(prompts)).embeds, prompts.of_checked(request).embeds)
-
-
-def test_addresses_are_those_of_the_rows():
-    rows = torch.arange(60.0).view(6, 10)[::2]
-    assert torch.equal(read(AddressedRows.of(rows)), rows)
-    assert addresses_of(rows).tolist() == [rows[i].data_ptr() for i in range(3)]

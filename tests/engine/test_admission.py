@@ -113,16 +113,6 @@ def test_a_reader_who_is_gone_and_one_who_waits_for_text_hold_no_capacity_and_on
     assert place.queue.pop(4.3, MODEL)[1] == ""
 
 
-def test_the_queue_is_looked_at_again_when_a_reader_may_be_gone():
-    place = Place(1, max_wait_s=60.0)
-    place.submit()
-    place.table.frames_taken[0], place.table.full[0] = 5, True
-    assert place.submit(arrived_s=1.0) == "waited"
-    assert place.queue.wake_s(1.0) == 2.0  # two seconds after it took something
-    assert place.queue.wake_s(2.5) == 61.0
-    assert place.queue.pop(2.0, MODEL)[1] == ""
-
-
 def test_the_queue_has_an_end_in_length_and_in_time_and_the_refusal_says_why():
     place = Place(1, max_waiting=2)
     assert [place.submit() for _ in range(4)] == ["", "waited", "waited", "queue"]

@@ -139,7 +139,6 @@ def test_timings_add_up_over_the_frames_of_a_chunk():
     ("backend", "text", "options", "max_frames", "ended", "cache_frames"),
     [
         (FakeBackend(eos_after=4), "One. Two. Three.", OFF, 10, ("max_frames", 10), [10, 6, 2]),
-        (FakeBackend(), "12345", StreamOptions(guard=Guard(None, 3.0, 10)), None, ("runaway", 25), [25]),
         (FakeBackend(), "12", StreamOptions(), None, ("runaway", 100), [100]),  # the guard is on by default
         (FakeBackend(), "12", OFF, None, ("max_frames", MAX_SEGMENT_FRAMES), [MAX_SEGMENT_FRAMES]),
         # The longest repetition of real speech is no runaway.
@@ -173,15 +172,6 @@ def test_segments_follow_one_another_with_a_fresh_talker_and_one_codec():
     assert [chunk.frames for chunk in chunks] == [1, 1, 2, 4, 1]  # chunks run over the joins
     at_once = FakeCodec().decode(torch.from_numpy(np.stack(utterance.codes)), FakeCodecState())
     assert np.array_equal(pcm_of(chunks), at_once.numpy())
-
-
-def test_a_cancelled_step_decodes_nothing_more():
-    model = fake_single()
-    utterance = generation(model, options=replace(OFF, schedule=(4,)))
-    run(utterance, steps=3)
-    utterance.cancelled = True
-    model.turn(time.perf_counter(), False)
-    assert run(utterance) == [] and model.lanes.codec.decoded == [] and model.open_streams == 0
 
 
 @pytest.mark.parametrize("frames", [1, 2, 16, 21])

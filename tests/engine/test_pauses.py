@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mktts.audio import to_pcm16
 from mktts.checkpoint import open_checkpoint
-from mktts.engine.scheduler import FRAME_S, StreamTable
+from mktts.engine.scheduler import FRAME_S
 from mktts.engine.script import WholeScript, cut
 from mktts.errors import PromptError, TextError
 from mktts.model.prompt import Request
@@ -145,21 +145,6 @@ def test_a_voice_of_another_kind_of_checkpoint_is_refused(tiny):
 
 
 # ---- a listener's clock
-
-
-@pytest.mark.parametrize("made", [0, 3])
-def test_what_follows_a_pause_is_wanted_that_much_later_and_not_called_late(made):
-    table = StreamTable(2)
-    table.enter(0, 0.0, True)
-    table.frames_made[0] = made
-    if made:
-        table.playing_since_s[0] = 1.0
-    table.pause(0, 2.0, 1.0)
-    assert table.lead_s(np.array([0]), 1.0, 0.4)[0] == pytest.approx(2.0 + made * FRAME_S)
-    table.pause(0, 2.0, 1.5)  # the same one
-    assert table.played_until_s[0] == pytest.approx(3.0 + made * FRAME_S)
-    table.pause(0, 3.0, 9.0)  # the listener had played all: the next second begins now
-    assert table.played_until_s[0] == pytest.approx(10.0)
 
 
 @pytest.mark.parametrize("engine", ["lone", "batch"])

@@ -99,15 +99,6 @@ def test_a_stream_that_nobody_listens_to_is_patient_and_costs_no_turns(desk):
 # ---- what each is given
 
 
-def test_max_frames_is_never_passed_and_wastes_no_lane(desk):
-    at = desk()
-    jobs = [at.say(seed=seed, frames=seed) for seed in range(1, 8)]
-    at.run()
-    assert [len(job.codes) for job in jobs] == list(range(1, 8))
-    assert {job.finish_reason for job in jobs} == {"max_frames"}
-    assert at.backend.entered == sum(range(1, 8))
-
-
 # ---- who waits for what
 
 
@@ -146,26 +137,6 @@ def test_late_text_costs_no_lane_while_it_is_waited_for(desk):
     assert (len(job.codes), job.finish_reason) == (20, "eos") and at.all_free()
 
 
-def test_hundreds_of_streams_that_wait_for_text_are_not_looked_at(desk, monkeypatch):
-    """Half of them spoke what they had, the other half has no whole word yet."""
-    at = desk(slots=300)
-    fed = [at.listen(seed=seed, options=ONE, frames=30) for seed in range(400)]
-    for _, script in fed[:200]:
-        script.feed("ab")
-    at.run()
-    assert [len(job.codes) for job, _ in fed] == [2] * 200 + [0] * 200
-    assert (len(at.batch._asleep), len(at.batch._textless)) == (200, 200)
-    looked = []
-    for job, _ in fed:
-        for name in ("input_known", "next_segment", "ready"):
-            monkeypatch.setattr(job, name, partial(looked.append, name))
-    monkeypatch.setattr(type(fed[0][0]), "full", lambda job, pending: looked.append("full"))
-    speaker = at.say(seed=7, frames=50, options=OFF)
-    monkeypatch.setattr(speaker, "full", lambda pending: False, raising=False)
-    at.run()
-    assert len(speaker.codes) == 50 and looked == []
-
-
 def test_text_after_the_end_of_speech_is_a_new_segment(desk):
     at = desk(FakeBackend(eos_after=3))
     job, script = at.listen()
@@ -198,16 +169,6 @@ def test_a_slow_reader_costs_no_lanes(desk, schedule, buffer):
         at.run()
         assert len(slow.codes) - taken <= buffer
     assert taken + sum(chunk.frames for chunk in chunks_of(slow)) == 400
-
-
-def test_a_reader_that_was_slow_once_does_not_wake_the_worker_for_ever(desk):
-    at = desk()
-    job = at.say(frames=400, options=replace(ONE, buffer_frames=20))
-    at.run()
-    for _ in range(15):
-        job.take()
-    at.turn()  # it is full no more
-    assert not job.watched
 
 
 # ---- kept prefixes
@@ -271,21 +232,6 @@ def test_a_second_segment_that_the_lanes_refuse_ends_its_stream_alone(desk, monk
     assert len(ended) == 1 and len(bad.codes) + len(good.codes) == 9
     with pytest.raises(PromptError):
         chunks_of(ended[0])
-    served(at)
-
-
-def test_a_lane_that_gave_no_number_ends_its_stream_alone(together):
-    at = together()
-    good, bad = at.say(seed=1, frames=12), at.say(seed=2, frames=12)
-    for _ in range(6):
-        at.now_s = max(at.now_s, at.turn())
-    slot = next(slot for slot, job in at.batch._streams.items() if job is bad)
-    at.lanes.spoil = lambda lane: lane == slot and bad.open
-    at.run()
-    assert 0 < len(bad.codes) < 12 and len(good.codes) == 12
-    with pytest.raises(EngineError, match="gave no number"):
-        chunks_of(bad)
-    assert frames_of(good) == alone(["Hello."], 1, None, frames=12) and good.error is None
     served(at)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mktts.engine.admission import AdmissionLimits
 from mktts.engine.pages import Pages
 from mktts.engine.scheduler import FRAME_S, StreamTable, TickFit, TickModel, TickSettings, lone_tick, next_tick
-from mktts.errors import CapacityError, EngineError, OptionsError
+from mktts.errors import CapacityError, OptionsError
 
 NOW_S = 100.0
 SMALL = TickSettings(
@@ -246,18 +246,6 @@ def test_settings_that_contradict_each_other_are_refused(error, make):
         make()
 
 
-def test_slots_are_entered_and_left_once():
-    table = StreamTable(2)
-    table.enter(0, 0.0)
-    with pytest.raises(EngineError):
-        table.enter(0, 0.0)
-    with pytest.raises(EngineError):
-        table.prompt(0, 0)
-    table.leave(0)
-    with pytest.raises(EngineError):
-        table.leave(0)
-
-
 @settings(deadline=None)
 @given(STREAM, st.integers(0, 60), st.booleans(), st.floats(0.0, 1.0))
 def test_a_stream_that_is_alone_runs_as_it_would_by_what_is_done_for_many(stream, chunk_start, leaves, took_s):
@@ -276,21 +264,6 @@ def test_a_stream_that_is_alone_runs_as_it_would_by_what_is_done_for_many(stream
     both = replace(found, **{name: np.append(getattr(found, name), 1) for name in ("lanes", "frames", "serials")})
     assert table.finish(found, NOW_S + took_s).tolist() == many.finish(both, NOW_S + took_s).tolist()[:1]
     assert all(np.array_equal(array, getattr(many, name)) for name, array in vars(table).items())
-
-
-# (lanes, prompt rows): ms of a tick, frame and codec and PCM on the host, one H200, all lanes at 400 rows
-MEASURED = {
-    (8, 0): 5.2, (32, 0): 6.2, (64, 0): 6.9, (128, 0): 9.2, (192, 0): 11.7, (256, 0): 13.6, (384, 0): 18.4,
-    (512, 0): 22.6, (8, 64): 5.6, (32, 64): 6.4, (32, 256): 7.1, (64, 64): 7.2, (64, 256): 7.6, (64, 1024): 10.1,
-    (128, 64): 9.4, (128, 256): 9.8, (128, 1024): 12.3, (192, 256): 12.3, (256, 64): 13.8, (256, 256): 14.3,
-    (256, 1024): 16.3, (384, 256): 18.9, (512, 64): 22.8, (512, 256): 23.5, (512, 1024): 26.0,
-}  # fmt: skip
-
-
-def test_the_h200_model_is_within_five_percent_of_every_measured_bucket():
-    model = TickModel.h200()
-    errors = {size: 1e3 * model.predict(*size, size[0] * 400) / ms - 1 for size, ms in MEASURED.items()}
-    assert {size: error for size, error in errors.items() if abs(error) > 0.05} == {}
 
 
 def ticks(seed: int, count: int):

@@ -18,7 +18,6 @@ from mktts.checkpoint.open import SMALL, SMALL_FOLDER
 from mktts.cli import parse
 from mktts.engine.upstream import load_upstream
 from mktts.errors import CheckpointError
-from mktts.kernel.grid import choose_shape
 from mktts.measure.parity.kernel import Scope, parity_of
 from mktts.measure.parity.upstream import compare_codes, compare_prompts
 from mktts.model.prompt import Request
@@ -82,11 +81,6 @@ def test_codes_are_upstreams(small, upstream, sampled, sentences, max_frames):
     asked = requests(SENTENCES[:sentences])
     rows = compare_codes(small, asked, sampling, 7, max_frames, torch.float32, upstream)
     assert [row for row in rows if not row["equal"]] == []
-
-
-@pytest.mark.parametrize("multiprocessors", [132, 108, 82])
-def test_the_megakernel_takes_its_shape(small, multiprocessors):
-    assert choose_shape(small.config, multiprocessors).blocks >= 8
 
 
 @pytest.mark.gpu

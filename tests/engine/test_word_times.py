@@ -8,14 +8,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from absent import needs
 from fakes import fake_synthesizer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mktts.engine.options import StreamOptions, WordTime
 from mktts.engine.words import WordTimes
-from mktts.measure.recogniser import Aligner
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer
 from mktts.text.parts import TextFeed
@@ -171,17 +169,6 @@ def test_parts_of_a_text_have_the_times_of_their_parts_said_alone(small):
     assert [word.word for word in whole] == [*first.split(), *second.split()]
     assert near(whole[:4], [word.start_s for word in stream.words], 0.04)
     assert near(whole[4:], [begin_s + word.start_s for word in alone], 0.04)
-
-
-@needs("pocketsphinx")
-def test_words_are_where_an_aligner_finds_them(small):
-    aligner, errors_s = Aligner(), []
-    texts = "Nobody suspected that the librarian had once been famous.", "Tell him I will be there in twenty minutes."
-    for seed, text in enumerate(texts):
-        stream = small.stream(text, seed=seed, options=ASKED)
-        truth = aligner.align(stream.read(), text.lower().rstrip(".").split())
-        errors_s += [abs(word.start_s - start_s) for word, (start_s, _) in zip(stream.words, truth, strict=True)]
-    assert np.mean(errors_s) < 0.1
 
 
 SAID = 'Dr. Smith paid $5 for **two** [books](https://a.example/b). [pause] Then, "he" left: 50 % — on May 5th…'

@@ -5,14 +5,13 @@ import re
 import numpy as np
 import pytest
 import torch
-from machine_code import needs_nvrtc
+from absent import needs_nvrtc
 from test_megakernel import prompt_of
 from traces import FRAMES, launch_of
 
 from mktts.checkpoint import open_checkpoint
 from mktts.errors import EngineError
-from mktts.kernel import trace
-from mktts.kernel.build import CSRC, SHARED, TARGETS, compile_kernel, compile_source, source
+from mktts.kernel.build import SHARED, TARGETS, compile_kernel, compile_source, source
 from mktts.kernel.grid import choose_shape
 from mktts.kernel.trace import Marks, TracedBackend, decode, frame_points, steady
 from mktts.measure.inspection import config_at
@@ -66,40 +65,6 @@ def test_the_frame_kernel_with_marks_compiles_for_every_target(arch, still):
     build = compile_kernel({**defines, **still}, arch)
     assert 0 < build.registers <= 255
     assert build.constants["params_bytes"] == compile_kernel(defines, arch, SHARED).constants["params_bytes"]
-
-
-def body(file: str, head: str) -> str:
-    """A function's lines, without its inner functions' names resolved."""
-    text = (CSRC / file).read_text(encoding="utf-8")
-    return re.search(rf"{head}[^;{{]*\{{\n(.*?)\n\}}\n", text, re.DOTALL)[1]
-
-
-def marks_in(text: str) -> list[int]:
-    return [int(n) for n in re.findall(r"MARK\(c, (\d+)\)", text)]
-
-
-def test_the_order_of_points_is_that_of_csrc():
-    """The marks of each function, and its calls in their place."""
-    layer = body("layer.cuh", r"DEV void layer\(")
-    assert layer.count("talker_attention(") == layer.count("predictor_attention<") == 1
-    before, _, after = layer.partition("if constexpr (TALKER) talker_attention")
-    around = tuple(marks_in(before)), tuple(marks_in(after))
-    attention = {stack: body("attention.cuh", rf"DEV void {stack}_attention\(") for stack in ("talker", "predictor")}
-    assert (*around[0], *marks_in(attention["talker"]), *around[1]) == trace.TALKER_LAYER
-    assert (*around[0], *marks_in(attention["predictor"]), *around[1]) == trace.PREDICTOR_LAYER
-    after_layers = marks_in(body("stages.cuh", r"DEV void talk\("))
-    frame = body("frame.cu", r"DEV void consumer\(")
-    assert tuple(after_layers + marks_in(frame)) == trace.TAIL
-    assert frame.index("talk(") < frame.index("MARK") < frame.rindex("MARK") < frame.index("predict<2>")
-    assert tuple(marks_in(body("frame.cu", r"DEV int predict\("))) == trace.TAIL
-    everywhere = [n for file in CSRC.iterdir() if file.suffix in (".cu", ".cuh") for n in marks_in(file.read_text())]
-    assert sorted(everywhere) == sorted([*trace.PREDICTOR_LAYER, 11, 12, 13, *trace.TAIL, *trace.TAIL])
-
-
-def test_the_word_of_a_mark_is_that_of_csrc():
-    text = " ".join((CSRC / "state.cuh").read_text(encoding="utf-8").split())
-    assert "(id << 56) | (starved << 40) | (cycles() & 0xffffffffffull)" in text
-    assert "c.p->trace[c.block * TRACE + n]" in text and "if (n < TRACE)" in text
 
 
 # ---- the reader

@@ -1,9 +1,7 @@
 """What many streams on a CUDA device need of the host, tried without one: blocks of ticks, memory, states of the codec
-by slot, tiles of products, and what is compiled before a first pass (without triton)."""
+by slot, and tiles of products."""
 
-import contextlib
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,16 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mktts.batch.cuda.block import PENALTY, BlockLayout, packed
-from mktts.batch.cuda.codec_memory import INPUT_SCALE, CodecWork, RingStates, RowsShape
-from mktts.batch.cuda.kernels.launching import compiling, launch
+from mktts.batch.cuda.codec_memory import INPUT_SCALE, RingStates, RowsShape
 from mktts.batch.cuda.loading import cuda_lanes
 from mktts.batch.cuda.memory import LaneMemory, Workspace, space_bytes, space_shapes
 from mktts.batch.cuda.tiles import (
     _MEASURED,
     MEASURED,
-    FixedOrderTile,
     Kind,
-    TilePlan,
     plan_of,
     product_tile,
     step_depth,
@@ -180,16 +175,6 @@ def test_pieces_cover_every_history_once_and_bring_it_behind_itself(decoder):
     assert bool((covered == 1).all())
 
 
-def test_a_smaller_pass_works_at_the_front_of_a_larger_ones_memory():
-    work, shapes = CodecWork(CPU), [RowsShape(2, 4, 8, True), RowsShape(0, 3, 4, False)]
-    large, _ = work.inputs(8, shapes)
-    small, rows = work.inputs(2, shapes)
-    assert small.data_ptr() == large.data_ptr()
-    assert [len(row.memory) for row in rows] == [2 * 2 * 48, 2 * 16]
-    assert rows[0].newest.data_ptr() == rows[0].memory.data_ptr() + 2 * 8 * 2
-    assert work.tensor("x", 4, 4).data_ptr() != work.tensor("x", 8, 8).data_ptr()
-
-
 SIZES = [(768, 5376, 768), (96, 672, 96), (288, 384, 192), (6144, 3072, 1536), (12, 84, 12)]
 
 
@@ -226,52 +211,6 @@ def test_parts_are_whole_blocks_and_no_others_are_split(kind, columns, depth, it
     for _, tile in plan.tiles:
         assert plan.parts == 1 or depth % (plan.parts * tile.depth) == 0
         assert plan.parts > 1 or not tile.split
-
-
-def test_a_tile_serves_up_to_its_rows_and_the_last_one_all():
-    few, many = FixedOrderTile(16, 64, 128, 4, 4, turned=True), FixedOrderTile(128, 128, 64, 8, 3)
-    plan = TilePlan(1, ((16, few), (128, many)))
-    assert [plan.tile(rows) for rows in (1, 16, 17, 128, 5_000)] == [few, few, many, many, many]
-
-
-def test_stages_shrink_until_they_fit_and_two_stay():
-    tile = FixedOrderTile(64, 64, 128, 4, 6)
-    assert tile.fitted(Kind.LINEAR, 2, 227 * 1024) == tile
-    assert tile.fitted(Kind.LINEAR, 2, 99 * 1024).stages == 3
-    assert tile.fitted(Kind.GATED, 2, 99 * 1024).stages == 2
-    assert tile.fitted(Kind.GATED, 2, 1024).stages == 2
-
-
-# ---- compilation
-
-
-class Asked:
-    """A kernel that is to compile, and must not run. times: so often was it asked to."""
-
-    times = 0
-
-    def warmup(self, *_args: object, grid: tuple[int, ...], **_options: object) -> None:
-        self.times += 1
-
-
-@pytest.fixture
-def without_triton(monkeypatch):
-    mode = SimpleNamespace(AsyncCompileMode=lambda executor: contextlib.nullcontext())
-    for name, module in (("triton", SimpleNamespace()), ("triton.runtime", SimpleNamespace(_async_compile=mode))):
-        monkeypatch.setitem(sys.modules, name, module)
-
-
-def test_a_binary_is_asked_for_once_however_many_buckets_and_layers_launch_it(without_triton):
-    kernel, other, rows = Asked(), Asked(), torch.zeros(64)
-    with compiling(1):
-        for count in (48, 64, 1_024):
-            for layer in (rows[:16], rows[16:32], torch.zeros(2, 2)):
-                for each in (kernel, other):
-                    launch(each, (count,), layer, 1e-6, count, None, N=16, SPLIT=True, num_warps=4)
-    assert (kernel.times, other.times) == (1, 1)
-    with compiling(1):  # another time, perhaps on another device
-        launch(kernel, (1,), rows, 1e-6, 48, None, N=16, SPLIT=True, num_warps=4)
-    assert kernel.times == 2
 
 
 def test_where_triton_is_missing_it_is_named(tiny, monkeypatch):

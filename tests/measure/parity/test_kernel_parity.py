@@ -1,7 +1,6 @@
 """The kernels' parity check, with torch in the kernels' place: right ones pass, wrong ones are caught and located."""
 
 from collections import deque
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,16 +8,11 @@ import torch
 from mktts.batch.plain.lanes import CodecLanes, TorchLanes
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
-from mktts.errors import CapacityError
-from mktts.kernel.backend import MegakernelBackend
-from mktts.kernel.launch import _TAG_LIMIT, Params
 from mktts.measure.parity import codec, kernel, ratio
-from mktts.measure.parity.batch import LanesUnderTest, RandomTicks, pages_for, random_load
+from mktts.measure.parity.batch import LanesUnderTest, RandomTicks, random_load
 from mktts.measure.parity.upstream import our_codes
 from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend
-from mktts.model.sampling import Sampling
-from mktts.spec import NUM_CODEBOOKS
 
 SCOPE = kernel.Scope(contexts=(16, 90), frames=8, exact=9, lanes=(2, 5), lane_frames=4, lane_exact=5, watched=3)
 
@@ -119,83 +113,6 @@ def test_fp32_never_differs_and_a_difference_beyond_rounding_is_not_explained(ti
     assert first["diverged"] and first["codebook"] == 5 and not first["explained"] and not first["passed"]
 
 
-# ---- the megakernel's inside
-
-
-class Limited(TorchBackend):
-    """A kernel on the CPU: the oracle, with a prefill of at most `capacity` rows and row by row after that."""
-
-    def __init__(self, checkpoint: Checkpoint, capacity: int) -> None:
-        super().__init__(checkpoint.config, checkpoint.tensors(), "cpu", torch.float32)
-        self._prefill, self.put = SimpleNamespace(capacity=capacity), []
-
-    def new_debug(self) -> SimpleNamespace:
-        talker = self.config.talker
-        return SimpleNamespace(
-            logits=torch.zeros(NUM_CODEBOOKS, talker.vocab_size),
-            hidden=torch.zeros(talker.num_hidden_layers, talker.hidden_size),
-        )
-
-    def start(self, prompt: PromptRows, sampling: Sampling, seed: int, max_frames: int):
-        assert len(prompt.embeds) <= self._prefill.capacity
-        state = super().start(prompt, sampling, seed, max_frames)
-        state.prompt_rows = len(prompt.embeds)
-        return state
-
-    def put_rows(self, state, rows: torch.Tensor, position: int) -> SimpleNamespace:
-        assert position == state.cache.length and rows.is_contiguous() and rows.dtype == self.dtype
-        for row in rows:
-            state.head_rows = self.talker.forward(row[None, None], state.cache)[0]
-        self.put.append(len(rows))
-        return SimpleNamespace(synchronize=lambda: None)
-
-    def step(self, state, text: torch.Tensor | None, debug: SimpleNamespace):
-        assert state.prompt_rows + max(0, state.frames - 1) == state.cache.length
-        if state.frames >= state.max_frames:
-            raise CapacityError("no more frames")
-        frame = super().step(state.copy(), text)
-        if frame.codes is not None:
-            observed = ratio.forced(self, state, text, frame.codes)
-            for room, logits in zip(debug.logits, observed.logits, strict=True):
-                room[: len(logits)] = logits
-            if observed.hidden is not None:
-                debug.hidden.copy_(observed.hidden)
-        return frame
-
-
-@pytest.mark.parametrize("context", [16, 17, 90])
-def test_a_context_beyond_the_kernels_prefill_is_reached_row_by_row_with_the_oracles_rows(tiny_projected, context):
-    limited = Limited(tiny_projected, 16)
-    found = forced_of(tiny_projected, limited, (context,))["forced"]
-    assert found["frames"] == {str(context): 8} and found["passed"]
-    assert sum(limited.put) == 4 * (context - 16) + 1 + 2 + 3 and max(limited.put, default=0) <= 32
-    assert all(value["kernel"] < 1e-4 < value["bf16"] for value in found["pooled"].values())
-
-
-def test_a_stream_has_room_for_the_frames_it_was_asked_for_after_rows_put_one_by_one(tiny):
-    limited = Limited(tiny, 8)
-    tested = kernel.KernelUnderTest(limited)
-    state = tested.start(PromptRows(ratio.random_rows(limited, 50, 0)), ratio.GREEDY, 0, 2)
-    assert limited.put == [32, 10] and (state.max_frames, state.prompt_rows) == (2, 50)
-    tested.step(state, None)
-    tested.step(state, torch.zeros(tiny.config.talker.hidden_size))
-    with pytest.raises(CapacityError):
-        tested.step(state, torch.zeros(tiny.config.talker.hidden_size))
-
-
-def test_rows_put_one_by_one_stand_where_they_belong_and_stay_within_a_launchs_tags(tiny):
-    launches = []
-    backend = SimpleNamespace(
-        config=tiny.config,
-        _params=lambda state, rows: Params(),
-        _launcher=SimpleNamespace(layer_exchanges=5, launch=lambda params, tags: launches.append((params, tags))),
-    )
-    MegakernelBackend.put_rows(backend, SimpleNamespace(frames=0), torch.zeros(32, 4), 1_024)
-    ((params, tags),) = launches
-    assert (params.prefill, params.frames, params.stream.position) == (1, 32, 1_024)
-    assert tags == 32 * 5 * tiny.config.talker.num_hidden_layers < _TAG_LIMIT
-
-
 # ---- many lanes
 
 
@@ -246,15 +163,6 @@ def test_streams_in_random_ticks_have_the_oracles_codes_whatever_the_ticks_and_t
     for number, frames in seen.items():
         assert torch.equal(torch.stack([frame.codes for frame in frames]), expected[number])
         assert [frame.hidden is None for frame in frames] == [True, False, False, False]
-
-
-def test_pages_are_enough_for_all_streams_and_all_prefixes():
-    def stream(rows: int, key: str | None = None, prefix: int = 0) -> ratio.RowStream:
-        return ratio.RowStream(torch.zeros(rows, 2), torch.zeros(4, 2), Sampling(), 0, key, prefix)
-
-    assert pages_for([stream(60), stream(61)]) == 1 + 1 + 2
-    assert pages_for([stream(60)] * 40 + [stream(100, "a", 70), stream(90, "a", 70)]) == 1 + 40 + 2 * 2 + 2
-    assert pages_for([stream(100, "a", 70)]) == 16  # of which prefixes may have an eighth
 
 
 # ---- all of a checkpoint
