@@ -32,7 +32,7 @@ from mktts.spec import SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer
 
 Piece = tuple[bytes, Sequence[WordTime]]  # 16-bit PCM, and all words whose times are known by now
-Speech = tuple[Coroutine[Any, Any, None], AsyncIterator[Piece]]  # what feeds it, and what comes of it
+Speech = tuple[Coroutine, AsyncIterator[Piece]]  # what feeds it, and what comes of it
 
 _PCM = {"sample_rate": SAMPLE_RATE_HZ, "num_channels": 1}
 _SILENCE = bytes(2 * SAMPLE_RATE_HZ // 50)  # for text without a word, where no sound at all counts as a failure
@@ -115,8 +115,7 @@ class TTS(framework.TTS):
         except (OSError, WebSocketException) as error:  # TimeoutError is an OSError
             raise APIConnectionError(f"{error}; is python -m mktts serve running there?") from error
         except MkttsError as error:
-            status = _STATUS["server_error" if error.exit_status == 1 else "invalid_request_error"]
-            raise APIStatusError(str(error), status_code=status) from error
+            raise APIStatusError(str(error), status_code=500 if error.exit_status == 1 else 400) from error
 
     async def _connect(self, timeout_s: float) -> ClientConnection:
         return await connect(self._address, additional_headers=self._headers, open_timeout=timeout_s, compression=None)

@@ -126,7 +126,7 @@ class FakeFaster:
             yield np.zeros(steps * SAMPLES_PER_FRAME, np.float32), SAMPLE_RATE_HZ, timing
 
 
-@pytest.mark.parametrize("name", ["codec", "overlap", "text", "large", "upstream", "faster"])
+@pytest.mark.parametrize("name", ["codec", "text", "large", "upstream", "faster"])
 def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys, monkeypatch):
     def frame_by_frame(model, request, sampling, seed, max_frames, on_frame=lambda codes: None):
         for _ in range(max_frames):
@@ -138,7 +138,6 @@ def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys
     monkeypatch.setattr(
         "mktts.engine.upstream.decode_codes", lambda model, codes: codes.repeat_interleave(120, 0)[:, 0]
     )
-    monkeypatch.setattr(sections, "_OVERLAP_CHUNKS", 6)
     monkeypatch.setattr(sections, "_CODEC_WARM_UP_FRAMES", 8)
     monkeypatch.setitem(sys.modules, "faster_qwen3_tts", SimpleNamespace(FasterQwen3TTS=FakeFaster))
     command.print_section(name, replace(TINY, samples=10, context=20, around=8) if name == "faster" else TINY)

@@ -46,7 +46,6 @@ SECTIONS: dict[str, tuple[Callable[[BenchSettings], Measured], tuple[str, ...]]]
     "streams": (sections.streams, _STREAMS),
     "codec": (sections.codec, ("codec_1_ms", "codec_8_ms")),
     "frames": (sections.frames, ("talker_step_ms", "predictor_ms", "frame_ms")),
-    "overlap": (sections.overlap, ("chunk_8_serial_ms", "chunk_8_overlapped_ms")),
     "text": (sections.text, ("text_tok_s",)),
     "large": (large, ("frame_1p7b_ms", "ttfc_1p7b_ms")),
     "faster": (sections.faster, ("faster_frame_ms", *(f"faster_{name}" for name in _STREAMS))),
@@ -57,9 +56,7 @@ BY_ITSELF = tuple(SECTIONS)[:3]
 TIMED = tuple(SECTIONS)[:-1]
 CHECKPOINT = "random:tiny"
 TIMEOUT_S = 240.0  # of a section
-_PACKAGES = (
-    "qwen-tts", "qwen-tts-hf", "faster-qwen3-tts", "transformers", "tokenizers", "huggingface-hub", "torchaudio",
-)  # fmt: skip
+_PACKAGES = ("qwen-tts", "qwen-tts-hf", "faster-qwen3-tts", "transformers")
 _TAIL_LINES = 12  # of a failed section's messages
 EXAMPLES = f"""examples:
   python -m mktts bench

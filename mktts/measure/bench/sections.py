@@ -46,7 +46,6 @@ _MARGIN_CHARS = 30  # in which some beginning of a text has exactly the tokens t
 _SEEDS = 50  # streams that random weights may end early before a section gives up
 _CODEC_CHUNKS_FRAMES = (1, 2, 4, 8)
 _CODEC_WARM_UP_FRAMES = 96  # past the codec's attention window, so that every timed call does full work
-_OVERLAP_CHUNKS = 24
 _TOKENS = 10  # of one rate
 
 Measured = Iterator[tuple[str, Sequence[float], str] | dict[str, Any]]
@@ -199,26 +198,6 @@ def codec(settings: BenchSettings) -> Measured:
             decoder.submit(codes[:count], state).result()
             times_ms.append(1e3 * (time.perf_counter() - begun_s))
         yield f"codec_{count}_ms", times_ms, "ms"
-
-
-def overlap(settings: BenchSettings) -> Measured:
-    """A chunk of 8 frames and its PCM, the codec's wait before the next frames are launched, and after."""
-    checkpoint, model, prompt = _model(settings)
-    for name, overlapped in (("chunk_8_serial_ms", False), ("chunk_8_overlapped_ms", True)):
-        state = model.backend.start(prompt, checkpoint.sampling(), 1, STEADY_FRAMES * _OVERLAP_CHUNKS)
-        codec_state, pending, begun_s = model.codec.start(), None, []
-        for first in range(0, STEADY_FRAMES * _OVERLAP_CHUNKS, STEADY_FRAMES):
-            begun_s.append(time.perf_counter())
-            launched = model.backend.frames(state, _rows(prompt, first, STEADY_FRAMES))
-            codes = [next(launched).codes]  # launched, and its first frame here
-            if pending is not None:
-                pending.result()
-            codes += [frame.codes for frame in launched]
-            pending = model.codec.submit(torch.stack([c for c in codes if c is not None]), codec_state)
-            if not overlapped:
-                pending.result()
-        spent_ms = [1e3 * (b - a) for a, b in zip(begun_s, begun_s[1:], strict=False)]
-        yield name, spent_ms[4:], "ms for 8 frames and their PCM"
 
 
 def text(settings: BenchSettings) -> Measured:
