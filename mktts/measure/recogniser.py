@@ -133,7 +133,8 @@ class Aligner:
         found = [
             (one.start, one.start + one.duration) for one in self._decoder.get_alignment() if one.name[0].isalpha()
         ]
-        return [tuple(frame / _ALIGNED_HZ - _PADDED_S for frame in span) for span in found]
+        spans = [tuple(frame / _ALIGNED_HZ - _PADDED_S for frame in span) for span in found]
+        return spans if len(spans) == len(said) else None  # an alignment may end before the words do
 
 
 def vocabulary_of(sentences: Iterable[str]) -> list[str]:
