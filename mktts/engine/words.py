@@ -241,7 +241,7 @@ def _likeliest(
     search = _Search(costs)
     search.pause(0.0, items[0].earliest - begin if items else 0)
     for number, item in enumerate(items, 1):
-        if search.cost - _GIVEN_UP > search.open[0] and not complete:
+        if search.least.min() - _GIVEN_UP > search.open[0] and not complete:  # so is all that is still to come
             break
         if item.silent:
             search.silence(item.silent)
@@ -271,11 +271,6 @@ class _Search:
         self.steps: list[np.ndarray] = []
         self._pauses: set[int] = set()
         self.open = (math.inf, 0, 0, False)
-
-    @property
-    def cost(self) -> float:
-        """At least, of what is still to come."""
-        return float(self.least.min())
 
     def pause(self, cost: float, earliest: int) -> None:
         """One that may be empty. earliest: the frame where the next item may begin."""
