@@ -24,7 +24,7 @@ from mktts.training.data.audio import read_shard, shard_paths
 from mktts.training.state import CURVES
 from mktts.training.voice_report import EVALUATION, INDEX, quality, reference
 
-PAIRS = 2  # sentences of each speaker to listen to
+PAIRS = 1  # sentences of each speaker to listen to
 MAX_POINTS = 300  # of a stage's curves
 
 

@@ -227,7 +227,7 @@ SMALL = {  # settings, what is recorded that others read, files
         ["frame_us", "frame_alone_us"],
         [f"{name}.png" for name in ("filling", "hop", "places", "where", "hops", "layers")],
     ),
-    "09_voice": (["MAX_FRAMES=4"], ["missing"], ["training.png", "durations.png", "spectrograms_slt.png"]),
+    "09_voice": (["MAX_FRAMES=4"], ["missing"], ["training.png", "durations.png", "spectrograms_heart.png"]),
     "10_report": ([], ["missing", "runs_read", "runs_measured"], ["ttfc.png", "rtf.png", "stages.png"]),
 }
 
