@@ -8,6 +8,9 @@
 #   train.sh wait SECONDS   the same of what runs
 # Both put into $OUT the voice-state.N that another run goes on from, 15 MB each, and two of the teacher's shards that judge
 # the voice (NATURAL=23: the other two). Stop where `numbers` of codec.log are below 10 after 1 500 steps without judges.
+# The voice in the box: CODEC_MORE="--judged-frames 8" MINUTES=22 JOINT=22, cut off after 9 minutes; from its voice-state, with the step
+# in codec/frozen, CODEC_MORE="--judged-frames 8" TUNE=4 MINUTES=12.8 CLIPS=30000; then the mean of the talker's weights at steps 7,000
+# and 13,750, and 0.2 for both temperatures of generation_config.json.
 V=${V:-/tmp/v}
 MINUTES=${MINUTES:-25} JOINT=${JOINT:-13} DEVICE=${DEVICE:-cuda} OTHER=${OTHER:-$DEVICE}
 SPEAKERS=${SPEAKERS:-heart=af_heart:2.4,michael=am_michael:3.9}
