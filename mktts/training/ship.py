@@ -43,12 +43,13 @@ def card(voice: Path, evaluation: Mapping[str, Any] | None) -> str:
 
 def replace(voice: Path, out: Path, evaluation: Mapping[str, Any] | None = None) -> None:
     """Puts the checkpoint `voice` with its card in the place of `out`. Raises CheckpointError for what is none."""
-    new, text = out.with_name(f".{out.name}.new"), card(voice, evaluation)
-    shutil.rmtree(new, ignore_errors=True)
+    new, previous = (out.with_name(f".{out.name}.{word}") for word in ("new", "previous"))
+    text = card(voice, evaluation)
+    for left in (new, previous):  # by a run that was cut
+        shutil.rmtree(left, ignore_errors=True)
     with whole_folder(new) as work:
         shutil.copytree(voice, work, dirs_exist_ok=True)
         (work / "README.md").write_text(text, encoding="utf-8")
-    previous = out.with_name(f".{out.name}.previous")
     if out.exists():
         out.rename(previous)
     new.rename(out)
