@@ -26,14 +26,14 @@ from mktts.training.state import STATE, StepGraphs, Trainer, adam, set_rate, tra
 from mktts.training.weights import fused
 
 _FLOOR = 1e-5  # of magnitudes before the logarithm, where a full-scale sine is 1: -100 dBFS, below what 16 bits hold
-_MEL_WINDOWS = ((256, 40), (512, 64), (1024, 96), (2048, 128))  # samples, bands
+# Samples, bands; the last tell harmonics apart, up to 3 kHz.
+_MEL_WINDOWS = ((256, 40), (512, 64), (1024, 96), (2048, 320))
 _DISCRIMINATOR_WINDOWS = (512, 1024, 2048)
 _PERIODS = (2, 3, 5, 7, 11)
-# What repeats: edges of the bands half an octave apart, windows, and the periods that are looked at: of any voice's
-# pitch, and of the decoder's steps of 20 ms and twice that.
+# What repeats: edges of the bands half an octave apart; window, transform and the lags that are looked at, in samples.
+# The long windows see the decoder's steps of 20 ms and twice that, the short ones a pitch that glides.
 EDGES_HZ = (300, 425, 600, 850, 1200, 1700, 2400, 3400, 4800, 6800, 11_000)
-_REPEATED_SAMPLES, _REPEATED_HOP, _TRANSFORM = 2560, 1280, 4096
-_LAGS = slice(48, 1008)  # samples: 2 to 42 ms
+_LONG, _SHORT = (2560, 4096, slice(48, 1008)), (1200, 2048, slice(48, 600))
 _LOUD = 1e-3  # RMS of a band, of full scale: a fainter one is not compared
 
 
@@ -51,31 +51,33 @@ def mel_loss(pcm: Tensor, target: Tensor) -> Tensor:
 
 def repetition(pcm: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """How each band of PCM (B, n) resembles itself 2 to 42 ms later, beside the target's. -> (), the mean squared
-    difference of their autocorrelations in 107 ms windows of which the target's band is loud enough; and (bands,), how
-    much more of `pcm` than of the target repeats after 20 ms, without a gradient."""
-    ours, theirs = _autocorrelations(pcm), _autocorrelations(target)
-    weight = (theirs[..., :1] > _LOUD**2).float()  # (B, windows, bands, 1)
-    x, y = (found[..., 1:] for found in (ours, theirs))
-    loss = (weight * (x - y).square()).sum() / (weight.sum() * x.shape[-1]).clamp(min=1)
-    step = STEP_SAMPLES - _LAGS.start
+    difference of their autocorrelations in windows of which the target's band is loud enough, of 107 and of 50 ms; and
+    (bands,), how much more of `pcm` than of the target repeats after 20 ms, without a gradient."""
+    losses = []
+    for windows in (_SHORT, _LONG):
+        ours, theirs = _autocorrelations(pcm, *windows), _autocorrelations(target, *windows)
+        weight = (theirs[..., :1] > _LOUD**2).float()  # (B, windows, bands, 1)
+        x, y = (found[..., 1:] for found in (ours, theirs))
+        losses.append((weight * (x - y).square()).sum() / (weight.sum() * x.shape[-1]).clamp(min=1))
+    step = STEP_SAMPLES - _LONG[2].start
     more = (weight[..., 0] * (x - y)[..., step]).sum((0, 1)) / weight[..., 0].sum((0, 1)).clamp(min=1)
-    return loss, more.detach()
+    return sum(losses) / len(losses), more.detach()
 
 
-def _autocorrelations(pcm: Tensor) -> Tensor:
+def _autocorrelations(pcm: Tensor, window: int, transform: int, lags: slice) -> Tensor:
     """(B, windows, bands, 1 + lags): the mean square of each band, then its normalised autocorrelation."""
-    shape = torch.hann_window(_REPEATED_SAMPLES, device=pcm.device)
-    windows = pcm.float().unfold(1, _REPEATED_SAMPLES, _REPEATED_HOP) * shape
-    power = torch.fft.rfft(windows, _TRANSFORM).abs().square()
-    found = torch.fft.irfft(power[..., None, :] * _bands(pcm.device))
+    shape = torch.hann_window(window, device=pcm.device)
+    windows = pcm.float().unfold(1, window, window // 2) * shape
+    power = torch.fft.rfft(windows, transform).abs().square()
+    found = torch.fft.irfft(power[..., None, :] * _bands(pcm.device, transform))
     level = found[..., :1] / shape.square().sum()
-    return torch.cat((level, found[..., _LAGS] / (found[..., :1] + _FLOOR**2 * _REPEATED_SAMPLES)), -1)
+    return torch.cat((level, found[..., lags] / (found[..., :1] + _FLOOR**2 * window)), -1)
 
 
 @cache
 @torch.inference_mode(False)
-def _bands(device: torch.device) -> Tensor:
-    hz = torch.linspace(0, SAMPLE_RATE_HZ / 2, _TRANSFORM // 2 + 1)
+def _bands(device: torch.device, transform: int) -> Tensor:
+    hz = torch.linspace(0, SAMPLE_RATE_HZ / 2, transform // 2 + 1)
     bands = [((hz >= a) & (hz < b)).float() for a, b in zip(EDGES_HZ, EDGES_HZ[1:], strict=False)]
     return torch.stack(bands).to(device)
 
@@ -181,10 +183,11 @@ class CodecRecipe:
     averaged_steps: int = 1_000  # the weights that are kept are the mean over about as many
     onsets: float = 0.25  # share of the crops that begin where a clip does
     mel: float = 20.0
-    repetition: float = 20.0
+    repetition: float = 80.0
     onset: float = 0.02  # of few and faint samples: at 0.1 its gradient is twice that of mel
     commitment: float = 1.0
-    spread: float = 1.0  # until `adversarial_from`
+    spread: float = 1.0
+    judged_spread: float = 0.3  # the same from `adversarial_from` on; without it the encoder keeps 15 numbers of 55
     adversarial: float = 3.0
     features: float = 10.0
 
@@ -244,8 +247,7 @@ class CodecTrainer(Trainer):
         with torch.set_grad_enabled(joint):
             rows = self.codec.encoder(pcm)  # in fp32, as `encoded` has it: codes depend on small differences
         if joint:
-            if not adversarial:
-                losses["spread"] = spread(rows)
+            losses["judged_spread" if adversarial else "spread"] = spread(rows)
             rows, losses["commitment"] = quantizer.learn(rows)
         else:
             rows = quantizer.summed(quantizer.encode(rows))
