@@ -22,7 +22,7 @@ from mktts.measure.metrics import cell
 from mktts.training.codec.model import Codec, encoded, load_codec
 from mktts.training.data.audio import read_shard, shard_paths
 from mktts.training.state import CURVES
-from mktts.training.voice_report import EVALUATION, INDEX, quality, reference
+from mktts.training.voice_report import EVALUATION, INDEX, figures, reference
 
 PAIRS = 1  # sentences of each speaker to listen to
 MAX_POINTS = 300  # of a stage's curves
@@ -30,7 +30,7 @@ MAX_POINTS = 300  # of a stage's curves
 
 def card(voice: Path, evaluation: Mapping[str, Any] | None) -> str:
     """The checkpoint's README.md. Raises CheckpointError where `voice` is no checkpoint."""
-    opened, rows = open_checkpoint(voice), quality(evaluation)
+    opened, rows = open_checkpoint(voice), figures(evaluation, required=True)
     talker, decoder = (sum(s.params for s in f.tensors.values()) / 1e6 for f in (opened.files, opened.codec_files))
     speakers = list(opened.config.speakers)
     columns = list(dict.fromkeys(key for row in rows for key in row))

@@ -11,32 +11,18 @@ from typing import Any
 from mktts.common import read_json
 
 CURVES, EVALUATION, INDEX = "curves.json", "evaluation.json", "index.json"
-_WHO = {"teacher": "teacher", "the codec's copy": "copy", "voice": "student"}
+_CLIPS = {"teacher": "teacher", "the codec's copy": "copy", "voice": "student"}
 NOT_MEASURED = "not measured yet: python -m mktts train evaluate"
 
 
 @dataclass(frozen=True)
-class Pair:
-    """One sentence by the teacher and by the student."""
-
-    text: str
-    speaker: str
-    folder: Path
-    name: str
-
-    def clips(self) -> dict[str, Path]:
-        """Who says it -> the file, where there is one."""
-        files = {who: self.folder / f"{self.name}_{part}.flac" for who, part in _WHO.items()}
-        return {who: path for who, path in files.items() if path.is_file()}
-
-
-@dataclass(frozen=True)
 class Evidence:
-    """What lies in the folder. missing: one line for each thing that does not."""
+    """What lies in the folder. pairs: a sentence each, `text`, `speaker` and `clips`: the files by teacher, the codec's
+    copy and the voice. missing: one line for each thing that is not there."""
 
     curves: Mapping[str, list[dict[str, Any]]]
     evaluation: Mapping[str, Any] | None
-    pairs: tuple[Pair, ...]
+    pairs: tuple[Mapping[str, Any], ...]
     missing: tuple[str, ...]
 
 
@@ -51,27 +37,21 @@ def evidence(folder: Path | None = None) -> Evidence:
     """Reads `folder`, or the committed one. Raises CheckpointError for a file that is there and cannot be read."""
     folder = folder or reference()
     found = {n: read_json(folder / n) if (folder / n).is_file() else None for n in (CURVES, EVALUATION, INDEX)}
-    pairs = tuple(Pair(row["text"], row["speaker"], folder, row["name"]) for row in found[INDEX] or ())
+    pairs = []
+    for row in found[INDEX] or ():
+        clips = {by: folder / f"{row['name']}_{part}.flac" for by, part in _CLIPS.items()}
+        pairs.append({**row, "clips": {by: path for by, path in clips.items() if path.is_file()}})
     missing = tuple(f"{name}: not recorded yet" for name, content in found.items() if content is None)
-    return Evidence(found[CURVES] or {}, found[EVALUATION], pairs, missing)
+    return Evidence(found[CURVES] or {}, found[EVALUATION], tuple(pairs), missing)
 
 
-def quality(evaluation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """What is required as rows of a table: what was measured, the limit, whether it is met."""
-    return _rows(evaluation, required=True)
-
-
-def reported(evaluation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Figures without a limit."""
-    return _rows(evaluation, required=False)
-
-
-def _rows(evaluation: Mapping[str, Any] | None, required: bool) -> list[dict[str, Any]]:
+def figures(evaluation: Mapping[str, Any] | None, required: bool) -> list[dict[str, Any]]:
+    """Rows of a table: what is required, was measured and is met; or the figures without a limit."""
     if evaluation is None:
         return [{"figure": NOT_MEASURED}]
     rows = []
     for name, figure in evaluation["figures"].items():
-        between = figure.get("interval_95") or (figure.get("low"), figure.get("high"))
+        between = (figure.get("low"), figure.get("high"))
         row = {"figure": name.replace("_", " ")}
         row["measured"] = "none" if figure["value"] is None else float(f"{figure['value']:.3g}")
         row |= {"95 % interval": "{:.3g} to {:.3g}".format(*between)} if between[0] is not None else {}

@@ -78,7 +78,7 @@ def test_the_whole_training_in_small(tmp_path, monkeypatch, capsys):
     for _ in range(2):  # the second replaces what the first put there
         assert last("train ship", *shipped)["size_bytes"] > 100_000
     found = voice_report.evidence(tmp_path / "reference")
-    assert not found.missing and {pair.speaker for pair in found.pairs} == {"anna", "bob"}
+    assert not found.missing and {pair["speaker"] for pair in found.pairs} == {"anna", "bob"}
     assert [line["step"] for line in found.curves["talker"]] == [2, 4]
     card = (tmp_path / "small" / "README.md").read_text()
     assert "anna and bob" in card and "| comb worst band |" in card and "Kokoro-82M" in card
