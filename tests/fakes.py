@@ -21,7 +21,7 @@ from mktts.engine.engine import Engine
 from mktts.engine.lanes import Copy, Made, SingleLanes
 from mktts.engine.options import SCHEDULE, Guard, StreamOptions
 from mktts.engine.pages import NO_OWNER, Pages
-from mktts.engine.runner import Runner, Voices
+from mktts.engine.runner import Runner
 from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment, Stream
 from mktts.errors import PromptError
@@ -445,12 +445,12 @@ def fake_single(
 ) -> Runner:
     """What makes a frame of one stream a tick. prefix: see FakePrompts."""
     lanes = SingleLanes(backend or FakeBackend(), codec or FakeCodec(), positions)
-    return Runner(lanes, Voices(FakePrompts(prefix), FakePrompts.open), admission or Admission(PATIENT))
+    return Runner(lanes, FakePrompts(prefix), admission or Admission(PATIENT), FakePrompts.open)
 
 
 def fake_batch(lanes: FakeLanes, admission: Admission | None = None, prefix: str = "") -> Runner:
     """What makes many streams together. prefix: see FakePrompts."""
-    return Runner(lanes, Voices(FakePrompts(prefix), FakePrompts.open), admission or Admission(PATIENT))
+    return Runner(lanes, FakePrompts(prefix), admission or Admission(PATIENT), FakePrompts.open)
 
 
 FAKE_ENGINES = ("single", "batch", "batch-ahead")  # the last one launches a tick before it reads the last
@@ -473,7 +473,7 @@ def fake_synthesizer(
         batch = fake_batch(lanes, admission, prefix)
     first = single or batch
     made = Engine(single, batch, admission=admission)
-    return Synthesizer(made, first.voices.prompts)
+    return Synthesizer(made, first.prompts)
 
 
 def launched_ahead(synth: Synthesizer) -> int:

@@ -28,8 +28,8 @@ import torch
 from mktts.engine import capacity as capacities
 from mktts.engine.admission import Admission, AdmissionLimits, Capacity
 from mktts.engine.options import SCHEDULE, Guard, Plan, StreamOptions
-from mktts.engine.runner import EngineStats, Runner, Voices
-from mktts.engine.script import FedScript, Script, WholeScript
+from mktts.engine.runner import EngineStats, Runner
+from mktts.engine.script import FedScript, Script
 from mktts.engine.stream import EngineName, Notifier, StreamCounters, Utterance
 from mktts.errors import EngineError, SamplingError
 from mktts.model.prompt import Request
@@ -113,7 +113,7 @@ class Engine:
         Raises EngineError after `close` and in a forked child, SamplingError for draws that no lanes make.
         """
         utterance = self.reserve(plan, paced=paced, sink=sink)
-        self._begin(utterance, lambda voices: WholeScript(parts, voices.build, started_s), engine)
+        self._begin(utterance, lambda runner: Script(parts, runner.build, started_s), engine)
         return utterance
 
     def reserve(self, plan: Plan, *, paced: bool = True, sink: Any = None) -> Utterance:
@@ -128,8 +128,8 @@ class Engine:
         """Begins a reserved stream with `texts`, as `FedScript.feed` takes them; returns what further text is fed
         through. request: checked, without text. max_chars: of a segment. Raises as `submit`."""
 
-        def script_of(voices: Voices) -> FedScript:
-            script = voices.later(request, max_chars)
+        def script_of(runner: Runner) -> FedScript:
+            script = FedScript(request, runner.open_prompt, max_chars)
             for text in texts:
                 script.feed(text)
             return script
@@ -137,12 +137,12 @@ class Engine:
         return self._begin(utterance, script_of)
 
     def _begin(
-        self, utterance: Utterance, script_of: Callable[[Voices], Script], engine: EngineName | None = None
+        self, utterance: Utterance, script_of: Callable[[Runner], Script], engine: EngineName | None = None
     ) -> Script:
         with self._lock:
             self._check(utterance.plan.sampling)
             runner = self._choose(utterance.plan.sampling, engine)
-            counters, script = self._counters[runner.name], script_of(runner.voices)
+            counters, script = self._counters[runner.name], script_of(runner)
             counters.opened += 1
             utterance.begin(script, runner.name, counters)
             self._inbox.put(utterance)
@@ -248,7 +248,7 @@ class Engine:
         found = None if renew else capacities.kept(key, runner)
         if found is not None and not only_kept and runner.name == "batch":
             self.warm_up(request)
-            if self._on_worker(lambda: capacities.outdated(runner, runner.voices.build(request))):
+            if self._on_worker(lambda: capacities.outdated(runner, runner.build(request))):
                 found = None
         if found is None and not only_kept:
             self.warm_up(request)
@@ -256,7 +256,7 @@ class Engine:
                 speak = partial(self._make_stream, runner, request, capacities.FRAMES)
                 found = capacities.measure_single(runner, speak)
             else:
-                found = self._on_worker(lambda: capacities.measure(runner, runner.voices.build(request)))
+                found = self._on_worker(lambda: capacities.measure(runner, runner.build(request)))
             capacities.keep(key, runner, found)
         self.admission.measured = found
         return self.capacity

@@ -23,11 +23,10 @@ from mktts.engine.admission import Admission, AdmissionQueue, Arrival, Reason, r
 from mktts.engine.lanes import Lanes, Made
 from mktts.engine.pages import PAGE_ROWS
 from mktts.engine.scheduler import MeanTick, StreamTable, Tick, TickFit, TickLog, TickModel, lone_tick, next_tick
-from mktts.engine.script import FedScript
 from mktts.engine.stream import EngineName, Segment, Utterance
 from mktts.errors import CapacityError, EngineError
 from mktts.model.backend import no_number
-from mktts.model.prompt import FedPrompt, Prompt, PromptBuilder, Request, SpokenRows, is_of_voice
+from mktts.model.prompt import FedPrompt, PromptBuilder, Request, SpokenRows, is_of_voice
 from mktts.model.voice import Voice
 
 TICK_BOUNDS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.065, 0.08, 0.16, 0.5)
@@ -66,25 +65,6 @@ class EngineStats(NamedTuple):
     pages: int
     pages_free: int
     ticks: TickTimes
-
-
-@dataclass(frozen=True)
-class Voices:
-    """What makes prompts for the lanes. prompts: of requests. fed: makes a prompt whose text comes later. spoken: rows
-    of texts that prompts are made of; None: they are computed."""
-
-    prompts: PromptBuilder
-    fed: Callable[[PromptBuilder, Request], Any] = FedPrompt
-    spoken: SpokenRows | None = None
-
-    def later(self, request: Request, max_chars: int) -> FedScript:
-        """Text that is fed. request: checked, without text."""
-        return FedScript(request, partial(self.fed, self.prompts), max_chars)
-
-    def build(self, request: Request) -> Prompt:
-        if self.spoken is None:
-            return self.prompts.of_checked(request)
-        return self.prompts.of_checked(request, self.spoken)
 
 
 class TickPace:
@@ -142,9 +122,22 @@ class Runner:
     """Makes streams on `lanes`, tick by tick. The engine's worker thread owns it; what is said to be read from any
     thread may be. An error of one stream is that stream's alone."""
 
-    def __init__(self, lanes: Lanes, voices: Voices, admission: Admission) -> None:
-        self.lanes, self.voices, self.log = lanes, voices, TickLog()
-        self.admission = admission
+    def __init__(
+        self,
+        lanes: Lanes,
+        prompts: PromptBuilder,
+        admission: Admission,
+        fed: Callable[[PromptBuilder, Request], Any] = FedPrompt,
+        spoken: SpokenRows | None = None,
+    ) -> None:
+        """fed: makes a prompt whose text comes later. spoken: rows of texts that prompts are made of; None: they are
+        computed."""
+        self.lanes, self.prompts, self.admission, self.log = lanes, prompts, admission, TickLog()
+        # Make prompts of a checked request: of its text, and of one that has none yet.
+        self.build: Callable[[Request], Any] = prompts.of_checked
+        if spoken is not None:
+            self.build = partial(prompts.of_checked, spoken=spoken)
+        self.open_prompt: Callable[[Request], Any] = partial(fed, prompts)
         self.name: EngineName = "single" if lanes.settings.max_lanes == 1 else "batch"
         self._pages, self._settings = lanes.pages, lanes.settings
         self._ticks = TickTimes()
@@ -194,7 +187,7 @@ class Runner:
 
     def forget(self, voice: Voice) -> None:
         """Lets go of what is kept for prompts with this voice; streams that are open go on."""
-        self.voices.prompts.forget(voice)
+        self.prompts.forget(voice)
         if self._pages is not None:
             for key in self._pages.known(lambda key: is_of_voice(key, voice)):
                 self._pages.forget(key)

@@ -40,7 +40,7 @@ class Tick:
     lanes (n,) int32: slots that get a frame; the first `new_lanes` of them those whose prompt ends in this tick.
     frames (n,) int64: which frame of its stream each lane makes. serials (n,) int64: see StreamTable.
     pieces: of prompts, in the order of their rows. bucket: (lanes, prompt rows) to run. context_rows: that all of it
-    attends to. lead_s: of those who have listened for a while, a quarter is less ahead than this.
+    attends to.
     """
 
     bucket: tuple[int, int] = (0, 0)
@@ -52,7 +52,6 @@ class Tick:
     context_rows: int = 0
     predicted_s: float = 0.0
     wake_s: float = np.inf
-    lead_s: float = np.inf
 
     @property
     def empty(self) -> bool:
@@ -507,7 +506,6 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     speaking = speaking[np.argsort(lead_s[speaking], kind="stable")]
     leads_s = lead_s[speaking]
 
-    settled_s = _settled_s(table, able[speaking], leads_s, settings)
     context_rows = float(table.context_rows[able].mean())
     most = settings.most_lanes(model, context_rows)
     # Late, perhaps, if the next tick were their first: a chunk is heard when its last frame is made. They are in this
@@ -530,7 +528,7 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     count = min(due, most - len(new))
     if not count and not pieces:
         if not settings.idle_lanes:
-            return Tick(wake_s=_wake_s(table, able, now_s, settings), lead_s=settled_s)
+            return Tick(wake_s=_wake_s(table, able, now_s, settings))
         order = _order(table, able[waiting], lead_s[waiting], now_s, settings)
         pieces = _pieces(table, order[:1], settings.min_rows, 1, settings.whole_prompts)
         new = [piece.slot for piece in pieces if piece.last]
@@ -555,7 +553,6 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
         context_rows=context_rows,
         predicted_s=model.predict(*bucket, context_rows),
         wake_s=now_s,
-        lead_s=settled_s,
     )
 
 
@@ -575,14 +572,6 @@ def lone_tick(table: StreamTable, slot: int, now_s: float) -> Tick:
         context_rows=context + rows,
         wake_s=now_s,
     )
-
-
-def _settled_s(table: StreamTable, slots: np.ndarray, leads_s: np.ndarray, settings: TickSettings) -> float:
-    """`Tick.lead_s`, of `slots` by their `leads_s`, ascending. A stream's first chunks are small, so it cannot be far
-    ahead before it comes to those that stay as large as they are."""
-    settled = table.paced[slots] & (table.chunk_start[slots] >= sum(settings.chunks[:-1]))
-    leads_s = leads_s[settled]
-    return float(leads_s[len(leads_s) // 4]) if len(leads_s) else float(np.inf)
 
 
 def _row_budget(lanes: int, leads_s: np.ndarray, context_rows: float, model: TickModel, settings: TickSettings) -> int:

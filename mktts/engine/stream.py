@@ -356,7 +356,7 @@ class Utterance:
         return self.chunker.take(self._decode, self._script.started_s, flush=True)
 
     def _spoken(self) -> bool:
-        return self.segment is None and self._script.ended()
+        return self.segment is None and self._script.ended
 
     def _decode(self, frames: list[Any]) -> Any:
         if self.submit is not None:

@@ -151,7 +151,7 @@ class Synthesizer:
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = open_checkpoint(checkpoint)
         made = load_engine(checkpoint, wanted, cpu_threads or default_cpu_threads(checkpoint))
-        prompts = next(iter(made.runners.values())).voices.prompts
+        prompts = next(iter(made.runners.values())).prompts
         synthesizer = cls(made, prompts, checkpoint, words)
         try:
             synthesizer.measure_capacity(only_kept=engine != "batch")

@@ -16,7 +16,7 @@ from mktts.engine import runner
 from mktts.engine.admission import Admission, AdmissionLimits
 from mktts.engine.lanes import SingleLanes
 from mktts.engine.options import Chunk, Plan, StreamOptions
-from mktts.engine.script import FedScript, Script, WholeScript
+from mktts.engine.script import FedScript, Script
 from mktts.engine.stream import Utterance
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
@@ -68,7 +68,7 @@ class Desk:
     ) -> Utterance:
         """A stream of these segments."""
         requests = [Request(text) for text in texts or ("Hello.",)]
-        script = WholeScript(requests, self.runners[engine].voices.build, self.now_s)
+        script = Script(requests, self.runners[engine].build, self.now_s)
         return self._opened(script, Plan(Sampling(), seed, frames, options), paced, engine)
 
     def listen(
@@ -81,7 +81,7 @@ class Desk:
         engine: str = "batch",
     ) -> tuple[Utterance, Writer]:
         """A stream whose text is fed to the script."""
-        script = self.runners[engine].voices.later(Request(""), max_chars)
+        script = FedScript(Request(""), self.runners[engine].open_prompt, max_chars)
         job = self._opened(script, Plan(Sampling(), seed, frames, options), paced, engine)
         return job, Writer(script, job)
 
@@ -181,7 +181,7 @@ def alone(
     """The codes of a stream that is made by itself, frame by frame, without lanes."""
     single = fake_single(FakeBackend(eos_after=eos_after), prefix=prefix)
     job = Utterance(Plan(Sampling(), seed, frames, replace(OFF, buffer_frames=10**9)), SimpleQueue())
-    job.begin(WholeScript([Request(text) for text in texts], single.voices.build, 0.0), "single")
+    job.begin(Script([Request(text) for text in texts], single.build, 0.0), "single")
     single.update(job)
     while not job.over:
         single.turn(0.0, False)
