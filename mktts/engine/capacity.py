@@ -105,7 +105,7 @@ def tick_times(lanes: Lanes, slots: Sequence[int], prompt: Any, fit: TickFit) ->
     for seed, slot in enumerate(slots):
         lanes.pages.open(slot, rows + FRAMES + 1)
         lanes.enter(slot, None)
-        lanes.begin(slot, Segment(prompt, Sampling(), seed, FRAMES + 1, None))
+        lanes.begin(slot, Segment(prompt, Sampling(), seed, FRAMES + 1))
     at_once = max(1, settings.max_rows // rows)
     groups = [slots[i : i + at_once] for i in range(0, len(slots), at_once)]
     ticks = [(_tick(lanes, group, rows, 0), [None] * len(group)) for group in groups]

@@ -144,7 +144,12 @@ class Child:
             utterance, _ = self._streams.get(id, (None, None))
             if utterance is None:
                 continue
-            utterance.cancel() if count is None else utterance.has_taken(count)
+            if count is None:
+                utterance.cancel()
+                continue
+            utterance.taken_frames = count
+            if utterance.watched:
+                utterance.update()
         over = [id for id, (utterance, _) in self._streams.items() if utterance.over]
         for id in over:
             del self._streams[id]

@@ -190,7 +190,7 @@ class SingleLanes(OneLane):
             first = here.codec_state is None and not chunker.pending_frames
             if first and chunker.missing_frames == 1 and self._queues:
                 return backend.step(here.state, row, meanwhile=lambda: self._queue_decoding(here))
-            rows = here.segment.stream.rows_ahead(MAX_FRAMES_AHEAD) if self.alone else [row]
+            rows = here.segment.rows_ahead(MAX_FRAMES_AHEAD) if self.alone else [row]
             if len(rows) == 1:
                 return backend.step(here.state, row)
             here.ahead, here.ahead_frames = backend.frames(here.state, rows), len(rows)

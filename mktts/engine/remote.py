@@ -146,10 +146,9 @@ class RemoteEngine:
             self._check_open()
             id = next(self._numbers)
             self._utterances[id], self._ids[utterance] = utterance, id
-        script = _SentText(partial(self._feed, id))
-        utterance.begin(script, "batch")
+        utterance.begin(None, "batch")
         self._send(method, id, *arguments)
-        return script
+        return _SentText(partial(self._feed, id))
 
     def _feed(self, id: int, piece: Any) -> None:
         if id in self._utterances:

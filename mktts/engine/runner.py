@@ -20,6 +20,7 @@ import numpy as np
 
 from mktts.audio import rows_to_pcm16
 from mktts.engine.admission import Admission, AdmissionQueue, Arrival, Reason, refusal
+from mktts.engine.chunker import Chunker
 from mktts.engine.lanes import Lanes, Made
 from mktts.engine.pages import PAGE_ROWS
 from mktts.engine.scheduler import MeanTick, StreamTable, Tick, TickFit, TickLog, TickModel, lone_tick, next_tick
@@ -89,21 +90,13 @@ class TickPace:
             self.early_s = min(_RELAX * self.early_s + _GAP_PART * paused_s, _MOST_EARLY_S)
 
 
-class TickLane(NamedTuple):
-    """A stream that had a lane in a tick, and the number of its segment."""
-
-    slot: int
-    stream: Utterance
-    segment: int
-
-
 @dataclass
 class Running:
-    """A launched tick. streams: with a lane or a piece of a prompt in it. ends_s: as predicted. follows: the one before
-    it still ran."""
+    """A launched tick. lanes: slots and segments. streams: with a lane or a piece of a prompt in it. ends_s: as
+    predicted. follows: the one before it still ran. alone: no other stream was open."""
 
     tick: Tick
-    lanes: list[TickLane]
+    lanes: list[tuple[int, Segment]]
     streams: list[Utterance]
     launched: Any
     ends_s: float
@@ -197,7 +190,8 @@ class Runner:
         """Of a new stream; or of one, over perhaps, whose text went on, whose full buffer was read from, or that was
         cancelled. One that waits is not looked at before."""
         if stream.chunker is None:
-            stream.prepare(self.lanes.positions, self._settings.chunks)
+            stream.positions = self.lanes.positions
+            stream.chunker = Chunker(stream.plan.options, self._settings.chunks)
             self._arrived.append(stream)
         elif stream in self._textless:
             self._textless.discard(stream)
@@ -295,7 +289,7 @@ class Runner:
                 if stream.paced and self._queue.full:  # no prompt is made for nothing: forty may come at once
                     raise self._refusal("queue")
                 if not stream.next_segment():
-                    stream.advance(stream.flush)  # it ended without a word
+                    stream.flush()  # it ended without a word
             if stream.open and stream.segment is not None:
                 arrival = self._arrival(stream, now_s)
                 reason = self._queue.submit(arrival, self._pace.step_model)
@@ -335,7 +329,7 @@ class Runner:
             stream.on_close = partial(self._leave, slot)
             self._table.enter(slot, arrival.arrived_s, stream.paced)
             try:
-                self.lanes.enter(slot, stream.reference)
+                self.lanes.enter(slot, stream.segment.reference)
                 if self.lanes.submit is not None:
                     stream.submit = partial(self.lanes.submit, slot)
                 self._begin(slot, now_s)
@@ -368,10 +362,10 @@ class Runner:
         self._flush(slot, stream, now_s)
         if stream.open and stream.segment_number:
             self.lanes.leave(slot)
-            self.lanes.enter(slot, stream.reference)
+            self.lanes.enter(slot, stream.segment.reference)
 
     def _flush(self, slot: int, stream: Utterance, now_s: float) -> None:
-        stream.advance(stream.flush)
+        stream.flush()
         if stream.open:
             self._table.chunk(slot, stream.made_frames, stream.made_frames + stream.next_chunk_frames)
             self._table.pause(slot, stream.silent_s, now_s)
@@ -478,11 +472,11 @@ class Runner:
         table = self._table
         lanes, rows = [], []
         for slot in tick.lanes.tolist():
-            stream = self._streams[slot]
-            lanes.append(TickLane(slot, stream, stream.segment_number))
-            rows.append(stream.row)
+            segment = self._streams[slot].segment
+            lanes.append((slot, segment))
+            rows.append(segment.row)
         entering = (self._streams[piece.slot] for piece in tick.pieces if not piece.last)
-        streams = [*(lane.stream for lane in lanes), *entering]
+        streams = [*(segment.stream for _, segment in lanes), *entering]
         self.lanes.alone = alone
         try:
             launched = self.lanes.launch(tick, rows)
@@ -493,10 +487,12 @@ class Runner:
         ends_s = begins_s + tick.predicted_s
         self._running.append(Running(tick, lanes, streams, launched, ends_s, follows, alone))
         table.begin(tick)
-        for slot, stream, _ in lanes:
-            if not stream.has_launched():
+        for slot, segment in lanes:
+            segment.row = segment.prompt.row(segment.launched)
+            segment.launched += 1
+            if segment.launched >= segment.max_frames:  # as far as is known before that is read
                 table.text_known[slot] = False
-            elif stream.row is None:
+            elif segment.row is None:
                 table.text(slot, False, now_s)
                 self._waiting[slot] = None
 
@@ -530,18 +526,18 @@ class Runner:
 
     def _give(self, running: Running, made: Made, late_s: np.ndarray, ended_s: float) -> None:
         table, pcm16 = self._table, None
-        if made.pcm is not None and any(lane.stream.paced for lane in running.lanes):
+        if made.pcm is not None and any(segment.stream.paced for _, segment in running.lanes):
             pcm16 = rows_to_pcm16(made.pcm)  # listeners take 16 bits mostly: made here for all at once
         predictor_ms = 1e3 * made.predictor_s
         talker_ms = 1e3 * made.took_s / max(len(running.lanes), 1) - predictor_ms
         ahead = running.alone and self.lanes.decodes_beside
-        for index, (slot, stream, segment) in enumerate(running.lanes):
+        for index, (slot, segment) in enumerate(running.lanes):
+            stream, ended = segment.stream, bool(made.ended[index])
             if not stream.open:
                 continue
-            ended = bool(made.ended[index])
-            if stream.segment_number != segment or stream.segment is None or ended:
+            if stream.segment is not segment or ended:
                 table.frames_made[slot] -= 1  # nothing came of it
-            if stream.segment_number != segment or stream.segment is None:
+            if stream.segment is not segment:
                 continue  # the speech had ended when this was launched
             if not ended and made.codes[index, 0] < 0:
                 stream.fail(no_number())
@@ -549,10 +545,14 @@ class Runner:
             stream.late_s += float(late_s[index])
             # A copy of its own: the stream's codes may be kept for long, and should not keep the whole tick's.
             codes = None if ended else made.codes[index].copy()
-            if made.pcm is not None and not ended:
-                stream.add_pcm(made.pcm[index], None if pcm16 is None else pcm16[index])
+            pcm = None
+            if made.pcm is not None:  # bytearray: not `copy`, for which numpy would release the interpreter's lock
+                pcm = bytearray(made.pcm[index]), None if pcm16 is None else pcm16[index]
             before = stream.made_frames
-            stream.advance(partial(stream.add_frame, codes, talker_ms, predictor_ms, ahead and stream.chunker.begun))
+            try:
+                stream.add_frame(codes, pcm, talker_ms, predictor_ms, ahead and stream.chunker.begun)
+            except BaseException as error:  # whatever it is belongs to this stream; the worker and the others go on
+                stream.fail(error)
             if not stream.open:
                 continue
             if stream.made_frames != before or not before:
@@ -563,12 +563,12 @@ class Runner:
                 self._waiting[slot] = None
                 self._resume(slot, ended_s)
 
-    def _keep_prefixes(self, lanes: Sequence[TickLane]) -> None:
+    def _keep_prefixes(self, lanes: Sequence[tuple[int, Segment]]) -> None:
         """The prompts of these have entered: their prefixes are kept for others."""
-        for slot, stream, number in lanes:
-            if stream.segment is None or stream.segment_number != number:
+        for slot, segment in lanes:
+            if segment.stream.segment is not segment:
                 continue
-            prompt = stream.segment.prompt
+            prompt = segment.prompt
             if (key := kept_under(prompt)) is not None and not self._pages.find(key):
                 self.lanes.copy(self._pages.keep(slot, key, prompt.prefix_rows) or ())
 

@@ -17,7 +17,7 @@ from mktts.engine.admission import Admission, AdmissionLimits
 from mktts.engine.lanes import SingleLanes
 from mktts.engine.options import Chunk, Plan, StreamOptions
 from mktts.engine.script import FedScript, Script
-from mktts.engine.stream import Utterance
+from mktts.engine.stream import Notifier, Utterance
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 
@@ -86,7 +86,7 @@ class Desk:
         return job, Writer(script, job)
 
     def _opened(self, script: Script, plan: Plan, paced: bool, engine: str) -> Utterance:
-        job = Utterance(plan, self.inbox, paced=paced)
+        job = Utterance(plan, self.inbox, Notifier(), paced)
         job.begin(script, engine)
         self.runners[engine].update(job)
         return job
@@ -130,7 +130,7 @@ class Desk:
         assert all(job.open for job in (*batch._streams.values(), *batch._arrived, *batch._textless, *batch._queued))
         assert len(batch._queue) == len(batch._queued)
         for slot, job in batch._streams.items():
-            coming = sum(lane.stream is job for running in batch._running for lane in running.lanes)
+            coming = sum(one.stream is job for running in batch._running for _, one in running.lanes)
             assert table.frames_made[slot] == len(job.codes) + coming
         assert batch._begun <= slots
         if pages is not None:
@@ -180,7 +180,7 @@ def alone(
 ) -> list[list[int]]:
     """The codes of a stream that is made by itself, frame by frame, without lanes."""
     single = fake_single(FakeBackend(eos_after=eos_after), prefix=prefix)
-    job = Utterance(Plan(Sampling(), seed, frames, replace(OFF, buffer_frames=10**9)), SimpleQueue())
+    job = Utterance(Plan(Sampling(), seed, frames, replace(OFF, buffer_frames=10**9)), SimpleQueue(), Notifier())
     job.begin(Script([Request(text) for text in texts], single.build, 0.0), "single")
     single.update(job)
     while not job.over:

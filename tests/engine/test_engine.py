@@ -150,8 +150,8 @@ async def test_a_chunk_that_arrives_just_before_the_wait_is_not_missed(held, mon
     synth, backend = held
     stream = speak(synth, seed=1)
     loop, arrived = asyncio.get_running_loop(), threading.Event()
-    put = stream._utterance._put
-    monkeypatch.setattr(stream._utterance, "_put", lambda *item, **how: (put(*item, **how), arrived.set()))
+    put = stream._utterance.deliver
+    monkeypatch.setattr(stream._utterance, "deliver", lambda *item, **how: (put(*item, **how), arrived.set()))
 
     def while_the_consumer_prepares_to_wait() -> asyncio.Future:
         backend.let(1)

@@ -17,7 +17,7 @@ from mktts.engine.chunker import Chunker
 from mktts.engine.options import Chunk, Guard, Plan, StreamOptions
 from mktts.engine.runner import Runner
 from mktts.engine.script import Script
-from mktts.engine.stream import MAX_SEGMENT_FRAMES, Utterance
+from mktts.engine.stream import MAX_SEGMENT_FRAMES, Notifier, Utterance
 from mktts.errors import OptionsError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
@@ -37,7 +37,8 @@ def generation(
 
 
 def taken(runner: Runner, script: Script, plan: Plan) -> Utterance:
-    utterance = Utterance(replace(plan, options=replace(plan.options, buffer_frames=10**9)), SimpleQueue(), paced=False)
+    plan = replace(plan, options=replace(plan.options, buffer_frames=10**9))
+    utterance = Utterance(plan, SimpleQueue(), Notifier(), paced=False)
     utterance.begin(script, "single")
     utterance.runner = runner
     runner.update(utterance)
