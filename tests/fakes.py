@@ -445,12 +445,14 @@ def fake_single(
 ) -> Runner:
     """What makes a frame of one stream a tick. prefix: see FakePrompts."""
     lanes = SingleLanes(backend or FakeBackend(), codec or FakeCodec(), positions)
-    return Runner(lanes, FakePrompts(prefix), admission or Admission(PATIENT), FakePrompts.open)
+    prompts = FakePrompts(prefix)
+    return Runner(lanes, prompts, admission or Admission(PATIENT), open_prompt=prompts.open)
 
 
 def fake_batch(lanes: FakeLanes, admission: Admission | None = None, prefix: str = "") -> Runner:
     """What makes many streams together. prefix: see FakePrompts."""
-    return Runner(lanes, FakePrompts(prefix), admission or Admission(PATIENT), FakePrompts.open)
+    prompts = FakePrompts(prefix)
+    return Runner(lanes, prompts, admission or Admission(PATIENT), open_prompt=prompts.open)
 
 
 FAKE_ENGINES = ("single", "batch", "batch-ahead")  # the last one launches a tick before it reads the last

@@ -10,13 +10,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from mktts.engine.options import Chunk, Plan
 from mktts.engine.remote import Call, Wire
-from mktts.engine.script import FedScript
 from mktts.engine.stream import Utterance
 from mktts.errors import EngineError, MkttsError
 
@@ -56,7 +55,7 @@ class Child:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._streams: dict[int, tuple[Utterance, FedScript | None]] = {}
+        self._streams: dict[int, tuple[Utterance, Callable[[Any], None] | None]] = {}
         self._made: list[Call] = []  # in this turn; the worker's
         self._out: SimpleQueue[list[Call]] = SimpleQueue()
 
@@ -132,10 +131,10 @@ class Child:
             self._streams[id] = utterance, self._engine.begin_fed(utterance, request, max_chars, texts)
 
     def feed(self, id: int, piece: Any) -> None:
-        """What `FedScript.feed` takes; None says that no more comes. No effect on a stream that is over."""
-        utterance, script = self._streams.get(id, (None, None))
-        if script is not None:
-            script.finish() if piece is None else script.feed(piece)
+        """As `FedScript.feed`. No effect on a stream that is over."""
+        utterance, feed = self._streams.get(id, (None, None))
+        if feed is not None:
+            feed(piece)
             utterance.update()
 
     def taken(self, frames: dict[int, int | None]) -> None:

@@ -124,9 +124,11 @@ class Engine:
             self._utterances.add(utterance)
         return utterance
 
-    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> FedScript:
-        """Begins a reserved stream with `texts`, as `FedScript.feed` takes them; returns what further text is fed
-        through. request: checked, without text. max_chars: of a segment. Raises as `submit`."""
+    def begin_fed(
+        self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]
+    ) -> Callable[[Any], None]:
+        """Begins a reserved stream with `texts`, as `FedScript.feed` takes them; returns that, for what follows.
+        request: checked, without text. max_chars: of a segment. Raises as `submit`."""
 
         def script_of(runner: Runner) -> FedScript:
             script = FedScript(request, runner.open_prompt, max_chars)
@@ -134,11 +136,9 @@ class Engine:
                 script.feed(text)
             return script
 
-        return self._begin(utterance, script_of)
+        return self._begin(utterance, script_of).feed
 
-    def _begin(
-        self, utterance: Utterance, script_of: Callable[[Runner], Script], engine: EngineName | None = None
-    ) -> Script:
+    def _begin(self, utterance: Utterance, script_of: Callable[[Runner], Any], engine: EngineName | None = None) -> Any:
         with self._lock:
             self._check(utterance.plan.sampling)
             runner = self._choose(utterance.plan.sampling, engine)

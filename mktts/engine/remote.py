@@ -74,16 +74,6 @@ class Wire:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-class _SentText:
-    """As a `FedScript`, of text that another process speaks. feed: sends it a piece, or with None the end."""
-
-    def __init__(self, feed: Callable[[Any], None]) -> None:
-        self.feed = feed
-
-    def finish(self) -> None:
-        self.feed(None)
-
-
 class RemoteEngine:
     """As `mktts.engine.engine.Engine`, as far as a synthesizer needs one; codes stay in the other process.
 
@@ -138,17 +128,19 @@ class RemoteEngine:
         utterance.watched = True  # what is taken is told
         return utterance
 
-    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> _SentText:
-        return self._begin(utterance, "begin_fed", request, utterance.plan, max_chars, texts)
+    def begin_fed(
+        self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]
+    ) -> Callable[[Any], None]:
+        return partial(self._feed, self._begin(utterance, "begin_fed", request, utterance.plan, max_chars, texts))
 
-    def _begin(self, utterance: Utterance, method: str, *arguments: Any) -> _SentText:
+    def _begin(self, utterance: Utterance, method: str, *arguments: Any) -> int:
         with self._lock:
             self._check_open()
             id = next(self._numbers)
             self._utterances[id], self._ids[utterance] = utterance, id
         utterance.begin(None, "batch")
         self._send(method, id, *arguments)
-        return _SentText(partial(self._feed, id))
+        return id
 
     def _feed(self, id: int, piece: Any) -> None:
         if id in self._utterances:

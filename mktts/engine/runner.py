@@ -27,7 +27,7 @@ from mktts.engine.scheduler import MeanTick, StreamTable, Tick, TickFit, TickLog
 from mktts.engine.stream import EngineName, Segment, Utterance
 from mktts.errors import CapacityError, EngineError
 from mktts.model.backend import no_number
-from mktts.model.prompt import FedPrompt, PromptBuilder, Request, SpokenRows, is_of_voice
+from mktts.model.prompt import FedPrompt, PromptBuilder, Request, is_of_voice
 from mktts.model.voice import Voice
 
 TICK_BOUNDS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.065, 0.08, 0.16, 0.5)
@@ -120,17 +120,14 @@ class Runner:
         lanes: Lanes,
         prompts: PromptBuilder,
         admission: Admission,
-        fed: Callable[[PromptBuilder, Request], Any] = FedPrompt,
-        spoken: SpokenRows | None = None,
+        build: Callable[[Request], Any] | None = None,
+        open_prompt: Callable[[Request], Any] | None = None,
     ) -> None:
-        """fed: makes a prompt whose text comes later. spoken: rows of texts that prompts are made of; None: they are
-        computed."""
+        """build, open_prompt: make prompts of checked requests, the second where their text comes later; None: as the
+        builder has them."""
         self.lanes, self.prompts, self.admission, self.log = lanes, prompts, admission, TickLog()
-        # Make prompts of a checked request: of its text, and of one that has none yet.
-        self.build: Callable[[Request], Any] = prompts.of_checked
-        if spoken is not None:
-            self.build = partial(prompts.of_checked, spoken=spoken)
-        self.open_prompt: Callable[[Request], Any] = partial(fed, prompts)
+        self.build = build or prompts.of_checked
+        self.open_prompt = open_prompt or partial(FedPrompt, prompts)
         self.name: EngineName = "single" if lanes.settings.max_lanes == 1 else "batch"
         self._pages, self._settings = lanes.pages, lanes.settings
         self._ticks = TickTimes()

@@ -1,5 +1,5 @@
 """The text of one utterance as a row of segments: known at the start, or fed while it is being spoken. Everything but
-`feed` and `finish` belongs to the worker."""
+`feed` belongs to the worker."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from mktts.model.prompt import Request
 from mktts.model.voice import Voice
 from mktts.text.parts import Pause
 from mktts.text.split import FeedSplitter, split_text
-
-_END = object()
 
 
 def cut(request: Request, parts: Iterable[str | Pause | Request], max_chars: int) -> list[Request | Pause]:
@@ -92,13 +90,10 @@ class FedScript(Script):
         self._splitter = FeedSplitter(max_chars)
         self._written: Any | None = None  # the prompt that text goes to
 
-    def feed(self, piece: str | Pause | Request) -> None:
-        """More text, cleaned; a pause; or a request, without text, that says how what follows is spoken. Any thread."""
+    def feed(self, piece: str | Pause | Request | None) -> None:
+        """More text, cleaned; a pause; a request, without text, that says how what follows is spoken; or None, where no
+        more comes. Any thread."""
         self._pieces.put(piece)
-
-    def finish(self) -> None:
-        """No more text comes. Any thread."""
-        self._pieces.put(_END)
 
     def update(self) -> None:
         while True:
@@ -115,7 +110,7 @@ class FedScript(Script):
                 continue
             self._end()
             self._splitter = FeedSplitter(self._max_chars)
-            if piece is _END:
+            if piece is None:
                 self._finished = True
             elif isinstance(piece, Pause):
                 self._parts.append(piece)

@@ -25,7 +25,7 @@ from torch import Tensor
 from mktts.audio import joined
 from mktts.engine.chunker import Chunker
 from mktts.engine.options import Chunk, FinishReason, GuardState, Plan, WordTime
-from mktts.engine.script import FedScript, Script
+from mktts.engine.script import Script
 from mktts.engine.words import WordTimes
 from mktts.errors import EngineError, TextError
 from mktts.model.backend import PromptRows
@@ -584,7 +584,7 @@ class Session(Stream):
         super().__init__(engine, utterance, words)
         self._request, self._max_chars = request, max_chars
         self._text = text
-        self._script: FedScript | None = None
+        self._feed: Callable[[Any], None] | None = None  # as `FedScript.feed`, from the first visible text on
         self._early: list[Any] = []  # of pieces without anything visible
         self._writing = threading.Lock()
         self._chars = 0
@@ -605,10 +605,10 @@ class Session(Stream):
             if self._words is not None:
                 self._words.feed(piece)
             self._chars += len(piece)
-            if self._script is not None:
-                self._feed(parts)
+            if self._feed is not None:
+                self._hand_over(parts)
             elif piece.strip():
-                self._begin(parts)
+                self._begin((*self._early, *parts))
             else:
                 self._early += parts
 
@@ -620,29 +620,27 @@ class Session(Stream):
                 return
             self._finished = True
             try:
-                if self._script is None and not self._utterance.over:
+                if self._feed is None and not self._utterance.over:
                     raise TextError("expected text to speak before finish, got none")
                 if not self._utterance.over:
-                    self._feed(self._text.finish())
+                    self._hand_over(self._text.finish())
             except TextError:
                 self._utterance.cancel()
                 raise
             if self._words is not None:
                 self._words.finish()
-            if self._script is not None:
-                self._script.finish()
-                self._utterance.update()
+            if self._feed is not None:
+                self._hand_over([None])
 
-    def _feed(self, parts: Sequence[Any]) -> None:
+    def _hand_over(self, parts: Sequence[Any]) -> None:
         for part in parts:
-            self._script.feed(part)
+            self._feed(part)
         if parts:
             self._utterance.update()
 
     def _begin(self, parts: Sequence[Any]) -> None:
         try:
-            texts = (*self._early, *parts)
-            self._script = self._engine.begin_fed(self._utterance, self._request, self._max_chars, texts)
+            self._feed = self._engine.begin_fed(self._utterance, self._request, self._max_chars, parts)
         except EngineError:
             if not self._utterance.over:  # else the engine was closed meanwhile
                 raise

@@ -32,7 +32,7 @@ from mktts.engine.pages import Copy
 from mktts.engine.scheduler import Tick
 from mktts.engine.stream import Segment
 from mktts.errors import BackendUnavailable, CapacityError, MkttsError, PromptError
-from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.model.tokenizer import TextTokenizer
 from mktts.model.voice import Voice
@@ -284,10 +284,6 @@ class UpstreamPrompt:
     prefix_rows: int = 0
     prefix_key: None = None
 
-    @classmethod
-    def open(cls, prompts: PromptBuilder, request: Request) -> UpstreamPrompt:
-        return cls(request, prompts.tokenizer, text_ended=False)
-
     @property
     def ready(self) -> bool:
         return self.text_ended
@@ -304,13 +300,6 @@ class UpstreamPrompt:
 
     def row(self, frame: int) -> Tensor:
         return self.embeds[0]
-
-
-class UpstreamPrompts(PromptBuilder):
-    """Checks requests; qwen-tts builds the prompts."""
-
-    def of_checked(self, request: Request) -> UpstreamPrompt:
-        return UpstreamPrompt(request, self.tokenizer)
 
 
 class UpstreamLanes(OneLane):

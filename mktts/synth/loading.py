@@ -135,13 +135,14 @@ def single_runner(
 
 
 def _upstream_runner(checkpoint: Checkpoint, wanted: Loading, admission: Admission) -> Runner:
-    from mktts.engine.upstream import UpstreamLanes, UpstreamPrompt, UpstreamPrompts, load_upstream
+    from mktts.engine.upstream import UpstreamLanes, UpstreamPrompt, load_upstream
 
     # The builder only checks requests and counts tokens; on the CPU in the stored dtype its tables stay on disk.
-    prompts = UpstreamPrompts(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)
+    prompts = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)
     positions = checkpoint.config.talker.max_position_embeddings
     lanes = UpstreamLanes(load_upstream(checkpoint, wanted.dtype, wanted.device), positions)
-    return Runner(lanes, prompts, admission, UpstreamPrompt.open)
+    build = partial(UpstreamPrompt, tokenizer=prompts.tokenizer)
+    return Runner(lanes, prompts, admission, build, partial(build, text_ended=False))
 
 
 def batch_runner(checkpoint: Checkpoint, wanted: Loading, single: Runner | None, admission: Admission) -> Runner:
@@ -173,4 +174,4 @@ def batch_runner(checkpoint: Checkpoint, wanted: Loading, single: Runner | None,
     else:
         embedded = {**tensors, **lanes.embeddings}
         prompts = PromptBuilder(config, embedded, checkpoint.tokenizer(), wanted.device, wanted.dtype)
-    return Runner(lanes, prompts, admission, spoken=SpokenRows(prompts) if cuda else None)
+    return Runner(lanes, prompts, admission, partial(prompts.of_checked, spoken=SpokenRows(prompts)) if cuda else None)

@@ -163,7 +163,7 @@ class Writer:
         self.job.update()
 
     def finish(self) -> None:
-        self.script.finish()
+        self.script.feed(None)
         self.job.update()
 
 
