@@ -152,6 +152,11 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._paced) + len(self._unpaced)
 
+    @property
+    def names(self) -> list[Any]:
+        """Of those that wait."""
+        return [arrival.name for arrival in (*self._paced, *self._unpaced)]
+
     def set_idle(self, idle: bool, now_s: float) -> None:
         """Whether no tick runs, and none is due."""
         self._idle_since_s = min(self._idle_since_s, now_s) if idle else math.inf

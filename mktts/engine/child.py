@@ -114,7 +114,7 @@ class Child:
 
         synthesizer = Synthesizer.load(open_checkpoint(checkpoint, revision), **settings)
         self._engine = synthesizer.engine
-        self._engine.after_turn(self.flush)
+        self._engine.notifier.after = self.flush
         threading.Thread(target=self._send, daemon=True).start()
         return synthesizer.backend_name, str(synthesizer.device), synthesizer.dtype, self._engine.makes_many
 

@@ -131,7 +131,7 @@ class Runner:
         self.name: EngineName = "single" if lanes.settings.max_lanes == 1 else "batch"
         self._pages, self._settings = lanes.pages, lanes.settings
         self._ticks = TickTimes()
-        self._pace = TickPace(lanes.model, lanes.settings.max_lanes)
+        self.pace = TickPace(lanes.model, lanes.settings.max_lanes)
         self.reference_model: TickModel | None = None  # of the measured capacity: what ticks are expected to take
         self._reset()
         admission.listeners.append(self.count_listeners)
@@ -144,18 +144,12 @@ class Runner:
         self._streams: dict[int, Utterance] = {}  # by slot
         self._arrived: deque[Utterance] = deque()  # not looked at yet
         self._textless: set[Utterance] = set()  # not admitted: their text has not come
-        self._queued: set[Utterance] = set()
         self._awake: dict[int, Utterance] = {}  # those of `_streams` that are looked at before every tick
         self._asleep: dict[Utterance, int] = {}  # the others, with their slots: they wait for text, and an update
         self._begun: set[int] = set()  # slots that have memory for a segment
         self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[Running] = deque()  # two at most, and one between two turns
         self._freed = False  # a stream has ended, or is not read any more, since the queue was looked at
-
-    @property
-    def model(self) -> TickModel:
-        """What a tick takes, as far as is known. Any thread."""
-        return self._pace.step_model
 
     def count_listeners(self, now_s: float) -> int:
         """Open streams that need frames in time. Any thread."""
@@ -164,23 +158,21 @@ class Runner:
     @property
     def open_streams(self) -> int:
         """Streams that it was given and that are not over."""
-        return len(self._streams) + len(self._arrived) + len(self._textless) + len(self._queued)
+        return len(self._streams) + len(self._arrived) + len(self._textless) + len(self._queue)
 
     @property
     def stats(self) -> EngineStats:
         """Any thread."""
         waiting = len(self._queue) + len(self._arrived) + len(self._textless)
-        listeners = self.count_listeners(time.perf_counter())
-        slots = self.lanes.slots, len(self._streams)
         pages = (0, 0) if self._pages is None else (self._pages.all, self._pages.free)
-        return EngineStats(listeners, waiting, *slots, *pages, self._ticks)
+        listeners = self.count_listeners(time.perf_counter())
+        return EngineStats(listeners, waiting, self.lanes.slots, len(self._streams), *pages, self._ticks)
 
     def forget(self, voice: Voice) -> None:
         """Lets go of what is kept for prompts with this voice; streams that are open go on."""
         self.prompts.forget(voice)
         if self._pages is not None:
-            for key in self._pages.known(lambda key: is_of_voice(key, voice)):
-                self._pages.forget(key)
+            self._pages.forget(lambda key: is_of_voice(key, voice))
         self.lanes.forget(voice)
 
     def update(self, stream: Utterance) -> None:
@@ -203,11 +195,10 @@ class Runner:
         """Does what is due: a tick, at most. alone: no other stream is open, on any lanes. Returns when it wants its
         next turn if nothing happens outside: perf_counter seconds, -inf for at once, inf for never."""
         running, table = self._running[0] if self._running else None, self._table
-        plan_s = now_s if running is None else running.ends_s - self._pace.early_s
+        plan_s = now_s if running is None else running.ends_s - self.pace.early_s
         self._take_arrivals(now_s, now_s + _STARTING_S if running is None else plan_s)
         self._freed = False
-        while self._queued and (left := self._queue.pop(now_s, self._pace.step_model)) is not None:
-            self._queued.discard(left[0].name)
+        while len(self._queue) and (left := self._queue.pop(now_s, self.pace.step_model)) is not None:
             self._decided(*left, now_s)
         if now_s < plan_s:
             return float("-inf") if self._arrived else plan_s
@@ -217,7 +208,7 @@ class Runner:
         if lone is not None and table.text_known[lone] and not table.full[lone]:
             tick = lone_tick(table, lone, begins_s)
         else:
-            tick = next_tick(table, begins_s, self._pace.model, self._settings)
+            tick = next_tick(table, begins_s, self.pace.model, self._settings)
         if not tick.empty:
             self._launch(tick, now_s, begins_s, alone)
         self._queue.set_idle(not self._running, now_s)
@@ -225,7 +216,7 @@ class Runner:
             self._take_arrivals(now_s, running.ends_s)
             self._read()
         if self._running and self.lanes.overlaps:
-            return float("-inf") if self._arrived else self._running[0].ends_s - self._pace.early_s
+            return float("-inf") if self._arrived else self._running[0].ends_s - self.pace.early_s
         if self._running:
             self._read()
         elif tick.empty and running is None and not self._freed and not self._arrived:
@@ -249,7 +240,7 @@ class Runner:
         while self._running:
             with contextlib.suppress(Exception):
                 self.lanes.collect(self._running.popleft().launched)
-        for stream in (*self._streams.values(), *self._arrived, *self._textless, *self._queued):
+        for stream in (*self._streams.values(), *self._arrived, *self._textless, *self._queue.names):
             with contextlib.suppress(Exception):
                 end(stream)
 
@@ -289,10 +280,8 @@ class Runner:
                     stream.flush()  # it ended without a word
             if stream.open and stream.segment is not None:
                 arrival = self._arrival(stream, now_s)
-                reason = self._queue.submit(arrival, self._pace.step_model)
-                if reason == "waited":
-                    self._queued.add(stream)
-                else:
+                reason = self._queue.submit(arrival, self.pace.step_model)
+                if reason != "waited":
                     self._decided(arrival, reason, now_s)
                 return True
         except Exception as error:
@@ -388,8 +377,7 @@ class Runner:
 
     def _update_streams(self, now_s: float) -> None:
         """What consumers and writers did since the last tick."""
-        for stream in [stream for stream in self._queued if stream.cancelled]:
-            self._queued.discard(stream)
+        for stream in [stream for stream in self._queue.names if stream.cancelled]:
             self._queue.cancel(stream)
             self._freed = True  # those behind it may come in
             stream.end(None)
@@ -509,7 +497,7 @@ class Runner:
             return
         ended_s = time.perf_counter()
         tick, table = running.tick, self._table
-        self._pace.observe(tick, made, running.follows)
+        self.pace.observe(tick, made, running.follows)
         late_s = table.finish(tick, ended_s)
         self._ticks.add(made.took_s)
         self.log.add(tick, made.took_s, ended_s, len(self._streams), float(late_s.max(initial=0.0)))

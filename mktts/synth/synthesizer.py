@@ -282,8 +282,7 @@ class Synthesizer:
     @property
     def _room(self) -> int:
         """Streams that are made at once."""
-        batch = self.engine.runners.get("batch")
-        return 1 if batch is None else batch.lanes.slots
+        return 1 if self.lanes is None else self.lanes.slots
 
     @property
     def lanes(self) -> Lanes | None:

@@ -127,8 +127,9 @@ class Desk:
         asleep = set(batch._asleep.values())
         assert not asleep & set(batch._awake) and asleep | set(batch._awake) == slots
         assert not table.text_known[list(asleep)].any()
-        assert all(job.open for job in (*batch._streams.values(), *batch._arrived, *batch._textless, *batch._queued))
-        assert len(batch._queue) == len(batch._queued)
+        assert all(
+            job.open for job in (*batch._streams.values(), *batch._arrived, *batch._textless, *batch._queue.names)
+        )
         for slot, job in batch._streams.items():
             coming = sum(one.stream is job for running in batch._running for _, one in running.lanes)
             assert table.frames_made[slot] == len(job.codes) + coming

@@ -377,7 +377,7 @@ def held(synthesizer: Synthesizer, of: Voice) -> set[str]:
         found |= {"codec"} if id(of.codes) in primed._states else set()
         found |= {"rows"} if any(of.digest in key for key in runner.prompts._heads) else set()
         pages = runner.lanes.pages
-        found |= {"pages"} if pages and pages.known(lambda key: of.digest in key) else set()
+        found |= {"pages"} if pages and any(of.digest in key for key in pages._kept) else set()
     return found
 
 
