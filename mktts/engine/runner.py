@@ -353,7 +353,7 @@ class Runner:
     def _flush(self, slot: int, stream: Utterance, now_s: float) -> None:
         stream.flush()
         if stream.open:
-            self._table.chunk(slot, stream.made_frames, stream.made_frames + stream.next_chunk_frames)
+            self._table.chunk(slot, stream.made_frames, stream.next_chunk_frames)
             self._table.pause(slot, stream.silent_s, now_s)
 
     def _leave(self, slot: int) -> None:
@@ -541,7 +541,7 @@ class Runner:
             if not stream.open:
                 continue
             if stream.made_frames != before or not before:
-                table.chunk(slot, stream.made_frames, stream.made_frames + stream.next_chunk_frames)
+                table.chunk(slot, stream.made_frames, stream.next_chunk_frames)
             if ended:
                 self._free_memory(slot)
                 table.text_known[slot] = False

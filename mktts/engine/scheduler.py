@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -327,23 +326,10 @@ class StreamTable:
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self.open = np.zeros(slots, bool)
-        self.paced = np.zeros(slots, bool)
-        self.text_known = np.zeros(slots, bool)
-        self.full = np.zeros(slots, bool)
-        self.resumed = np.zeros(slots, bool)
-        self.serial = np.zeros(slots, np.int64)
-        self.prompt_rows = np.zeros(slots, np.int64)
-        self.context_rows = np.zeros(slots, np.int64)
-        self.frames_made = np.zeros(slots, np.int64)
-        self.frames_taken = np.zeros(slots, np.int64)
-        self.chunk_start = np.zeros(slots, np.int64)
-        self.chunk_end = np.zeros(slots, np.int64)
-        self.arrived_s = np.zeros(slots)
-        self.silent_s = np.zeros(slots)
-        self.newest_s = np.zeros(slots)
-        self.playing_since_s = np.full(slots, -np.inf)
-        self.taken_s = np.zeros(slots)
+        self.open, self.paced, self.text_known, self.full, self.resumed = np.zeros((5, slots), bool)
+        self.prompt_rows, self.context_rows, self.frames_made, self.frames_taken = np.zeros((4, slots), np.int64)
+        self.chunk_start, self.chunk_end, self.serial = np.zeros((3, slots), np.int64)
+        self.arrived_s, self.silent_s, self.newest_s, self.taken_s, self.playing_since_s = np.zeros((5, slots))
 
     # ---- what happens to a stream
 
@@ -390,15 +376,14 @@ class StreamTable:
             played_s = max(float(self.playing_since_s[slot]), now_s - FRAME_S * self.frames_made[slot])
             self.playing_since_s[slot] = played_s + paused_s
 
-    def chunk(self, slot: int, start: int, end: int) -> None:
-        """The chunk that is being made goes from frame `start` to frame `end` of the stream."""
-        self.chunk_start[slot], self.chunk_end[slot] = start, end
+    def chunk(self, slot: int, start: int, frames: int) -> None:
+        """The chunk that is being made has so many frames, from frame `start` of the stream on."""
+        self.chunk_start[slot], self.chunk_end[slot] = start, start + frames
 
-    def read(self, slots: Sequence[int], frames: Sequence[int], now_s: float) -> None:
-        """The readers of these slots have taken so many frames in all by now."""
-        where, taken = np.asarray(slots, np.int64), np.asarray(frames, np.int64)
-        self.taken_s[where[self.frames_taken[where] != taken]] = now_s
-        self.frames_taken[where] = taken
+    def read(self, slots: np.ndarray, taken: np.ndarray, now_s: float) -> None:
+        """The readers of these slots (n,) have taken so many frames (n,) in all by now."""
+        self.taken_s[slots[self.frames_taken[slots] != taken]] = now_s
+        self.frames_taken[slots] = taken
 
     # ---- ticks
 

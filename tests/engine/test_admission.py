@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -102,12 +103,12 @@ def test_a_reader_who_is_gone_and_one_who_waits_for_text_hold_no_capacity_and_on
     place.fill()
     place.table.frames_taken[0], place.table.full[0] = 5, True
     place.table.frames_taken[1], place.table.full[1] = 5, True
-    place.table.read([0, 1], [6, 5], now_s=1.5)
+    place.table.read(np.array([0, 1]), np.array([6, 5]), now_s=1.5)
     assert place.queue.wake_s(0.2) == 0.5  # of the one that waits
     assert [place.admission.count(now_s) for now_s in (1.9, 2.0, 3.4, 3.5)] == [2, 1, 1, 0]
     assert place.queue.pop(0.2, MODEL) is None
     place.queue.cancel(None)
-    place.table.read([0, 1], [7, 7], now_s=4.0)
+    place.table.read(np.array([0, 1]), np.array([7, 7]), now_s=4.0)
     assert place.submit(arrived_s=4.1) == "waited"
     place.table.text(0, False, 4.2)
     assert place.queue.pop(4.3, MODEL)[1] == ""

@@ -257,7 +257,7 @@ def test_a_stream_that_is_alone_runs_as_it_would_by_what_is_done_for_many(stream
     assert content(found) == content(expected) and found.serials == expected.serials
     assert (found.lanes.dtype, found.wake_s) == (expected.lanes.dtype, expected.wake_s)
     table.begin(found)
-    table.chunk(0, chunk_start, chunk_start + 2)
+    table.chunk(0, chunk_start, 2)
     if leaves:
         table.leave(0)
     many = copy.deepcopy(table)
