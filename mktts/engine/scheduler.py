@@ -402,8 +402,6 @@ class StreamTable:
         tick's lanes was late for its listener, 0 for those in time, first frames, frames that complete no chunk, and
         streams that left."""
         lanes = tick.lanes
-        if len(lanes) == 1:
-            return np.array([self._finish_one(int(lanes[0]), int(tick.frames[0]), int(tick.serials[0]), ended_s)])
         here = self.open[lanes] & (self.serial[lanes] == tick.serials)
         self.newest_s[lanes[here]] = ended_s
         first = here & (tick.frames == 0)
@@ -417,25 +415,6 @@ class StreamTable:
         late_s = ended_s - (self.playing_since_s[lanes] + FRAME_S * start)
         late_s = np.where(heard_out & (late_s > 0), late_s, 0.0)
         self.playing_since_s[lanes] += late_s
-        return late_s
-
-    def _finish_one(self, slot: int, frame: int, serial: int, ended_s: float) -> float:
-        """As `finish`, of one lane: what does it for many takes as long as for a hundred."""
-        if not self.open[slot] or self.serial[slot] != serial:
-            return 0.0
-        self.newest_s[slot] = ended_s
-        if frame == 0:
-            self.playing_since_s[slot] = max(float(self.playing_since_s[slot]), ended_s)
-            return 0.0
-        chunked = self.chunk_end[slot] > frame
-        start = int(self.chunk_start[slot]) if chunked else frame
-        whole = not chunked or frame + 1 >= self.chunk_end[slot]
-        if not (whole and self.paced[slot] and self.frames_taken[slot] >= start):
-            return 0.0
-        late_s = max(0.0, ended_s - (float(self.playing_since_s[slot]) + FRAME_S * start))
-        if np.isinf(late_s):  # it plays nothing yet
-            return 0.0
-        self.playing_since_s[slot] += late_s
         return late_s
 
     # ---- for admission

@@ -12,10 +12,10 @@ import shutil
 import sys
 import time
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -311,11 +311,11 @@ class UpstreamLanes(OneLane):
     def __init__(self, upstream: Any, positions: int) -> None:
         self.upstream, self.positions = upstream, positions
         self._segments: dict[int, Segment] = {}
-        self._frames: dict[int, deque[Tensor]] = {}  # made, not handed on
-        self._pcm: dict[int, np.ndarray] = {}  # not decoded into chunks yet
+        self._frames: dict[int, deque[Tensor]] = defaultdict(deque)  # made, not handed on
+        self._pcm: dict[int, np.ndarray] = defaultdict(partial(np.zeros, 0, np.float32))  # not in chunks yet
 
     def enter(self, slot: int, reference: Tensor | None) -> None:
-        self._frames[slot], self._pcm[slot] = deque(), np.zeros(0, np.float32)
+        """qwen-tts hears the reference itself."""
 
     def forget(self, voice: Voice) -> None:
         """Nothing is kept here."""
