@@ -135,10 +135,7 @@ class SingleLanes(OneLane):
         # Whether a frame can be decoded behind its launch, before the host has its codes.
         self._queues = hasattr(self.backend, "codes_to_come") and hasattr(self.codec, "submit_unmade")
         self._slots: dict[int, _Slot] = {}
-
-    @property
-    def name(self) -> str:
-        return self.backend.name
+        self.name = self.backend.name
 
     def enter(self, slot: int, reference: Tensor | None) -> None:
         self._slots[slot] = _Slot(reference)

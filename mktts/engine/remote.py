@@ -89,7 +89,6 @@ class RemoteEngine:
         self._inbox: SimpleQueue[Utterance | None] = SimpleQueue()
         self._notifier, self._many = Notifier(), ManyStreams()
         self._utterances: dict[int, Utterance] = {}
-        self._ids: dict[Utterance, int] = {}
         self._numbers = itertools.count()
         self._replies: dict[int, Future[Any]] = {}
         # As of `Engine`, a tenth of a second ago at most.
@@ -137,7 +136,7 @@ class RemoteEngine:
         with self._lock:
             self._check_open()
             id = next(self._numbers)
-            self._utterances[id], self._ids[utterance] = utterance, id
+            self._utterances[id], utterance.number = utterance, id
         utterance.begin(None, "batch")
         self._send(method, id, *arguments)
         return id
@@ -213,11 +212,11 @@ class RemoteEngine:
             told.append(self._inbox.get())
         taken: dict[int, int | None] = {}
         for utterance in told:
-            if (id := self._ids.get(utterance)) is None:
+            if (id := utterance.number) not in self._utterances:
                 continue  # it had not begun, or is over
             taken[id] = None if utterance.cancelled else utterance.taken_frames
             if utterance.cancelled:
-                self._forget(id)
+                self._utterances.pop(id, None)
         self._send("taken", taken)
 
     def _receive(self) -> None:
@@ -234,7 +233,7 @@ class RemoteEngine:
             self.gone, self.closed = not self.closed, True
         self._inbox.put(None)
         for id, utterance in list(self._utterances.items()):
-            self._forget(id)
+            self._utterances.pop(id, None)
             utterance.fail(self._death()) if self.gone else utterance.cancel()
         for reply in self._replies.values():
             if not reply.done():
@@ -244,9 +243,6 @@ class RemoteEngine:
             _LOG.error("%s", self._death())
             if self.on_gone is not None:
                 self.on_gone()
-
-    def _forget(self, id: int) -> None:
-        self._ids.pop(self._utterances.pop(id, None), None)
 
     def _death(self) -> EngineError:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -275,6 +271,5 @@ class RemoteEngine:
             utterance.set_idle(idle)
 
     def _on_over(self, id: int, reason: FinishReason | None, error: BaseException | None) -> None:
-        if (utterance := self._utterances.get(id)) is not None:
-            self._forget(id)
+        if (utterance := self._utterances.pop(id, None)) is not None:
             utterance.end(reason) if error is None else utterance.fail(error)

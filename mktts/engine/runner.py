@@ -141,11 +141,13 @@ class Runner:
         self._table = StreamTable(slots)
         self._queue = AdmissionQueue(self.admission, self._table, self._pages, self._settings)
         self.free_slots = list(range(slots - 1, -1, -1))
-        self._streams: dict[int, Utterance] = {}  # by slot
-        self._arrived: deque[Utterance] = deque()  # not looked at yet
-        self._textless: set[Utterance] = set()  # not admitted: their text has not come
-        self._awake: dict[int, Utterance] = {}  # those of `_streams` that are looked at before every tick
-        self._asleep: dict[Utterance, int] = {}  # the others, with their slots: they wait for text, and an update
+        # An open stream is in one of these, and waits             until
+        self._arrived: deque[Utterance] = deque()  # for a look,     this turn or the next
+        self._textless: set[Utterance] = set()  # for its first text, an update
+        # `_queue`                                  for a place,     one is free, or `AdmissionQueue.pop` refuses it
+        self._awake: dict[int, Utterance] = {}  # for frames,        the scheduler takes it; its reader takes a chunk
+        self._asleep: dict[Utterance, int] = {}  # for more text,    an update
+        self._streams: dict[int, Utterance] = {}  # those of the last two, by slot
         self._begun: set[int] = set()  # slots that have memory for a segment
         self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[Running] = deque()  # two at most, and one between two turns
@@ -198,7 +200,7 @@ class Runner:
         plan_s = now_s if running is None else running.ends_s - self.pace.early_s
         self._take_arrivals(now_s, now_s + _STARTING_S if running is None else plan_s)
         self._freed = False
-        while len(self._queue) and (left := self._queue.pop(now_s, self.pace.step_model)) is not None:
+        while (left := self._queue.pop(now_s, self.pace.step_model)) is not None:
             self._decided(*left, now_s)
         if now_s < plan_s:
             return float("-inf") if self._arrived else plan_s

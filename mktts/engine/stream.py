@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mktts.text.parts import TextFeed
 
 EngineName = Literal["single", "batch"]
+_NO_PCM = np.zeros(0, np.float32)
 MAX_SEGMENT_FRAMES = int(160 * FRAME_RATE_HZ)  # what one prompt may take where the caller sets no limit
 # After a lone stream's first chunk. A thread that waits for the interpreter gets it when the worker sleeps, or after
 # the 5 ms of sys.getswitchinterval; on a CPU a first chunk was read 1.3 to 2.4 ms late.
@@ -139,6 +140,7 @@ class Utterance:
         self.late_s = 0.0
         self.error: BaseException | None = None
         self.engine: EngineName | None = None
+        self.number = -1  # by which another process knows it
         self.buffer_frames = plan.options.buffer_frames
         self.made_frames = 0  # in chunks; written by the worker
         self.taken_frames = 0  # written by the consumer
@@ -494,11 +496,11 @@ class Stream:
 
     def read(self) -> np.ndarray:
         """All PCM that is left, (S,) float32; waits for the end. Raises EngineError as `__iter__`."""
-        return joined([chunk.pcm for chunk in self])
+        return np.concatenate([_NO_PCM, *(chunk.pcm for chunk in self)])
 
     async def aread(self) -> np.ndarray:
         """As `read`, for an event loop."""
-        return joined([chunk.pcm async for chunk in self])
+        return np.concatenate([_NO_PCM, *[chunk.pcm async for chunk in self]])
 
     def __repr__(self) -> str:
         state = self.finish_reason or ("over" if self._utterance.over else "open")
