@@ -325,7 +325,7 @@ class Runner:
                 stream.fail(error)
 
     def _refusal(self, reason: Reason) -> Exception:
-        return refusal(reason, len(self._streams), self.admission.capacity)
+        return refusal(reason, len(self._streams), self.admission.most)
 
     def _begin(self, slot: int, now_s: float) -> None:
         """The segment of the stream in `slot` gets its memory, and its prompt waits to enter."""

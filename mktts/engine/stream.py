@@ -241,7 +241,7 @@ class Utterance:
     def ready(self) -> bool:
         """Whether there is something to make or to hand on; False means: waiting for text."""
         known = self.input_known()
-        return known or self._spoken() or self.chunker.has_undecoded or self._silent_samples > 0
+        return known or self._spoken or self.chunker.has_undecoded or self._silent_samples > 0
 
     def next_segment(self) -> bool:
         """Whether the next segment's turn has come and its prompt is known; it is then `segment`."""
@@ -309,7 +309,7 @@ class Utterance:
         if codes is None:
             self._script.leave_segment()
             self.segment = None
-            over = "eos" if self._spoken() else None
+            over = "eos" if self._spoken else None
         else:
             self.codes.append(codes)
             chunker.add(codes if pcm is None else pcm)
@@ -318,8 +318,9 @@ class Utterance:
 
     def flush(self) -> None:
         """Without input: the end, or the text has stopped for now, and the listener gets what there is."""
-        self._hand_on("eos" if self._spoken() else None, True)
+        self._hand_on("eos" if self._spoken else None, True)
 
+    @property
     def _spoken(self) -> bool:
         return self.segment is None and self._script.ended
 
@@ -430,7 +431,7 @@ def _set(waiters: Sequence[asyncio.Future[None]]) -> None:
 # ---- what a consumer holds
 
 
-class Stream:
+class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsyncContextManager["Stream"]):
     """Chunks of one utterance, in order, made while they are taken. Iterate with `for` or with `async for`, one
     consumer at a time. Leaving the `with` block, `close`, `aclose`, dropping the object, an exception while waiting
     (Ctrl-C), and cancelling the task that waits all end the generation within one frame. What fails inside is raised
@@ -550,14 +551,8 @@ class Stream:
             raise StopAsyncIteration
         return chunk
 
-    def __enter__(self) -> Stream:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._utterance.cancel()
-
-    async def __aenter__(self) -> Stream:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         self._utterance.cancel()

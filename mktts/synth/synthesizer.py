@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
@@ -71,7 +72,7 @@ _OF_A_CHOICE = {field.name for field in fields(Choice)}
 _MEASURED_TEXT = "The committee will meet again on Thursday, and everyone who signed the letter is invited."
 
 
-class Synthesizer:
+class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
     """One model and its worker thread; any number of streams may be open at once. Load one per process and share it
     between threads and tasks. Use it as a context manager, or call `close`."""
 
@@ -314,9 +315,6 @@ class Synthesizer:
     def close(self) -> None:
         """Ends every open stream as cancelled and the worker thread, and lets go of the model. Idempotent."""
         self.engine.close()
-
-    def __enter__(self) -> Synthesizer:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -119,7 +119,7 @@ def test_the_queue_has_an_end_in_length_and_in_time_and_the_refusal_says_why():
     assert [place.submit() for _ in range(4)] == ["", "waited", "waited", "queue"]
     assert place.queue.pop(0.04, MODEL) is None and place.queue.wake_s(0.04) == 0.05
     reason = place.queue.pop(0.05, MODEL)[1]
-    error = refusal(reason, 1, place.admission.capacity)
+    error = refusal(reason, 1, place.admission.most)
     assert reason == "waited" and error.capacity == 1
     assert str(error).startswith("refused with 1 stream open, where 1 can be served at once: no place came free in")
 
