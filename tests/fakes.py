@@ -491,6 +491,11 @@ def speak(synth: Synthesizer, seed: int, frames: int | None = 6, options: Stream
     return synth.stream("Hello.", seed=seed, max_frames=frames, options=options)
 
 
+def open_streams(synth: Synthesizer) -> int:
+    """Streams that have begun and are not over."""
+    return sum(counters.open for counters in synth.engine._counters.values())
+
+
 def settle(synth: Synthesizer) -> None:
     """Returns once the worker has dealt with everything before, and sleeps."""
     stream = synth.stream("Settle.", seed=999, max_frames=1, options=ONE)

@@ -116,7 +116,7 @@ class Child:
         self._engine = synthesizer.engine
         self._engine.notifier.after = self.flush
         threading.Thread(target=self._send, daemon=True).start()
-        return synthesizer.backend_name, str(synthesizer.device), synthesizer.dtype, self._engine.makes_many
+        return synthesizer.backend_name, str(synthesizer.device), synthesizer.dtype
 
     def submit(self, id: int, parts: Sequence[Request | Pause], plan: Plan, paced: bool) -> None:
         """A stream of known text: see `Engine.submit`."""

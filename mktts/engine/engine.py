@@ -190,16 +190,6 @@ class Engine:
     # ---- all of them
 
     @property
-    def makes_many(self) -> bool:
-        """Whether many streams are made together, or will be once enough are open."""
-        return "batch" in self.runners or self._later is not None
-
-    @property
-    def open_streams(self) -> int:
-        """Streams that have begun and are not over."""
-        return sum(counters.open for counters in self._counters.values())
-
-    @property
     def stats(self) -> dict[EngineName, EngineStats]:
         return {name: runner.stats for name, runner in list(self.runners.items())}
 

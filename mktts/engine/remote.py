@@ -109,7 +109,7 @@ class RemoteEngine:
         except BaseException:
             self.close()
             raise
-        self.backend_name, self.device, self.dtype, self.makes_many = loaded
+        self.backend_name, self.device, self.dtype = loaded
 
     # ---- streams
 
@@ -146,10 +146,6 @@ class RemoteEngine:
             self._send("feed", id, piece)
 
     # ---- all of them
-
-    @property
-    def open_streams(self) -> int:
-        return len(self._utterances)
 
     def set_limits(self, limits: AdmissionLimits) -> None:
         self._call("set_limits", limits)

@@ -46,21 +46,17 @@ _YIELD_S = 20e-6
 
 
 class Notifier:
-    """Wakes event loops for the worker: consumers that were notified since the last `flush` are woken together, one
-    call a loop. after: called at the end of every `flush`."""
+    """Wakes event loops for the worker. waiters: by loop, those that are done at the next `flush`, which wakes each
+    loop once. after: called at the end of every `flush`."""
 
     after: Callable[[], None] | None = None
 
     def __init__(self) -> None:
-        self._waiters: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = defaultdict(list)
-
-    def add(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
-        """`waiter` is done at the next `flush`."""
-        self._waiters[loop].append(waiter)
+        self.waiters: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = defaultdict(list)
 
     def flush(self) -> None:
-        if self._waiters:
-            waiters, self._waiters = self._waiters, defaultdict(list)
+        if self.waiters:
+            waiters, self.waiters = self.waiters, defaultdict(list)
             for loop, of_loop in waiters.items():
                 _wake(loop, of_loop)
         if self.after is not None:
@@ -150,7 +146,7 @@ class Utterance:
         self._script: Script | None = None  # none once it is over: its caches are free then
         self._chunks: SimpleQueue[Chunk | None] = SimpleQueue()  # None: the end
         self._reason: FinishReason | None = None
-        self._read = False  # the consumer has seen the end
+        self.read = False  # the consumer has seen the end
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
         self._when_over: Callable[[], None] | None = None
         self.chunker: Chunker | None = None
@@ -198,18 +194,13 @@ class Utterance:
         if not self.open:  # asked behind the line above: the worker saw that, or we see this
             call()
 
-    def check_unread(self) -> None:
-        """Raises EngineError where every chunk was taken; cancelled streams stay empty without a word."""
-        if self._read and not self.cancelled and self.error is None:
-            raise EngineError("this stream was read to its end, and chunks are not kept: make another stream")
-
     def take(self, wait: bool = True) -> Chunk | None:
         """Waits for the next chunk; None at the end. Raises what ended the stream, if something did, and where it is
         not to wait queue.Empty."""
         chunk = self._chunks.get(wait)
         if chunk is None or self.cancelled:
             self._chunks.put(None)  # for the next call
-            self._read = True
+            self.read = True
             if self.error is not None and not self.cancelled:
                 raise self.error
             return None
@@ -396,9 +387,9 @@ class Utterance:
             self.sink.put(self, chunk, at_once)
             return
         self._chunks.put(chunk)
-        waiter = self._waiter
-        if waiter is not None:
-            _wake(waiter[0], [waiter[1]]) if at_once else self._notifier.add(*waiter)
+        if (waiter := self._waiter) is not None:
+            loop, future = waiter
+            _wake(loop, [future]) if at_once else self._notifier.waiters[loop].append(future)
 
 
 class _Decoded(NamedTuple):
@@ -508,9 +499,13 @@ class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsy
         return f"<{type(self).__name__}: {len(self._utterance.codes)} frames, {state}, seed {self.seed}>"
 
     def __iter__(self) -> Stream:
-        """Raises EngineError where the chunks were taken to the end already: they are not kept."""
-        self._utterance.check_unread()
+        """Raises EngineError where every chunk was taken already; cancelled streams stay empty without a word."""
+        utterance = self._utterance
+        if utterance.read and not utterance.cancelled and utterance.error is None:
+            raise EngineError("this stream was read to its end, and chunks are not kept: make another stream")
         return self
+
+    __aiter__ = __iter__
 
     def __next__(self) -> Chunk:
         try:
@@ -540,10 +535,6 @@ class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsy
                 self._give_up()
             raise
         return chunk if self._words is None else self._with_words(chunk)
-
-    def __aiter__(self) -> Stream:
-        self._utterance.check_unread()
-        return self
 
     async def __anext__(self) -> Chunk:
         chunk = await self.take()

@@ -64,38 +64,34 @@ def install_shim() -> dict[str, str]:
         if isinstance(present, _StandIn):
             replaced[name] = present.reason
             continue
+        modules = [name, *(f"{name}.{child}" for child in children)]
         try:
             if name == "sox" and shutil.which("sox") is None:
                 raise FileNotFoundError("the sox program is not installed")
-            for module in (name, *(f"{name}.{child}" for child in children)):
+            for module in modules:
                 importlib.import_module(module)
         except Exception as error:  # noqa: BLE001  any failure to load means the same: it cannot be used here
             replaced[name] = f"{type(error).__name__}: {error}"
             for loaded in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
                 del sys.modules[loaded]
-            _stand_in(name, children, replaced[name])
+            for module in modules:
+                sys.modules[module] = _StandIn(module, replaced[name])
+                parent, _, leaf = module.rpartition(".")
+                if parent:
+                    setattr(sys.modules[parent], leaf, sys.modules[module])
     return replaced
 
 
 class _StandIn(types.ModuleType):
-    reason: str
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name)
+        self.reason, self.__path__ = reason, []
+        self.__spec__ = ModuleSpec(name, loader=None)
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         raise AttributeError(f"{self.__name__}.{attribute}: only a stand-in is loaded, because {self.reason}")
-
-
-def _stand_in(name: str, children: tuple[str, ...], reason: str) -> None:
-    for full in (name, *(f"{name}.{child}" for child in children)):
-        module = _StandIn(full)
-        module.reason = reason
-        module.__spec__ = ModuleSpec(full, loader=None)
-        module.__path__ = []
-        sys.modules[full] = module
-        parent, _, leaf = full.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], leaf, module)
 
 
 def import_upstream() -> types.ModuleType:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fakes import OFF, ONE, WAIT_S, FakeBackend, in_thread, joined, launched_ahead, settle, speak
+from fakes import OFF, ONE, WAIT_S, FakeBackend, in_thread, joined, launched_ahead, open_streams, settle, speak
 
 from mktts.engine import stream as streams
 from mktts.errors import EngineError, TextError
@@ -192,7 +192,7 @@ def test_a_stream_begins_with_its_first_visible_text_and_takes_none_after_its_en
         reader = in_thread(lambda: heard.extend(chunk.frames for chunk in session))
         session.feed(" \n")
         settle(synth)
-        assert session.engine is None and synth.engine.open_streams == 0 and not session._utterance.over
+        assert session.engine is None and open_streams(synth) == 0 and not session._utterance.over
         with pytest.raises(TextError, match="must be a str, got int"):
             session.feed(3)
         session.feed("abc")
