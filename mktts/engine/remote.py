@@ -208,8 +208,8 @@ class RemoteEngine:
             told.append(self._inbox.get())
         taken: dict[int, int | None] = {}
         for utterance in told:
-            if (id := utterance.number) not in self._utterances:
-                continue  # it had not begun, or is over
+            if utterance is None or (id := utterance.number) not in self._utterances:
+                continue  # the engine is closed; it had not begun, or is over
             taken[id] = None if utterance.cancelled else utterance.taken_frames
             if utterance.cancelled:
                 self._utterances.pop(id, None)
