@@ -21,7 +21,7 @@ from mktts.engine.engine import Engine
 from mktts.engine.lanes import Copy, Made, SingleLanes
 from mktts.engine.options import SCHEDULE, Guard, StreamOptions
 from mktts.engine.pages import NO_OWNER, Pages
-from mktts.engine.runner import Runner, Voices
+from mktts.engine.runner import Runner
 from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment, Stream
 from mktts.errors import PromptError
@@ -445,12 +445,14 @@ def fake_single(
 ) -> Runner:
     """What makes a frame of one stream a tick. prefix: see FakePrompts."""
     lanes = SingleLanes(backend or FakeBackend(), codec or FakeCodec(), positions)
-    return Runner(lanes, Voices(FakePrompts(prefix), FakePrompts.open), admission or Admission(PATIENT))
+    prompts = FakePrompts(prefix)
+    return Runner(lanes, prompts, admission or Admission(PATIENT), open_prompt=prompts.open)
 
 
 def fake_batch(lanes: FakeLanes, admission: Admission | None = None, prefix: str = "") -> Runner:
     """What makes many streams together. prefix: see FakePrompts."""
-    return Runner(lanes, Voices(FakePrompts(prefix), FakePrompts.open), admission or Admission(PATIENT))
+    prompts = FakePrompts(prefix)
+    return Runner(lanes, prompts, admission or Admission(PATIENT), open_prompt=prompts.open)
 
 
 FAKE_ENGINES = ("single", "batch", "batch-ahead")  # the last one launches a tick before it reads the last
@@ -473,7 +475,7 @@ def fake_synthesizer(
         batch = fake_batch(lanes, admission, prefix)
     first = single or batch
     made = Engine(single, batch, admission=admission)
-    return Synthesizer(made, first.voices.prompts)
+    return Synthesizer(made, first.prompts)
 
 
 def launched_ahead(synth: Synthesizer) -> int:
@@ -487,6 +489,11 @@ ONE = replace(OFF, schedule=(1,))
 
 def speak(synth: Synthesizer, seed: int, frames: int | None = 6, options: StreamOptions = ONE) -> Stream:
     return synth.stream("Hello.", seed=seed, max_frames=frames, options=options)
+
+
+def open_streams(synth: Synthesizer) -> int:
+    """Streams that have begun and are not over."""
+    return sum(counters.open for counters in synth.engine._counters.values())
 
 
 def settle(synth: Synthesizer) -> None:

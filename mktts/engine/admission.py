@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from mktts.common import counted
 from mktts.engine.pages import Pages
 from mktts.engine.scheduler import FRAME_S, StreamTable, TickModel, TickSettings
-from mktts.errors import BusyError, CapacityError, OptionsError
+from mktts.errors import BusyError, OptionsError
 
 Reason = Literal["", "slots", "memory", "capacity", "max_streams", "first_pcm", "queue", "waited", "held"]
 
@@ -152,6 +152,11 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._paced) + len(self._unpaced)
 
+    @property
+    def names(self) -> list[Any]:
+        """Of those that wait."""
+        return [arrival.name for arrival in (*self._paced, *self._unpaced)]
+
     def set_idle(self, idle: bool, now_s: float) -> None:
         """Whether no tick runs, and none is due."""
         self._idle_since_s = min(self._idle_since_s, now_s) if idle else math.inf
@@ -237,14 +242,14 @@ _OBSTACLES: dict[Reason, str] = {
 }
 
 
-def refusal(reason: Reason, open_streams: int, capacity: Capacity) -> CapacityError:
-    """What ends a stream that was refused for `reason`."""
-    served = "" if math.isinf(capacity.streams) else f", where {int(capacity.streams)} can be served at once"
+def refusal(reason: Reason, open_streams: int, most: float) -> BusyError:
+    """What ends a stream that was refused for `reason`. most: listeners that are admitted at once."""
+    served = "" if math.isinf(most) else f", where {int(most)} can be served at once"
     error = BusyError(
         f"refused with {counted(open_streams, 'stream')} open{served}: {_OBSTACLES[reason]}; try again when some have "
         "ended, or on another machine"
     )
-    error.capacity = None if math.isinf(capacity.streams) else int(capacity.streams)
+    error.capacity = None if math.isinf(most) else int(most)
     return error
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ FRAMES = 16  # of a measurement, for each number of lanes
 _PARTS = (1.0, 0.75, 0.5, 0.25)  # of the most lanes of a tick, where it may have any number
 _HOST_S = 0.3e-3  # between two ticks
 _FEW, _QUICKER = 4, 0.8
+_KEPT = "capacity.json"
 
 
 def kept(key: str, runner: Runner) -> Capacity | None:
@@ -42,10 +42,8 @@ def kept(key: str, runner: Runner) -> Capacity | None:
 
 def keep(key: str, runner: Runner, capacity: Capacity) -> None:
     """Writes it beside what is there."""
-    model = runner.reference_model
-    parts = [model.constant_s, model.lane_s, model.row_s, model.attention_s]
-    found = {**_read(), key: {**capacity._asdict(), "tick_model_s": parts}}
-    write_json(_path(), found)
+    found = {**capacity._asdict(), "tick_model_s": astuple(runner.reference_model)}
+    write_json(cache_folder() / _KEPT, {**_read(), key: found})
 
 
 def measure(runner: Runner, prompt: Any) -> Capacity:
@@ -54,10 +52,9 @@ def measure(runner: Runner, prompt: Any) -> Capacity:
     sizes = settings.sizes if settings.buckets else [math.ceil(part * settings.max_lanes) for part in _PARTS]
     found: list[tuple[float, int, float]] = []
     for count in sorted(set(sizes)):
-        with borrowed(runner, count) as slots:
-            if len(slots) < count:
-                break
-            tick_s = tick_times(runner.lanes, slots, prompt, fit)
+        if count > len(runner.free_slots):
+            break
+        tick_s = tick_times(runner.lanes, runner.free_slots[-count:], prompt, fit)
         found.append(((tick_s + _HOST_S) / count, count, tick_s))
         if tick_s > settings.margin * FRAME_S:
             break
@@ -72,9 +69,9 @@ def outdated(runner: Runner, prompt: Any) -> bool:
     """Whether ticks of few lanes are much quicker than the kept measurement says: the machine was busy then. In the
     worker's thread."""
     fit, expected = TickFit(runner.lanes.model), runner.reference_model
-    with borrowed(runner, _FEW) as slots:
-        tick_s = tick_times(runner.lanes, slots, prompt, fit)
-        bucket = runner.lanes.settings.bucket(runner.lanes.model, len(slots), 0)
+    slots = runner.free_slots[-_FEW:]
+    tick_s = tick_times(runner.lanes, slots, prompt, fit)
+    bucket = runner.lanes.settings.bucket(runner.lanes.model, len(slots), 0)
     context_rows = len(slots) * (len(prompt.embeds) + FRAMES // 2)
     return tick_s < _QUICKER * expected.predict(*bucket, context_rows)
 
@@ -84,28 +81,18 @@ def measure_single(runner: Runner, speak: Callable[[], None]) -> Capacity:
     begun_s = time.perf_counter()
     speak()
     frame_s = (time.perf_counter() - begun_s) / FRAMES
-    runner.reference_model = runner.model
+    runner.reference_model = runner.pace.step_model
     basis = f"measured {date.today().isoformat()}: a frame in {1e3 * frame_s:.3g} ms"
     return Capacity(round(measured_streams(frame_s, 0.0, runner.lanes.settings.margin), 2), basis)
 
 
-@contextlib.contextmanager
-def borrowed(runner: Runner, count: int) -> Iterator[list[int]]:
-    """Free slots, at most so many, that no stream gets meanwhile."""
-    slots = [runner.free_slots.pop() for _ in range(min(count, len(runner.free_slots)))]
-    try:
-        yield slots
-    finally:
-        runner.free_slots += slots
-
-
 def tick_times(lanes: Lanes, slots: Sequence[int], prompt: Any, fit: TickFit) -> float:
-    """Median seconds of ticks that have a lane of each of these slots; all of them are told to `fit`."""
+    """Median seconds of ticks that have a lane of each of these free slots; all of them are told to `fit`."""
     rows, settings = len(prompt.embeds), lanes.settings
     for seed, slot in enumerate(slots):
         lanes.pages.open(slot, rows + FRAMES + 1)
         lanes.enter(slot, None)
-        lanes.begin(slot, Segment(prompt, Sampling(), seed, FRAMES + 1, None))
+        lanes.begin(slot, Segment(prompt, Sampling(), seed, FRAMES + 1))
     at_once = max(1, settings.max_rows // rows)
     groups = [slots[i : i + at_once] for i in range(0, len(slots), at_once)]
     ticks = [(_tick(lanes, group, rows, 0), [None] * len(group)) for group in groups]
@@ -150,16 +137,10 @@ def machine_key(device: torch.device, threads: int | None) -> str:
     return f"{platform.node()} {platform.machine()}, {cores} cores, {threads or 0} threads, torch {torch.__version__}"
 
 
-def _path() -> Path:
-    return cache_folder() / "capacity.json"
-
-
 def _read() -> dict:
     """What was kept; nothing where the file is missing, or damaged: it is then measured again."""
-    path = _path()
-    if not path.is_file():
-        return {}
     try:
-        return read_object(path)
+        path = cache_folder() / _KEPT
+        return read_object(path) if path.is_file() else {}
     except CheckpointError:
         return {}

@@ -10,13 +10,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from mktts.engine.options import Chunk, Plan
 from mktts.engine.remote import Call, Wire
-from mktts.engine.script import FedScript
 from mktts.engine.stream import Utterance
 from mktts.errors import EngineError, MkttsError
 
@@ -56,7 +55,7 @@ class Child:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._streams: dict[int, tuple[Utterance, FedScript | None]] = {}
+        self._streams: dict[int, tuple[Utterance, Callable[[Any], None] | None]] = {}
         self._made: list[Call] = []  # in this turn; the worker's
         self._out: SimpleQueue[list[Call]] = SimpleQueue()
 
@@ -115,9 +114,9 @@ class Child:
 
         synthesizer = Synthesizer.load(open_checkpoint(checkpoint, revision), **settings)
         self._engine = synthesizer.engine
-        self._engine.after_turn(self.flush)
+        self._engine.notifier.after = self.flush
         threading.Thread(target=self._send, daemon=True).start()
-        return synthesizer.backend_name, str(synthesizer.device), synthesizer.dtype, self._engine.makes_many
+        return synthesizer.backend_name, str(synthesizer.device), synthesizer.dtype
 
     def submit(self, id: int, parts: Sequence[Request | Pause], plan: Plan, paced: bool) -> None:
         """A stream of known text: see `Engine.submit`."""
@@ -132,10 +131,10 @@ class Child:
             self._streams[id] = utterance, self._engine.begin_fed(utterance, request, max_chars, texts)
 
     def feed(self, id: int, piece: Any) -> None:
-        """What `FedScript.feed` takes; None says that no more comes. No effect on a stream that is over."""
-        utterance, script = self._streams.get(id, (None, None))
-        if script is not None:
-            script.finish() if piece is None else script.feed(piece)
+        """As `FedScript.feed`. No effect on a stream that is over."""
+        utterance, feed = self._streams.get(id, (None, None))
+        if feed is not None:
+            feed(piece)
             utterance.update()
 
     def taken(self, frames: dict[int, int | None]) -> None:
@@ -144,7 +143,12 @@ class Child:
             utterance, _ = self._streams.get(id, (None, None))
             if utterance is None:
                 continue
-            utterance.cancel() if count is None else utterance.has_taken(count)
+            if count is None:
+                utterance.cancel()
+                continue
+            utterance.taken_frames = count
+            if utterance.watched:
+                utterance.update()
         over = [id for id, (utterance, _) in self._streams.items() if utterance.over]
         for id in over:
             del self._streams[id]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from mktts.audio import first_audible_sample, joined
 from mktts.engine.options import SCHEDULE, Chunk, StreamOptions, Timings
@@ -23,7 +22,7 @@ class Chunker:
         """schedule: where the options leave it open."""
         self._schedule = options.schedule or schedule
         self._trimming = options.trim_lead
-        self.undecoded: list[Tensor] = []
+        self.undecoded: list[Any] = []
         self._decoding: list[tuple[Any, int]] = []  # chunks on their way to the host, with their frames
         self._lead = np.zeros(0, dtype=np.float32)  # the end of the silence so far, while trimming
         self._chunks = 0
@@ -48,19 +47,19 @@ class Chunker:
         wanted = self._schedule[min(self._chunks + len(self._decoding), len(self._schedule) - 1)]
         return wanted - len(self.undecoded)
 
-    def add(self, codes: Tensor) -> None:
-        """codes (16,) int64, on the host: of the next frame."""
-        self.undecoded.append(codes)
+    def add(self, frame: Any) -> None:
+        """Of the next frame, what `decode` takes."""
+        self.undecoded.append(frame)
         self.pending_frames += 1
 
     def take(
-        self, decode: Callable[[list[Tensor]], Any], started_s: float, flush: bool = False, ahead: bool = False
+        self, decode: Callable[[list[Any]], Any], started_s: float, flush: bool = False, ahead: bool = False
     ) -> Chunk | None:
         """The next chunk once the schedule has it whole, or what there is with `flush`; None for nothing to hear.
 
-        decode: begins to turn the next frames, a list of codes (16,), into PCM (T * SAMPLES_PER_FRAME,) float32, which
-        its result waits for. ahead: a chunk that has become whole is only begun to be decoded, and the next call hands
-        it out.
+        decode: begins to turn the next frames, a list of what was added, into PCM (T * SAMPLES_PER_FRAME,) float32,
+        which its result waits for. ahead: a chunk that has become whole is only begun to be decoded, and the next call
+        hands it out.
         """
         whole = bool(self.undecoded) if flush else self.missing_frames <= 0
         if not whole and not self._decoding:

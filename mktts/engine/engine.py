@@ -28,8 +28,8 @@ import torch
 from mktts.engine import capacity as capacities
 from mktts.engine.admission import Admission, AdmissionLimits, Capacity
 from mktts.engine.options import SCHEDULE, Guard, Plan, StreamOptions
-from mktts.engine.runner import EngineStats, Runner, Voices
-from mktts.engine.script import FedScript, Script, WholeScript
+from mktts.engine.runner import EngineStats, Runner
+from mktts.engine.script import FedScript, Script
 from mktts.engine.stream import EngineName, Notifier, StreamCounters, Utterance
 from mktts.errors import EngineError, SamplingError
 from mktts.model.prompt import Request
@@ -78,19 +78,17 @@ class Engine:
         self._capacity_key = capacity_key
         self.admission = admission
         self.on_gone: Callable[[], None] | None = None  # never called
-        self._runners: dict[EngineName, Runner] = {}
+        self.runners: dict[EngineName, Runner] = {}  # the worker clears it at its end
         self._later, self._singly = later, SINGLE_STREAMS
         self._inbox: SimpleQueue[Any] = SimpleQueue()
-        self._notifier = Notifier()
+        self.notifier = Notifier()
         self._counters: defaultdict[EngineName, StreamCounters] = defaultdict(StreamCounters)
         self._lock = threading.Lock()
         self.closed = False
         self._utterances: weakref.WeakSet[Utterance] = weakref.WeakSet()
         self._pid = os.getpid()
-        for runner in (single, batch):
-            if runner is not None:
-                self._runners[runner.name] = runner
-        self._worker = _Worker(self._inbox, self._runners, self._notifier)
+        self.runners.update({runner.name: runner for runner in (single, batch) if runner is not None})
+        self._worker = _Worker(self._inbox, self.runners, self.notifier)
         self._thread = threading.Thread(target=self._worker.run, args=(cpu_threads,), name="mktts-worker", daemon=True)
         self._thread.start()
         weakref.finalize(self, _abandon, self._inbox, self._thread)  # also at interpreter exit
@@ -113,36 +111,36 @@ class Engine:
         Raises EngineError after `close` and in a forked child, SamplingError for draws that no lanes make.
         """
         utterance = self.reserve(plan, paced=paced, sink=sink)
-        self._begin(utterance, lambda voices: WholeScript(parts, voices.build, started_s), engine)
+        self._begin(utterance, lambda runner: Script(parts, runner.build, started_s), engine)
         return utterance
 
     def reserve(self, plan: Plan, *, paced: bool = True, sink: Any = None) -> Utterance:
         """A stream whose text is to come; the worker knows of it from `begin_fed` on. Raises as `submit`."""
-        utterance = Utterance(plan, self._inbox, self._notifier, paced, sink)
+        utterance = Utterance(plan, self._inbox, self.notifier, paced, sink)
         with self._lock:
             self._check(plan.sampling)
             self._utterances.add(utterance)
         return utterance
 
-    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> FedScript:
-        """Begins a reserved stream with `texts`, as `FedScript.feed` takes them; returns what further text is fed
-        through. request: checked, without text. max_chars: of a segment. Raises as `submit`."""
+    def begin_fed(
+        self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]
+    ) -> Callable[[Any], None]:
+        """Begins a reserved stream with `texts`, as `FedScript.feed` takes them; returns that, for what follows.
+        request: checked, without text. max_chars: of a segment. Raises as `submit`."""
 
-        def script_of(voices: Voices) -> FedScript:
-            script = voices.later(request, max_chars)
+        def script_of(runner: Runner) -> FedScript:
+            script = FedScript(request, runner.open_prompt, max_chars)
             for text in texts:
                 script.feed(text)
             return script
 
-        return self._begin(utterance, script_of)
+        return self._begin(utterance, script_of).feed
 
-    def _begin(
-        self, utterance: Utterance, script_of: Callable[[Voices], Script], engine: EngineName | None = None
-    ) -> Script:
+    def _begin(self, utterance: Utterance, script_of: Callable[[Runner], Any], engine: EngineName | None = None) -> Any:
         with self._lock:
             self._check(utterance.plan.sampling)
             runner = self._choose(utterance.plan.sampling, engine)
-            counters, script = self._counters[runner.name], script_of(runner.voices)
+            counters, script = self._counters[runner.name], script_of(runner)
             counters.opened += 1
             utterance.begin(script, runner.name, counters)
             self._inbox.put(utterance)
@@ -154,16 +152,15 @@ class Engine:
             raise EngineError("the worker thread stayed in the parent of this fork: load a synthesizer in the child")
         if self.closed:
             raise EngineError("the synthesizer is closed: load another one")
-        if sampling is not None and sampling.rng == "torch" and "single" not in self._runners:
+        if sampling is not None and sampling.rng == "torch" and "single" not in self.runners:
             raise SamplingError(
                 "the batch engine draws with rng='philox': for rng='torch' take backend='torch', engine='single'"
             )
 
     def _choose(self, sampling: Sampling, engine: EngineName | None = None) -> Runner:
-        runners = self._runners
         if engine is not None:
-            return runners[engine]
-        single, batch = runners.get("single"), runners.get("batch")
+            return self.runners[engine]
+        single, batch = self.runners.get("single"), self.runners.get("batch")
         if single is None or batch is None and self._later is None:
             return single or batch
         active = sum(counters.active for counters in self._counters.values())
@@ -184,33 +181,17 @@ class Engine:
                 runner = later()
             with self._lock:
                 self._check()
-                self._inbox.put(runner)
+                self.runners[runner.name] = runner
         except Exception as reason:
             _LOG.warning("streams go on taking turns, the batch engine cannot run: %s", reason)
         else:
-            self._runners = {**self._runners, runner.name: runner}
             self.admission.measured = capacities.kept(self._key(runner), runner)  # that of the single lanes is no more
 
     # ---- all of them
 
     @property
-    def runners(self) -> dict[EngineName, Runner]:
-        """By name; empty after `close`."""
-        return self._runners
-
-    @property
-    def makes_many(self) -> bool:
-        """Whether many streams are made together, or will be once enough are open."""
-        return "batch" in self._runners or self._later is not None
-
-    @property
-    def open_streams(self) -> int:
-        """Streams that have begun and are not over."""
-        return sum(counters.open for counters in self._counters.values())
-
-    @property
     def stats(self) -> dict[EngineName, EngineStats]:
-        return {name: runner.stats for name, runner in list(self._runners.items())}
+        return {name: runner.stats for name, runner in list(self.runners.items())}
 
     @property
     def capacity(self) -> Capacity:
@@ -222,19 +203,15 @@ class Engine:
         all streams are then made together, so that one set of lanes has both cores."""
         self.make_batch()
         self.admission.limits = limits
-        single = self._runners.get("single")
-        if "batch" in self._runners and single is not None and not single.lanes.decodes_beside:
+        single = self.runners.get("single")
+        if "batch" in self.runners and single is not None and not single.lanes.decodes_beside:
             self._singly = 0
-
-    def after_turn(self, call: Callable[[], None]) -> None:
-        """Has the worker call this behind all that a turn gave."""
-        self._notifier.after = call
 
     def warm_up(self, request: Request) -> None:
         """Runs one short stream of this checked request on each set of lanes, so that the first one finds everything
         allocated and compiled. One chunk of every size of the default schedule is made."""
         self._check()
-        for runner in list(self._runners.values()):
+        for runner in list(self.runners.values()):
             self._make_stream(runner, request, sum(SCHEDULE))
 
     def measure_capacity(self, request: Request, renew: bool = False, only_kept: bool = False) -> Capacity:
@@ -243,12 +220,12 @@ class Engine:
         measures anew. only_kept: does not measure."""
         if not only_kept:
             self.make_batch()
-        runner = self._runners.get("batch") or self._runners["single"]
+        runner = self.runners.get("batch") or self.runners["single"]
         key = self._key(runner)
         found = None if renew else capacities.kept(key, runner)
         if found is not None and not only_kept and runner.name == "batch":
             self.warm_up(request)
-            if self._on_worker(lambda: capacities.outdated(runner, runner.voices.build(request))):
+            if self._on_worker(lambda: capacities.outdated(runner, runner.build(request))):
                 found = None
         if found is None and not only_kept:
             self.warm_up(request)
@@ -256,7 +233,7 @@ class Engine:
                 speak = partial(self._make_stream, runner, request, capacities.FRAMES)
                 found = capacities.measure_single(runner, speak)
             else:
-                found = self._on_worker(lambda: capacities.measure(runner, runner.voices.build(request)))
+                found = self._on_worker(lambda: capacities.measure(runner, runner.build(request)))
             capacities.keep(key, runner, found)
         self.admission.measured = found
         return self.capacity
@@ -287,7 +264,7 @@ class Engine:
     def forget(self, voice: Voice) -> None:
         """Lets go of what caches hold of `voice`, soon, in the worker's thread. Raises EngineError after `close`."""
         self._check()
-        for runner in self._runners.values():
+        for runner in list(self.runners.values()):
             self._inbox.put(partial(runner.forget, voice))
 
     def close(self) -> None:
@@ -300,16 +277,16 @@ class Engine:
                 self._inbox.put(_CLOSE)
         if os.getpid() == self._pid and self._thread is not threading.current_thread():
             self._thread.join()
-        self._runners, self._later = {}, None
+        self.runners, self._later = {}, None
 
 
 class _Worker:
     """It knows these only, so that dropping the engine can end its thread. sleeps: nothing is to be done without an
-    update. runners: by their names, changed by its own thread alone."""
+    update."""
 
     def __init__(self, inbox: SimpleQueue[Any], runners: dict[EngineName, Runner], notifier: Notifier) -> None:
         self.sleeps = True
-        self.runners = dict(runners)
+        self.runners = runners
         self._inbox, self._notifier = inbox, notifier
         self._many = ManyStreams()
 
@@ -319,8 +296,9 @@ class _Worker:
             torch.set_num_threads(cpu_threads)  # OpenMP keeps the number per calling thread: others are not touched
         wake_s = math.inf
         while self._take_in(wake_s):
-            alone = sum(runner.open_streams for runner in self.runners.values()) == 1
-            wake_s = min(self._turn(runner, alone) for runner in self.runners.values())
+            runners = list(self.runners.values())  # one may come
+            alone = sum(runner.open_streams for runner in runners) == 1
+            wake_s = min(self._turn(runner, alone) for runner in runners)
             self._notifier.flush()
             # Here, not in the runner: behind every turn, also one that failed or ended streams before they had begun.
             batch = self.runners.get("batch")
@@ -345,8 +323,6 @@ class _Worker:
                 if isinstance(item, Utterance):
                     if item.engine is not None:  # else it was cancelled before it had begun
                         self.runners[item.engine].update(item)
-                elif isinstance(item, Runner):
-                    self.runners[item.name] = item
                 else:
                     try:
                         item()
@@ -388,35 +364,28 @@ _BEFORE = contextlib.ExitStack()  # closing it puts back what was; under the loc
 _contexts = 0  # that want the settings; under the lock
 
 
-def _set() -> None:
-    switch_s, (young, *older) = sys.getswitchinterval(), gc.get_threshold()
-    _BEFORE.callback(sys.setswitchinterval, switch_s)
-    _BEFORE.callback(gc.set_threshold, young, *older)
-    if not gc.get_freeze_count():  # else what is frozen is somebody else's, who unfreezes it
-        _BEFORE.callback(gc.unfreeze)
-        gc.freeze()
-    if young:  # 0: nothing is collected anyway
-        gc.set_threshold(max(young, YOUNG_OBJECTS), *older)
-    sys.setswitchinterval(min(switch_s, SWITCH_S))
-
-
 @contextlib.contextmanager
-def many_streams(collect: bool = True) -> Iterator[None]:
+def many_streams() -> Iterator[None]:
     """For as long as the context lasts, other threads wait SWITCH_S for the interpreter instead of 5 ms, and nothing is
     collected but where YOUNG_OBJECTS came to what was there: what a stream held is free without the collector, which
     stops every thread for up to 66 ms. With 1,600 listeners of an engine without a device, on two cores, p99 first PCM
     was 218 ms with the long interval and 71 ms with this.
 
     The settings are the process's: the first of several contexts sets them, the last to end puts back what was before.
-    collect: whether the garbage of before is collected first.
     """
     global _contexts
-    if collect:
-        gc.collect()
     with _LOCK:
         _contexts += 1
         if _contexts == 1:
-            _set()
+            switch_s, (young, *older) = sys.getswitchinterval(), gc.get_threshold()
+            _BEFORE.callback(sys.setswitchinterval, switch_s)
+            _BEFORE.callback(gc.set_threshold, young, *older)
+            if not gc.get_freeze_count():  # else what is frozen is somebody else's, who unfreezes it
+                _BEFORE.callback(gc.unfreeze)
+                gc.freeze()
+            if young:  # 0: nothing is collected anyway
+                gc.set_threshold(max(young, YOUNG_OBJECTS), *older)
+            sys.setswitchinterval(min(switch_s, SWITCH_S))
     try:
         yield
     finally:
@@ -430,14 +399,13 @@ class ManyStreams:
     """An engine's part in `many_streams`, by how many of its streams are open. One thread at a time."""
 
     def __init__(self) -> None:
-        self._held = contextlib.ExitStack()
-        self._is_many = False
+        self._held: contextlib.ExitStack | None = None
 
     def count(self, open_streams: int) -> None:
-        """So many are open now. Nothing is collected where the settings begin, since streams play by then."""
-        if not self._is_many and open_streams > MANY:
-            self._held.enter_context(many_streams(collect=False))
-            self._is_many = True
-        elif self._is_many and open_streams <= FEW:
-            self._is_many = False
+        """So many are open now."""
+        if self._held is None and open_streams > MANY:
+            self._held = contextlib.ExitStack()
+            self._held.enter_context(many_streams())
+        elif self._held is not None and open_streams <= FEW:
             self._held.close()
+            self._held = None

@@ -135,10 +135,7 @@ class SingleLanes(OneLane):
         # Whether a frame can be decoded behind its launch, before the host has its codes.
         self._queues = hasattr(self.backend, "codes_to_come") and hasattr(self.codec, "submit_unmade")
         self._slots: dict[int, _Slot] = {}
-
-    @property
-    def name(self) -> str:
-        return self.backend.name
+        self.name = self.backend.name
 
     def enter(self, slot: int, reference: Tensor | None) -> None:
         self._slots[slot] = _Slot(reference)
@@ -190,7 +187,7 @@ class SingleLanes(OneLane):
             first = here.codec_state is None and not chunker.pending_frames
             if first and chunker.missing_frames == 1 and self._queues:
                 return backend.step(here.state, row, meanwhile=lambda: self._queue_decoding(here))
-            rows = here.segment.stream.rows_ahead(MAX_FRAMES_AHEAD) if self.alone else [row]
+            rows = here.segment.rows_ahead(MAX_FRAMES_AHEAD) if self.alone else [row]
             if len(rows) == 1:
                 return backend.step(here.state, row)
             here.ahead, here.ahead_frames = backend.frames(here.state, rows), len(rows)

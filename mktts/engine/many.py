@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -43,24 +44,23 @@ def say_many(
     """The PCM (S,) float32 of each text, in order. A text that cannot be opened ends the opening; its error is raised
     in its turn, so that what comes does not depend on `at_once`."""
     opened: deque[Stream] = deque()
-    source, failed, done = iter(texts), None, 0
+    failed: Exception | None = None
 
-    def fill() -> None:
-        nonlocal source, failed
-        while source is not None and len(opened) < at_once:
-            try:
-                opened.append(open_stream(next(source), settings))
-            except StopIteration:
-                source = None
-            except Exception as error:
-                source, failed = None, error
+    def opening() -> Iterator[Stream]:
+        nonlocal failed
+        try:
+            for text in texts:
+                yield open_stream(text, settings)
+        except Exception as error:
+            failed = error
 
+    source, done = opening(), 0
     try:
-        fill()
+        opened.extend(islice(source, at_once))
         while opened:
             pcm = opened[0].read()
             opened.popleft()
-            fill()  # before the caller does anything with what it gets
+            opened.extend(islice(source, 1))  # before the caller does anything with what it gets
             done += 1
             if on_done is not None:
                 on_done(done)

@@ -52,19 +52,12 @@ class StreamMetrics:
 
 def play(ready_ms: Sequence[float], samples: Sequence[int]) -> Playback:
     """Plays chunks of `samples[i]` samples that were ready at `ready_ms[i]`."""
-    starts_ms: list[float] = []
-    free_ms, audio_ms, stalled_ms, prebuffer_ms, underruns = ready_ms[0], 0.0, 0.0, 0.0, 0
-    for ready, count in zip(ready_ms, samples, strict=True):
-        late_ms = ready - free_ms
-        if late_ms > 0:
-            underruns += 1
-            stalled_ms += late_ms
-        starts_ms.append(max(ready, free_ms))
-        prebuffer_ms = max(prebuffer_ms, ready - ready_ms[0] - audio_ms)
-        length_ms = 1_000 * count / SAMPLE_RATE_HZ
-        audio_ms += length_ms
-        free_ms = starts_ms[-1] + length_ms
-    return Playback(tuple(starts_ms), underruns, stalled_ms, prebuffer_ms)
+    player, lengths_ms = Player(), [1_000 * count / SAMPLE_RATE_HZ for count in samples]
+    played = [player.play(ready, length) for ready, length in zip(ready_ms, lengths_ms, strict=True)]  # in ms
+    starts_ms, late_ms = zip(*played, strict=True)
+    wanted_ms = accumulate(lengths_ms[:-1], initial=ready_ms[0])
+    prebuffer_ms = max(ready - wanted for ready, wanted in zip(ready_ms, wanted_ms, strict=True))
+    return Playback(starts_ms, sum(late > 0 for late in late_ms), sum(late_ms), prebuffer_ms)
 
 
 class Player:

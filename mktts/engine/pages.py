@@ -82,9 +82,6 @@ class Pages:
         """Pages that prefixes hold, also those that streams share."""
         return len({page for kept in self._kept.values() for page in kept.pages})
 
-    def is_open(self, slot: int) -> bool:
-        return slot in self._slots
-
     def find(self, key: Hashable | None) -> int:
         """Rows of the prefix kept under `key`; 0 where none is."""
         return self._kept[key].rows if key is not None and key in self._kept else 0
@@ -165,15 +162,10 @@ class Pages:
         self._kept[key] = KeptPrefix(rows, tuple(pages))
         return [Copy(held[full], last[0], partial)] if partial else []
 
-    def known(self, wanted: Callable[[Hashable], bool]) -> list[Hashable]:
-        return [key for key in self._kept if wanted(key)]
-
-    def forget(self, key: Hashable) -> None:
-        """The prefix is not offered any more; streams that share its pages go on. No effect on an unknown key."""
-        kept = self._kept.pop(key, None)
-        for page in reversed(() if kept is None else kept.pages):
-            self._keepers[page] -= 1
-            self._free_if_unheld(page)
+    def forget(self, unwanted: Callable[[Hashable], bool]) -> None:
+        """Prefixes whose keys are `unwanted` are not offered any more; streams that share their pages go on."""
+        for key in [key for key in self._kept if unwanted(key)]:
+            self._drop(key)
 
     # ---- inside
 
@@ -188,11 +180,16 @@ class Pages:
     def _in_use(self, kept: KeptPrefix) -> bool:
         return any(self._users[page] for page in kept.pages)
 
+    def _drop(self, key: Hashable) -> None:
+        for page in reversed(self._kept.pop(key).pages):
+            self._keepers[page] -= 1
+            self._free_if_unheld(page)
+
     def _forget_one(self, but: Hashable | None = None) -> bool:
         """Lets the prefix go that was used longest ago, of those without a user; False: there is none."""
         for key, kept in self._kept.items():
             if key != but and not self._in_use(kept):
-                self.forget(key)
+                self._drop(key)
                 return True
         return False
 

@@ -74,16 +74,6 @@ class Wire:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-class _SentText:
-    """As a `FedScript`, of text that another process speaks. feed: sends it a piece, or with None the end."""
-
-    def __init__(self, feed: Callable[[Any], None]) -> None:
-        self.feed = feed
-
-    def finish(self) -> None:
-        self.feed(None)
-
-
 class RemoteEngine:
     """As `mktts.engine.engine.Engine`, as far as a synthesizer needs one; codes stay in the other process.
 
@@ -99,7 +89,6 @@ class RemoteEngine:
         self._inbox: SimpleQueue[Utterance | None] = SimpleQueue()
         self._notifier, self._many = Notifier(), ManyStreams()
         self._utterances: dict[int, Utterance] = {}
-        self._ids: dict[Utterance, int] = {}
         self._numbers = itertools.count()
         self._replies: dict[int, Future[Any]] = {}
         # As of `Engine`, a tenth of a second ago at most.
@@ -120,7 +109,7 @@ class RemoteEngine:
         except BaseException:
             self.close()
             raise
-        self.backend_name, self.device, self.dtype, self.makes_many = loaded
+        self.backend_name, self.device, self.dtype = loaded
 
     # ---- streams
 
@@ -138,28 +127,25 @@ class RemoteEngine:
         utterance.watched = True  # what is taken is told
         return utterance
 
-    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> _SentText:
-        return self._begin(utterance, "begin_fed", request, utterance.plan, max_chars, texts)
+    def begin_fed(
+        self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]
+    ) -> Callable[[Any], None]:
+        return partial(self._feed, self._begin(utterance, "begin_fed", request, utterance.plan, max_chars, texts))
 
-    def _begin(self, utterance: Utterance, method: str, *arguments: Any) -> _SentText:
+    def _begin(self, utterance: Utterance, method: str, *arguments: Any) -> int:
         with self._lock:
             self._check_open()
             id = next(self._numbers)
-            self._utterances[id], self._ids[utterance] = utterance, id
-        script = _SentText(partial(self._feed, id))
-        utterance.begin(script, "batch")
+            self._utterances[id], utterance.number = utterance, id
+        utterance.begin(None, "batch")
         self._send(method, id, *arguments)
-        return script
+        return id
 
     def _feed(self, id: int, piece: Any) -> None:
         if id in self._utterances:
             self._send("feed", id, piece)
 
     # ---- all of them
-
-    @property
-    def open_streams(self) -> int:
-        return len(self._utterances)
 
     def set_limits(self, limits: AdmissionLimits) -> None:
         self._call("set_limits", limits)
@@ -222,11 +208,11 @@ class RemoteEngine:
             told.append(self._inbox.get())
         taken: dict[int, int | None] = {}
         for utterance in told:
-            if (id := self._ids.get(utterance)) is None:
-                continue  # it had not begun, or is over
+            if utterance is None or (id := utterance.number) not in self._utterances:
+                continue  # the engine is closed; it had not begun, or is over
             taken[id] = None if utterance.cancelled else utterance.taken_frames
             if utterance.cancelled:
-                self._forget(id)
+                self._utterances.pop(id, None)
         self._send("taken", taken)
 
     def _receive(self) -> None:
@@ -243,7 +229,7 @@ class RemoteEngine:
             self.gone, self.closed = not self.closed, True
         self._inbox.put(None)
         for id, utterance in list(self._utterances.items()):
-            self._forget(id)
+            self._utterances.pop(id, None)
             utterance.fail(self._death()) if self.gone else utterance.cancel()
         for reply in self._replies.values():
             if not reply.done():
@@ -253,9 +239,6 @@ class RemoteEngine:
             _LOG.error("%s", self._death())
             if self.on_gone is not None:
                 self.on_gone()
-
-    def _forget(self, id: int) -> None:
-        self._ids.pop(self._utterances.pop(id, None), None)
 
     def _death(self) -> EngineError:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -284,6 +267,5 @@ class RemoteEngine:
             utterance.set_idle(idle)
 
     def _on_over(self, id: int, reason: FinishReason | None, error: BaseException | None) -> None:
-        if (utterance := self._utterances.get(id)) is not None:
-            self._forget(id)
+        if (utterance := self._utterances.pop(id, None)) is not None:
             utterance.end(reason) if error is None else utterance.fail(error)

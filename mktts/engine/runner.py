@@ -20,14 +20,14 @@ import numpy as np
 
 from mktts.audio import rows_to_pcm16
 from mktts.engine.admission import Admission, AdmissionQueue, Arrival, Reason, refusal
+from mktts.engine.chunker import Chunker
 from mktts.engine.lanes import Lanes, Made
 from mktts.engine.pages import PAGE_ROWS
 from mktts.engine.scheduler import MeanTick, StreamTable, Tick, TickFit, TickLog, TickModel, lone_tick, next_tick
-from mktts.engine.script import FedScript
 from mktts.engine.stream import EngineName, Segment, Utterance
 from mktts.errors import CapacityError, EngineError
 from mktts.model.backend import no_number
-from mktts.model.prompt import FedPrompt, Prompt, PromptBuilder, Request, SpokenRows, is_of_voice
+from mktts.model.prompt import FedPrompt, PromptBuilder, Request, is_of_voice
 from mktts.model.voice import Voice
 
 TICK_BOUNDS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.065, 0.08, 0.16, 0.5)
@@ -68,25 +68,6 @@ class EngineStats(NamedTuple):
     ticks: TickTimes
 
 
-@dataclass(frozen=True)
-class Voices:
-    """What makes prompts for the lanes. prompts: of requests. fed: makes a prompt whose text comes later. spoken: rows
-    of texts that prompts are made of; None: they are computed."""
-
-    prompts: PromptBuilder
-    fed: Callable[[PromptBuilder, Request], Any] = FedPrompt
-    spoken: SpokenRows | None = None
-
-    def later(self, request: Request, max_chars: int) -> FedScript:
-        """Text that is fed. request: checked, without text."""
-        return FedScript(request, partial(self.fed, self.prompts), max_chars)
-
-    def build(self, request: Request) -> Prompt:
-        if self.spoken is None:
-            return self.prompts.of_checked(request)
-        return self.prompts.of_checked(request, self.spoken)
-
-
 class TickPace:
     """model: what a tick takes on the device. step_model: with the pause before it, where there is one: a host may be
     slower than its device. early_s: before the tick that runs ends, when the next one is planned."""
@@ -109,21 +90,13 @@ class TickPace:
             self.early_s = min(_RELAX * self.early_s + _GAP_PART * paused_s, _MOST_EARLY_S)
 
 
-class TickLane(NamedTuple):
-    """A stream that had a lane in a tick, and the number of its segment."""
-
-    slot: int
-    stream: Utterance
-    segment: int
-
-
 @dataclass
 class Running:
-    """A launched tick. streams: with a lane or a piece of a prompt in it. ends_s: as predicted. follows: the one before
-    it still ran."""
+    """A launched tick. lanes: slots and segments. streams: with a lane or a piece of a prompt in it. ends_s: as
+    predicted. follows: the one before it still ran. alone: no other stream was open."""
 
     tick: Tick
-    lanes: list[TickLane]
+    lanes: list[tuple[int, Segment]]
     streams: list[Utterance]
     launched: Any
     ends_s: float
@@ -142,13 +115,23 @@ class Runner:
     """Makes streams on `lanes`, tick by tick. The engine's worker thread owns it; what is said to be read from any
     thread may be. An error of one stream is that stream's alone."""
 
-    def __init__(self, lanes: Lanes, voices: Voices, admission: Admission) -> None:
-        self.lanes, self.voices, self.log = lanes, voices, TickLog()
-        self.admission = admission
+    def __init__(
+        self,
+        lanes: Lanes,
+        prompts: PromptBuilder,
+        admission: Admission,
+        build: Callable[[Request], Any] | None = None,
+        open_prompt: Callable[[Request], Any] | None = None,
+    ) -> None:
+        """build, open_prompt: make prompts of checked requests, the second where their text comes later; None: as the
+        builder has them."""
+        self.lanes, self.prompts, self.admission, self.log = lanes, prompts, admission, TickLog()
+        self.build = build or prompts.of_checked
+        self.open_prompt = open_prompt or partial(FedPrompt, prompts)
         self.name: EngineName = "single" if lanes.settings.max_lanes == 1 else "batch"
         self._pages, self._settings = lanes.pages, lanes.settings
         self._ticks = TickTimes()
-        self._pace = TickPace(lanes.model, lanes.settings.max_lanes)
+        self.pace = TickPace(lanes.model, lanes.settings.max_lanes)
         self.reference_model: TickModel | None = None  # of the measured capacity: what ticks are expected to take
         self._reset()
         admission.listeners.append(self.count_listeners)
@@ -158,21 +141,17 @@ class Runner:
         self._table = StreamTable(slots)
         self._queue = AdmissionQueue(self.admission, self._table, self._pages, self._settings)
         self.free_slots = list(range(slots - 1, -1, -1))
-        self._streams: dict[int, Utterance] = {}  # by slot
-        self._arrived: deque[Utterance] = deque()  # not looked at yet
-        self._textless: set[Utterance] = set()  # not admitted: their text has not come
-        self._queued: set[Utterance] = set()
-        self._awake: dict[int, Utterance] = {}  # those of `_streams` that are looked at before every tick
-        self._asleep: dict[Utterance, int] = {}  # the others, with their slots: they wait for text, and an update
+        # An open stream is in one of these, and waits             until
+        self._arrived: deque[Utterance] = deque()  # for a look,     this turn or the next
+        self._textless: set[Utterance] = set()  # for its first text, an update
+        # `_queue`                                  for a place,     one is free, or `AdmissionQueue.pop` refuses it
+        self._awake: dict[int, Utterance] = {}  # for frames,        the scheduler takes it; its reader takes a chunk
+        self._asleep: dict[Utterance, int] = {}  # for more text,    an update
+        self._streams: dict[int, Utterance] = {}  # those of the last two, by slot
         self._begun: set[int] = set()  # slots that have memory for a segment
         self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[Running] = deque()  # two at most, and one between two turns
         self._freed = False  # a stream has ended, or is not read any more, since the queue was looked at
-
-    @property
-    def model(self) -> TickModel:
-        """What a tick takes, as far as is known. Any thread."""
-        return self._pace.step_model
 
     def count_listeners(self, now_s: float) -> int:
         """Open streams that need frames in time. Any thread."""
@@ -181,30 +160,29 @@ class Runner:
     @property
     def open_streams(self) -> int:
         """Streams that it was given and that are not over."""
-        return len(self._streams) + len(self._arrived) + len(self._textless) + len(self._queued)
+        return len(self._streams) + len(self._arrived) + len(self._textless) + len(self._queue)
 
     @property
     def stats(self) -> EngineStats:
         """Any thread."""
         waiting = len(self._queue) + len(self._arrived) + len(self._textless)
-        listeners = self.count_listeners(time.perf_counter())
-        slots = self.lanes.slots, len(self._streams)
         pages = (0, 0) if self._pages is None else (self._pages.all, self._pages.free)
-        return EngineStats(listeners, waiting, *slots, *pages, self._ticks)
+        listeners = self.count_listeners(time.perf_counter())
+        return EngineStats(listeners, waiting, self.lanes.slots, len(self._streams), *pages, self._ticks)
 
     def forget(self, voice: Voice) -> None:
         """Lets go of what is kept for prompts with this voice; streams that are open go on."""
-        self.voices.prompts.forget(voice)
+        self.prompts.forget(voice)
         if self._pages is not None:
-            for key in self._pages.known(lambda key: is_of_voice(key, voice)):
-                self._pages.forget(key)
+            self._pages.forget(lambda key: is_of_voice(key, voice))
         self.lanes.forget(voice)
 
     def update(self, stream: Utterance) -> None:
         """Of a new stream; or of one, over perhaps, whose text went on, whose full buffer was read from, or that was
         cancelled. One that waits is not looked at before."""
         if stream.chunker is None:
-            stream.prepare(self.lanes.positions, self._settings.chunks)
+            stream.positions = self.lanes.positions
+            stream.chunker = Chunker(stream.plan.options, self._settings.chunks)
             self._arrived.append(stream)
         elif stream in self._textless:
             self._textless.discard(stream)
@@ -219,11 +197,10 @@ class Runner:
         """Does what is due: a tick, at most. alone: no other stream is open, on any lanes. Returns when it wants its
         next turn if nothing happens outside: perf_counter seconds, -inf for at once, inf for never."""
         running, table = self._running[0] if self._running else None, self._table
-        plan_s = now_s if running is None else running.ends_s - self._pace.early_s
+        plan_s = now_s if running is None else running.ends_s - self.pace.early_s
         self._take_arrivals(now_s, now_s + _STARTING_S if running is None else plan_s)
         self._freed = False
-        while self._queued and (left := self._queue.pop(now_s, self._pace.step_model)) is not None:
-            self._queued.discard(left[0].name)
+        while (left := self._queue.pop(now_s, self.pace.step_model)) is not None:
             self._decided(*left, now_s)
         if now_s < plan_s:
             return float("-inf") if self._arrived else plan_s
@@ -233,7 +210,7 @@ class Runner:
         if lone is not None and table.text_known[lone] and not table.full[lone]:
             tick = lone_tick(table, lone, begins_s)
         else:
-            tick = next_tick(table, begins_s, self._pace.model, self._settings)
+            tick = next_tick(table, begins_s, self.pace.model, self._settings)
         if not tick.empty:
             self._launch(tick, now_s, begins_s, alone)
         self._queue.set_idle(not self._running, now_s)
@@ -241,7 +218,7 @@ class Runner:
             self._take_arrivals(now_s, running.ends_s)
             self._read()
         if self._running and self.lanes.overlaps:
-            return float("-inf") if self._arrived else self._running[0].ends_s - self._pace.early_s
+            return float("-inf") if self._arrived else self._running[0].ends_s - self.pace.early_s
         if self._running:
             self._read()
         elif tick.empty and running is None and not self._freed and not self._arrived:
@@ -265,7 +242,7 @@ class Runner:
         while self._running:
             with contextlib.suppress(Exception):
                 self.lanes.collect(self._running.popleft().launched)
-        for stream in (*self._streams.values(), *self._arrived, *self._textless, *self._queued):
+        for stream in (*self._streams.values(), *self._arrived, *self._textless, *self._queue.names):
             with contextlib.suppress(Exception):
                 end(stream)
 
@@ -302,13 +279,11 @@ class Runner:
                 if stream.paced and self._queue.full:  # no prompt is made for nothing: forty may come at once
                     raise self._refusal("queue")
                 if not stream.next_segment():
-                    stream.advance(stream.flush)  # it ended without a word
+                    stream.flush()  # it ended without a word
             if stream.open and stream.segment is not None:
                 arrival = self._arrival(stream, now_s)
-                reason = self._queue.submit(arrival, self._pace.step_model)
-                if reason == "waited":
-                    self._queued.add(stream)
-                else:
+                reason = self._queue.submit(arrival, self.pace.step_model)
+                if reason != "waited":
                     self._decided(arrival, reason, now_s)
                 return True
         except Exception as error:
@@ -342,7 +317,7 @@ class Runner:
             stream.on_close = partial(self._leave, slot)
             self._table.enter(slot, arrival.arrived_s, stream.paced)
             try:
-                self.lanes.enter(slot, stream.reference)
+                self.lanes.enter(slot, stream.segment.reference)
                 if self.lanes.submit is not None:
                     stream.submit = partial(self.lanes.submit, slot)
                 self._begin(slot, now_s)
@@ -350,7 +325,7 @@ class Runner:
                 stream.fail(error)
 
     def _refusal(self, reason: Reason) -> Exception:
-        return refusal(reason, len(self._streams), self.admission.capacity)
+        return refusal(reason, len(self._streams), self.admission.most)
 
     def _begin(self, slot: int, now_s: float) -> None:
         """The segment of the stream in `slot` gets its memory, and its prompt waits to enter."""
@@ -375,12 +350,12 @@ class Runner:
         self._flush(slot, stream, now_s)
         if stream.open and stream.segment_number:
             self.lanes.leave(slot)
-            self.lanes.enter(slot, stream.reference)
+            self.lanes.enter(slot, stream.segment.reference)
 
     def _flush(self, slot: int, stream: Utterance, now_s: float) -> None:
-        stream.advance(stream.flush)
+        stream.flush()
         if stream.open:
-            self._table.chunk(slot, stream.made_frames, stream.made_frames + stream.next_chunk_frames)
+            self._table.chunk(slot, stream.made_frames, stream.next_chunk_frames)
             self._table.pause(slot, stream.silent_s, now_s)
 
     def _leave(self, slot: int) -> None:
@@ -404,8 +379,7 @@ class Runner:
 
     def _update_streams(self, now_s: float) -> None:
         """What consumers and writers did since the last tick."""
-        for stream in [stream for stream in self._queued if stream.cancelled]:
-            self._queued.discard(stream)
+        for stream in [stream for stream in self._queue.names if stream.cancelled]:
             self._queue.cancel(stream)
             self._freed = True  # those behind it may come in
             stream.end(None)
@@ -485,11 +459,11 @@ class Runner:
         table = self._table
         lanes, rows = [], []
         for slot in tick.lanes.tolist():
-            stream = self._streams[slot]
-            lanes.append(TickLane(slot, stream, stream.segment_number))
-            rows.append(stream.row)
+            segment = self._streams[slot].segment
+            lanes.append((slot, segment))
+            rows.append(segment.row)
         entering = (self._streams[piece.slot] for piece in tick.pieces if not piece.last)
-        streams = [*(lane.stream for lane in lanes), *entering]
+        streams = [*(segment.stream for _, segment in lanes), *entering]
         self.lanes.alone = alone
         try:
             launched = self.lanes.launch(tick, rows)
@@ -500,10 +474,12 @@ class Runner:
         ends_s = begins_s + tick.predicted_s
         self._running.append(Running(tick, lanes, streams, launched, ends_s, follows, alone))
         table.begin(tick)
-        for slot, stream, _ in lanes:
-            if not stream.has_launched():
+        for slot, segment in lanes:
+            segment.row = segment.prompt.row(segment.launched)
+            segment.launched += 1
+            if segment.launched >= segment.max_frames:  # as far as is known before that is read
                 table.text_known[slot] = False
-            elif stream.row is None:
+            elif segment.row is None:
                 table.text(slot, False, now_s)
                 self._waiting[slot] = None
 
@@ -523,7 +499,7 @@ class Runner:
             return
         ended_s = time.perf_counter()
         tick, table = running.tick, self._table
-        self._pace.observe(tick, made, running.follows)
+        self.pace.observe(tick, made, running.follows)
         late_s = table.finish(tick, ended_s)
         self._ticks.add(made.took_s)
         self.log.add(tick, made.took_s, ended_s, len(self._streams), float(late_s.max(initial=0.0)))
@@ -537,18 +513,18 @@ class Runner:
 
     def _give(self, running: Running, made: Made, late_s: np.ndarray, ended_s: float) -> None:
         table, pcm16 = self._table, None
-        if made.pcm is not None and any(lane.stream.paced for lane in running.lanes):
+        if made.pcm is not None and any(segment.stream.paced for _, segment in running.lanes):
             pcm16 = rows_to_pcm16(made.pcm)  # listeners take 16 bits mostly: made here for all at once
         predictor_ms = 1e3 * made.predictor_s
         talker_ms = 1e3 * made.took_s / max(len(running.lanes), 1) - predictor_ms
         ahead = running.alone and self.lanes.decodes_beside
-        for index, (slot, stream, segment) in enumerate(running.lanes):
+        for index, (slot, segment) in enumerate(running.lanes):
+            stream, ended = segment.stream, bool(made.ended[index])
             if not stream.open:
                 continue
-            ended = bool(made.ended[index])
-            if stream.segment_number != segment or stream.segment is None or ended:
+            if stream.segment is not segment or ended:
                 table.frames_made[slot] -= 1  # nothing came of it
-            if stream.segment_number != segment or stream.segment is None:
+            if stream.segment is not segment:
                 continue  # the speech had ended when this was launched
             if not ended and made.codes[index, 0] < 0:
                 stream.fail(no_number())
@@ -556,26 +532,30 @@ class Runner:
             stream.late_s += float(late_s[index])
             # A copy of its own: the stream's codes may be kept for long, and should not keep the whole tick's.
             codes = None if ended else made.codes[index].copy()
-            if made.pcm is not None and not ended:
-                stream.add_pcm(made.pcm[index], None if pcm16 is None else pcm16[index])
+            pcm = None
+            if made.pcm is not None:  # bytearray: not `copy`, for which numpy would release the interpreter's lock
+                pcm = bytearray(made.pcm[index]), None if pcm16 is None else pcm16[index]
             before = stream.made_frames
-            stream.advance(partial(stream.add_frame, codes, talker_ms, predictor_ms, ahead and stream.chunker.begun))
+            try:
+                stream.add_frame(codes, pcm, talker_ms, predictor_ms, ahead and stream.chunker.begun)
+            except BaseException as error:  # whatever it is belongs to this stream; the worker and the others go on
+                stream.fail(error)
             if not stream.open:
                 continue
             if stream.made_frames != before or not before:
-                table.chunk(slot, stream.made_frames, stream.made_frames + stream.next_chunk_frames)
+                table.chunk(slot, stream.made_frames, stream.next_chunk_frames)
             if ended:
                 self._free_memory(slot)
                 table.text_known[slot] = False
                 self._waiting[slot] = None
                 self._resume(slot, ended_s)
 
-    def _keep_prefixes(self, lanes: Sequence[TickLane]) -> None:
+    def _keep_prefixes(self, lanes: Sequence[tuple[int, Segment]]) -> None:
         """The prompts of these have entered: their prefixes are kept for others."""
-        for slot, stream, number in lanes:
-            if stream.segment is None or stream.segment_number != number:
+        for slot, segment in lanes:
+            if segment.stream.segment is not segment:
                 continue
-            prompt = stream.segment.prompt
+            prompt = segment.prompt
             if (key := kept_under(prompt)) is not None and not self._pages.find(key):
                 self.lanes.copy(self._pages.keep(slot, key, prompt.prefix_rows) or ())
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -40,7 +39,7 @@ class Tick:
     lanes (n,) int32: slots that get a frame; the first `new_lanes` of them those whose prompt ends in this tick.
     frames (n,) int64: which frame of its stream each lane makes. serials (n,) int64: see StreamTable.
     pieces: of prompts, in the order of their rows. bucket: (lanes, prompt rows) to run. context_rows: that all of it
-    attends to. lead_s: of those who have listened for a while, a quarter is less ahead than this.
+    attends to.
     """
 
     bucket: tuple[int, int] = (0, 0)
@@ -52,7 +51,6 @@ class Tick:
     context_rows: int = 0
     predicted_s: float = 0.0
     wake_s: float = np.inf
-    lead_s: float = np.inf
 
     @property
     def empty(self) -> bool:
@@ -328,23 +326,10 @@ class StreamTable:
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self.open = np.zeros(slots, bool)
-        self.paced = np.zeros(slots, bool)
-        self.text_known = np.zeros(slots, bool)
-        self.full = np.zeros(slots, bool)
-        self.resumed = np.zeros(slots, bool)
-        self.serial = np.zeros(slots, np.int64)
-        self.prompt_rows = np.zeros(slots, np.int64)
-        self.context_rows = np.zeros(slots, np.int64)
-        self.frames_made = np.zeros(slots, np.int64)
-        self.frames_taken = np.zeros(slots, np.int64)
-        self.chunk_start = np.zeros(slots, np.int64)
-        self.chunk_end = np.zeros(slots, np.int64)
-        self.arrived_s = np.zeros(slots)
-        self.silent_s = np.zeros(slots)
-        self.newest_s = np.zeros(slots)
-        self.playing_since_s = np.full(slots, -np.inf)
-        self.taken_s = np.zeros(slots)
+        self.open, self.paced, self.text_known, self.full, self.resumed = np.zeros((5, slots), bool)
+        self.prompt_rows, self.context_rows, self.frames_made, self.frames_taken = np.zeros((4, slots), np.int64)
+        self.chunk_start, self.chunk_end, self.serial = np.zeros((3, slots), np.int64)
+        self.arrived_s, self.silent_s, self.newest_s, self.taken_s, self.playing_since_s = np.zeros((5, slots))
 
     # ---- what happens to a stream
 
@@ -391,15 +376,14 @@ class StreamTable:
             played_s = max(float(self.playing_since_s[slot]), now_s - FRAME_S * self.frames_made[slot])
             self.playing_since_s[slot] = played_s + paused_s
 
-    def chunk(self, slot: int, start: int, end: int) -> None:
-        """The chunk that is being made goes from frame `start` to frame `end` of the stream."""
-        self.chunk_start[slot], self.chunk_end[slot] = start, end
+    def chunk(self, slot: int, start: int, frames: int) -> None:
+        """The chunk that is being made has so many frames, from frame `start` of the stream on."""
+        self.chunk_start[slot], self.chunk_end[slot] = start, start + frames
 
-    def read(self, slots: Sequence[int], frames: Sequence[int], now_s: float) -> None:
-        """The readers of these slots have taken so many frames in all by now."""
-        where, taken = np.asarray(slots, np.int64), np.asarray(frames, np.int64)
-        self.taken_s[where[self.frames_taken[where] != taken]] = now_s
-        self.frames_taken[where] = taken
+    def read(self, slots: np.ndarray, taken: np.ndarray, now_s: float) -> None:
+        """The readers of these slots (n,) have taken so many frames (n,) in all by now."""
+        self.taken_s[slots[self.frames_taken[slots] != taken]] = now_s
+        self.frames_taken[slots] = taken
 
     # ---- ticks
 
@@ -418,8 +402,6 @@ class StreamTable:
         tick's lanes was late for its listener, 0 for those in time, first frames, frames that complete no chunk, and
         streams that left."""
         lanes = tick.lanes
-        if len(lanes) == 1:
-            return np.array([self._finish_one(int(lanes[0]), int(tick.frames[0]), int(tick.serials[0]), ended_s)])
         here = self.open[lanes] & (self.serial[lanes] == tick.serials)
         self.newest_s[lanes[here]] = ended_s
         first = here & (tick.frames == 0)
@@ -433,25 +415,6 @@ class StreamTable:
         late_s = ended_s - (self.playing_since_s[lanes] + FRAME_S * start)
         late_s = np.where(heard_out & (late_s > 0), late_s, 0.0)
         self.playing_since_s[lanes] += late_s
-        return late_s
-
-    def _finish_one(self, slot: int, frame: int, serial: int, ended_s: float) -> float:
-        """As `finish`, of one lane: what does it for many takes as long as for a hundred."""
-        if not self.open[slot] or self.serial[slot] != serial:
-            return 0.0
-        self.newest_s[slot] = ended_s
-        if frame == 0:
-            self.playing_since_s[slot] = max(float(self.playing_since_s[slot]), ended_s)
-            return 0.0
-        chunked = self.chunk_end[slot] > frame
-        start = int(self.chunk_start[slot]) if chunked else frame
-        whole = not chunked or frame + 1 >= self.chunk_end[slot]
-        if not (whole and self.paced[slot] and self.frames_taken[slot] >= start):
-            return 0.0
-        late_s = max(0.0, ended_s - (float(self.playing_since_s[slot]) + FRAME_S * start))
-        if np.isinf(late_s):  # it plays nothing yet
-            return 0.0
-        self.playing_since_s[slot] += late_s
         return late_s
 
     # ---- for admission
@@ -507,7 +470,6 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     speaking = speaking[np.argsort(lead_s[speaking], kind="stable")]
     leads_s = lead_s[speaking]
 
-    settled_s = _settled_s(table, able[speaking], leads_s, settings)
     context_rows = float(table.context_rows[able].mean())
     most = settings.most_lanes(model, context_rows)
     # Late, perhaps, if the next tick were their first: a chunk is heard when its last frame is made. They are in this
@@ -530,7 +492,7 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     count = min(due, most - len(new))
     if not count and not pieces:
         if not settings.idle_lanes:
-            return Tick(wake_s=_wake_s(table, able, now_s, settings), lead_s=settled_s)
+            return Tick(wake_s=_wake_s(table, able, now_s, settings))
         order = _order(table, able[waiting], lead_s[waiting], now_s, settings)
         pieces = _pieces(table, order[:1], settings.min_rows, 1, settings.whole_prompts)
         new = [piece.slot for piece in pieces if piece.last]
@@ -555,7 +517,6 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
         context_rows=context_rows,
         predicted_s=model.predict(*bucket, context_rows),
         wake_s=now_s,
-        lead_s=settled_s,
     )
 
 
@@ -575,14 +536,6 @@ def lone_tick(table: StreamTable, slot: int, now_s: float) -> Tick:
         context_rows=context + rows,
         wake_s=now_s,
     )
-
-
-def _settled_s(table: StreamTable, slots: np.ndarray, leads_s: np.ndarray, settings: TickSettings) -> float:
-    """`Tick.lead_s`, of `slots` by their `leads_s`, ascending. A stream's first chunks are small, so it cannot be far
-    ahead before it comes to those that stay as large as they are."""
-    settled = table.paced[slots] & (table.chunk_start[slots] >= sum(settings.chunks[:-1]))
-    leads_s = leads_s[settled]
-    return float(leads_s[len(leads_s) // 4]) if len(leads_s) else float(np.inf)
 
 
 def _row_budget(lanes: int, leads_s: np.ndarray, context_rows: float, model: TickModel, settings: TickSettings) -> int:

@@ -1,21 +1,19 @@
 """The text of one utterance as a row of segments: known at the start, or fed while it is being spoken. Everything but
-`feed` and `finish` belongs to the worker."""
+`feed` belongs to the worker."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from mktts.model.prompt import Request
 from mktts.model.voice import Voice
 from mktts.text.parts import Pause
 from mktts.text.split import FeedSplitter, split_text
-
-_END = object()
 
 
 def cut(request: Request, parts: Iterable[str | Pause | Request], max_chars: int) -> list[Request | Pause]:
@@ -37,26 +35,33 @@ def cut(request: Request, parts: Iterable[str | Pause | Request], max_chars: int
 
 
 class Script:
-    """Hands out one prompt a segment. started_s: perf_counter of the call that timings count from. Of the segment that
-    was handed out last: voice; silent_samples: that stand before it, or where none is left, behind it; None for nothing
-    between."""
+    """Text that is known: hands out one prompt a segment. Of the segment that was handed out last: voice;
+    silent_samples: that stand before it, or where none is left, behind it; None for nothing between."""
 
-    started_s: float
     voice: Voice | None = None
     silent_samples: int | None = None
 
+    def __init__(self, parts: Iterable[Request | Pause], build: Callable[[Any], Any], started_s: float) -> None:
+        """parts: a request a segment, and pauses. build: makes a prompt of a request when its turn comes. started_s:
+        perf_counter of the call that timings count from."""
+        self.started_s = started_s
+        self._parts: deque[Any] = deque(parts)  # whose turn has not come
+        self._build, self._finished = build, True
+
     def next_segment(self) -> Any | None:
         """The next segment's prompt, ready to prefill, or None: not written yet, or none left (`ended`)."""
-        raise NotImplementedError
-
-    def _skip_pauses(self, parts: deque[Any]) -> None:
-        self.silent_samples = None
+        parts, self.silent_samples = self._parts, None
         while parts and isinstance(parts[0], Pause):
             self.silent_samples = (self.silent_samples or 0) + parts.popleft().samples
+        if not parts or (prompt := self._build(parts[0])) is None:
+            return None
+        self.voice = parts.popleft().voice
+        return prompt
 
+    @property
     def ended(self) -> bool:
         """Whether every segment has been handed out and no more text can come."""
-        raise NotImplementedError
+        return self._finished and not self._parts
 
     def update(self) -> None:
         """Passes on what has been fed since the last call."""
@@ -65,24 +70,11 @@ class Script:
         """The present segment has been spoken: text that comes from now on belongs to a new one."""
 
 
-class WholeScript(Script):
-    """Text that is known: `build` makes a prompt of each request when its turn comes."""
+class _Written(NamedTuple):
+    """A segment of text that is fed."""
 
-    def __init__(self, parts: Sequence[Request | Pause], build: Callable[[Request], Any], started_s: float) -> None:
-        self.started_s = started_s
-        self._parts = deque(parts)
-        self._build = build
-
-    def next_segment(self) -> Any | None:
-        self._skip_pauses(self._parts)
-        if not self._parts:
-            return None
-        request = self._parts.popleft()
-        self.voice = request.voice
-        return self._build(request)
-
-    def ended(self) -> bool:
-        return not self._parts
+    prompt: Any
+    voice: Voice | None
 
 
 class FedScript(Script):
@@ -90,23 +82,18 @@ class FedScript(Script):
     `FedPrompt` of a request with no text yet."""
 
     def __init__(self, request: Request, open_prompt: Callable[[Request], Any], max_chars: int) -> None:
-        self.started_s = time.perf_counter()
+        super().__init__((), lambda part: part.prompt if part.prompt.ready else None, time.perf_counter())
         self._pieces: SimpleQueue[Any] = SimpleQueue()  # from the writing thread
         self._finished = False
         self._request = replace(request, text="")
         self._open_prompt, self._max_chars = open_prompt, max_chars
         self._splitter = FeedSplitter(max_chars)
         self._written: Any | None = None  # the prompt that text goes to
-        # Pauses, and prompts with their voices, whose turn has not come, the written one included.
-        self._waiting: deque[Pause | tuple[Any, Voice | None]] = deque()
 
-    def feed(self, piece: str | Pause | Request) -> None:
-        """More text, cleaned; a pause; or a request, without text, that says how what follows is spoken. Any thread."""
+    def feed(self, piece: str | Pause | Request | None) -> None:
+        """More text, cleaned; a pause; a request, without text, that says how what follows is spoken; or None, where no
+        more comes. Any thread."""
         self._pieces.put(piece)
-
-    def finish(self) -> None:
-        """No more text comes. Any thread."""
-        self._pieces.put(_END)
 
     def update(self) -> None:
         while True:
@@ -123,25 +110,15 @@ class FedScript(Script):
                 continue
             self._end()
             self._splitter = FeedSplitter(self._max_chars)
-            if piece is _END:
+            if piece is None:
                 self._finished = True
             elif isinstance(piece, Pause):
-                self._waiting.append(piece)
+                self._parts.append(piece)
             else:
                 self._request = piece
 
-    def next_segment(self) -> Any | None:
-        self._skip_pauses(self._waiting)
-        if not self._waiting or not self._waiting[0][0].ready:
-            return None
-        prompt, self.voice = self._waiting.popleft()
-        return prompt
-
-    def ended(self) -> bool:
-        return self._finished and not self._waiting
-
     def leave_segment(self) -> None:
-        if self._written is not None and not self._waiting:  # the spoken one is the one being written
+        if self._written is not None and not self._parts:  # the spoken one is the one being written
             self._written = None
 
     def _write(self, text: str) -> None:
@@ -149,7 +126,7 @@ class FedScript(Script):
             if not text.strip():
                 return
             self._written = self._open_prompt(self._request)
-            self._waiting.append((self._written, self._request.voice))
+            self._parts.append(_Written(self._written, self._request.voice))
         self._written.push(text)
 
     def _end(self) -> None:

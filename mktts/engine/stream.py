@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from mktts.audio import joined
 from mktts.engine.chunker import Chunker
-from mktts.engine.options import SCHEDULE, Chunk, FinishReason, GuardState, Plan, WordTime
-from mktts.engine.script import FedScript, Script
+from mktts.engine.options import Chunk, FinishReason, GuardState, Plan, WordTime
+from mktts.engine.script import Script
 from mktts.engine.words import WordTimes
 from mktts.errors import EngineError, TextError
 from mktts.model.backend import PromptRows
@@ -37,8 +37,8 @@ from mktts.text.split import check_length, clean_piece
 if TYPE_CHECKING:
     from mktts.text.parts import TextFeed
 
-_END = object()
 EngineName = Literal["single", "batch"]
+_NO_PCM = np.zeros(0, np.float32)
 MAX_SEGMENT_FRAMES = int(160 * FRAME_RATE_HZ)  # what one prompt may take where the caller sets no limit
 # After a lone stream's first chunk. A thread that waits for the interpreter gets it when the worker sleeps, or after
 # the 5 ms of sys.getswitchinterval; on a CPU a first chunk was read 1.3 to 2.4 ms late.
@@ -46,21 +46,17 @@ _YIELD_S = 20e-6
 
 
 class Notifier:
-    """Wakes event loops for the worker: consumers that were notified since the last `flush` are woken together, one
-    call a loop. after: called at the end of every `flush`."""
+    """Wakes event loops for the worker. waiters: by loop, those that are done at the next `flush`, which wakes each
+    loop once. after: called at the end of every `flush`."""
 
     after: Callable[[], None] | None = None
 
     def __init__(self) -> None:
-        self._waiters: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = defaultdict(list)
-
-    def add(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
-        """`waiter` is done at the next `flush`."""
-        self._waiters[loop].append(waiter)
+        self.waiters: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = defaultdict(list)
 
     def flush(self) -> None:
-        if self._waiters:
-            waiters, self._waiters = self._waiters, defaultdict(list)
+        if self.waiters:
+            waiters, self.waiters = self.waiters, defaultdict(list)
             for loop, of_loop in waiters.items():
                 _wake(loop, of_loop)
         if self.after is not None:
@@ -85,85 +81,88 @@ class StreamCounters:
         return self.open - self.idle
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Segment:
-    """What the frames of one segment are made from. prompt: a `Prompt`, or a `FedPrompt` that is ready. max_frames: at
-    most. stream: that it is of."""
+    """What the frames of one segment are made from, and how far they are. prompt: a `Prompt`, or a `FedPrompt` that is
+    ready. max_frames: at most. stream: that it is of; None for measurements and tests of lanes. reference: codes
+    (R, 16) that the codec hears first; None for none. guard: counts the frames that were read. launched: frames in
+    ticks that were launched. row: the text row (H,) of the frame after those, None where it is not known."""
 
     prompt: Any
     sampling: Sampling
     seed: int
     max_frames: int
-    stream: Utterance | None
+    stream: Utterance | None = None
+    reference: Tensor | None = None
+    guard: GuardState | None = None
+    launched: int = 0
+    row: Tensor | None = None
 
     @classmethod
     def of_rows(cls, rows: Tensor, sampling: Sampling, seed: int) -> Segment:
-        """Of rows (L, H) as a prompt, without a stream: for measurements and tests of lanes."""
-        return cls(PromptRows(rows), sampling, seed, MAX_SEGMENT_FRAMES, None)
+        """Of rows (L, H) as a prompt, without a stream."""
+        return cls(PromptRows(rows), sampling, seed, MAX_SEGMENT_FRAMES)
+
+    def rows_ahead(self, most: int) -> list[Tensor | None]:
+        """The row of the frame to be launched, and of frames after it as far as they are known, to the chunk's end."""
+        most = min(most, self.stream.chunker.missing_frames, self.max_frames - self.launched)
+        rows = [self.row]
+        while len(rows) < most and (row := self.prompt.row(self.launched - 1 + len(rows))) is not None:
+            rows.append(row)
+        return rows
 
 
 class Utterance:
     """One stream between the worker, which makes it, and its consumer, which takes its chunks.
 
     paced: somebody listens in real time; otherwise frames are wanted as soon as others allow it. engine: the lanes that
-    make it, None before it has text. codes: one (16,) int64 tensor or array a frame so far, of all segments.
-    idle: it waits for its text, or for its consumer. late_s: by which chunks came behind the place of a listener who
-    plays from the first one on.
-    The worker's: segment: that is being made, None before the first and between two; segment_number: from 0; launched:
-    frames of it in ticks that were launched; row: the text row (H,) of the frame after those, None where it is not
-    known; begins_anew: a pause stands before the segment, so that the codec begins anew; silent_s: of pauses that were
-    delivered; submit: decodes frames to a pending result where lanes give no PCM; on_close: called once, at the end.
+    make it, None before it has text. open: frames may be made for it: from `begin` on, until it is over. codes: one
+    (16,) int64 tensor or array a frame so far, of all segments. idle: it waits for its text, or for its consumer.
+    late_s: by which chunks came behind the place of a listener who plays from the first one on.
+    The worker's: chunker, positions: of one segment, prompt and frames together: set when the lanes have it. segment:
+    that is being made, None before the first and between two; segment_number: from 0; begins_anew: a pause stands
+    before the segment, so that the codec begins anew; silent_s: of pauses that were delivered; submit: decodes frames
+    to a pending result where lanes give no PCM; on_close: called once, at the end.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        inbox: SimpleQueue[Any],
-        notifier: Notifier | None = None,
-        paced: bool = True,
-        sink: Any = None,
+        self, plan: Plan, inbox: SimpleQueue[Any], notifier: Notifier, paced: bool = True, sink: Any = None
     ) -> None:
-        """notifier: None wakes an event loop at once. sink: for a consumer in another process, instead of `take`: its
-        `put` gets the stream, a chunk or None at the end, and whether another thread than the worker's calls; its
-        `idle` is called where that changes."""
+        """sink: for a consumer in another process, instead of `take`: its `put` gets the stream, a chunk or None at the
+        end, and whether another thread than the worker's calls; its `idle` is called where that changes."""
         self.plan, self.paced, self.sink = plan, paced, sink
         self.codes: list[Tensor | np.ndarray] = []
-        self.cancelled = False
-        self.idle = False
+        self.cancelled = self.open = self.idle = False
         self.late_s = 0.0
         self.error: BaseException | None = None
         self.engine: EngineName | None = None
+        self.number = -1  # by which another process knows it
         self.buffer_frames = plan.options.buffer_frames
         self.made_frames = 0  # in chunks; written by the worker
         self.taken_frames = 0  # written by the consumer
         self.watched = False  # the worker has found the buffer full: what the consumer takes wakes it
         self._inbox, self._notifier = inbox, notifier
         self._counters = StreamCounters()
-        self._begun = False
-        self._script: Script | None = None  # None before `begin`, and once it is over: its caches are free then
-        self._chunks: SimpleQueue[Any] = SimpleQueue()
+        self._script: Script | None = None  # none once it is over: its caches are free then
+        self._chunks: SimpleQueue[Chunk | None] = SimpleQueue()  # None: the end
         self._reason: FinishReason | None = None
-        self._read = False  # the consumer has seen the end
+        self.read = False  # the consumer has seen the end
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
         self._when_over: Callable[[], None] | None = None
+        self.chunker: Chunker | None = None
+        self.positions = 0
         self.segment: Segment | None = None
         self.segment_number = -1
-        self.launched = 0
-        self.row: Tensor | None = None
         self.begins_anew = False
         self.silent_s = 0.0
         self._silent_samples = 0  # to be delivered before the segment, or where there is none, now
         self.submit: Callable[[list[Any]], Any] | None = None
         self.on_close: Callable[[], None] | None = None
-        self.chunker: Chunker | None = None
-        self._guard: GuardState | None = None  # of the segment
-        self._positions = 0
-        self._pcm: deque[tuple[bytearray, bytes | None]] = deque()  # of frames, and the same in 16 bits
-        self._over: FinishReason | None = None  # why it ends with the chunk that is being made
 
-    def begin(self, script: Script, engine: EngineName, counters: StreamCounters | None = None) -> None:
-        """Before the worker is given it, once: what it says, and the lanes that make it."""
-        self._counters, self._script, self._begun = counters or StreamCounters(), script, True
+    def begin(self, script: Script | None, engine: EngineName, counters: StreamCounters | None = None) -> None:
+        """Before the worker is given it, once: what it says, and the lanes that make it. script: None where another
+        process speaks it."""
+        self._counters, self._script, self.open = counters or StreamCounters(), script, True
         self.engine = engine  # last: from now on the worker looks at it
 
     # ---- consumer, any thread
@@ -174,14 +173,14 @@ class Utterance:
 
     @property
     def over(self) -> bool:
-        return self.cancelled or (self._begun and self._script is None)
+        return self.cancelled or (self.engine is not None and not self.open)
 
     def cancel(self) -> None:
         """Ends the stream: no chunk is handed out after this. No effect on one that is over and taken."""
         if self.cancelled or (self.over and self.taken_frames == self.made_frames):
             return
         self.cancelled = True
-        self._put(_END, at_once=True)
+        self.deliver(None, at_once=True)
         self.update()
 
     def update(self) -> None:
@@ -192,17 +191,23 @@ class Utterance:
         """Has `call` called, quickly and perhaps twice, when the worker is done with a stream that has begun: from its
         thread, or from here where it is already."""
         self._when_over = call
-        if self._script is None:  # asked behind the line above: the worker saw that, or we see this
+        if not self.open:  # asked behind the line above: the worker saw that, or we see this
             call()
 
-    def check_unread(self) -> None:
-        """Raises EngineError where every chunk was taken; cancelled streams stay empty without a word."""
-        if self._read and not self.cancelled and self.error is None:
-            raise EngineError("this stream was read to its end, and chunks are not kept: make another stream")
-
-    def take(self) -> Chunk | None:
-        """Waits for the next chunk; None at the end. Raises what ended the stream, if something did."""
-        return self._accept(self._chunks.get())
+    def take(self, wait: bool = True) -> Chunk | None:
+        """Waits for the next chunk; None at the end. Raises what ended the stream, if something did, and where it is
+        not to wait queue.Empty."""
+        chunk = self._chunks.get(wait)
+        if chunk is None or self.cancelled:
+            self._chunks.put(None)  # for the next call
+            self.read = True
+            if self.error is not None and not self.cancelled:
+                raise self.error
+            return None
+        self.taken_frames += chunk.frames
+        if self.watched:  # else nothing waits for this
+            self.update()
+        return chunk
 
     async def take_async(self, within_s: float | None = None) -> Chunk | None:
         """As `take`, for an event loop: the worker wakes the loop, no thread waits. Other tasks get their turn before
@@ -210,61 +215,24 @@ class Utterance:
         loop = asyncio.get_running_loop()
         if not self._chunks.empty():  # otherwise the wait for it is their turn
             await asyncio.sleep(0)
-        alarm: asyncio.TimerHandle | None = None
-        over: list[bool] = []
         try:
-            while True:
-                try:
-                    return self._accept(self._chunks.get_nowait())
-                except Empty:
-                    pass
-                if over:
-                    raise TimeoutError
-                waiter = loop.create_future()
-                self._waiter = (loop, waiter)
-                if within_s is not None:
-                    alarm = alarm or loop.call_later(within_s, self._ring, over)
-                if self._chunks.empty():  # asked again: the worker may have put one before it could see the waiter
-                    await waiter
+            async with asyncio.timeout(within_s):
+                while True:
+                    with contextlib.suppress(Empty):
+                        return self.take(wait=False)
+                    waiter = loop.create_future()
+                    self._waiter = (loop, waiter)
+                    if self._chunks.empty():  # asked again: one may have come before the waiter could be seen
+                        await waiter
         finally:
             self._waiter = None
-            if alarm is not None:
-                alarm.cancel()
-
-    def _ring(self, over: list[bool]) -> None:
-        """In the consumer's loop: it has waited long enough."""
-        over.append(True)
-        if self._waiter is not None:
-            _set([self._waiter[1]])
-
-    def _accept(self, item: Any) -> Chunk | None:
-        if item is _END or self.cancelled:
-            self._chunks.put(_END)  # for the next call
-            self._read = True
-            if self.error is not None and not self.cancelled:
-                raise self.error
-            return None
-        self.has_taken(self.taken_frames + item.frames)
-        return item
-
-    def has_taken(self, frames: int) -> None:
-        """So many frames by now; `take` says it, and a sink for a consumer in another process."""
-        self.taken_frames = frames
-        if self.watched:  # else nothing waits for this
-            self.update()
 
     # ---- worker: text, segments and frames
-
-    def prepare(self, positions: int, schedule: tuple[int, ...] = SCHEDULE) -> None:
-        """The lanes have it. positions: of one segment, prompt and frames together. schedule: of chunks, where the
-        options leave it open."""
-        self._positions = positions
-        self.chunker = Chunker(self.plan.options, schedule)
 
     def ready(self) -> bool:
         """Whether there is something to make or to hand on; False means: waiting for text."""
         known = self.input_known()
-        return known or self._spoken() or self.chunker.has_undecoded or self._silent_samples > 0
+        return known or self._spoken or self.chunker.has_undecoded or self._silent_samples > 0
 
     def next_segment(self) -> bool:
         """Whether the next segment's turn has come and its prompt is known; it is then `segment`."""
@@ -278,131 +246,101 @@ class Utterance:
         self.chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
         if prompt is None:
             return False
-        plan = self.plan
+        plan, voice = self.plan, self._script.voice
         limit = MAX_SEGMENT_FRAMES if plan.max_frames is None else plan.max_frames - len(self.codes)
-        limit = min(limit, self._positions - len(prompt.embeds))
+        limit = max(1, min(limit, self.positions - len(prompt.embeds)))
         # A key-value cache no longer than the guard allows; the frame that reaches the limit is its runaway.
         guarded = plan.options.guard.limit_frames(prompt.text_tokens) if prompt.text_ended else None
-        most = max(1, limit if guarded is None else min(limit, guarded))
-        self._guard = GuardState(plan.options.guard, max(1, limit))
         self.segment_number += 1
-        self.segment = Segment(prompt, plan.sampling, plan.seed + self.segment_number, most, self)
-        self.launched, self.row = 0, None
+        self.segment = Segment(
+            prompt,
+            plan.sampling,
+            plan.seed + self.segment_number,
+            limit if guarded is None else max(1, min(limit, guarded)),
+            self,
+            None if voice is None else voice.codes,
+            GuardState(plan.options.guard, limit),
+        )
         return True
 
     def input_known(self) -> bool:
         """Whether the input of the frame after those launched is known; fetches it."""
-        if self.segment is None:
+        segment = self.segment
+        if segment is None:
             return self.next_segment()
         self._script.update()
-        if self.launched:
-            self.row = self.segment.prompt.row(self.launched - 1)
-        return self.row is not None
-
-    def has_launched(self) -> bool:
-        """A tick with a frame of the segment was launched. Whether the segment may have another, as far as is known
-        before that is read."""
-        self.row = self.segment.prompt.row(self.launched)
-        self.launched += 1
-        return self.launched < self.segment.max_frames
-
-    def rows_ahead(self, most: int) -> list[Tensor | None]:
-        """The row of the frame to be launched, and of frames after it as far as they are known, to the chunk's end."""
-        most = min(most, self.chunker.missing_frames, self.segment.max_frames - self.launched)
-        rows = [self.row]
-        while len(rows) < most and (row := self.segment.prompt.row(self.launched - 1 + len(rows))) is not None:
-            rows.append(row)
-        return rows
+        if segment.launched:
+            segment.row = segment.prompt.row(segment.launched - 1)
+        return segment.row is not None
 
     @property
     def unread(self) -> bool:
         """Whether frames of the segment were launched whose codes are not known yet."""
-        return self._guard is not None and self.launched > self._guard.frames
+        return self.segment is not None and self.segment.launched > self.segment.guard.frames
 
     @property
     def next_chunk_frames(self) -> int:
         """How many frames the chunk has that is being made, the silent lead before it included."""
         return self.chunker.pending_frames + self.chunker.missing_frames
 
-    def add_pcm(self, pcm: np.ndarray, pcm16: bytes | None) -> None:
-        """PCM (1920,) of the next frame, which is copied, and the same in 16 bits, where that was made too."""
-        self._pcm.append((bytearray(pcm), pcm16))  # not `copy`, for which numpy would release the interpreter's lock
-
     def add_frame(
-        self, codes: Tensor | np.ndarray | None, talker_ms: float, predictor_ms: float = 0.0, ahead: bool = False
-    ) -> Chunk | None:
-        """Books a frame of the segment, codes (16,) int64 or None at end of speech; returns a chunk when that completes
-        one. ahead: see `Chunker.take`."""
-        self.chunker.talker_ms += talker_ms
-        self.chunker.predictor_ms += predictor_ms
+        self,
+        codes: Tensor | np.ndarray | None,
+        pcm: tuple[bytearray, bytes | None] | None = None,
+        talker_ms: float = 0.0,
+        predictor_ms: float = 0.0,
+        ahead: bool = False,
+    ) -> None:
+        """Books a frame of the segment, codes (16,) int64 or None at end of speech, and delivers the chunk that it
+        completes. pcm: its samples (1920,) float32, and the same in 16 bits, where that was made too; None where
+        `submit` makes them. ahead: see `Chunker.take`."""
+        chunker, over = self.chunker, None
+        chunker.talker_ms += talker_ms
+        chunker.predictor_ms += predictor_ms
         if codes is None:
             self._script.leave_segment()
-            self.segment = self._guard = None
-            if self._spoken():
-                self._over = "eos"
+            self.segment = None
+            over = "eos" if self._spoken else None
         else:
             self.codes.append(codes)
-            self.chunker.add(codes)
-            self._over = self._guard.count(codes, self.segment.prompt.text_tokens)
-        if self.cancelled:
-            return None
-        over = self._over is not None
-        return self.chunker.take(self._decode, self._script.started_s, flush=over, ahead=ahead and not over)
+            chunker.add(codes if pcm is None else pcm)
+            over = self.segment.guard.count(codes, self.segment.prompt.text_tokens)
+        self._hand_on(over, over is not None, ahead and over is None)
 
-    def flush(self) -> Chunk | None:
+    def flush(self) -> None:
         """Without input: the end, or the text has stopped for now, and the listener gets what there is."""
-        if self._spoken():
-            self._over = "eos"
-        return self.chunker.take(self._decode, self._script.started_s, flush=True)
+        self._hand_on("eos" if self._spoken else None, True)
 
+    @property
     def _spoken(self) -> bool:
-        return self.segment is None and self._script.ended()
+        return self.segment is None and self._script.ended
 
-    def _decode(self, frames: list[Any]) -> Any:
-        if self.submit is not None:
-            return self.submit(frames)
-        pcm, pcm16 = zip(*(self._pcm.popleft() for _ in frames), strict=True)
-        return _Decoded(joined(pcm), None if None in pcm16 else b"".join(pcm16))
+    def _hand_on(self, over: FinishReason | None, flush: bool, ahead: bool = False) -> None:
+        """over: why it ends with the chunk that is there now."""
+        if self.cancelled:
+            self.end(None)
+            return
+        started_s = self._script.started_s
+        chunk = self.chunker.take(self.submit or _decoded, started_s, flush, ahead)
+        if chunk is not None:
+            first = not self.made_frames
+            self.deliver(chunk)
+            if first and self.engine == "single":
+                self._notifier.flush()  # the consumer takes it now
+                time.sleep(_YIELD_S)
+        if self._silent_samples:
+            for silence in self.chunker.silence(self._silent_samples, started_s):
+                self.deliver(silence)
+            self.silent_s += self._silent_samples / SAMPLE_RATE_HZ
+            self._silent_samples = 0
+        if over is not None:
+            self.end(over)
 
     # ---- worker: what becomes of it
 
-    @property
-    def open(self) -> bool:
-        """Whether frames may be made for it: False before `begin`, and once it is over."""
-        return self._script is not None
-
-    @property
-    def reference(self) -> Tensor | None:
-        """Codes (R, 16) that the codec hears first; None for none."""
-        voice = None if self._script is None else self._script.voice
-        return None if voice is None else voice.codes
-
-    def advance(self, make: Callable[[], Chunk | None]) -> None:
-        """Delivers the chunk that `make` gives. An error ends this stream alone."""
-        try:
-            if self._script is None or self.cancelled:
-                self.end(None)
-                return
-            chunk = make()
-            if chunk is not None:
-                first = not self.made_frames
-                self.deliver(chunk)
-                if first and self._notifier is not None and self.engine == "single":
-                    self._notifier.flush()  # the consumer takes it now
-                    time.sleep(_YIELD_S)
-            if self._silent_samples:
-                for silence in self.chunker.silence(self._silent_samples, self._script.started_s):
-                    self.deliver(silence)
-                self.silent_s += self._silent_samples / SAMPLE_RATE_HZ
-                self._silent_samples = 0
-            if self._over is not None:
-                self.end(self._over)
-        except BaseException as error:  # whatever it is belongs to this stream; the worker and the others go on
-            self.fail(error)
-
     def fail(self, error: BaseException) -> None:
         """Ends the stream; its consumer gets `error`. No effect on one that is over."""
-        if self._script is None:
+        if not self.open:
             return
         traceback.clear_frames(error.__traceback__)  # all that would keep the stream's caches
         self.error = error
@@ -410,18 +348,19 @@ class Utterance:
 
     def end(self, reason: FinishReason | None) -> None:
         """Releases what it was made with and ends the queue of chunks."""
-        if self._script is None:
+        if not self.open:
             return
         self._reason = reason
         self.set_idle(False)
-        self._script = self.segment = self._guard = self.row = self.submit = None
+        self.open = False
+        self._script = self.segment = self.submit = None
         self._counters.ended += 1
         on_close, self.on_close = self.on_close, None
         try:
             if on_close is not None:
                 on_close()
         finally:  # whatever closing does, nothing waits for more
-            self._put(_END)
+            self.deliver(None)
             if self._when_over is not None:
                 self._when_over()
 
@@ -432,33 +371,25 @@ class Utterance:
             if self.sink is not None:
                 self.sink.idle(self)
 
-    def deliver(self, chunk: Chunk) -> None:
-        self.made_frames += chunk.frames
-        self._put(chunk)
-
     def full(self, pending_frames: int) -> bool:
         """Whether the consumer has to take something first; it then wakes the worker. pending_frames: made or being
         made, and in no chunk."""
-        for asked_again in (False, True):
-            waiting = self.made_frames - self.taken_frames
-            if not waiting or waiting + pending_frames < self.buffer_frames:
-                self.watched = False
-                return False
-            if not asked_again:
-                self.watched = True  # what the consumer takes from now on wakes the worker: look once more
-        return True
+        self.watched = True  # what is taken from now on wakes the worker: no look at `taken_frames` before this
+        waiting = self.made_frames - self.taken_frames
+        self.watched = waiting > 0 and waiting + pending_frames >= self.buffer_frames
+        return self.watched
 
-    def _put(self, item: Any, at_once: bool = False) -> None:
+    def deliver(self, chunk: Chunk | None, at_once: bool = False) -> None:
+        """The next chunk, or None for the end. at_once: another thread than the worker's says it."""
+        if chunk is not None:
+            self.made_frames += chunk.frames
         if self.sink is not None:
-            self.sink.put(self, None if item is _END else item, at_once)
+            self.sink.put(self, chunk, at_once)
             return
-        self._chunks.put(item)
-        waiter = self._waiter
-        if waiter is not None:
-            if self._notifier is None or at_once:
-                _wake(waiter[0], [waiter[1]])
-            else:
-                self._notifier.add(*waiter)
+        self._chunks.put(chunk)
+        if (waiter := self._waiter) is not None:
+            loop, future = waiter
+            _wake(loop, [future]) if at_once else self._notifier.waiters[loop].append(future)
 
 
 class _Decoded(NamedTuple):
@@ -469,6 +400,12 @@ class _Decoded(NamedTuple):
 
     def result(self) -> np.ndarray:
         return self.pcm
+
+
+def _decoded(frames: list[tuple[bytearray, bytes | None]]) -> _Decoded:
+    """Frames that lanes gave PCM of."""
+    pcm, pcm16 = zip(*frames, strict=True)
+    return _Decoded(joined(pcm), None if None in pcm16 else b"".join(pcm16))
 
 
 def _wake(loop: asyncio.AbstractEventLoop, waiters: Sequence[asyncio.Future[None]]) -> None:
@@ -485,7 +422,7 @@ def _set(waiters: Sequence[asyncio.Future[None]]) -> None:
 # ---- what a consumer holds
 
 
-class Stream:
+class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsyncContextManager["Stream"]):
     """Chunks of one utterance, in order, made while they are taken. Iterate with `for` or with `async for`, one
     consumer at a time. Leaving the `with` block, `close`, `aclose`, dropping the object, an exception while waiting
     (Ctrl-C), and cancelling the task that waits all end the generation within one frame. What fails inside is raised
@@ -551,20 +488,24 @@ class Stream:
 
     def read(self) -> np.ndarray:
         """All PCM that is left, (S,) float32; waits for the end. Raises EngineError as `__iter__`."""
-        return _join([chunk.pcm for chunk in self])
+        return np.concatenate([_NO_PCM, *(chunk.pcm for chunk in self)])
 
     async def aread(self) -> np.ndarray:
         """As `read`, for an event loop."""
-        return _join([chunk.pcm async for chunk in self])
+        return np.concatenate([_NO_PCM, *[chunk.pcm async for chunk in self]])
 
     def __repr__(self) -> str:
         state = self.finish_reason or ("over" if self._utterance.over else "open")
         return f"<{type(self).__name__}: {len(self._utterance.codes)} frames, {state}, seed {self.seed}>"
 
     def __iter__(self) -> Stream:
-        """Raises EngineError where the chunks were taken to the end already: they are not kept."""
-        self._utterance.check_unread()
+        """Raises EngineError where every chunk was taken already; cancelled streams stay empty without a word."""
+        utterance = self._utterance
+        if utterance.read and not utterance.cancelled and utterance.error is None:
+            raise EngineError("this stream was read to its end, and chunks are not kept: make another stream")
         return self
+
+    __aiter__ = __iter__
 
     def __next__(self) -> Chunk:
         try:
@@ -572,14 +513,13 @@ class Stream:
         except BaseException:
             self._give_up()
             raise
-        chunk = self._with_words(chunk)
+        if self._words is not None:
+            chunk = self._with_words(chunk)
         if chunk is None:
             raise StopIteration
         return chunk
 
     def _with_words(self, chunk: Chunk | None) -> Chunk | None:
-        if self._words is None:
-            return chunk
         if chunk is None:
             self._words.end(complete=self.finish_reason == "eos")
             return None
@@ -589,18 +529,12 @@ class Stream:
         """The next chunk; None at the end. Raises as `__anext__`, and TimeoutError where there is none within
         `within_s`: the stream goes on."""
         try:
-            return self._with_words(await self._utterance.take_async(within_s))
-        except TimeoutError:
-            if within_s is None:
+            chunk = await self._utterance.take_async(within_s)
+        except BaseException as error:  # cancelling the task that waits cancels the generation
+            if within_s is None or not isinstance(error, TimeoutError):
                 self._give_up()
             raise
-        except BaseException:  # cancelling the task that waits cancels the generation
-            self._give_up()
-            raise
-
-    def __aiter__(self) -> Stream:
-        self._utterance.check_unread()
-        return self
+        return chunk if self._words is None else self._with_words(chunk)
 
     async def __anext__(self) -> Chunk:
         chunk = await self.take()
@@ -608,14 +542,8 @@ class Stream:
             raise StopAsyncIteration
         return chunk
 
-    def __enter__(self) -> Stream:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._utterance.cancel()
-
-    async def __aenter__(self) -> Stream:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         self._utterance.cancel()
@@ -644,7 +572,7 @@ class Session(Stream):
         super().__init__(engine, utterance, words)
         self._request, self._max_chars = request, max_chars
         self._text = text
-        self._script: FedScript | None = None
+        self._feed: Callable[[Any], None] | None = None  # as `FedScript.feed`, from the first visible text on
         self._early: list[Any] = []  # of pieces without anything visible
         self._writing = threading.Lock()
         self._chars = 0
@@ -665,10 +593,10 @@ class Session(Stream):
             if self._words is not None:
                 self._words.feed(piece)
             self._chars += len(piece)
-            if self._script is not None:
-                self._feed(parts)
+            if self._feed is not None:
+                self._hand_over(parts)
             elif piece.strip():
-                self._begin(parts)
+                self._begin((*self._early, *parts))
             else:
                 self._early += parts
 
@@ -680,33 +608,27 @@ class Session(Stream):
                 return
             self._finished = True
             try:
-                if self._script is None and not self._utterance.over:
+                if self._feed is None and not self._utterance.over:
                     raise TextError("expected text to speak before finish, got none")
                 if not self._utterance.over:
-                    self._feed(self._text.finish())
+                    self._hand_over(self._text.finish())
             except TextError:
                 self._utterance.cancel()
                 raise
             if self._words is not None:
                 self._words.finish()
-            if self._script is not None:
-                self._script.finish()
-                self._utterance.update()
+            if self._feed is not None:
+                self._hand_over([None])
 
-    def _feed(self, parts: Sequence[Any]) -> None:
+    def _hand_over(self, parts: Sequence[Any]) -> None:
         for part in parts:
-            self._script.feed(part)
+            self._feed(part)
         if parts:
             self._utterance.update()
 
     def _begin(self, parts: Sequence[Any]) -> None:
         try:
-            texts = (*self._early, *parts)
-            self._script = self._engine.begin_fed(self._utterance, self._request, self._max_chars, texts)
+            self._feed = self._engine.begin_fed(self._utterance, self._request, self._max_chars, parts)
         except EngineError:
             if not self._utterance.over:  # else the engine was closed meanwhile
                 raise
-
-
-def _join(pieces: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.float32)

@@ -12,10 +12,10 @@ import shutil
 import sys
 import time
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +32,7 @@ from mktts.engine.pages import Copy
 from mktts.engine.scheduler import Tick
 from mktts.engine.stream import Segment
 from mktts.errors import BackendUnavailable, CapacityError, MkttsError, PromptError
-from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.model.tokenizer import TextTokenizer
 from mktts.model.voice import Voice
@@ -64,38 +64,34 @@ def install_shim() -> dict[str, str]:
         if isinstance(present, _StandIn):
             replaced[name] = present.reason
             continue
+        modules = [name, *(f"{name}.{child}" for child in children)]
         try:
             if name == "sox" and shutil.which("sox") is None:
                 raise FileNotFoundError("the sox program is not installed")
-            for module in (name, *(f"{name}.{child}" for child in children)):
+            for module in modules:
                 importlib.import_module(module)
         except Exception as error:  # noqa: BLE001  any failure to load means the same: it cannot be used here
             replaced[name] = f"{type(error).__name__}: {error}"
             for loaded in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
                 del sys.modules[loaded]
-            _stand_in(name, children, replaced[name])
+            for module in modules:
+                sys.modules[module] = _StandIn(module, replaced[name])
+                parent, _, leaf = module.rpartition(".")
+                if parent:
+                    setattr(sys.modules[parent], leaf, sys.modules[module])
     return replaced
 
 
 class _StandIn(types.ModuleType):
-    reason: str
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name)
+        self.reason, self.__path__ = reason, []
+        self.__spec__ = ModuleSpec(name, loader=None)
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         raise AttributeError(f"{self.__name__}.{attribute}: only a stand-in is loaded, because {self.reason}")
-
-
-def _stand_in(name: str, children: tuple[str, ...], reason: str) -> None:
-    for full in (name, *(f"{name}.{child}" for child in children)):
-        module = _StandIn(full)
-        module.reason = reason
-        module.__spec__ = ModuleSpec(full, loader=None)
-        module.__path__ = []
-        sys.modules[full] = module
-        parent, _, leaf = full.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], leaf, module)
 
 
 def import_upstream() -> types.ModuleType:
@@ -284,10 +280,6 @@ class UpstreamPrompt:
     prefix_rows: int = 0
     prefix_key: None = None
 
-    @classmethod
-    def open(cls, prompts: PromptBuilder, request: Request) -> UpstreamPrompt:
-        return cls(request, prompts.tokenizer, text_ended=False)
-
     @property
     def ready(self) -> bool:
         return self.text_ended
@@ -306,13 +298,6 @@ class UpstreamPrompt:
         return self.embeds[0]
 
 
-class UpstreamPrompts(PromptBuilder):
-    """Checks requests; qwen-tts builds the prompts."""
-
-    def of_checked(self, request: Request) -> UpstreamPrompt:
-        return UpstreamPrompt(request, self.tokenizer)
-
-
 class UpstreamLanes(OneLane):
     """See `mktts.engine.lanes.Lanes`: qwen-tts (a qwen_tts.Qwen3TTSModel) makes a whole segment in its first tick,
     which the others hand on. All generation time shows as talker_ms."""
@@ -322,11 +307,11 @@ class UpstreamLanes(OneLane):
     def __init__(self, upstream: Any, positions: int) -> None:
         self.upstream, self.positions = upstream, positions
         self._segments: dict[int, Segment] = {}
-        self._frames: dict[int, deque[Tensor]] = {}  # made, not handed on
-        self._pcm: dict[int, np.ndarray] = {}  # not decoded into chunks yet
+        self._frames: dict[int, deque[Tensor]] = defaultdict(deque)  # made, not handed on
+        self._pcm: dict[int, np.ndarray] = defaultdict(partial(np.zeros, 0, np.float32))  # not in chunks yet
 
     def enter(self, slot: int, reference: Tensor | None) -> None:
-        self._frames[slot], self._pcm[slot] = deque(), np.zeros(0, np.float32)
+        """qwen-tts hears the reference itself."""
 
     def forget(self, voice: Voice) -> None:
         """Nothing is kept here."""

@@ -18,7 +18,7 @@ from mktts.engine.admission import Admission
 from mktts.engine.capacity import machine_key
 from mktts.engine.engine import Engine
 from mktts.engine.lanes import SingleLanes
-from mktts.engine.runner import Runner, Voices
+from mktts.engine.runner import Runner
 from mktts.errors import BackendUnavailable, OptionsError
 from mktts.model.backend import Backend, default_dtype, device_named
 from mktts.model.oracle import TorchBackend
@@ -131,17 +131,18 @@ def single_runner(
         positions=config.talker.max_position_embeddings,
         decodes_beside=device.type == "cuda",
     )
-    return Runner(lanes, Voices(prompts), admission)
+    return Runner(lanes, prompts, admission)
 
 
 def _upstream_runner(checkpoint: Checkpoint, wanted: Loading, admission: Admission) -> Runner:
-    from mktts.engine.upstream import UpstreamLanes, UpstreamPrompt, UpstreamPrompts, load_upstream
+    from mktts.engine.upstream import UpstreamLanes, UpstreamPrompt, load_upstream
 
     # The builder only checks requests and counts tokens; on the CPU in the stored dtype its tables stay on disk.
-    prompts = UpstreamPrompts(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)
+    prompts = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)
     positions = checkpoint.config.talker.max_position_embeddings
     lanes = UpstreamLanes(load_upstream(checkpoint, wanted.dtype, wanted.device), positions)
-    return Runner(lanes, Voices(prompts, UpstreamPrompt.open), admission)
+    build = partial(UpstreamPrompt, tokenizer=prompts.tokenizer)
+    return Runner(lanes, prompts, admission, build, partial(build, text_ended=False))
 
 
 def batch_runner(checkpoint: Checkpoint, wanted: Loading, single: Runner | None, admission: Admission) -> Runner:
@@ -169,8 +170,8 @@ def batch_runner(checkpoint: Checkpoint, wanted: Loading, single: Runner | None,
             threads=wanted.cpu_threads is None and default_cpu_threads(checkpoint) == 1 and torch.get_num_threads() > 1,
         )
     if single is not None:
-        prompts = single.voices.prompts
+        prompts = single.prompts
     else:
         embedded = {**tensors, **lanes.embeddings}
         prompts = PromptBuilder(config, embedded, checkpoint.tokenizer(), wanted.device, wanted.dtype)
-    return Runner(lanes, Voices(prompts, spoken=SpokenRows(prompts) if cuda else None), admission)
+    return Runner(lanes, prompts, admission, partial(prompts.of_checked, spoken=SpokenRows(prompts)) if cuda else None)

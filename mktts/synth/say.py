@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mktts.model.voice import Voice
 
 
-class Loudspeaker:
+class Loudspeaker(AbstractContextManager["Loudspeaker"]):
     """Plays PCM as it is made. Leaving its block waits until all of it was heard; an error or Ctrl-C ends it at once.
     Raises BackendUnavailable where the package, its library or a sound device is missing."""
 
@@ -49,9 +49,6 @@ class Loudspeaker:
             raise BackendUnavailable(
                 f"expected a sound device that plays {SAMPLE_RATE_HZ} Hz, found none ({error}): write a file instead"
             ) from None
-
-    def __enter__(self) -> Loudspeaker:
-        return self
 
     def play(self, pcm: np.ndarray) -> None:
         """Hands over `pcm` (S,) float32; returns once what is left of it fits the device's buffer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
@@ -17,7 +18,7 @@ from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
 from mktts.common import checked_int
 from mktts.engine.admission import AdmissionLimits, Capacity
 from mktts.engine.many import SayRequest, SayResult, say_each, say_many
-from mktts.engine.options import Chunk, FinishReason, Guard, Plan, StreamOptions, Timings
+from mktts.engine.options import Plan, StreamOptions
 from mktts.engine.runner import EngineStats
 from mktts.engine.scheduler import TICKS
 from mktts.engine.script import cut
@@ -37,18 +38,6 @@ if TYPE_CHECKING:
     from mktts.engine.engine import Engine
     from mktts.engine.lanes import Lanes
     from mktts.engine.remote import RemoteEngine
-
-__all__ = [
-    "BatchSettings",
-    "Chunk",
-    "FinishReason",
-    "Guard",
-    "Session",
-    "Stream",
-    "StreamOptions",
-    "Synthesizer",
-    "Timings",
-]
 
 
 class StreamSettings(TypedDict, total=False):
@@ -76,13 +65,14 @@ class StreamSettings(TypedDict, total=False):
     pronunciations: Mapping[str, str] | None
 
 
+_OPTIONS = StreamOptions()
 _WAITING = 8  # of so many streams that are made together, one more is open: the next is there when one ends
 _OF_THE_REQUEST = {field.name for field in fields(Request)} - {"text"}
 _OF_A_CHOICE = {field.name for field in fields(Choice)}
 _MEASURED_TEXT = "The committee will meet again on Thursday, and everyone who signed the letter is invited."
 
 
-class Synthesizer:
+class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
     """One model and its worker thread; any number of streams may be open at once. Load one per process and share it
     between threads and tasks. Use it as a context manager, or call `close`."""
 
@@ -151,7 +141,7 @@ class Synthesizer:
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = open_checkpoint(checkpoint)
         made = load_engine(checkpoint, wanted, cpu_threads or default_cpu_threads(checkpoint))
-        prompts = next(iter(made.runners.values())).voices.prompts
+        prompts = next(iter(made.runners.values())).prompts
         synthesizer = cls(made, prompts, checkpoint, words)
         try:
             synthesizer.measure_capacity(only_kept=engine != "batch")
@@ -227,16 +217,16 @@ class Synthesizer:
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
         max_chars = plan.options.max_chars_per_segment or self._fed_chars
-        feed, words = self._text_feed(request, plan, settings), self._word_times(request, plan, settings)
-        return Session(self.engine, self.engine.reserve(plan), request, max_chars, feed, words)
+        return Session(
+            self.engine, self.engine.reserve(plan), request, max_chars, *self._readers(request, plan, settings)
+        )
 
     def _stream(self, text: str, settings: StreamSettings, paced: bool = True) -> Stream:
         started_s = time.perf_counter()
         request, plan = self._checked(clean_text(text), settings)
-        feed = self._text_feed(request, plan, settings)
+        feed, words = self._readers(request, plan, settings)
         max_chars = plan.options.max_chars_per_segment or self._whole_chars
         parts = cut(request, (*feed.push(request.text), *feed.finish()), max_chars)
-        words = self._word_times(request, plan, settings)
         if words is not None:
             words.feed(request.text)
             words.finish()
@@ -247,24 +237,19 @@ class Synthesizer:
         said = (lexicon or self.lexicon).say(word)
         return said if self.front_end is None else self.front_end.word(said, language.lower())
 
-    def _lexicon(self, words: Mapping[str, str] | None) -> Lexicon:
-        return self.lexicon if words is None else Lexicon(words, self.lexicon)
-
-    def _text_feed(self, request: Request, plan: Plan, settings: StreamSettings) -> TextFeed:
-        lexicon, markup = self._lexicon(settings.get("pronunciations")), plan.options.markup
-        if self.front_end is None:
-            new_reader = partial(lexicon.feed, markup)
-        else:
-            new_reader = partial(self.front_end.feed, request.language, markup, lexicon)
-        return TextFeed(partial(self._named, request, settings.get("voices", {})), new_reader)
-
-    def _word_times(self, request: Request, plan: Plan, settings: StreamSettings) -> WordTimes | None:
-        if not plan.options.word_times:
-            return None
+    def _readers(self, request: Request, plan: Plan, settings: StreamSettings) -> tuple[TextFeed, WordTimes | None]:
+        """What a stream's text goes through, and what finds the times of its words, where those are asked for."""
+        words, markup, language = settings.get("pronunciations"), plan.options.markup, request.language
+        lexicon = self.lexicon if words is None else Lexicon(words, self.lexicon)
         named = partial(self._named, request, settings.get("voices", {}))
-        text = TextFeed(named, partial(Lexicon().feed, plan.options.markup))
-        lexicon = self._lexicon(settings.get("pronunciations"))
-        return WordTimes(text, partial(self.spoken, language=request.language, lexicon=lexicon))
+        if self.front_end is None:
+            text = TextFeed(named, partial(lexicon.feed, markup))
+        else:
+            text = TextFeed(named, partial(self.front_end.feed, language, markup, lexicon))
+        if not plan.options.word_times:
+            return text, None
+        as_written = TextFeed(named, partial(Lexicon().feed, markup))
+        return text, WordTimes(as_written, partial(self.spoken, language=language, lexicon=lexicon))
 
     def _named(self, request: Request, voices: Mapping[str, Voice], name: str) -> Request | None:
         """`request`, without text, as spoken by the voice or speaker of that name; None where there is none."""
@@ -282,8 +267,7 @@ class Synthesizer:
     @property
     def _room(self) -> int:
         """Streams that are made at once."""
-        batch = self.engine.runners.get("batch")
-        return 1 if batch is None else batch.lanes.slots
+        return 1 if self.lanes is None else self.lanes.slots
 
     @property
     def lanes(self) -> Lanes | None:
@@ -332,9 +316,6 @@ class Synthesizer:
         """Ends every open stream as cancelled and the worker thread, and lets go of the model. Idempotent."""
         self.engine.close()
 
-    def __enter__(self) -> Synthesizer:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -357,7 +338,7 @@ class Synthesizer:
             self.sampling if sampling is None else sampling,
             drawn_seed() if seed is None else seed,
             settings.get("max_frames"),
-            StreamOptions() if options is None else options,
+            _OPTIONS if options is None else options,
         )
         return self._prompts.check(request), plan
 

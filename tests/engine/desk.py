@@ -16,8 +16,8 @@ from mktts.engine import runner
 from mktts.engine.admission import Admission, AdmissionLimits
 from mktts.engine.lanes import SingleLanes
 from mktts.engine.options import Chunk, Plan, StreamOptions
-from mktts.engine.script import FedScript, Script, WholeScript
-from mktts.engine.stream import Utterance
+from mktts.engine.script import FedScript, Script
+from mktts.engine.stream import Notifier, Utterance
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 
@@ -68,7 +68,7 @@ class Desk:
     ) -> Utterance:
         """A stream of these segments."""
         requests = [Request(text) for text in texts or ("Hello.",)]
-        script = WholeScript(requests, self.runners[engine].voices.build, self.now_s)
+        script = Script(requests, self.runners[engine].build, self.now_s)
         return self._opened(script, Plan(Sampling(), seed, frames, options), paced, engine)
 
     def listen(
@@ -81,12 +81,12 @@ class Desk:
         engine: str = "batch",
     ) -> tuple[Utterance, Writer]:
         """A stream whose text is fed to the script."""
-        script = self.runners[engine].voices.later(Request(""), max_chars)
+        script = FedScript(Request(""), self.runners[engine].open_prompt, max_chars)
         job = self._opened(script, Plan(Sampling(), seed, frames, options), paced, engine)
         return job, Writer(script, job)
 
     def _opened(self, script: Script, plan: Plan, paced: bool, engine: str) -> Utterance:
-        job = Utterance(plan, self.inbox, paced=paced)
+        job = Utterance(plan, self.inbox, Notifier(), paced)
         job.begin(script, engine)
         self.runners[engine].update(job)
         return job
@@ -127,10 +127,11 @@ class Desk:
         asleep = set(batch._asleep.values())
         assert not asleep & set(batch._awake) and asleep | set(batch._awake) == slots
         assert not table.text_known[list(asleep)].any()
-        assert all(job.open for job in (*batch._streams.values(), *batch._arrived, *batch._textless, *batch._queued))
-        assert len(batch._queue) == len(batch._queued)
+        assert all(
+            job.open for job in (*batch._streams.values(), *batch._arrived, *batch._textless, *batch._queue.names)
+        )
         for slot, job in batch._streams.items():
-            coming = sum(lane.stream is job for running in batch._running for lane in running.lanes)
+            coming = sum(one.stream is job for running in batch._running for _, one in running.lanes)
             assert table.frames_made[slot] == len(job.codes) + coming
         assert batch._begun <= slots
         if pages is not None:
@@ -163,7 +164,7 @@ class Writer:
         self.job.update()
 
     def finish(self) -> None:
-        self.script.finish()
+        self.script.feed(None)
         self.job.update()
 
 
@@ -180,8 +181,8 @@ def alone(
 ) -> list[list[int]]:
     """The codes of a stream that is made by itself, frame by frame, without lanes."""
     single = fake_single(FakeBackend(eos_after=eos_after), prefix=prefix)
-    job = Utterance(Plan(Sampling(), seed, frames, replace(OFF, buffer_frames=10**9)), SimpleQueue())
-    job.begin(WholeScript([Request(text) for text in texts], single.voices.build, 0.0), "single")
+    job = Utterance(Plan(Sampling(), seed, frames, replace(OFF, buffer_frames=10**9)), SimpleQueue(), Notifier())
+    job.begin(Script([Request(text) for text in texts], single.build, 0.0), "single")
     single.update(job)
     while not job.over:
         single.turn(0.0, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -102,12 +103,12 @@ def test_a_reader_who_is_gone_and_one_who_waits_for_text_hold_no_capacity_and_on
     place.fill()
     place.table.frames_taken[0], place.table.full[0] = 5, True
     place.table.frames_taken[1], place.table.full[1] = 5, True
-    place.table.read([0, 1], [6, 5], now_s=1.5)
+    place.table.read(np.array([0, 1]), np.array([6, 5]), now_s=1.5)
     assert place.queue.wake_s(0.2) == 0.5  # of the one that waits
     assert [place.admission.count(now_s) for now_s in (1.9, 2.0, 3.4, 3.5)] == [2, 1, 1, 0]
     assert place.queue.pop(0.2, MODEL) is None
     place.queue.cancel(None)
-    place.table.read([0, 1], [7, 7], now_s=4.0)
+    place.table.read(np.array([0, 1]), np.array([7, 7]), now_s=4.0)
     assert place.submit(arrived_s=4.1) == "waited"
     place.table.text(0, False, 4.2)
     assert place.queue.pop(4.3, MODEL)[1] == ""
@@ -118,7 +119,7 @@ def test_the_queue_has_an_end_in_length_and_in_time_and_the_refusal_says_why():
     assert [place.submit() for _ in range(4)] == ["", "waited", "waited", "queue"]
     assert place.queue.pop(0.04, MODEL) is None and place.queue.wake_s(0.04) == 0.05
     reason = place.queue.pop(0.05, MODEL)[1]
-    error = refusal(reason, 1, place.admission.capacity)
+    error = refusal(reason, 1, place.admission.most)
     assert reason == "waited" and error.capacity == 1
     assert str(error).startswith("refused with 1 stream open, where 1 can be served at once: no place came free in")
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fakes import OFF, ONE, WAIT_S, FakeBackend, in_thread, joined, launched_ahead, settle, speak
+from fakes import OFF, ONE, WAIT_S, FakeBackend, in_thread, joined, launched_ahead, open_streams, settle, speak
 
 from mktts.engine import stream as streams
 from mktts.errors import EngineError, TextError
@@ -150,8 +150,8 @@ async def test_a_chunk_that_arrives_just_before_the_wait_is_not_missed(held, mon
     synth, backend = held
     stream = speak(synth, seed=1)
     loop, arrived = asyncio.get_running_loop(), threading.Event()
-    put = stream._utterance._put
-    monkeypatch.setattr(stream._utterance, "_put", lambda *item, **how: (put(*item, **how), arrived.set()))
+    put = stream._utterance.deliver
+    monkeypatch.setattr(stream._utterance, "deliver", lambda *item, **how: (put(*item, **how), arrived.set()))
 
     def while_the_consumer_prepares_to_wait() -> asyncio.Future:
         backend.let(1)
@@ -192,7 +192,7 @@ def test_a_stream_begins_with_its_first_visible_text_and_takes_none_after_its_en
         reader = in_thread(lambda: heard.extend(chunk.frames for chunk in session))
         session.feed(" \n")
         settle(synth)
-        assert session.engine is None and synth.engine.open_streams == 0 and not session._utterance.over
+        assert session.engine is None and open_streams(synth) == 0 and not session._utterance.over
         with pytest.raises(TextError, match="must be a str, got int"):
             session.feed(3)
         session.feed("abc")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import ONE, WAIT_S, FakeBackend, fake_synthesizer, in_thread, joined, settle, speak
+from fakes import ONE, WAIT_S, FakeBackend, fake_synthesizer, in_thread, joined, open_streams, settle, speak
 from served import until
 
 from mktts.engine.engine import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, Engine, many_streams
@@ -244,7 +244,7 @@ def test_turns_that_raise_end_their_streams_without_spinning_and_the_next_are_se
         executor.turn = turn
         assert len(list(speak(synth, seed=9))) == 6
         settle(synth)
-        assert synth.engine.open_streams == 0 and executor.open_streams == 0
+        assert open_streams(synth) == 0 and executor.open_streams == 0
 
 
 def test_the_streams_of_another_engine_go_on():

@@ -16,8 +16,8 @@ from mktts.audio import first_audible_sample
 from mktts.engine.chunker import Chunker
 from mktts.engine.options import Chunk, Guard, Plan, StreamOptions
 from mktts.engine.runner import Runner
-from mktts.engine.script import Script, WholeScript
-from mktts.engine.stream import MAX_SEGMENT_FRAMES, Utterance
+from mktts.engine.script import Script
+from mktts.engine.stream import MAX_SEGMENT_FRAMES, Notifier, Utterance
 from mktts.errors import OptionsError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
@@ -32,12 +32,13 @@ def generation(
 ) -> Utterance:
     """A stream of these segments, that the runner has."""
     requests = [Request(text) for text in texts or (HELLO,)]
-    script = WholeScript(requests, runner.voices.build, started_s or time.perf_counter())
+    script = Script(requests, runner.build, started_s or time.perf_counter())
     return taken(runner, script, Plan(Sampling(), 5, max_frames, options))
 
 
 def taken(runner: Runner, script: Script, plan: Plan) -> Utterance:
-    utterance = Utterance(replace(plan, options=replace(plan.options, buffer_frames=10**9)), SimpleQueue(), paced=False)
+    plan = replace(plan, options=replace(plan.options, buffer_frames=10**9))
+    utterance = Utterance(plan, SimpleQueue(), Notifier(), paced=False)
     utterance.begin(script, "single")
     utterance.runner = runner
     runner.update(utterance)
@@ -163,10 +164,10 @@ def test_segments_follow_one_another_with_a_fresh_talker_and_one_codec():
     model = fake_single(backend)
     utterance = generation(model, "One.", "Two.", "Three.")
     chunks = run(utterance, steps=3)
-    assert model.voices.prompts.built == ["One."]  # the others when their turns come
+    assert model.prompts.built == ["One."]  # the others when their turns come
     chunks += run(utterance)
     assert utterance.finish_reason == "eos"
-    assert model.voices.prompts.built == ["One.", "Two.", "Three."]
+    assert model.prompts.built == ["One.", "Two.", "Three."]
     assert [state.seed for state in backend.states] == [5, 6, 7]
     assert model.lanes.codec.starts == 1
     assert [chunk.frames for chunk in chunks] == [1, 1, 2, 4, 1]  # chunks run over the joins

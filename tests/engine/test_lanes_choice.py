@@ -72,8 +72,7 @@ def test_a_capacity_is_that_of_the_lanes_of_many_also_where_they_are_still_to_co
     monkeypatch.setenv("MKTTS_CACHE", str(tmp_path))
     with fake_synthesizer(engine="auto") as synth:
         engine = synth.engine
-        batch = engine._runners.pop("batch")
-        engine._worker.runners.pop("batch")
+        batch = engine.runners.pop("batch")
         engine._later = lambda: batch
         assert synth.measure_capacity(only_kept=True).basis == "not measured" and engine._later
         assert synth.measure_capacity().basis == "of a test" and set(engine.runners) == {"single", "batch"}

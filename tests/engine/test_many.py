@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from fakes import FAKE_ENGINES, ONE, FakeBackend, fake_synthesizer, settle
+from fakes import FAKE_ENGINES, ONE, FakeBackend, fake_synthesizer, open_streams, settle
 
 from mktts.engine.many import SayRequest
 from mktts.errors import EngineError, OptionsError, TextError
@@ -25,7 +25,7 @@ def make(request):
 def open_now(synth) -> int:
     gc.collect()
     settle(synth)
-    return synth.engine.open_streams
+    return open_streams(synth)
 
 
 @pytest.mark.parametrize("at_once", [None, 1, 5])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mktts.audio import to_pcm16
 from mktts.checkpoint import open_checkpoint
 from mktts.engine.scheduler import FRAME_S
-from mktts.engine.script import WholeScript, cut
+from mktts.engine.script import Script, cut
 from mktts.errors import PromptError, TextError
 from mktts.model.prompt import Request
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
@@ -151,7 +151,7 @@ def test_a_voice_of_another_kind_of_checkpoint_is_refused(tiny):
 def test_nothing_is_late_because_of_a_pause_and_what_follows_is_made_ahead(monkeypatch, engine):
     desk = Desk(monkeypatch, FakeBackend(eos_after=5), overlaps=engine == "batch")
     parts = cut(Request(""), ["Hello.", Pause(2 * SAMPLE_RATE_HZ), "There."], 100)
-    script = WholeScript(parts, desk.batch.voices.build, desk.now_s)
+    script = Script(parts, desk.batch.build, desk.now_s)
     job = desk._opened(script, desk.say("Beside.").plan, True, "batch")
     heard_s, chunks = 0.0, []
     while not job.over:

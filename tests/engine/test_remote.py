@@ -60,7 +60,7 @@ def test_it_says_in_16_bits_what_one_in_this_process_says(far, near):
     assert sum(chunk.frames for chunk in chunks) == 30
     assert [chunk.start_s for chunk in chunks] == sorted(chunk.start_s for chunk in chunks)
     assert (far.backend_name, far.device, far.dtype) == (near.backend_name, near.device, near.dtype)
-    assert far.engine.makes_many and far.sampling == near.sampling
+    assert far.sampling == near.sampling
 
 
 def test_many_streams_in_an_event_loop_each_get_their_own(far, near):

@@ -58,11 +58,11 @@ def test_who_finds_no_place_waits_in_line_and_comes_in_when_there_is_one(desk, o
     second = at.say(seed=2, frames=50, options=HELD)
     at.run(until_s=0.2)
     queue = at.batch._queue
-    assert at.batch._queued == {second} and queue.obstacle(queue._paced[0], at.lanes.model, at.now_s) == reason
+    assert queue.names == [second] and queue.obstacle(queue._paced[0], at.lanes.model, at.now_s) == reason
     assert len(first.codes) == 2
     first.cancel()
     at.run(until_s=0.3)
-    assert at.batch._queued == set() and len(chunks_of(second)) == 2
+    assert queue.names == [] and len(chunks_of(second)) == 2
     second.cancel()
     at.run()
     assert at.all_free()
@@ -112,7 +112,7 @@ def test_while_it_waits_for_pages_its_listener_gets_what_there_is_and_newcomers_
     assert at.batch._queue.reserved_pages == 3 and at.pages.free == 2
     small = at.say(seed=3, frames=20)  # one page would do
     at.turn()
-    assert at.batch._queued == {small}
+    assert at.batch._queue.names == [small]
     other.cancel()
     at.run()
     assert len(long.codes) == 10 and long.finish_reason == "eos"

@@ -247,8 +247,8 @@ def test_settings_that_contradict_each_other_are_refused(error, make):
 
 
 @settings(deadline=None)
-@given(STREAM, st.integers(0, 60), st.booleans(), st.floats(0.0, 1.0))
-def test_a_stream_that_is_alone_runs_as_it_would_by_what_is_done_for_many(stream, chunk_start, leaves, took_s):
+@given(STREAM)
+def test_a_stream_that_is_alone_runs_as_it_would_by_what_is_done_for_many(stream):
     table = table_of([stream] + new(1))
     table.leave(1)
     assume(len(table.able()))
@@ -256,14 +256,6 @@ def test_a_stream_that_is_alone_runs_as_it_would_by_what_is_done_for_many(stream
     found = lone_tick(table, 0, NOW_S)
     assert content(found) == content(expected) and found.serials == expected.serials
     assert (found.lanes.dtype, found.wake_s) == (expected.lanes.dtype, expected.wake_s)
-    table.begin(found)
-    table.chunk(0, chunk_start, chunk_start + 2)
-    if leaves:
-        table.leave(0)
-    many = copy.deepcopy(table)
-    both = replace(found, **{name: np.append(getattr(found, name), 1) for name in ("lanes", "frames", "serials")})
-    assert table.finish(found, NOW_S + took_s).tolist() == many.finish(both, NOW_S + took_s).tolist()[:1]
-    assert all(np.array_equal(array, getattr(many, name)) for name, array in vars(table).items())
 
 
 def ticks(seed: int, count: int):

@@ -193,7 +193,7 @@ class Run:
         self._chunk[slot] += 1
         frames = chunks[min(int(self._chunk[slot]), len(chunks) - 1)]
         table.frames_taken[slot] = made
-        table.chunk(slot, made, min(made + frames, int(self._goal[slot])))
+        table.chunk(slot, made, min(frames, int(self._goal[slot]) - made))
         return late_s
 
 

@@ -375,9 +375,9 @@ def held(synthesizer: Synthesizer, of: Voice) -> set[str]:
     for engine, runner in synthesizer.engine.runners.items():
         primed = runner.lanes.primed if engine == "single" else runner.lanes._primed
         found |= {"codec"} if id(of.codes) in primed._states else set()
-        found |= {"rows"} if any(of.digest in key for key in runner.voices.prompts._heads) else set()
+        found |= {"rows"} if any(of.digest in key for key in runner.prompts._heads) else set()
         pages = runner.lanes.pages
-        found |= {"pages"} if pages and pages.known(lambda key: of.digest in key) else set()
+        found |= {"pages"} if pages and any(of.digest in key for key in pages._kept) else set()
     return found
 
 

@@ -227,7 +227,7 @@ def _model(settings: BenchSettings) -> tuple[Checkpoint, SingleLanes, Prompt]:
 
     checkpoint, device = settings.open(), torch.device(settings.device)
     runner = single_runner(settings.backend, checkpoint, device, settings.torch_dtype, Admission())
-    return checkpoint, runner.lanes, runner.voices.prompts.build(request_of(checkpoint, settings))
+    return checkpoint, runner.lanes, runner.prompts.build(request_of(checkpoint, settings))
 
 
 def _rows(prompt: Prompt, first: int, count: int) -> list[torch.Tensor | None]:
