@@ -139,7 +139,7 @@ def build(
 def _source(settings: AgentSettings) -> LocalSource:
     synthesizer = load_voice(settings)
     checkpoint, options = synthesizer.checkpoint, None
-    if checkpoint is not None and checkpoint.is_random:
+    if checkpoint.is_random:
         # Random weights never end by themselves: they are ended where speech of the same text would end.
         tokens = len(checkpoint.tokenizer().encode(STORY))
         frames = len(STORY) / _CHARACTERS_PER_S * FRAME_RATE_HZ
