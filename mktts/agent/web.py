@@ -18,7 +18,7 @@ from pipecat.pipeline.worker import PipelineWorker
 from pipecat.transports.base_transport import BaseTransport, TransportParams
 
 from mktts.agent import intents
-from mktts.agent.conversation import build, check_voice, load_voice
+from mktts.agent.conversation import build, create_tts, load_voice
 from mktts.agent.llm import load_llm
 from mktts.agent.page_transport import PageObserver, page_transport
 from mktts.agent.settings import AgentSettings
@@ -56,7 +56,7 @@ def create_app(
     load_stt(settings)  # a missing package shows before seconds of loading
     llm_runs = load_llm(settings)
     synthesizer = load_voice(settings)
-    check_voice(settings)
+    create_tts(settings)  # a voice, language or instruction that it does not take shows now
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(
         AccessMiddleware,
