@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from pipecat.frames import frames
 from pipecat.observers.base_observer import BaseObserver, FramePushed
 from pipecat.processors.aggregators.llm_response_universal import AssistantTurnStoppedMessage
 from pipecat.processors.frame_processor import FrameDirection
 
-from mktts.errors import AgentError
 from mktts.pipecat import MkttsTTSService
 
 
@@ -45,15 +42,14 @@ TIMES = ("transcript_ms", "first_token_ms", "first_audio_ms", "speaking_ms", "si
 class LatencyObserver(BaseObserver):
     """Collects a `TurnLatency` for every turn that the bot answers; the transport behind the output is not included.
 
-    turns: those that the bot has begun to answer. started: the pipeline runs. speaking: the bot speaks. begun: how
-        often it has begun to speak. error: the last one.
+    turns: those that the bot has begun to answer. speaking: the bot speaks. begun: how often it has begun to speak.
+    error: the last one.
     stale_frames: audio frames that left the TTS service after the interruption of their utterance.
     on_turn: awaited when the bot begins to answer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.turns: list[TurnLatency] = []
-        self.started = False
         self.speaking = False
         self.begun = 0
         self.stale_frames = 0
@@ -68,29 +64,12 @@ class LatencyObserver(BaseObserver):
         self._at_s: dict[str, float] = {}
         self._spoken: set[str | None] = set()  # audio contexts since the last interruption
         self._cut: set[str | None] = set()
-        self._changed = asyncio.Event()
-
-    async def until(self, condition: Callable[[], Any], limit_s: float, what: str) -> None:
-        """Waits for `condition`. what: for the error. Raises AgentError after `limit_s`, or at a pipeline's error."""
-        try:
-            async with asyncio.timeout(limit_s):
-                while not condition():
-                    if self.error is not None:
-                        raise AgentError(f"while waiting for {what}: {self.error}")
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            raise AgentError(f"waited {limit_s:g} s for {what}: it did not come") from None
 
     def note_heard(self, message: AssistantTurnStoppedMessage) -> None:
         """Notes the message that the context received; the greeting's belongs to no turn."""
         turn = next((turn for turn in self.turns if turn.heard is None), None)
         if turn is not None:
             turn.heard, turn.interrupted = message.content, message.interrupted
-
-    async def on_pipeline_started(self) -> None:
-        self.started = True
-        self._changed.set()
 
     async def on_push_frame(self, data: FramePushed) -> None:
         frame, now_s = data.frame, time.time()
@@ -114,7 +93,6 @@ class LatencyObserver(BaseObserver):
                 self._onset_s = None
         elif downstream and self._turn is not None:
             self._note(frame, now_s)
-        self._changed.set()
 
     def _count_stale(self, frame: frames.Frame) -> None:
         """Of what leaves the voice: audio of an utterance after the interruption that cut it is stale."""

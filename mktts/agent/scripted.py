@@ -41,6 +41,7 @@ _PAUSE_S = 0.3  # before the user speaks
 _START_LIMIT_S = 60.0
 _REPLY_LIMIT_S = 30.0  # until the bot begins to answer
 _SPEAKING_LIMIT_S = 120.0
+_LOOK_S = 0.005  # between looks at the bot
 _PIECE_S = 0.02  # what a microphone hands over at a time
 _LEAD_S = 0.04  # of audio in the loudspeaker's buffer
 _NOISE = 8  # of a quiet room, in steps of 16-bit samples
@@ -142,21 +143,32 @@ async def converse(
 async def _talk(
     conversation: Conversation, transport: LoopbackTransport, script: Sequence[UserTurn], speech: Sequence[np.ndarray]
 ) -> None:
-    bot = conversation.latency
-    await bot.until(lambda: bot.started, _START_LIMIT_S, "the pipeline to start")
+    bot, microphone = conversation.latency, transport.microphone
+
+    async def until(condition: Callable[[], Any], limit_s: float, what: str) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                while not condition():
+                    if bot.error is not None:
+                        raise AgentError(f"while waiting for {what}: {bot.error}")
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            raise AgentError(f"waited {limit_s:g} s for {what}: it did not come") from None
+
+    await until(lambda: microphone.heard, _START_LIMIT_S, "the pipeline to start")
     if conversation.settings.greeting:
         await conversation.greet()
-        await bot.until(lambda: bot.begun and not bot.speaking, _SPEAKING_LIMIT_S, "the greeting")
+        await until(lambda: bot.begun and not bot.speaking, _SPEAKING_LIMIT_S, "the greeting")
     for turn, pcm in zip(script, speech, strict=True):
         if turn.after_s is None:
-            await bot.until(lambda: not bot.speaking, _SPEAKING_LIMIT_S, "the bot to be silent")
+            await until(lambda: not bot.speaking, _SPEAKING_LIMIT_S, "the bot to be silent")
             await asyncio.sleep(_PAUSE_S)
         else:
             await asyncio.sleep(turn.after_s)
         begun = bot.begun
-        await transport.microphone.say(pcm)
-        await bot.until(lambda begun=begun: bot.begun > begun, _REPLY_LIMIT_S, f"an answer to {turn.text!r}")
-    await bot.until(lambda: not bot.speaking, _SPEAKING_LIMIT_S, "the bot to be silent")
+        await microphone.say(pcm)
+        await until(lambda begun=begun: bot.begun > begun, _REPLY_LIMIT_S, f"an answer to {turn.text!r}")
+    await until(lambda: not bot.speaking, _SPEAKING_LIMIT_S, "the bot to be silent")
 
 
 class LoopbackTransport(BaseTransport):

@@ -139,7 +139,8 @@ def test_the_second_turn_computes_what_is_new(decoder, monkeypatch):
         return forward(stack, x, cache)
 
     monkeypatch.setattr(Qwen3Stack, "forward", counted)
-    conversation = TextConversation(decoder, ChatTemplate(decoder.vocabulary, thinks=False), reply_tokens=4)
+    conversation = TextConversation(decoder, reply_tokens=4)
+    conversation.template = ChatTemplate(decoder.vocabulary, thinks=False)
     text = conversation.reply([SYSTEM, HELLO], seed=1).read()
     first = conversation.template.ids([SYSTEM, HELLO])
     assert rows[0] == len(first) == conversation.computed_tokens and conversation.kept_tokens == 0
