@@ -52,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Talks until a signal; 0 after SIGTERM and after a script."""
-    import mktts.agent.conversation  # noqa: F401  a package that is missing shows now
-    import mktts.agent.web  # noqa: F401
+    from mktts.agent import conversation, web  # noqa: F401  a package that is missing shows now
+    from mktts.agent.llm import close_shared_models
+    from mktts.pipecat import close_shared_synthesizers
 
     for name, value, part in (
         ("--stt-model", arguments.stt_model, ("--stt", "whisper", arguments.stt)),
@@ -69,16 +70,20 @@ def main(arguments: argparse.Namespace) -> int:
         | {"turn_end": arguments.turn_end or ("timeout" if arguments.scripted else None)},
     )
     _log_to_stderr(random_weights=settings.checkpoint.startswith("random:"))
-    if arguments.scripted is not None:
-        return _scripted(settings, arguments.scripted)
-    for line in settings.describe():
-        print(line, file=sys.stderr if arguments.handshake else sys.stdout, flush=True)
-    return _page(settings, arguments)
+    stopped_by = _scripted(settings, arguments.scripted) if arguments.scripted else _page(settings, arguments)
+    close_shared_models()
+    close_shared_synthesizers()
+    if stopped_by == signal.SIGINT:
+        raise KeyboardInterrupt
+    return 0
 
 
-def _page(settings: AgentSettings, arguments: argparse.Namespace) -> int:
+def _page(settings: AgentSettings, arguments: argparse.Namespace) -> int | None:
+    """Serves the page; returns the signal that ended it."""
     from mktts.agent.web import create_app, page_server
 
+    for line in settings.describe():
+        print(line, file=sys.stderr if arguments.handshake else sys.stdout, flush=True)
     access = access_of(arguments)
     with listen(arguments.host, arguments.port, Limits()) as bound:
         server = page_server(create_app(settings, **access))
@@ -89,13 +94,10 @@ def _page(settings: AgentSettings, arguments: argparse.Namespace) -> int:
         if arguments.handshake:
             threading.Thread(target=_end_with_stdin, args=(server,), daemon=True).start()
         server.run([bound])
-    _close_models()
-    if server.stopped_by == signal.SIGINT:
-        raise KeyboardInterrupt
-    return 0
+    return server.stopped_by
 
 
-def _scripted(settings: AgentSettings, wav: Path) -> int:
+def _scripted(settings: AgentSettings, wav: Path) -> None:
     from mktts.agent.conversation import load_voice
     from mktts.agent.scripted import converse
     from mktts.measure.environment import head
@@ -104,22 +106,12 @@ def _scripted(settings: AgentSettings, wav: Path) -> int:
     voice = load_voice(settings)
     about = {**head(str(voice.device)), "backend": voice.backend_name, "checkpoint": settings.checkpoint}
     print(json.dumps(about | talk.document()))
-    _close_models()
-    return 0
 
 
 def _end_with_stdin(server: Any) -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     server.should_exit = True
-
-
-def _close_models() -> None:
-    from mktts.agent.llm import close_shared_models
-    from mktts.pipecat import close_shared_synthesizers
-
-    close_shared_models()
-    close_shared_synthesizers()
 
 
 def _log_to_stderr(*, random_weights: bool) -> None:

@@ -32,7 +32,7 @@ from mktts.agent.stt import create_stt
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.checkpoint import open_checkpoint
 from mktts.engine.options import Guard, StreamOptions
-from mktts.pipecat import LocalSource, MkttsTTSService, Style, shared_synthesizer
+from mktts.pipecat import LocalSource, MkttsTTSService, shared_synthesizer
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer
 
@@ -83,10 +83,27 @@ def load_voice(settings: AgentSettings) -> Synthesizer:
     return shared_synthesizer(checkpoint, backend=settings.backend, device=settings.device, dtype=settings.dtype)
 
 
-def check_voice(settings: AgentSettings) -> None:
-    """Raises what is wrong with the voice, language or instruction of the settings, as the conversation would."""
-    style = Style(voice=settings.voice, language=settings.language, instruct=settings.instruct, seed=settings.seed)
-    _source(settings).check(style)
+def create_tts(settings: AgentSettings) -> MkttsTTSService:
+    """The service that `settings` name. Raises what loading raises, and what is wrong with voice, language or
+    instruction."""
+    synthesizer, options = load_voice(settings), None
+    checkpoint = synthesizer.checkpoint
+    if checkpoint.is_random:
+        # Random weights never end by themselves: they are ended where speech of the same text would end.
+        tokens = len(checkpoint.tokenizer().encode(STORY))
+        frames = len(STORY) / _CHARACTERS_PER_S * FRAME_RATE_HZ
+        options = StreamOptions(guard=Guard(frames_per_text_token=frames / tokens, slack_frames=1), markup="strip")
+    source = LocalSource(synthesizer, settings.checkpoint, options, settings.layout)
+    return MkttsTTSService(
+        source=source,
+        text_aggregation_mode=TextAggregationMode.TOKEN if settings.tokens else TextAggregationMode.SENTENCE,
+        settings=MkttsTTSService.Settings(
+            voice=settings.voice or source.default_voice,
+            language=settings.language,
+            instruct=settings.instruct,
+            seed=settings.seed,
+        ),
+    )
 
 
 def build(
@@ -99,15 +116,7 @@ def build(
     """A conversation over `transport`, not yet running. Loads what is not loaded. idle_timeout_s: ends a conversation
     in which nothing has been said for so long. Raises what loading raises, and AgentError for a package that is
     missing."""
-    stt, llm = create_stt(settings), create_llm(settings)
-    given = {name: getattr(settings, name) for name in ("voice", "instruct", "seed")}
-    tts = MkttsTTSService(
-        source=_source(settings),
-        text_aggregation_mode=TextAggregationMode.TOKEN if settings.tokens else TextAggregationMode.SENTENCE,
-        settings=MkttsTTSService.Settings(
-            language=settings.language, **{name: value for name, value in given.items() if value is not None}
-        ),
-    )
+    stt, llm, tts = create_stt(settings), create_llm(settings), create_tts(settings)
     context = LLMContext()
     user, assistant = LLMContextAggregatorPair(
         context,
@@ -134,17 +143,6 @@ def build(
         latency.note_heard(message)
 
     return Conversation(settings, worker, context, latency)
-
-
-def _source(settings: AgentSettings) -> LocalSource:
-    synthesizer = load_voice(settings)
-    checkpoint, options = synthesizer.checkpoint, None
-    if checkpoint is not None and checkpoint.is_random:
-        # Random weights never end by themselves: they are ended where speech of the same text would end.
-        tokens = len(checkpoint.tokenizer().encode(STORY))
-        frames = len(STORY) / _CHARACTERS_PER_S * FRAME_RATE_HZ
-        options = StreamOptions(guard=Guard(frames_per_text_token=frames / tokens, slack_frames=1), markup="strip")
-    return LocalSource(synthesizer, settings.checkpoint, options, settings.layout)
 
 
 def _turn_strategies(settings: AgentSettings) -> UserTurnStrategies:

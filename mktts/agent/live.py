@@ -9,6 +9,7 @@ input is a pipe from here, and the child exits when that closes."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -16,8 +17,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-import urllib.error
 import urllib.parse
 import urllib.request
 import weakref
@@ -51,7 +50,7 @@ class LiveAgent:
         try:
             with urllib.request.urlopen(address, timeout=_ASK_WAIT_S) as answer:
                 return json.load(answer)
-        except (urllib.error.URLError, OSError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise AgentError(f"the agent does not answer ({error}); its log ends:\n{_tail(self._log)}") from None
 
     def frame(self, height: int = 640) -> Any:
@@ -87,42 +86,27 @@ def start(*, port: int = 0, wait_s: float = START_WAIT_S, **options: str | bool 
         env={**os.environ, **python_path(), "MKTTS_API_KEY": key},
         start_new_session=True,  # interrupting a cell interrupts the kernel's process group
     )
+    late = threading.Timer(wait_s, process.kill)
+    late.start()
     try:
-        url = _handshake(process, wait_s)
+        url = json.loads(process.stdout.readline())["url"]  # the line that it prints once it serves
     except BaseException as error:
         _end(process)
-        if isinstance(error, AgentError):
-            raise AgentError(f"{error}; its log ends:\n{_tail(log)}") from None
-        raise
+        if not isinstance(error, ValueError):
+            raise
+        raise AgentError(f"the agent did not start (it may take {wait_s:g} s); its log ends:\n{_tail(log)}") from None
+    finally:
+        late.cancel()
     return LiveAgent(process, log, f"{url}?key={key}")
-
-
-def _handshake(process: subprocess.Popen, wait_s: float) -> str:
-    """The address that the child prints once it serves. Raises AgentError where it prints none."""
-    lines: list[str] = []
-    reader = threading.Thread(target=lambda: lines.append(process.stdout.readline()), daemon=True)
-    reader.start()
-    reader.join(wait_s)
-    if not lines:
-        raise AgentError(f"the agent did not start within {wait_s:g} s")
-    if not lines[0]:
-        raise AgentError("the agent did not start")
-    try:
-        return json.loads(lines[0])["url"]
-    except (ValueError, KeyError, TypeError):
-        raise AgentError(f"expected the agent's address, found {lines[0]!r}") from None
 
 
 def _end(process: subprocess.Popen) -> None:
     """Asks for an end by closing the pipe, then by signals."""
     for ask in (process.stdin.close, process.terminate, process.kill):
-        if process.poll() is not None:
-            break
         ask()
-        end_s = time.monotonic() + _STOP_WAIT_S
-        while process.poll() is None and time.monotonic() < end_s:
-            time.sleep(0.02)
-    process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_WAIT_S)
+            break
     process.stdout.close()
 
 

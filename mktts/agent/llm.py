@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from datetime import datetime
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, get_args
 
 from pipecat.frames import frames
@@ -22,7 +22,7 @@ from pipecat.services.settings import LLMSettings
 from mktts.agent import intents
 from mktts.agent.settings import AgentSettings
 from mktts.errors import EngineError, MkttsError
-from mktts.llm.decoder import TextBackendName, TextDecoder, Token, TokenStream
+from mktts.llm.decoder import TextBackendName, TextDecoder, TokenStream
 from mktts.llm.tokens import ChatTemplate, Message
 
 PROMPT_TOKENS = 768  # together with a reply within the 1 024 rows that the prefill's graphs take
@@ -116,11 +116,9 @@ class TextConversation:
 
     computed_tokens, kept_tokens: of the last reply's prompt; the kept ones were in the cache already."""
 
-    def __init__(
-        self, decoder: TextDecoder, template: ChatTemplate | None = None, reply_tokens: int = REPLY_TOKENS
-    ) -> None:
+    def __init__(self, decoder: TextDecoder, reply_tokens: int = REPLY_TOKENS) -> None:
         """reply_tokens: at most; the oldest messages are left out of a prompt of more than PROMPT_TOKENS."""
-        self.template = template or ChatTemplate.of(decoder.checkpoint.folder, decoder.vocabulary)
+        self.template = ChatTemplate.of(decoder.checkpoint.folder, decoder.vocabulary)
         self.computed_tokens = self.kept_tokens = 0
         positions = decoder.checkpoint.config.stack.max_position_embeddings
         self._decoder = decoder
@@ -185,8 +183,7 @@ def shared_model(settings: AgentSettings) -> ThreadedDecoder:
         if key not in _models:
             decoder = TextDecoder.load(settings.llm_checkpoint, backend=backend, device=settings.device)
             conversation = TextConversation(decoder)  # a model without turns is refused here
-            for _ in zip(range(_WARM_UP_TOKENS), conversation.reply([Message("user", "Hello.")]), strict=False):
-                pass
+            list(islice(conversation.reply([Message("user", "Hello.")]), _WARM_UP_TOKENS))
             _models[key] = ThreadedDecoder(decoder)
         return _models[key]
 
@@ -214,7 +211,7 @@ class Qwen3LLMService(LocalLLMService):
         try:
             stream = await model.run(conversation.reply, self._messages(context), self._settings.seed)
             silent = False  # inside a thought: a model that is not to think may do so all the same
-            while (token := await model.run(_next, stream)) is not None:
+            while (token := await model.run(next, stream, None)) is not None:
                 await self.stop_ttfb_metrics()
                 if token.id in (conversation.template.think, conversation.template.thought):
                     silent = token.id == conversation.template.think
@@ -237,7 +234,3 @@ class Qwen3LLMService(LocalLLMService):
         said = [Message(_ROLES[m["role"]], intents.text_of(m)) for m in given if m["role"] in _ROLES]
         first = [Message("system", self._settings.system_instruction)] if self._settings.system_instruction else []
         return first + [message for message in said if message.content]
-
-
-def _next(stream: TokenStream) -> Token | None:
-    return next(stream, None)

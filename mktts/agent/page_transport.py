@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 from fastapi import WebSocket
@@ -24,11 +23,7 @@ from pipecat.frames import frames
 from pipecat.observers.base_observer import BaseObserver, FramePushed
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
 from pipecat.serializers.base_serializer import FrameSerializer
-from pipecat.transports.websocket.fastapi import (
-    FastAPIWebsocketOutputTransport,
-    FastAPIWebsocketParams,
-    FastAPIWebsocketTransport,
-)
+from pipecat.transports.websocket.fastapi import FastAPIWebsocketParams, FastAPIWebsocketTransport
 from pipecat.utils.string import TextPartForConcatenation, concatenate_aggregated_text
 
 from mktts.agent.conversation import Conversation
@@ -36,8 +31,16 @@ from mktts.agent.latency import TIMES, TurnLatency
 from mktts.agent.user_speech import USER_RATE_HZ
 
 MOST_TYPED_CHARS = 2_000
-_LEAD_S = 0.2  # of audio in the page's queue: enough for a busy network, and little to drop
 _SAMPLE_BYTES = 2
+# What a frame says of either side.
+_STATES = {
+    frames.VADUserStartedSpeakingFrame: {"user": "speaking"},
+    frames.VADUserStoppedSpeakingFrame: {"user": "silent"},
+    frames.LLMFullResponseStartFrame: {"bot": "thinking"},
+    frames.BotStartedSpeakingFrame: {"bot": "speaking"},
+    frames.BotStoppedSpeakingFrame: {"bot": "silent"},
+    frames.InterruptionFrame: {"bot": "silent"},
+}
 
 
 class PageObserver(BaseObserver):
@@ -48,8 +51,7 @@ class PageObserver(BaseObserver):
         super().__init__()
         self.conversation: Conversation | None = None
         self._output = output
-        self._user = self._bot = "silent"
-        self._state_sent: tuple[str, str] | None = None
+        self._sides = {"user": "silent", "bot": "silent"}
         self._turn = 0
         self._heard: list[TextPartForConcatenation] = []
         self._written = ""
@@ -82,30 +84,21 @@ class PageObserver(BaseObserver):
             await self._show(frame)
 
     async def _show(self, frame: frames.Frame) -> None:
+        if type(frame) in _STATES:
+            await self._change(_STATES[type(frame)])
         if isinstance(frame, frames.InputTransportMessageFrame):
             await self._take(frame.message)
         elif isinstance(frame, (frames.TranscriptionFrame, frames.InterimTranscriptionFrame)):
             await self.send("caption", who="user", text=frame.text, final=isinstance(frame, frames.TranscriptionFrame))
-        elif isinstance(frame, frames.VADUserStartedSpeakingFrame):
-            await self._state(user="speaking")
-        elif isinstance(frame, frames.VADUserStoppedSpeakingFrame):
-            await self._state(user="silent")
         elif isinstance(frame, frames.LLMFullResponseStartFrame):
             self._written = ""
-            await self._state(bot="thinking")
         elif isinstance(frame, frames.LLMTextFrame):
             self._written += frame.text
         elif isinstance(frame, frames.LLMFullResponseEndFrame):
-            if not self._written and self._bot == "thinking":  # nothing will be spoken
-                await self._state(bot="silent")
-        elif isinstance(frame, frames.BotStartedSpeakingFrame):
-            await self._state(bot="speaking")
-        elif isinstance(frame, frames.BotStoppedSpeakingFrame):
-            await self._state(bot="silent")
-            await self._caption(final=True)
-        elif isinstance(frame, frames.InterruptionFrame):
-            await self._caption(final=True, interrupted=True)
-            await self._state(bot="silent")
+            if not self._written and self._sides["bot"] == "thinking":  # nothing will be spoken
+                await self._change({"bot": "silent"})
+        elif isinstance(frame, (frames.BotStoppedSpeakingFrame, frames.InterruptionFrame)):
+            await self._caption(final=True, interrupted=isinstance(frame, frames.InterruptionFrame))
 
     async def _take(self, message: Any) -> None:
         """A message of the page: greets once it can play, and answers what is typed there."""
@@ -125,11 +118,11 @@ class PageObserver(BaseObserver):
             await self.conversation.answer(text)
             await self.send("caption", who="user", text=text, final=True)
 
-    async def _state(self, user: str | None = None, bot: str | None = None) -> None:
-        self._user, self._bot = user or self._user, bot or self._bot
-        if self._state_sent != (self._user, self._bot):
-            self._state_sent = (self._user, self._bot)
-            await self.send("state", user=self._user, bot=self._bot)
+    async def _change(self, sides: dict[str, str]) -> None:
+        changed = self._sides | sides
+        if changed != self._sides:
+            self._sides = changed
+            await self.send("state", **changed)
 
     async def _caption(self, *, final: bool, interrupted: bool = False) -> None:
         if not self._heard:
@@ -179,30 +172,10 @@ class PcmSerializer(FrameSerializer):
         return frames.InputTransportMessageFrame(message=message)
 
 
-class PageTransport(FastAPIWebsocketTransport):
-    """Pipecat's WebSocket transport at the pace of the listener."""
-
-    def __init__(self, websocket: WebSocket) -> None:
-        """websocket: accepted."""
-        params = FastAPIWebsocketParams(
-            audio_in_enabled=True, audio_out_enabled=True, audio_out_end_silence_secs=0, serializer=PcmSerializer()
-        )
-        super().__init__(websocket, params)
-        self._output = _PacedOutput(self, self._client, self._params, name=self._output_name)
-
-
-class _PacedOutput(FastAPIWebsocketOutputTransport):
-    """Pipecat's own sends twice as fast as the audio is heard: the bot would count as silent half-way through, and the
-    page would have seconds to drop."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._until_s = 0.0
-
-    async def write_audio_frame(self, frame: frames.OutputAudioRawFrame) -> bool:
-        if not await super().write_audio_frame(frame):
-            return False
-        now_s = time.monotonic()
-        self._until_s = max(self._until_s, now_s) + len(frame.audio) / _SAMPLE_BYTES / self.sample_rate
-        await asyncio.sleep(max(0.0, self._until_s - _LEAD_S - now_s))
-        return True
+def page_transport(websocket: WebSocket) -> FastAPIWebsocketTransport:
+    """Pipecat's WebSocket transport with the page's messages; it sends audio at the listener's pace. websocket:
+    accepted."""
+    params = FastAPIWebsocketParams(
+        audio_in_enabled=True, audio_out_enabled=True, audio_out_end_silence_secs=0, serializer=PcmSerializer()
+    )
+    return FastAPIWebsocketTransport(websocket, params)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from mktts.agent.llm import load_llm
 from mktts.agent.settings import AgentSettings
 from mktts.agent.stt import load_stt
 from mktts.agent.user_speech import USER_RATE_HZ
-from mktts.audio import from_pcm16
+from mktts.audio import from_pcm16, resample
 from mktts.common import write_whole
 from mktts.errors import AgentError
 from mktts.spec import SAMPLE_RATE_HZ
@@ -42,6 +41,7 @@ _PAUSE_S = 0.3  # before the user speaks
 _START_LIMIT_S = 60.0
 _REPLY_LIMIT_S = 30.0  # until the bot begins to answer
 _SPEAKING_LIMIT_S = 120.0
+_LOOK_S = 0.005  # between looks at the bot
 _PIECE_S = 0.02  # what a microphone hands over at a time
 _LEAD_S = 0.04  # of audio in the loudspeaker's buffer
 _NOISE = 8  # of a quiet room, in steps of 16-bit samples
@@ -87,8 +87,8 @@ class Talk:
 
     def document(self) -> dict[str, Any]:
         """Everything but the audio, as JSON has it."""
-        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("user", "bot")}
-        return json.loads(json.dumps(found | {"turns": [asdict(turn) for turn in self.turns]}, default=str))
+        found = {name: value for name, value in asdict(self).items() if name not in ("user", "bot")}
+        return found | {"wav": self.wav and str(self.wav)}
 
 
 async def converse(
@@ -104,8 +104,7 @@ async def converse(
     speech = [user_speech.load(turn.text) for turn in script]  # an unknown text shows at once
     await asyncio.to_thread(load_stt, settings)
     await asyncio.to_thread(load_llm, settings)
-    checkpoint = (await asyncio.to_thread(load_voice, settings)).checkpoint
-    random_weights = checkpoint is not None and checkpoint.is_random
+    random_weights = (await asyncio.to_thread(load_voice, settings)).checkpoint.is_random
     for line in [*settings.describe(), *([RANDOM_NOTE] if random_weights else [])]:
         say(line)
     transport = LoopbackTransport()
@@ -121,16 +120,20 @@ async def converse(
         raise
     finally:
         await running
-    user, bot = transport.tracks()
+    tracks = transport.tracks()
+    if wav is not None:
+        file = io.BytesIO()
+        soundfile.write(file, tracks.T, SAMPLE_RATE_HZ, "PCM_16", format="WAV")  # the user on the left
+        write_whole(wav, file.getvalue())
     talk = Talk(
         who=tuple(settings.describe()),
         random_weights=random_weights,
         turns=tuple(conversation.latency.turns),
         messages=tuple(dict(message) for message in conversation.context.get_messages()),
         stale_frames=conversation.latency.stale_frames,
-        user=user,
-        bot=bot,
-        wav=transport.write_stereo(wav) if wav is not None else None,
+        user=tracks[0],
+        bot=tracks[1],
+        wav=None if wav is None else Path(wav),
     )
     for message in talk.messages:
         say(f"{message['role']:>9}: {message['content']}")
@@ -140,24 +143,32 @@ async def converse(
 async def _talk(
     conversation: Conversation, transport: LoopbackTransport, script: Sequence[UserTurn], speech: Sequence[np.ndarray]
 ) -> None:
-    bot = conversation.latency
-    await bot.until(lambda: bot.started, _START_LIMIT_S, "the pipeline to start")
+    bot, microphone = conversation.latency, transport.microphone
+
+    async def until(condition: Callable[[], Any], limit_s: float, what: str) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                while not condition():
+                    if bot.error is not None:
+                        raise AgentError(f"while waiting for {what}: {bot.error}")
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            raise AgentError(f"waited {limit_s:g} s for {what}: it did not come") from None
+
+    await until(lambda: microphone.heard, _START_LIMIT_S, "the pipeline to start")
     if conversation.settings.greeting:
         await conversation.greet()
-        await bot.until(lambda: bot.begun and not bot.speaking, _SPEAKING_LIMIT_S, "the greeting")
+        await until(lambda: bot.begun and not bot.speaking, _SPEAKING_LIMIT_S, "the greeting")
     for turn, pcm in zip(script, speech, strict=True):
         if turn.after_s is None:
-            await bot.until(lambda: not bot.speaking, _SPEAKING_LIMIT_S, "the bot to be silent")
+            await until(lambda: not bot.speaking, _SPEAKING_LIMIT_S, "the bot to be silent")
             await asyncio.sleep(_PAUSE_S)
         else:
             await asyncio.sleep(turn.after_s)
         begun = bot.begun
-        await transport.microphone.say(pcm)
-        await bot.until(lambda begun=begun: bot.begun > begun, _REPLY_LIMIT_S, f"an answer to {turn.text!r}")
-    await bot.until(lambda: not bot.speaking, _SPEAKING_LIMIT_S, "the bot to be silent")
-
-
-TimedPieces = list[tuple[float, np.ndarray, int]]  # time of the first sample in s as `time.time`, int16 samples, Hz
+        await microphone.say(pcm)
+        await until(lambda begun=begun: bot.begun > begun, _REPLY_LIMIT_S, f"an answer to {turn.text!r}")
+    await until(lambda: not bot.speaking, _SPEAKING_LIMIT_S, "the bot to be silent")
 
 
 class LoopbackTransport(BaseTransport):
@@ -175,32 +186,28 @@ class LoopbackTransport(BaseTransport):
     def output(self) -> RecordingOutput:
         return self.loudspeaker
 
-    def tracks(self) -> tuple[np.ndarray, np.ndarray]:
-        """What the user said and what was played: float32 (S,) each, at 24 kHz, on one clock."""
-        sides = [self.microphone.heard, self.loudspeaker.played]
-        begin_s = min((pieces[0][0] for pieces in sides if pieces), default=0.0)
-        end_s = max((at_s + len(pcm) / rate_hz for pieces in sides for at_s, pcm, rate_hz in pieces), default=0.0)
-        tracks = np.zeros((2, round((end_s - begin_s) * SAMPLE_RATE_HZ) + 1), np.float32)
-        for track, pieces in zip(tracks, sides, strict=True):
-            for at_s, pcm, rate_hz in pieces:
-                first = round((at_s - begin_s) * SAMPLE_RATE_HZ)
-                pcm = from_pcm16(_at_output_rate(pcm, rate_hz)[: len(track) - first])
-                track[first : first + len(pcm)] = pcm
-        return tracks[0], tracks[1]
-
-    def write_stereo(self, path: Path | str) -> Path:
-        """Writes the tracks, the user's on the left, whole or not at all."""
-        file = io.BytesIO()
-        soundfile.write(file, np.stack(self.tracks(), 1), SAMPLE_RATE_HZ, "PCM_16", format="WAV")
-        return write_whole(path, file.getvalue())
+    def tracks(self) -> np.ndarray:
+        """What the user said and what was played: float32 (2, S), 24 kHz, from the microphone's first sample on."""
+        heard = np.concatenate([np.zeros(0, "<i2"), *self.microphone.heard])
+        user = resample(from_pcm16(heard), USER_RATE_HZ, SAMPLE_RATE_HZ)
+        begin_s, played = self.microphone.begin_s, self.loudspeaker.played
+        pieces = [(round((at_s - begin_s) * SAMPLE_RATE_HZ), pcm) for at_s, pcm in played]
+        tracks = np.zeros((2, max([len(user), *(at + len(pcm) for at, pcm in pieces)])), np.float32)
+        tracks[0, : len(user)] = user
+        for at, pcm in pieces:
+            tracks[1, at : at + len(pcm)] = from_pcm16(pcm)
+        return tracks
 
 
 class Microphone(BaseInputTransport):
-    """Hands over a quiet room's noise, and what is said into it. heard: all of it."""
+    """Hands over a quiet room's noise, and what is said into it.
+
+    heard: all of it, int16 at USER_RATE_HZ, from `begin_s` on, as `time.time`."""
 
     def __init__(self, params: TransportParams) -> None:
         super().__init__(params)
-        self.heard: TimedPieces = []
+        self.heard: list[np.ndarray] = []
+        self.begin_s = 0.0
         self._waiting = np.zeros(0, "<i2")
         self._said = asyncio.Event()
         self._capturing: asyncio.Task | None = None
@@ -225,13 +232,13 @@ class Microphone(BaseInputTransport):
     async def _capture(self) -> None:
         samples = round(_PIECE_S * USER_RATE_HZ)
         noise = np.random.default_rng(0)
-        at_s = time.time()
+        at_s = self.begin_s = time.time()
         while True:
             piece = noise.integers(-_NOISE, _NOISE + 1, samples).astype("<i2")
             spoken, self._waiting = self._waiting[:samples], self._waiting[samples:]
             piece[: len(spoken)] += spoken
             await asyncio.sleep(max(0.0, at_s + _PIECE_S - time.time()))  # a piece exists once it has been captured
-            self.heard.append((at_s, piece, USER_RATE_HZ))
+            self.heard.append(piece)
             await self.push_audio_frame(InputAudioRawFrame(piece.tobytes(), USER_RATE_HZ, 1))
             if len(spoken) and not len(self._waiting):
                 self._said.set()
@@ -239,11 +246,12 @@ class Microphone(BaseInputTransport):
 
 
 class RecordingOutput(BaseOutputTransport):
-    """Takes audio as fast as it is heard, and keeps it. played: all of it."""
+    """Takes audio as fast as it is heard, and keeps it. played: all of it, int16 at SAMPLE_RATE_HZ, after the time of
+    its first sample in s as `time.time`."""
 
     def __init__(self, params: TransportParams) -> None:
         super().__init__(params)
-        self.played: TimedPieces = []
+        self.played: list[tuple[float, np.ndarray]] = []
         self._until_s = 0.0
 
     async def start(self, frame: StartFrame) -> None:
@@ -252,15 +260,7 @@ class RecordingOutput(BaseOutputTransport):
 
     async def write_audio_frame(self, frame: OutputAudioRawFrame) -> bool:
         begin_s = max(self._until_s, time.time())
-        self.played.append((begin_s, np.frombuffer(frame.audio, "<i2"), frame.sample_rate))
+        self.played.append((begin_s, np.frombuffer(frame.audio, "<i2")))
         self._until_s = begin_s + len(frame.audio) / _SAMPLE_BYTES / frame.sample_rate
         await asyncio.sleep(max(0.0, self._until_s - _LEAD_S - time.time()))
         return True
-
-
-def _at_output_rate(pcm: np.ndarray, rate_hz: int) -> np.ndarray:
-    """Linear: enough for a recording of turns."""
-    if rate_hz == SAMPLE_RATE_HZ:
-        return pcm
-    at = np.arange(len(pcm) * SAMPLE_RATE_HZ // rate_hz) * (rate_hz / SAMPLE_RATE_HZ)
-    return np.interp(at, np.arange(len(pcm)), pcm)

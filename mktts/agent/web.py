@@ -18,9 +18,9 @@ from pipecat.pipeline.worker import PipelineWorker
 from pipecat.transports.base_transport import BaseTransport, TransportParams
 
 from mktts.agent import intents
-from mktts.agent.conversation import Conversation, build, check_voice, load_voice
+from mktts.agent.conversation import build, create_tts, load_voice
 from mktts.agent.llm import load_llm
-from mktts.agent.page_transport import PageObserver, PageTransport
+from mktts.agent.page_transport import PageObserver, page_transport
 from mktts.agent.settings import AgentSettings
 from mktts.agent.stt import load_stt
 from mktts.agent.user_speech import USER_RATE_HZ
@@ -56,8 +56,7 @@ def create_app(
     load_stt(settings)  # a missing package shows before seconds of loading
     llm_runs = load_llm(settings)
     synthesizer = load_voice(settings)
-    check_voice(settings)
-    checkpoint = synthesizer.checkpoint
+    create_tts(settings)  # a voice, language or instruction that it does not take shows now
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(
         AccessMiddleware,
@@ -81,7 +80,7 @@ def create_app(
             **parts,
             "input_rate_hz": USER_RATE_HZ,
             "output_rate_hz": SAMPLE_RATE_HZ,
-            "random_weights": checkpoint is not None and checkpoint.is_random,
+            "random_weights": synthesizer.checkpoint.is_random,
             "transports": ["websocket", "webrtc"] if has_webrtc else ["websocket"],
             "hints": intents.hints() if settings.stt == "pocketsphinx" else [],
         }
@@ -93,7 +92,7 @@ def create_app(
             await websocket.close(_TRY_AGAIN_LATER)
             return
         try:
-            await sessions.begin(PageTransport(websocket))
+            await sessions.begin(page_transport(websocket))
         except Exception as error:
             logger.exception(f"a conversation failed: {error}")
             with contextlib.suppress(RuntimeError):  # the page may be gone
@@ -161,9 +160,15 @@ class Sessions:
         async def disconnected(*_: Any) -> None:
             await conversation.worker.cancel()
 
+        async def give_up() -> None:
+            await asyncio.sleep(CONNECT_S)
+            if not arrived():
+                logger.warning(f"conversation {session} ends: no client connected within {CONNECT_S:g} s")
+                await conversation.worker.cancel()
+
         logger.info(f"conversation {session} begins")
         self._workers.add(conversation.worker)
-        waiting = asyncio.create_task(self._wait_for(conversation, arrived, session))
+        waiting = asyncio.create_task(give_up())
         try:
             await conversation.run()
         finally:
@@ -171,61 +176,32 @@ class Sessions:
             self._workers.discard(conversation.worker)
             logger.info(f"conversation {session} has ended after {len(conversation.latency.turns)} turns")
 
-    async def _wait_for(self, conversation: Conversation, arrived: Callable[[], bool], session: str) -> None:
-        await asyncio.sleep(CONNECT_S)
-        if not arrived():
-            logger.warning(f"conversation {session} ends: no client connected within {CONNECT_S:g} s")
-            await conversation.worker.cancel()
-
 
 def _add_webrtc(app: FastAPI, sessions: Sessions) -> None:
-    from pipecat.transports.smallwebrtc.request_handler import SmallWebRTCRequest, SmallWebRTCRequestHandler
+    from aiortc.sdp import SessionDescription
+    from pipecat.transports.smallwebrtc.connection import SmallWebRTCConnection
     from pipecat.transports.smallwebrtc.transport import SmallWebRTCTransport
 
-    handler = SmallWebRTCRequestHandler()
-
     @app.post("/agent/offer")
-    async def offer(request: Request) -> dict[str, str] | None:
+    async def offer(request: Request) -> dict[str, str]:
         if sessions.full:
             raise HTTPException(503, "too many conversations at once", {"Retry-After": "10"})
         try:
-            offered = SmallWebRTCRequest.from_dict(await request.json())
-        except (ValueError, TypeError, AttributeError):
-            raise HTTPException(400, "expected a JSON object with sdp and type") from None
-        if not is_offer(offered.sdp, offered.type):
-            raise HTTPException(400, "expected an SDP offer with sound, ICE and DTLS in it")
-
-        async def begin(connection: Any) -> None:
-            params = TransportParams(audio_in_enabled=True, audio_out_enabled=True, audio_out_end_silence_secs=0)
-            transport = SmallWebRTCTransport(webrtc_connection=connection, params=params)
-            task = sessions.begin(transport, connection.is_connected)
-            task.add_done_callback(_log_failure)
-            task.add_done_callback(lambda _: asyncio.ensure_future(connection.disconnect()))
-
-        try:
-            return await handler.handle_web_request(offered, begin)
-        except HTTPException:
-            raise
-        except Exception as error:  # whatever aiortc makes of an offer that anyone may have sent
+            asked = await request.json()
+            media = SessionDescription.parse(asked["sdp"]).media
+            if not any(one.kind == "audio" and one.dtls and one.dtls.fingerprints for one in media):  # RFC 8829
+                raise ValueError("it has no sound with the fingerprint of DTLS")
+            connection = SmallWebRTCConnection()
+            await connection.initialize(asked["sdp"], asked["type"])
+        except Exception as error:  # of no such object, and whatever aiortc makes of what anyone may have sent
             words = f"{type(error).__name__}: {error}".strip(": ")[:_MOST_REASON_CHARS]
-            raise HTTPException(400, f"this offer cannot be answered: {words}") from None
-
-
-def is_offer(sdp: object, kind: object) -> bool:
-    """Whether a description of a session is an offer that a connection can be made of (RFC 8829): it has audio, and
-    for it the credentials of ICE and the fingerprint of DTLS."""
-    from aiortc.sdp import SessionDescription
-
-    if kind != "offer" or not isinstance(sdp, str):
-        return False
-    try:
-        media = SessionDescription.parse(sdp).media
-    except Exception:  # its parser asserts and indexes
-        return False
-    return any(
-        one.kind == "audio" and one.dtls is not None and one.dtls.fingerprints and one.ice.usernameFragment
-        for one in media
-    )
+            raise HTTPException(400, f"expected type and sdp of an offer that can be answered: {words}") from None
+        params = TransportParams(audio_in_enabled=True, audio_out_enabled=True, audio_out_end_silence_secs=0)
+        transport = SmallWebRTCTransport(webrtc_connection=connection, params=params)
+        task = sessions.begin(transport, connection.is_connected)
+        task.add_done_callback(_log_failure)
+        task.add_done_callback(lambda _: asyncio.ensure_future(connection.disconnect()))
+        return connection.get_answer()
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

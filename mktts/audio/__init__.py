@@ -1,7 +1,7 @@
 """Sound: samples, levels and files. `mktts.audio.encoding` encodes while speech is made, `mktts.audio.untrusted`
 decodes what anyone may have sent."""
 
-from mktts.audio.encoding import FORMATS, encoded, format_of, read_audio, require_format, write_audio
+from mktts.audio.encoding import encoded, format_of, read_audio, require_format, write_audio
 from mktts.audio.pcm import (
     first_audible_sample,
     from_pcm16,
@@ -13,7 +13,6 @@ from mktts.audio.pcm import (
 )
 
 __all__ = [
-    "FORMATS",
     "encoded",
     "first_audible_sample",
     "format_of",

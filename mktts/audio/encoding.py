@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import wave
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -134,12 +133,10 @@ class _Changed:
         self._encoder = encoder
 
     def feed(self, pcm: np.ndarray) -> bytes:
-        changed = self._tempo.feed(pcm)
-        return self._encoder.feed(changed) if len(changed) else b""
+        return self._encoder.feed(self._tempo.feed(pcm))
 
     def finish(self) -> bytes:
-        rest = self._tempo.finish()
-        return (self._encoder.feed(rest) if len(rest) else b"") + self._encoder.finish()
+        return self._encoder.feed(self._tempo.finish()) + self._encoder.finish()
 
 
 def import_av() -> Any:
@@ -154,30 +151,17 @@ def import_av() -> Any:
     return av
 
 
-@dataclass(frozen=True)
-class _AvCodec:
-    """container, name, options: FFmpeg's. bit_rate: bits per second; 0 where there is no such thing. sample_format:
-    that the encoder is given; None takes its first. rates_hz: None takes those that FFmpeg names."""
-
-    container: str
-    name: str
-    bit_rate: int = 0
-    sample_format: str | None = None
-    options: dict[str, str] = field(default_factory=dict)
-    container_options: dict[str, str] = field(default_factory=dict)
-    rates_hz: tuple[int, ...] | None = None
-
-
-# Bit rates of one channel at 24 kHz: two thirds of MP3's most there (160 000), more than speech needs in the others.
-_CODECS = {
+# FFmpeg's container and codec, options of the codec and of the container. Bit rates (b) of one channel at 24 kHz: two
+# thirds of MP3's most there (160 000), more than speech needs in the others.
+_CODECS: dict[str, tuple[str, str, dict[str, str], dict[str, str]]] = {
     # no tag and no Xing frame: both would promise a length. No bit reservoir: a frame is whole when it is there.
-    "mp3": _AvCodec("mp3", "libmp3lame", 96_000, None, {"reservoir": "0"}, {"write_xing": "0", "id3v2_version": "0"}),
+    "mp3": ("mp3", "libmp3lame", {"b": "96000", "reservoir": "0"}, {"write_xing": "0", "id3v2_version": "0"}),
     # a page a packet of 20 ms; left alone, pages of a second
-    "opus": _AvCodec("ogg", "libopus", 48_000, "s16", {"frame_duration": "20"}, {"page_duration": "20000"}),
-    "aac": _AvCodec("adts", "aac", 64_000),
+    "opus": ("ogg", "libopus", {"b": "48000", "frame_duration": "20"}, {"page_duration": "20000"}),
+    "aac": ("adts", "aac", {"b": "64000"}, {}),
     # without room for tags, which is 8 KiB before the first sound
-    "flac": _AvCodec("flac", "flac", 0, "s16", {}, {"metadata_header_padding": "0"}),
-    **{kind: _AvCodec(kind, f"pcm_{kind}", rates_hz=(_TELEPHONE_RATE_HZ,)) for kind in _TELEPHONE},
+    "flac": ("flac", "flac", {}, {"metadata_header_padding": "0"}),
+    **{kind: (kind, f"pcm_{kind}", {}, {}) for kind in _TELEPHONE},
 }
 
 
@@ -187,27 +171,23 @@ class AvEncoder:
     does not have."""
 
     def __init__(self, kind: str, sample_rate_hz: int) -> None:
-        av, codec = import_av(), _CODECS[kind]
+        av, (container, name, options, container_options) = import_av(), _CODECS[kind]
         self._av = av
         self._out = _Out()
         self._sample_rate_hz = sample_rate_hz
         self._samples = 0
         try:
-            rates_hz = codec.rates_hz or av.Codec(codec.name, "w").audio_rates
+            rates_hz = av.Codec(name, "w").audio_rates
         except av.codec.codec.UnknownCodecError:
-            raise BackendUnavailable(f"the installed PyAV cannot write {kind}: it has no {codec.name}") from None
+            raise BackendUnavailable(f"the installed PyAV cannot write {kind}: it has no {name}") from None
+        rates_hz = (_TELEPHONE_RATE_HZ,) if kind in _TELEPHONE else rates_hz
         if rates_hz and sample_rate_hz not in rates_hz:
             known = ", ".join(str(rate_hz) for rate_hz in sorted(rates_hz))
             raise AudioError(f"{kind} can have sample rates of {known} Hz, got {sample_rate_hz}")
-        options = {**_FLUSHED, **codec.container_options}
-        self._container = av.open(self._out, "w", format=codec.container, options=options)
-        self._stream = self._container.add_stream(codec.name, rate=sample_rate_hz, options=codec.options)
+        self._container = av.open(self._out, "w", format=container, options={**_FLUSHED, **container_options})
+        self._stream = self._container.add_stream(name, rate=sample_rate_hz, options=options)
         self._stream.layout = "mono"
         self._stream.codec_context.thread_count = 1
-        if codec.sample_format:
-            self._stream.format = codec.sample_format
-        if codec.bit_rate:
-            self._stream.bit_rate = codec.bit_rate
 
     def feed(self, pcm: np.ndarray) -> bytes:
         samples = np.frombuffer(to_pcm16(pcm), "<i2").astype(np.int16)

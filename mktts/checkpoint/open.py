@@ -150,14 +150,10 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
                 "Hub id, or take random:tiny (noise, not speech)"
             )
         return open_folder(SMALL_FOLDER)
-
-    def make_random(name: str) -> Path:
-        from mktts.checkpoint.random.make import ensure_named
-
-        return ensure_named(name)
+    from mktts.checkpoint.random.make import ensure_named
 
     expected = "small, a folder, a Hub id like Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice, or random:tiny"
-    return open_folder(*resolve(source, revision, make_random, f"checkpoint {str(source)!r}: expected {expected}"))
+    return open_folder(*resolve(source, revision, ensure_named, f"checkpoint {str(source)!r}: expected {expected}"))
 
 
 def resolve(

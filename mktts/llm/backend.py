@@ -36,26 +36,17 @@ class TextBackend(ABC):
         after: a state, which stays as it is, and how many of its tokens (its prompt, then what it made but for the
         newest) the prompt begins with, 1 to L - 1: those are not computed again. Sums may be ordered otherwise then."""
 
-    def step(self, state: TextState, count: int = 1, debug: Tensor | None = None) -> list[int]:
-        """The next token ids: `count` of them, or what `max_tokens` leaves, or up to and including an end id.
-
-        An end id ends the call, not the state: another call goes on after it. The new tokens of one text depend on
-        prompt, choice and seed only, never on how they are divided into calls: token i is drawn with Philox's
-        counters for frame i (0 for the first new token) and codebook 0, see mktts.model.sampling.
-        debug: (count, V) bf16 on the device, takes the kernel's logits.
-        Raises CapacityError when all `max_tokens` have been made."""
-        left = state.max_tokens - state.tokens
-        if left < 1:
+    def step(self, state: TextState, debug: Tensor | None = None) -> int:
+        """The next token's id. Token i (0 for the first new one) is drawn with Philox's counters for frame i and
+        codebook 0, see mktts.model.sampling. debug: (V,) bf16 on the device, takes the kernel's logits. Raises
+        CapacityError when all `max_tokens` have been made."""
+        if state.tokens >= state.max_tokens:
             raise CapacityError(f"the text ended after max_tokens {state.max_tokens}")
-        ids: list[int] = []
-        count = min(count, left)
-        while len(ids) < count and not (ids and ids[-1] in self.config.eos_ids):
-            ids += self._make(state, count - len(ids), debug)
-        return ids
+        return self._make(state, debug)
 
     @abstractmethod
-    def _make(self, state: TextState, most: int, debug: Tensor | None) -> list[int]:
-        """One to `most` new tokens, none after an end id."""
+    def _make(self, state: TextState, debug: Tensor | None) -> int:
+        """As `step`, where there is room."""
 
 
 def check_start(stack: StackConfig, prompt: Tensor, max_tokens: int) -> None:
@@ -117,14 +108,14 @@ class TorchTextBackend(TextBackend):
         return TorchTextState(cache, hidden[:, -1:], None, choice, checked_seed(seed), max_tokens)
 
     @torch.inference_mode()
-    def _make(self, state: TorchTextState, most: int, debug: Tensor | None) -> list[int]:
+    def _make(self, state: TorchTextState, debug: Tensor | None) -> int:
         logits, noise = self.logits(state), None
         if state.choice.do_sample:
             (drawn,) = torch.from_numpy(gumbel(state.seed, state.tokens, range(1), len(logits)))
             noise = drawn.to(self.device)
         state.last = int(choose(logits, state.choice, noise))
         state.tokens += 1
-        return [state.last]
+        return state.last
 
     @torch.inference_mode()
     def logits(self, state: TorchTextState) -> Tensor:

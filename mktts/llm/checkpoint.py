@@ -49,15 +49,17 @@ _NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_p": None,
 
 @dataclass(frozen=True)
 class TextConfig:
-    """What a text model is. `tied`: the head is the embedding; `eos_ids`: the ids that end a text."""
+    """What a text model is. `tied`: the head is the embedding; `eos_ids`: the ids that end a text; `choice`: how the
+    checkpoint wants its tokens chosen."""
 
     stack: StackConfig
     tied: bool
     eos_ids: tuple[int, ...]
+    choice: Choice
 
     @classmethod
     def load(cls, folder: Path) -> TextConfig:
-        """Reads config.json and the end ids of generation_config.json. Raises CheckpointError naming the key."""
+        """Reads config.json and generation_config.json. Raises CheckpointError naming the key."""
         where, raw = str(folder / "config.json"), read_object(folder / "config.json")
         if (found := raw.get("model_type")) != "qwen3":
             raise CheckpointError(
@@ -77,7 +79,9 @@ class TextConfig:
         path = folder / "generation_config.json"
         generation = read_object(path) if path.is_file() else {}
         source, ids = (path, generation) if generation.get("eos_token_id") is not None else (where, raw)
-        return cls(stack, tied, _eos_ids(ids.get("eos_token_id"), stack.vocab_size, str(source)))
+        return cls(
+            stack, tied, _eos_ids(ids.get("eos_token_id"), stack.vocab_size, str(source)), _choice(generation, path)
+        )
 
 
 @dataclass(frozen=True)
@@ -89,21 +93,6 @@ class TextCheckpoint:
     revision: str | None
     is_random: bool
     files: WeightFiles = field(repr=False)
-
-    def choice(self) -> Choice:
-        """How this checkpoint wants its tokens chosen: generation_config.json, then transformers' defaults. Raises
-        CheckpointError for a value out of range, or a setting that Choice does not have."""
-        path = self.folder / "generation_config.json"
-        raw: Mapping[str, Any] = read_object(path) if path.is_file() else {}
-        for key, neutral in _NEUTRAL.items():
-            if raw.get(key, neutral) not in (neutral, None):
-                raise CheckpointError(f"{path}: {key} must be {neutral!r}, found {raw[key]!r}: not supported")
-        default = Choice(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)  # transformers' GenerationConfig
-        values = {f.name: raw[f.name] for f in fields(Choice) if raw.get(f.name) is not None}
-        try:
-            return Choice(**{**vars(default), **values})
-        except (SamplingError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: {error}") from None
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights by Hub name: CPU views of the mapped files, in their dtype. Treat them as read-only. A tied
@@ -134,9 +123,7 @@ def open_text_checkpoint(source: str | Path | TextCheckpoint, revision: str | No
     if config.tied and HEAD in files.tensors:
         tensors[HEAD] = tensors[EMBEDDING]
     check(files.tensors, tensors, str(folder))
-    checkpoint = TextCheckpoint(folder, config, found_revision, weight_files.is_random(folder), files)
-    checkpoint.choice()  # a broken generation_config.json is found now, not at the first text
-    return checkpoint
+    return TextCheckpoint(folder, config, found_revision, weight_files.is_random(folder), files)
 
 
 def expected_text_tensors(config: TextConfig) -> TensorSpecs:
@@ -171,6 +158,20 @@ def _eos_ids(value: Any, vocab_size: int, where: str) -> tuple[int, ...]:
     if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size for i in ids):
         raise CheckpointError(f"{where}: eos_token_id must be ids below vocab_size {vocab_size}, found {value!r}")
     return tuple(ids)
+
+
+def _choice(raw: Mapping[str, Any], path: Path) -> Choice:
+    """What generation_config.json says of it, then transformers' defaults. Raises CheckpointError for a value out of
+    range, or a setting that Choice does not have."""
+    for key, neutral in _NEUTRAL.items():
+        if raw.get(key, neutral) not in (neutral, None):
+            raise CheckpointError(f"{path}: {key} must be {neutral!r}, found {raw[key]!r}: not supported")
+    default = Choice(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)  # transformers' GenerationConfig
+    values = {f.name: raw[f.name] for f in fields(Choice) if raw.get(f.name) is not None}
+    try:
+        return Choice(**{**vars(default), **values})
+    except (SamplingError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 # ---- random weights: for timing and parity only

@@ -60,7 +60,7 @@ class TokenStream:
 
     def cancel(self) -> None:
         """Ends the stream: no token comes after this, and the model's state is freed. May be called again."""
-        if self.finish_reason is None and not self.failed:
+        if self._backend is not None:
             self._end("cancelled")
 
     def read(self) -> str:
@@ -74,7 +74,7 @@ class TokenStream:
         if self._backend is None:
             raise StopIteration
         try:
-            (token_id,) = self._backend.step(self.state)
+            token_id = self._backend.step(self.state)
         except BaseException:  # Ctrl-C too: the state may be half a step further
             self._backend = self.state = None
             self.failed = True
@@ -115,7 +115,7 @@ class TextDecoder:
         self.checkpoint = checkpoint
         self.backend_name = backend.name
         self.device = torch.device(device)
-        self.choice = checkpoint.choice()
+        self.choice = checkpoint.config.choice
         self.vocabulary: TextVocabulary = checkpoint.tokenizer()
         self._backend: TextBackend | None = backend
 

@@ -1,4 +1,4 @@
-"""The CUDA backend of `TextDecoder`: csrc/text.cu, one launch for one token or several. bfloat16 only."""
+"""The CUDA backend of `TextDecoder`: csrc/text.cu, one launch a token. bfloat16 only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.errors import BackendUnavailable
 from mktts.kernel.build import card_of
 from mktts.kernel.grid import choose_text_shape
 from mktts.kernel.launch import (
-    FRAME_WORDS,
     MADE,
     STATUS_WORDS,
     Launcher,
@@ -30,7 +28,6 @@ from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig
 from mktts.model.qwen3 import Qwen3Stack
 from mktts.model.sampling import Choice, checked_seed
 
-MAX_TOKENS_A_LAUNCH = 64
 # Of a choice (csrc/text.cu): a top-k cut 16 bits, its mass, the most likely token, then two a round; on the way down to
 # the k best of V a round leaves about half, so 64 rounds are never reached.
 _CHOICE_EXCHANGES = 16 + 2 + 2 * 64
@@ -42,7 +39,7 @@ class TextKernelState:
 
     kv: Tensor  # (layers, kv heads, blocks of a group, slots, 2, head_dim) bf16
     hidden: Tensor  # (H,) bf16: normed state of the newest position
-    out: Tensor  # pinned int32: status, then a launch's tokens
+    out: Tensor  # pinned int32: status, then the token
     words: np.ndarray = field(init=False)  # the same memory
     choice: Choice
     seed: int
@@ -78,8 +75,6 @@ class TextKernelBackend(TextBackend):
     ) -> None:
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         check_device(self.device, dtype)
-        if len(config.eos_ids) > 4:
-            raise BackendUnavailable(f"the megakernel knows up to 4 end ids, got {len(config.eos_ids)}")
         card = card_of(self.device)
         self.shape = choose_text_shape(config.stack, card.multiprocessors)
         self._launcher = Launcher("text.cu", "mktts_text", self.shape.defines, self.device, card)
@@ -94,7 +89,7 @@ class TextKernelBackend(TextBackend):
         self._weights |= stack_weights(self.shape, "talker", config.stack, get, STACK)
         self._fixed = Params()
         fill_pointers(self._fixed, self._weights)
-        self._fixed.ends[:] = [*config.eos_ids, -1, -1, -1, -1][:4]
+        self._fixed.frames, self._fixed.ends[:] = 1, [-1] * 4  # an end id ends a stream of the decoder, no launch
         self._tags_per_token = config.stack.num_hidden_layers * self._launcher.layer_exchanges + 1 + _CHOICE_EXCHANGES
 
     @torch.inference_mode()
@@ -104,7 +99,7 @@ class TextKernelBackend(TextBackend):
         state = TextKernelState(
             kv=torch.empty(self.shape.cache(len(prompt) + max_tokens), dtype=self.dtype, device=self.device),
             hidden=torch.empty(stack.hidden_size, dtype=self.dtype, device=self.device),
-            out=pinned_words(MAX_TOKENS_A_LAUNCH),
+            out=pinned_words(1),
             choice=choice,
             seed=checked_seed(seed),
             prompt_tokens=len(prompt),
@@ -118,19 +113,17 @@ class TextKernelBackend(TextBackend):
             state.hidden.copy_(self._prefill.go_on(rows, state.kv, kept_of_cache(after[0].kv, after[1])))
         return state
 
-    def _make(self, state: TextKernelState, most: int, debug: Tensor | None) -> list[int]:
+    def _make(self, state: TextKernelState, debug: Tensor | None) -> int:
         """One launch."""
-        count = min(most, MAX_TOKENS_A_LAUNCH)
         params, words = state.params, state.words
-        params.frames, params.debug_logits = count, None if debug is None else debug.data_ptr()
+        params.debug_logits = None if debug is None else debug.data_ptr()
         stream = params.stream
         stream.frame, stream.token = state.tokens, state.last
         stream.position = state.prompt_tokens + state.tokens - 1
         words[:STATUS_WORDS] = 0
-        state.done = self._launcher.launch(params, count * self._tags_per_token, state.done)
+        state.done = self._launcher.launch(params, self._tags_per_token, state.done)
         state.done.synchronize()
-        ids = words[STATUS_WORDS::FRAME_WORDS][: words[MADE]].tolist()
-        if not ids or (len(ids) < count and ids[-1] not in self.config.eos_ids):
+        if words[MADE] != 1:
             raise self._launcher.failure()
-        state.tokens, state.last = state.tokens + len(ids), ids[-1]
-        return ids
+        state.tokens, state.last = state.tokens + 1, int(words[STATUS_WORDS])
+        return state.last

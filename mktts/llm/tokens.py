@@ -23,21 +23,16 @@ ROLES = ("system", "user", "assistant")
 _BYTES = {symbol: byte for byte, symbol in byte_symbols().items()}
 
 
-class AddedToken(NamedTuple):
-    """A token beside the byte-pair vocabulary; a special one (end of text, start of a turn) has no text."""
-
-    content: str
-    special: bool
-
-
 class TextVocabulary:
     """Both directions of a Qwen tokenizer. As in speech, added tokens are never parsed out of text: "<|im_end|>" in a
     prompt is ten characters. Ids of added tokens go into a prompt as ids; `added` maps their text to them."""
 
-    def __init__(self, tokenizer: TextTokenizer, added: Mapping[int, AddedToken]) -> None:
+    def __init__(self, tokenizer: TextTokenizer, added: Mapping[int, tuple[str, bool]]) -> None:
+        """added: text of each token beside the byte-pair vocabulary, and whether it is special (end of text, start of a
+        turn) and has no text."""
         self._tokenizer = tokenizer
-        self._added = dict(added)
-        self.added = {token.content: i for i, token in added.items()}
+        self._added = {i: b"" if special else content.encode() for i, (content, special) in added.items()}
+        self.added = {content: i for i, (content, _) in added.items()}
 
     @classmethod
     def load(cls, folder: Path, rows: int) -> TextVocabulary:
@@ -46,7 +41,7 @@ class TextVocabulary:
         tokenizer, config = TextTokenizer.load(folder), folder / "tokenizer_config.json"
         entries = read_object(config).get("added_tokens_decoder")
         try:
-            added = {int(i): AddedToken(str(e["content"]), bool(e["special"])) for i, e in entries.items()}
+            added = {int(i): (str(e["content"]), bool(e["special"])) for i, e in entries.items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{config}: expected added_tokens_decoder, id to token, found: {error!r}") from None
         top = max([tokenizer.vocab_size - 1, *added])
@@ -63,12 +58,9 @@ class TextVocabulary:
 
     def data(self, token_id: int) -> bytes:
         """The UTF-8 bytes an id stands for: perhaps part of a character; none for special and unused ids."""
-        added = self._added.get(token_id)
-        if added is not None:
-            return b"" if added.special else added.content.encode()
-        symbols = self._tokenizer.model.id_to_token(token_id)
-        if symbols is None:
-            return b""
+        if token_id in self._added:
+            return self._added[token_id]
+        symbols = self._tokenizer.model.id_to_token(token_id) or ""
         if not set(symbols) <= _BYTES.keys():
             return symbols.encode()  # no byte-level token; as the tokenizers library decodes it
         return bytes(_BYTES[s] for s in symbols)

@@ -83,13 +83,12 @@ async def test_an_interruption_ends_a_reply_within_one_token(model, monkeypatch)
     inside, go_on, made = threading.Event(), threading.Event(), []
     step = type(model.decoder._backend).step
 
-    def held(backend, state, count=1):
+    def held(backend, state):
         if len(made) == 3:
             inside.set()
             assert go_on.wait(60)
-        ids = step(backend, state, count)
-        made.extend(ids)
-        return ids
+        made.append(step(backend, state))
+        return made[-1]
 
     monkeypatch.setattr(type(model.decoder._backend), "step", held)
     llm = service(model, reply_tokens=60)
@@ -140,7 +139,8 @@ def test_the_second_turn_computes_what_is_new(decoder, monkeypatch):
         return forward(stack, x, cache)
 
     monkeypatch.setattr(Qwen3Stack, "forward", counted)
-    conversation = TextConversation(decoder, ChatTemplate(decoder.vocabulary, thinks=False), reply_tokens=4)
+    conversation = TextConversation(decoder, reply_tokens=4)
+    conversation.template = ChatTemplate(decoder.vocabulary, thinks=False)
     text = conversation.reply([SYSTEM, HELLO], seed=1).read()
     first = conversation.template.ids([SYSTEM, HELLO])
     assert rows[0] == len(first) == conversation.computed_tokens and conversation.kept_tokens == 0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from absent import needs, python_without
 from pipecat.frames import frames
-from pipecat.observers.base_observer import FrameProcessed, FramePushed
+from pipecat.observers.base_observer import FramePushed
 from pipecat.processors.aggregators.llm_context import LLMContext
 from pipecat.processors.frame_processor import FrameDirection
 from pipecat.services.deepgram.stt import DeepgramSTTService
@@ -174,15 +174,19 @@ async def test_latencies_are_counted_from_the_end_and_the_onset_of_speech(monkey
 
 
 async def test_only_what_leaves_the_voice_behind_an_interruption_is_stale():
-    observer, interruption = latency.LatencyObserver(), frames.InterruptionFrame()
-    before, voice, behind = object(), object.__new__(MkttsTTSService), object()
-    audio = frames.TTSAudioRawFrame(b"\0\0", 24_000, 1, context_id="a reply")
-    for processor in (before, voice, behind):
-        await observer.on_push_frame(FramePushed(voice, behind, audio, FrameDirection.DOWNSTREAM, 0))
-        assert observer.stale_frames == 0
-        await observer.on_process_frame(FrameProcessed(processor, interruption, FrameDirection.DOWNSTREAM, 0))
-    await observer.on_push_frame(FramePushed(voice, behind, audio, FrameDirection.DOWNSTREAM, 0))
-    assert observer.stale_frames == 1
+    observer, before, voice = latency.LatencyObserver(), object(), object.__new__(MkttsTTSService)
+    audio, interruption = frames.TTSAudioRawFrame(b"\0\0", 24_000, 1, context_id="a"), frames.InterruptionFrame()
+    for source, frame, stale in (
+        (voice, audio, 0),
+        (before, interruption, 0),
+        (voice, audio, 0),  # the voice has not heard of it yet
+        (voice, interruption, 0),
+        (before, audio, 0),
+        (voice, audio, 1),
+    ):
+        first = (source, frame) != (voice, interruption)
+        await observer.on_push_frame(FramePushed(source, None, frame, FrameDirection.DOWNSTREAM, 0, first_push=first))
+        assert observer.stale_frames == stale
 
 
 @pytest.mark.parametrize(

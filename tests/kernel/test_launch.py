@@ -5,7 +5,6 @@ import ctypes
 import gc
 import re
 import struct
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,6 @@ from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, Debug, MegakernelBackend, 
 from mktts.kernel.build import source
 from mktts.kernel.launch import _TAG_LIMIT, FRAME_WORDS, STATUS_WORDS, STOP, Launcher, Params, StreamParams
 from mktts.kernel.trace import TracedBackend
-from mktts.llm.checkpoint import open_text_checkpoint
 from mktts.llm.kernel import TextKernelBackend, TextKernelState
 from mktts.model.sampling import Choice, Sampling
 
@@ -249,29 +247,28 @@ def test_a_stream_that_speech_ended_and_one_that_failed_say_so(backend, driver):
 
 
 def test_debug_memory_of_a_text_is_that_of_its_own_launch_alone(driver, launcher):
-    config = open_text_checkpoint("random:tiny").config
     backend = object.__new__(TextKernelBackend)
-    backend.config, backend._fixed, backend._tags_per_token = replace(config, eos_ids=(99,)), Params(), TAGS
+    backend._fixed, backend._tags_per_token = Params(frames=1), TAGS
     backend._launcher = launcher
     backend._fixed.embeddings0 = torch.zeros(8).data_ptr()
     state = TextKernelState(
         kv=torch.zeros(2, 2, 2, 4, 2, 8, dtype=torch.bfloat16),
         hidden=torch.zeros(8, dtype=torch.bfloat16),
-        out=torch.zeros(STATUS_WORDS + 4 * FRAME_WORDS, dtype=torch.int32),
+        out=torch.zeros(STATUS_WORDS + FRAME_WORDS, dtype=torch.int32),
         choice=Choice(),
         seed=5,
         prompt_tokens=10,
         max_tokens=40,
         fixed=backend._fixed,
     )
-    debug = torch.zeros(2, 8, dtype=torch.bfloat16)
-    for before, asked in ((0, None), (2, debug), (4, None)):
-        assert backend.step(state, 2, asked) == [before, before + 1]
+    debug = torch.zeros(8, dtype=torch.bfloat16)
+    for before, asked in enumerate((None, debug, None)):
+        assert backend.step(state, asked) == before
         params, own = driver.params[-1], driver.params[-1].stream
         assert params.debug_logits == (None if asked is None else debug.data_ptr())
         assert (own.slots, own.seed_lo, own.out) == (4, 5, state.out.data_ptr())
         assert (own.frame, own.position, own.token) == (before, 9 + before, max(0, before - 1))
-        assert (params.frames, params.tag, params.embeddings0) == (2, 1 + before * TAGS, backend._fixed.embeddings0)
+        assert (params.frames, params.tag, params.embeddings0) == (1, 1 + before * TAGS, backend._fixed.embeddings0)
     assert len(state.done.recorded) == 3
 
 

@@ -92,12 +92,12 @@ def test_configuration_choice_and_ends_are_what_transformers_reads(tiny, copied)
     theirs = AutoConfig.from_pretrained(tiny.folder)
     assert all(getattr(theirs, name) == value for name, value in vars(tiny.config.stack).items())
     assert tiny.config.tied == theirs.tie_word_embeddings and tiny.is_random
-    theirs, ours = GenerationConfig.from_pretrained(tiny.folder), tiny.choice()
+    theirs, ours = GenerationConfig.from_pretrained(tiny.folder), tiny.config.choice
     assert all(getattr(theirs, name) == value for name, value in vars(ours).items())
     assert list(tiny.config.eos_ids) == theirs.eos_token_id
     (copied / "generation_config.json").unlink()
     bare = open_text_checkpoint(copied)
-    assert all(getattr(GenerationConfig(), name) == value for name, value in vars(bare.choice()).items())
+    assert all(getattr(GenerationConfig(), name) == value for name, value in vars(bare.config.choice).items())
     assert bare.config.eos_ids == (AutoConfig.from_pretrained(copied).eos_token_id,)
 
 

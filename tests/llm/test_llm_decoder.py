@@ -109,7 +109,7 @@ def test_token_i_is_the_draw_of_frame_i(tiny):
         kept = distribution(backend.logits(state), choice) > 0
         noise = torch.from_numpy(gumbel(2**40 + 3, index, range(1), len(scores)))[0]
         expected.append(int((scores.masked_fill(~kept, -torch.inf) + noise).argmax()))
-        ids += backend.step(state)
+        ids.append(backend.step(state))
     assert ids == expected and 1 < int(kept.sum()) <= 40
 
 
@@ -134,7 +134,7 @@ def test_wide_margins_make_greedy_tokens_independent_of_the_dtype():
         for _ in range(16):
             best = backend.logits(state).topk(2).values
             margins.append(float(best[0] - best[1]))
-            ids += backend.step(state)
+            ids.append(backend.step(state))
         assert min(margins) > 3
         runs.append(ids)
     assert runs[0] == runs[1] and len(set(runs[0])) == 16
@@ -146,7 +146,7 @@ class FakeBackend(TextBackend):
     def __init__(self, ids: Sequence[int], config: Any = None, fail_at: int | None = None, name: str = "fake") -> None:
         self.ids, self.config, self.fail_at, self.name = ids, config, fail_at, name
         self.started: list[tuple[list[int], Choice, int, int]] = []
-        self.calls: list[int] = []
+        self.calls = 0
 
     def start(
         self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int, after: object = None
@@ -154,15 +154,12 @@ class FakeBackend(TextBackend):
         self.started.append((prompt.tolist(), choice, seed, max_tokens))
         return SimpleNamespace(tokens=0, max_tokens=max_tokens)
 
-    def step(self, state: SimpleNamespace, count: int = 1, debug: Tensor | None = None) -> list[int]:
-        self.calls.append(count)
-        return super().step(state, count, debug)
-
-    def _make(self, state: SimpleNamespace, most: int, debug: Tensor | None) -> list[int]:
+    def _make(self, state: SimpleNamespace, debug: Tensor | None) -> int:
+        self.calls += 1
         if state.tokens == self.fail_at:
             raise EngineError("the kernel stopped")
         state.tokens += 1
-        return [self.ids[(state.tokens - 1) % len(self.ids)]]
+        return self.ids[(state.tokens - 1) % len(self.ids)]
 
 
 def faked(tiny: TextCheckpoint, ids: Sequence[int], **settings: Any) -> tuple[TextDecoder, FakeBackend]:
@@ -177,7 +174,7 @@ def test_a_stream_ends_at_max_tokens(tiny):
     tokens = list(stream)
     assert [(token.index, token.id) for token in tokens] == list(enumerate([10, 11, 12, 10, 11]))
     assert stream.ids == [token.id for token in tokens] and stream.finish_reason == "max_tokens"
-    assert backend.started == [([1, 2], GREEDY, 7, 5)] and backend.calls == [1] * 5
+    assert backend.started == [([1, 2], GREEDY, 7, 5)] and backend.calls == 5
     assert 0 < tokens[0].ready_ms <= tokens[-1].ready_ms
     assert list(stream) == []
 
@@ -188,7 +185,7 @@ def test_an_end_id_is_the_last_token_and_has_no_text_or_is_passed_over_on_reques
     stream = decoder.generate("Hello")
     tokens = list(stream)
     assert [token.id for token in tokens] == [10, 11, first] and tokens[-1].text == ""
-    assert stream.finish_reason == "eos" and backend.started[0][1] == tiny.choice()
+    assert stream.finish_reason == "eos" and backend.started[0][1] == tiny.config.choice
     stream = decoder.generate("Hello", max_tokens=5, stop_at_eos=False)
     assert [token.id for token in stream] == [10, 11, first, second, 10] and stream.finish_reason == "max_tokens"
     with pytest.raises(CapacityError, match="max_tokens 0"):
@@ -213,7 +210,7 @@ def test_cancelling_ends_the_stream_and_frees_the_state(tiny):
     stream.cancel()
     stream.cancel()
     assert list(stream) == [] and stream.finish_reason == "cancelled" and stream.ids == [10]
-    assert backend.calls == [1] and stream.state is None
+    assert backend.calls == 1 and stream.state is None
     with decoder.generate("Hello") as other:
         next(other)
     assert other.finish_reason == "cancelled"
@@ -310,6 +307,9 @@ def test_the_kernel_serves_where_it_can_and_auto_says_why_not(tiny, monkeypatch,
 def test_tokens_on_cuda_are_those_of_the_cpu_where_margins_are_wide(choice, dtype):
     checkpoint, prompt = open_text_checkpoint("random:tiny:margin"), torch.tensor([1, 2, 3])
     backends = [backend_of(checkpoint, dtype, device) for device in ("cpu", "cuda")]
-    runs = [backend.step(backend.start(prompt, choice, 5, 60), 60) for backend in backends]
-    greedy = backends[0].step(backends[0].start(prompt, GREEDY, 0, 60), 60)
-    assert runs[0] == runs[1] and len(greedy) == 60 and (greedy == runs[0]) is (choice == GREEDY)
+    states = [backend.start(prompt, choice, 5, 60) for backend in backends] + [backends[0].start(prompt, GREEDY, 0, 60)]
+    here, there, greedy = (
+        [backend.step(state) for _ in range(60)]
+        for backend, state in zip([*backends, backends[0]], states, strict=True)
+    )
+    assert here == there and (greedy == here) is (choice == GREEDY)

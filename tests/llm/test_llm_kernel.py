@@ -43,13 +43,7 @@ def test_greedy_tokens_are_the_oracles_where_margins_are_wide(source):
     oracle, kernel = TorchTextBackend(checkpoint.config, checkpoint.tensors(), "cuda"), kernel_of(checkpoint)
     for prompt in (torch.arange(1, 2), torch.arange(5, 45)):
         theirs, ours = (backend.start(prompt, GREEDY, 0, 100) for backend in (oracle, kernel))
-        expected = [oracle.step(theirs)[0] for _ in range(100)]
-        made: list[int] = []
-        for count in (1, 2, 30, 67):  # an end id ends a call, not the text
-            target = len(made) + count
-            while len(made) < target:
-                made += kernel.step(ours, target - len(made))
-        assert made == expected
+        assert [kernel.step(ours) for _ in range(100)] == [oracle.step(theirs) for _ in range(100)]
 
 
 @pytest.mark.gpu
@@ -59,10 +53,10 @@ def test_tokens_are_the_choosers_on_the_kernels_own_logits(name, source):
     checkpoint, choice = open_text_checkpoint(source), CHOICES[name]
     kernel, size = kernel_of(checkpoint), checkpoint.config.stack.vocab_size
     state = kernel.start(torch.arange(7, 20), choice, 11, 60)
-    debug = torch.zeros(1, size, dtype=torch.bfloat16, device="cuda")
+    debug = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
     for index in range(60):
-        (token,) = kernel.step(state, 1, debug)
-        logits = debug[0].float().cpu()
+        token = kernel.step(state, debug)
+        logits = debug.float().cpu()
         (noise,) = torch.from_numpy(gumbel(11, index, range(1), size))
         assert token == int(choose(logits, choice, noise)), index
 
@@ -75,13 +69,13 @@ def test_its_logits_are_no_further_from_fp32_than_the_oracles(context):
     kernel = kernel_of(checkpoint)
     bf16, fp32 = (TorchTextBackend(config, tensors, "cuda", dtype) for dtype in (torch.bfloat16, torch.float32))
     states = [backend.start(torch.arange(7, 7 + context), GREEDY, 0, 40) for backend in (kernel, bf16, fp32)]
-    debug = torch.zeros(1, config.stack.vocab_size, dtype=torch.bfloat16, device="cuda")
+    debug = torch.zeros(config.stack.vocab_size, dtype=torch.bfloat16, device="cuda")
     squares = torch.zeros(2)
     for _ in range(40):
-        (token,) = kernel.step(states[0], 1, debug)
+        token = kernel.step(states[0], debug)
         theirs, exact = (b.logits(s) for b, s in zip((bf16, fp32), states[1:], strict=True))
         states[1].last = states[2].last = token
-        squares += torch.stack([(x - exact).square().mean() for x in (debug[0].float(), theirs)]).cpu()
+        squares += torch.stack([(x - exact).square().mean() for x in (debug.float(), theirs)]).cpu()
     ours, oracle = (squares / 40).sqrt().tolist()
     print(f"rms error to fp32: kernel {ours:.4f}, oracle bf16 {oracle:.4f}")
     assert ours <= 1.1 * oracle
@@ -93,18 +87,18 @@ def test_a_prompt_that_goes_on_from_a_state_gives_the_logits_of_the_whole_prompt
     """And from another state it does not: what is kept is what is attended to."""
     checkpoint = open_text_checkpoint(source)
     kernel = kernel_of(checkpoint)
-    debug = torch.zeros(1, checkpoint.config.stack.vocab_size, dtype=torch.bfloat16, device="cuda")
+    debug = torch.zeros(checkpoint.config.stack.vocab_size, dtype=torch.bfloat16, device="cuda")
 
     def logits(state):
-        kernel.step(state, 1, debug)
-        return debug[0].float()
+        kernel.step(state, debug)
+        return debug.float()
 
     first, other = torch.arange(7, 60), torch.arange(900, 953)
     spoken = kernel.start(first, GREEDY, 0, 64)
-    made = [kernel.step(spoken, 1)[0] for _ in range(20)]
+    made = [kernel.step(spoken) for _ in range(20)]
     another = kernel.start(other, GREEDY, 0, 64)
     for _ in range(20):
-        kernel.step(another, 1)
+        kernel.step(another)
     keep = len(first) + len(made) - 1
     prompt = torch.tensor([*first.tolist(), *made, *range(300, 317)])
     whole = logits(kernel.start(prompt, GREEDY, 0, 8))

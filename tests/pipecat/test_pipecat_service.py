@@ -38,7 +38,7 @@ from pipecat_fakes import TOO_LATE_S, FakeSource, FakeSpeech, Talk, metrics, tur
 from mktts.agent.scripted import RecordingOutput
 from mktts.errors import PromptError
 from mktts.pipecat import MkttsTTSService, SpeechFailedFrame
-from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 Settings = MkttsTTSService.Settings
 
@@ -339,7 +339,7 @@ def conversation(mode: TextAggregationMode, speech_s: float) -> tuple[LLMContext
 
 
 def played_s(loudspeaker: RecordingOutput) -> float:
-    return sum(len(pcm) / rate_hz for _, pcm, rate_hz in loudspeaker.played)
+    return sum(len(pcm) for _, pcm in loudspeaker.played) / SAMPLE_RATE_HZ
 
 
 def said(context: LLMContext) -> str:

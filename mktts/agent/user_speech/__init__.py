@@ -27,14 +27,10 @@ TEXTS = (
 )
 
 
-def recording(text: str) -> Path:
-    """The file in which `text` is said. Raises AgentError for a text that is not among `TEXTS`."""
+def load(text: str) -> np.ndarray:
+    """The samples (S,) int16 of `text`, from its first sound to its last. Raises AgentError for a text that is not
+    among `TEXTS`."""
     if text not in TEXTS:
         raise AgentError(f"expected one of the recorded texts {', '.join(map(repr, TEXTS))}, got {text!r}")
-    return FOLDER / f"{text.replace(' ', '_')}.wav"
-
-
-def load(text: str) -> np.ndarray:
-    """The samples (S,) int16 of `text`, from its first sound to its last. Raises AgentError as `recording`."""
-    with wave.open(str(recording(text)), "rb") as file:
+    with wave.open(str(FOLDER / f"{text.replace(' ', '_')}.wav"), "rb") as file:
         return np.frombuffer(file.readframes(file.getnframes()), "<i2")
