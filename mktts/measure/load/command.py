@@ -4,16 +4,15 @@ device, driver, torch, revision, date, environment, settings, points, figures, m
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
-import re
 import shlex
 import sys
 import threading
 from contextlib import closing
 from dataclasses import asdict
 from functools import cached_property
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -24,7 +23,7 @@ from mktts.arguments import add_options, given
 from mktts.checkpoint import DEFAULT_CHECKPOINT, open_checkpoint
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import whole_numbers
-from mktts.errors import EngineError, MetricsError
+from mktts.errors import MetricsError
 from mktts.measure.bench.sections import WORDS
 from mktts.measure.environment import head
 from mktts.measure.load import record
@@ -33,8 +32,8 @@ from mktts.measure.load.client import (
     HttpSource,
     LoadRun,
     clean,
+    credentials,
     endpoint,
-    exchange,
     held_ticks,
     hold,
     measured,
@@ -246,20 +245,20 @@ class Server(Subject):
 
 
 def asked(url: str, key: str | None) -> list[dict[str, Any]]:
-    """GET /health and /v1/models of the server of this route. Raises MetricsError where none answers."""
-    root = url.removesuffix(PATH)
+    """GET /health and /v1/models of the server of this route: the JSON object there, an empty one where there is
+    something else, or nothing. Raises MetricsError where none answers."""
+    parts, found = urlsplit(url), []
+    root = parts.path.removesuffix(PATH)
+    client = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     try:
-        return [asyncio.run(_got(f"{root}{path}", key)) for path in ("/health", "/v1/models")]
-    except (OSError, EngineError) as error:
-        shown = re.sub("//.*@", "//", root)  # without a password
+        for path in ("/health", "/v1/models"):
+            with closing(client(parts.hostname, parts.port, timeout=_ASK_S)) as connection:
+                connection.request("GET", f"{root}{path}", headers=credentials(key))
+                found.append(_object(connection.getresponse().read()) or {})
+    except (OSError, HTTPException) as error:
+        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{root}"  # without a password
         raise MetricsError(f"no server answers at {shown}: {type(error).__name__}: {error}") from None
-
-
-async def _got(url: str, key: str | None) -> dict[str, Any]:
-    """The JSON object at an address; an empty one where there is something else, or nothing."""
-    async with asyncio.timeout(_ASK_S):
-        _, *body = [event async for event in exchange("GET", url, key)]
-    return _object(b"".join(body)) or {}
+    return found
 
 
 def _object(text: str | bytes) -> dict[str, Any] | None:
