@@ -77,38 +77,43 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     MetricsError where --into is given and the loads are not held long enough to be recorded, and where no server
     answers at --url."""
     with closing(Server(arguments) if arguments.url else Subject(settings_of(arguments))) as subject:
-        settings, gpu = subject.settings, subject.settings.device.startswith("cuda")
-        if arguments.into is not None:
-            record.require_place(arguments.into, settings)
+        settings, gpu, into = subject.settings, subject.settings.device.startswith("cuda"), arguments.into
+        if into is not None:
+            record.require_place(into, settings)
         default = _GPU_LISTENERS if gpu else _CPU_LISTENERS
         listeners = whole_numbers("--listeners", default if arguments.listeners is None else arguments.listeners)
-        only_capacity = arguments.capacity and not arguments.load
-        document: dict[str, Any] = {**head(settings.device), **subject.place, "settings": asdict(settings)}
-        document["settings"]["random_weights"] = subject.random_weights
-        document |= {"points": [], "figures": {}, "missing": {}}
+        if arguments.capacity and not arguments.load:
+            listeners = ()
+        document: dict[str, Any] = {
+            **head(settings.device),
+            **subject.place,
+            "points": [],
+            "figures": {},
+            "missing": {},
+        }
+        document["settings"] = {**asdict(settings), "random_weights": subject.random_weights}
+        beside = {name: document[name] for name in record.PROVENANCE} | {"command": _command(sys.argv[1:])}
         said = subject.capacity(arguments.capacity)
-        extra = {"capacity_said": {**said, "unit": "listeners", "n": 1}} if said["basis"] else {}
-        for count in () if only_capacity else listeners:
+        more = {"capacity_said": {**said, "unit": "listeners", "n": 1}} if said["basis"] else {}
+        for count in listeners:
             point, _, _ = subject.met(count)
             document["points"].append(point)
             if settings.burst:
-                extra |= record.burst(count, point)
+                more |= record.burst(count, point)
                 continue
             if settings.recordable and point["refused"] and point["in_time"] == point["arrivals"] - point["refused"]:
-                held = {"value": point["playing_mean"], "unit": "listeners", "n": point["in_time"]}
-                extra["capacity_held"] = held  # more were offered than it says, and those it let in were in time
-            beside = {name: document[name] for name in record.PROVENANCE} | {"command": _command(sys.argv[1:])}
-            if arguments.into is not None:
-                record.merge(arguments.into, beside, gpu, [point])
-        if settings.recordable and not (only_capacity or settings.burst):
+                # More were offered than it says, and those it let in were in time.
+                more["capacity_held"] = {"value": point["playing_mean"], "unit": "listeners", "n": point["in_time"]}
+            if into is not None:
+                record.merge(into, beside, gpu, [point])
+        if settings.recordable and listeners and not settings.burst:
             document["figures"] = record.carried([{**point, **beside} for point in document["points"]], gpu)
             if "listeners" not in document["figures"]:
-                document["missing"]["listeners"] = (
-                    "no load was carried: not every listener was in time, or waits were long"
-                )
-        document["figures"] |= extra
-        if arguments.into is not None:
-            record.note(arguments.into, extra)
+                why = "no load was carried: not every listener was in time, or waits were long"
+                document["missing"]["listeners"] = why
+        document["figures"] |= more
+        if into is not None:
+            record.merge(into, beside, gpu, [], more)
     return document, table(document)
 
 
@@ -197,34 +202,26 @@ class Server(Subject):
         url = endpoint(arguments.url)
         key = next(iter(read_keys(arguments.api_key_file)), None)
         health, models = asked(url, key)
-        is_ours = isinstance(health.get("model"), dict) and "random_weights" in health["model"]
-        self._health = health if is_ours else {"model": {}}
-        model = self._health["model"]
+        if not (isinstance(health.get("model"), dict) and "random_weights" in health["model"]):
+            health = {"model": {}}  # it is not ours
+        self._health, model = health, health["model"]
         named = [one["id"] for one in models.get("data") or () if isinstance(one, dict) and "id" in one]
         if (keys := _object(arguments.keys)) is None:
             raise MetricsError(f"--keys takes a JSON object, got {arguments.keys!r}")
-        voice = next(iter(self._health.get("speakers") or ()), "alloy")
+        voice = next(iter(health.get("speakers") or ()), "alloy")
         body = {"model": next(iter(named), "tts-1"), "voice": voice, "response_format": "pcm", **keys}
         # Of another server: "cuda" where this machine has a GPU.
-        device = self._health.get("device") or ("cuda" if head("cuda")["device"] else "cpu")
-        host = urlsplit(url).hostname
+        device, host = health.get("device") or ("cuda" if head("cuda")["device"] else "cpu"), urlsplit(url).hostname
         is_here = host in ("localhost", "127.0.0.1", "::1")
         self.place = {} if is_here else {"device": f"{device} at {host}", "driver": None}
-        self.random_weights = bool(model.get("random_weights"))
-        self.stopped = threading.Event()
-        self.settings = LoadSettings(
-            checkpoint=model.get("checkpoint") or body["model"],
-            device=device,
-            seconds=arguments.seconds,
-            warm_s=arguments.warm_seconds,
-            seed=arguments.seed,
-        )
-        if self.random_weights:  # they have no end of their own: max_frames is the length, whatever is said
-            self.source = HttpSource(url, key, body, ("max_frames", "seed"))
-            self.texts = LoadTexts("text", 0, lambda index, frames: f"{WORDS}.", {})
-        else:
-            self.source = HttpSource(url, key, body)
-            self.texts = LoadTexts("natural", 0, spoken, {})
+        self.stopped, self.random_weights = threading.Event(), bool(model.get("random_weights"))
+        checkpoint, chosen = model.get("checkpoint") or body["model"], ("seconds", "warm_s", "seed")
+        given_here = {name: value for name, value in given(LoadSettings, arguments).items() if name in chosen}
+        self.settings = LoadSettings(checkpoint=checkpoint, device=device, **given_here)
+        # Random weights have no end of their own: max_frames is the length, whatever is said.
+        self.source = HttpSource(url, key, body, ("max_frames", "seed") if self.random_weights else ())
+        as_text = LoadTexts("text", 0, lambda index, frames: f"{WORDS}.", {})
+        self.texts = as_text if self.random_weights else LoadTexts("natural", 0, spoken, {})
 
     def capacity(self, renew: bool) -> dict[str, Any]:
         """As the server says it, where it does."""
