@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from mktts.arguments import add_options, given
-from mktts.checkpoint import DEFAULT_CHECKPOINT, open_checkpoint
+from mktts.checkpoint import DEFAULT_CHECKPOINT
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import whole_numbers
 from mktts.errors import MetricsError
@@ -140,7 +140,7 @@ class Subject:
     def __init__(self, settings: LoadSettings) -> None:
         self.settings = settings
         self.stopped = threading.Event()  # ends the load that is held
-        self.checkpoint = open_checkpoint(settings.checkpoint, settings.revision)
+        self.checkpoint = settings.open()
         self.random_weights = self.checkpoint.is_random
 
     @cached_property

@@ -13,7 +13,7 @@ from mktts.arguments import option
 from mktts.checkpoint import Checkpoint
 from mktts.engine.options import Guard, StreamOptions
 from mktts.errors import MetricsError, OptionsError
-from mktts.measure.bench.sections import WORDS, text_of
+from mktts.measure.bench.sections import WORDS, ModelSettings, text_of
 from mktts.measure.parity.upstream import made_up_voice
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.spec import FRAME_RATE_HZ
@@ -35,10 +35,10 @@ _SENTENCES = (
 
 
 @dataclass(frozen=True)
-class LoadSettings:
+class LoadSettings(ModelSettings):
     """What all loads of a command have in common.
 
-    checkpoint, revision, backend, device, dtype, engine: as for Synthesizer.load; None leaves its default
+    engine: as for Synthesizer.load; None leaves its default
     codec ("full" or "fast"), deterministic, max_streams: of the batch engine
     context_rows: of every prompt; None: 32, and of trained weights what the text takes
     seconds: that a load is held; warm_s: before, in which it builds up; tail_s: after, in which it goes on
@@ -48,11 +48,6 @@ class LoadSettings:
 
     Raises OptionsError for values out of range."""
 
-    checkpoint: str
-    revision: str | None = None
-    backend: str = "auto"
-    device: str = "auto"
-    dtype: str | None = None
     engine: Literal["auto", "single", "batch"] | None = option(None, "of the synthesizer (default: its own)")
     codec: Literal["full", "fast"] | None = option(None, "of the batch engine", name="--codec-precision")
     deterministic: bool | None = option(None, "codes that no neighbour changes")
@@ -84,18 +79,12 @@ class LoadSettings:
         return self.seconds >= HELD_S
 
     def loading(self) -> dict[str, Any]:
-        """Arguments of Synthesizer.load."""
         from mktts.batch.settings import BatchSettings
 
         asked = {"codec": self.codec, "max_streams": self.max_streams}
-        return {
-            "backend": self.backend,
-            "device": self.device,
-            "dtype": getattr(torch, self.dtype) if self.dtype else None,
-            "deterministic": self.deterministic,
-            "batch": BatchSettings(**{name: value for name, value in asked.items() if value is not None}),
-            **({} if self.engine is None else {"engine": self.engine}),
-        }
+        batch = BatchSettings(**{name: value for name, value in asked.items() if value is not None})
+        more = {} if self.engine is None else {"engine": self.engine}
+        return {**super().loading(), "deterministic": self.deterministic, "batch": batch, **more}
 
     def arrivals(self, listeners: int) -> list[tuple[float, int]]:
         """(seconds from the beginning of the run, frames), ascending, of an offered load: arrivals a second times the
