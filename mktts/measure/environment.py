@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -69,7 +70,6 @@ def environment() -> dict[str, str | int | float | None]:
     are in the names; the GPU is the first that nvidia-smi lists. date_utc is the time of the call (ISO 8601)."""
     import torch
 
-    gpu = _gpu()
     return {
         "date_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_revision": _git_revision(),
@@ -81,7 +81,7 @@ def environment() -> dict[str, str | int | float | None]:
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
-        **gpu,
+        **_gpu(),
     }
 
 
@@ -121,16 +121,11 @@ def _gpu() -> dict[str, str | float | None]:
     line = _output("nvidia-smi", f"--query-gpu={','.join(queries.values())}", "--format=csv,noheader,nounits")
     if not line:
         return dict.fromkeys(queries)
-    values = [value.strip() for value in line.splitlines()[0].split(",")]
-    texts = dict(zip(queries, values, strict=False))
-    return {name: value if name in ("gpu", "gpu_driver") else _number(value) for name, value in texts.items()}
-
-
-def _number(text: str) -> str | float:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    found: dict[str, str | float | None] = dict(zip(queries, line.splitlines()[0].split(", "), strict=False))
+    for name in list(queries)[2:]:
+        with suppress(ValueError):  # "[N/A]" stays
+            found[name] = float(found[name])
+    return found
 
 
 def _output(*command: str) -> str | None:
