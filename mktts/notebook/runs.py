@@ -103,9 +103,7 @@ def read_notebook(path: Path) -> Notebook:
         text = path.read_text(encoding="utf-8")
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
         sources = ["".join(cell["source"]) for cell in cells]
-    except FileNotFoundError:
-        raise BatchError(f"{path}: expected a notebook, found no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise BatchError(f"{path}: expected a notebook, could not read it: {error!r}") from None
     tagged = (s for c, s in zip(cells, sources, strict=True) if "parameters" in c.get("metadata", {}).get("tags", []))
     parameters = _parameters(next(tagged, ""), path)
@@ -114,20 +112,19 @@ def read_notebook(path: Path) -> Notebook:
 
 
 def _parameters(source: str, path: Path) -> dict[str, tuple[str, Any]]:
-    rule = f"{path}: the cell tagged `parameters` must hold assignments of literals, one name each"
     parameters: dict[str, tuple[str, Any]] = {}
     try:
         for statement in ast.parse(source).body:
-            if isinstance(statement, ast.AnnAssign) and statement.value is not None:
-                target, kind = statement.target, ast.unparse(statement.annotation)
-            elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-                target, kind = statement.targets[0], None
-            else:
-                raise BatchError(f"{rule}; line {statement.lineno} is not one")
-            value = ast.literal_eval(statement.value)
-            parameters[ast.unparse(target)] = (kind or type(value).__name__, value)
+            match statement:
+                case ast.AnnAssign(target=ast.Name(id=name), annotation=kind, value=ast.expr() as value):
+                    parameters[name] = (ast.unparse(kind), ast.literal_eval(value))
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    parameters[name] = (type(ast.literal_eval(value)).__name__, ast.literal_eval(value))
+                case _:
+                    raise ValueError(f"line {statement.lineno} is not one")
     except (SyntaxError, ValueError) as error:
-        raise BatchError(f"{rule}: {error}") from None
+        rule = "the cell tagged `parameters` must hold assignments of literals, one name each"
+        raise BatchError(f"{path}: {rule}: {error}") from None
     return parameters
 
 
@@ -146,7 +143,7 @@ def plan(paths: Sequence[Path], settings: Sequence[str]) -> list[NotebookRun]:
     for notebook in notebooks:
         axes = [[(name, _typed(notebook, name, text)) for text in texts] for name, texts in split.items()]
         for name, axis in zip(split, axes, strict=True):
-            if len({value for _, value in axis}) != len(axis):
+            if len(set(axis)) != len(axis):
                 raise BatchError(f"--set {name}: the same value is given twice: {split[name]}")
         runs += [NotebookRun(notebook, dict(combination)) for combination in itertools.product(*axes)]
     return runs
@@ -188,12 +185,12 @@ def _typed(notebook: Notebook, name: str, text: str) -> Any:
         raise BatchError(f"--set {name}: its type in {notebook.path} is {kind}; only {', '.join(TYPES)} can be set")
     try:
         value = {"true": True, "false": False}[text.strip().lower()] if kind == "bool" else TYPES[kind](text)
-        if kind == "float" and not math.isfinite(value):
-            raise ValueError
+        if kind != "float" or math.isfinite(value):
+            return value
     except (KeyError, ValueError):
-        expected = {"bool": "true or false", "int": "a whole number", "float": "a finite number"}[kind]
-        raise BatchError(f"--set {name}: expected {expected}, found {text!r}") from None
-    return value
+        pass
+    expected = {"bool": "true or false", "int": "a whole number", "float": "a finite number"}[kind]
+    raise BatchError(f"--set {name}: expected {expected}, found {text!r}")
 
 
 # ---- the command
@@ -343,22 +340,17 @@ def _papermill(run: NotebookRun, folder: Path, timeout_s: int, on_cell: Any) -> 
 def _this_interpreter() -> type:
     """A kernel manager whose only kernel is ipykernel of the running interpreter, whatever kernels are installed."""
     import zmq
+    from ipykernel.kernelspec import get_kernel_dict
     from jupyter_client.kernelspec import KernelSpec
     from jupyter_client.manager import AsyncKernelManager
     from traitlets import default
 
     class ThisInterpreter(AsyncKernelManager):
+        kernel_spec = KernelSpec(**get_kernel_dict() | {"env": python_path()})
+
         @default("transport_encryption")
         def _encrypt_where_possible(self) -> str:
             return "auto" if zmq.has("curve") else "disabled"
-
-        @property
-        def kernel_spec(self) -> KernelSpec:
-            argv = [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-            encrypted = {"supported_encryption": ["curve"]}  # what ipykernel's own kernelspec says
-            return KernelSpec(
-                argv=argv, display_name="Python 3", language="python", env=python_path(), metadata=encrypted
-            )
 
     return ThisInterpreter
 
@@ -383,18 +375,18 @@ def publish(run: Path, target: Path) -> Path:
         link = html.escape(Path(name).with_suffix(".mp3").name)
         return f'<a href="{link}">{link}</a>'
 
-    for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
-        if _WIDGET in output.get("data", {}):
-            output["data"] = {"text/plain": CONTROLS}
-        if "text/html" in output.get("data", {}):
-            output["data"]["text/html"] = _IFRAME.sub(PAGE, _AUDIO.sub(linked, output["data"]["text/html"]))
-
     def beside(found: re.Match[str]) -> str:
         folder = next((f for f in (target.parent, target.parent.parent) if (f / found[1]).is_dir()), target.parent)
         return f"]({Path(os.path.relpath(folder / found[1], target)).as_posix()}/{executed.name})"
 
-    for cell in (cell for cell in notebook.cells if cell.cell_type == "markdown"):
-        cell.source = _LINK.sub(beside, cell.source)
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = _LINK.sub(beside, cell.source)
+        for output in cell.get("outputs", []):
+            if _WIDGET in output.get("data", {}):
+                output["data"] = {"text/plain": CONTROLS}
+            if "text/html" in output.get("data", {}):
+                output["data"]["text/html"] = _IFRAME.sub(PAGE, _AUDIO.sub(linked, output["data"]["text/html"]))
     for name in ("widgets", "papermill"):  # the state of controls that nothing answers any more; the machine's paths
         notebook.metadata.pop(name, None)
     shutil.rmtree(target, ignore_errors=True)
