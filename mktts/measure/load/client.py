@@ -42,9 +42,8 @@ _GOODBYE_S = 30.0  # for streams to end once they were all cancelled; then they 
 class Listener:
     """What came to one listener and when; seconds of one clock, None for what did not happen.
 
-    planned_s: the arrival; opened_s: `stream` was called; byte_s: an answer began; first_s: the first PCM came
-    audible_s: the first audible 10 ms sounds
-    ended_s: the stream was over, for whatever reason
+    planned_s: the arrival; opened_s: `stream` was called; byte_s: an answer began; first_s: the first PCM came;
+        audible_s: the first audible 10 ms sounds; ended_s: the stream was over, for whatever reason
     gaps: (when the player ran dry, for how many seconds)
     refused: by CapacityError before any PCM; error: what else ended the stream
     tail: silence of less than an audible window, which comes in pieces of any length"""

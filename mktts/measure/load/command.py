@@ -74,8 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Holds the loads; each is merged into --into as soon as it is there. Returns document and table. Raises
-    MetricsError where --into is given and the loads are not held long enough to be recorded, and where no server
-    answers at --url."""
+    MetricsError where no server answers, and where loads that are to be kept are not held long enough."""
     with closing(Server(arguments) if arguments.url else Subject(settings_of(arguments))) as subject:
         settings, gpu, into = subject.settings, subject.settings.device.startswith("cuda"), arguments.into
         if into is not None:
@@ -84,14 +83,9 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         listeners = whole_numbers("--listeners", default if arguments.listeners is None else arguments.listeners)
         if arguments.capacity and not arguments.load:
             listeners = ()
-        document: dict[str, Any] = {
-            **head(settings.device),
-            **subject.place,
-            "points": [],
-            "figures": {},
-            "missing": {},
-        }
+        document: dict[str, Any] = {**head(settings.device), **subject.place}
         document["settings"] = {**asdict(settings), "random_weights": subject.random_weights}
+        document |= {"points": [], "figures": {}, "missing": {}}
         beside = {name: document[name] for name in record.PROVENANCE} | {"command": _command(sys.argv[1:])}
         said = subject.capacity(arguments.capacity)
         more = {"capacity_said": {**said, "unit": "listeners", "n": 1}} if said["basis"] else {}
