@@ -2,8 +2,7 @@
 
 Every section (mktts.measure.bench.sections) runs in a process of its own. One that fails or runs past its time loses
 its own figures only: they stand under `missing` with the reason. --load and --url measure real-time listeners instead
-(mktts.measure.load).
-"""
+(mktts.measure.load)."""
 
 from __future__ import annotations
 
@@ -113,8 +112,7 @@ def measure(settings: BenchSettings, names: Sequence[str], output: Path | None =
     """The document: device, driver, torch, revision, date, environment, figures, missing, settings, packages, sections.
 
     output: is written after every section, so that a run that is cut short leaves what it measured. Raises what opening
-    the checkpoints raises.
-    """
+    the checkpoints raises."""
     if "large" in names:  # what the sections will open is made here: that may take longer than what is measured
         open_checkpoint(settings.large)
     if "text" in names:

@@ -4,8 +4,7 @@ A section loads what it measures, warms it up, and yields figures as (name, valu
 the document as a dictionary. The names are defined in mktts.measure.metrics.
 
 `faster` and `upstream` are other implementations, driven as their users would: they read the same checkpoint folder and
-get the prompt of the same `Request`. An absent or incompatible package raises BackendUnavailable with the reason.
-"""
+get the prompt of the same `Request`. An absent or incompatible package raises BackendUnavailable with the reason."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ class BenchSettings(ModelSettings):
     frames: of one utterance
     context, around: frames are timed at positions [context - around, context + around)
     samples: timed frames, chunks or first chunks of one figure
-    utterances, peer_utterances: whole ones of one figure
-    """
+    utterances, peer_utterances: whole ones of one figure"""
 
     device: str = "cuda"
     large: str = "random:1.7b"
@@ -319,8 +317,7 @@ def faster(settings: BenchSettings) -> Measured:
     """faster-qwen3-tts with its own defaults (a static cache of 2 048 positions); CUDA only. First PCM at a chunk of 1
     frame, a frame at the context by its own clock, and RTF at its default chunks and at chunks of 8.
 
-    Chunks of 8 frames, as ours come once a stream runs, give the frame with its codec.
-    """
+    Chunks of 8 frames, as ours come once a stream runs, give the frame with its codec."""
     from mktts.engine.upstream import install_shim
 
     install_shim()
