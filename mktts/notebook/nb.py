@@ -22,11 +22,8 @@ from mktts.audio import write_audio
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import MkttsError
 from mktts.measure.metrics import cell
-from mktts.notebook.player import live_player
 from mktts.notebook.plots import short
 from mktts.spec import SAMPLE_RATE_HZ
-
-__all__ = ["Controls", "clip", "live_player", "recording", "repository", "run_dir", "table"]
 
 EMBED_LIMIT_S = 10.0  # inline audio costs 64 kB of notebook per second; the WAV file always holds all of it
 MP3_COMPRESSION = 0.6  # 0: largest, 1: smallest; two voices by turns take 3 kB a second, of variable rate
@@ -71,6 +68,13 @@ def run_dir(path: str, notebook: str) -> Path:
         _show_html(html.escape(note), note)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def live_player() -> Any:
+    """A new `mktts.notebook.player.LivePlayer`."""
+    from mktts.notebook.player import LivePlayer
+
+    return LivePlayer()
 
 
 def clip(pcm: np.ndarray, label: str, folder: Path, *, random_weights: bool) -> Path:

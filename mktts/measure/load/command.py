@@ -166,14 +166,9 @@ class Subject:
         seen = hold(self.source, self.texts, self.settings, listeners, self.stopped)
         point = measured(seen, self.settings)
         ticks, engine = held_ticks(seen, getattr(self.source, "ticks", np.zeros(0)))
-        conditions = {
-            "listeners": listeners,
-            "context_rows": self.texts.rows,
-            "context": self.texts.kind,
-            "checkpoint": self.settings.checkpoint,
-            "random_weights": self.random_weights,
-        }
-        return point | engine | conditions | self.engine(), seen, ticks
+        offered = {"listeners": listeners, "context_rows": self.texts.rows, "context": self.texts.kind}
+        weights = {"checkpoint": self.settings.checkpoint, "random_weights": self.random_weights}
+        return point | engine | offered | weights | self.engine(), seen, ticks
 
     def engine(self) -> dict[str, Any]:
         """What speaks, as it stands in a point."""
