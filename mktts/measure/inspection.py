@@ -109,15 +109,10 @@ def text_bytes_per_token(size: str) -> int:
     from mktts.llm.checkpoint import EMBEDDING, HEAD, TextConfig, config_json, expected_text_tensors
 
     config = _read(TextConfig, config_json(size))
-    tensors = expected_text_tensors(config)
-    row_bytes = tensors[EMBEDDING].nbytes() // config.stack.vocab_size
-    head_bytes = tensors.get(HEAD, tensors[EMBEDDING]).nbytes()
-    return row_bytes + head_bytes + sum(t.nbytes() for name, t in tensors.items() if name not in (EMBEDDING, HEAD))
-
-
-def roofline_ms(rows: Sequence[Component], bandwidth_bytes_per_s: float) -> float:
-    """Milliseconds a frame takes at least where memory delivers `bandwidth_bytes_per_s`."""
-    return 1_000 * bytes_per_frame(rows) / bandwidth_bytes_per_s
+    tensors = dict(expected_text_tensors(config))
+    table_bytes = tensors.pop(EMBEDDING).nbytes()
+    read = table_bytes // config.stack.vocab_size + sum(spec.nbytes() for spec in tensors.values())
+    return read if HEAD in tensors else read + table_bytes
 
 
 def describe(checkpoint: Checkpoint) -> str:
