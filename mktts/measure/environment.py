@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
@@ -20,16 +20,21 @@ import numpy as np
 def peak_rss_bytes() -> int:
     """The most resident memory this process has had, memory-mapped checkpoint pages included. Linux: VmHWM, because
     `getrusage` there also counts the parent a fresh process was forked from."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1_024
-    except OSError:
-        pass
+    if found := _proc("/proc/self/status", "VmHWM"):
+        return int(found.split()[0]) * 1_024
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1_024
+
+
+def _proc(path: str, name: str) -> str | None:
+    """The first value of this name in a file of Linux; None where there is none."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
 
 
 def head(device: str) -> dict[str, Any]:
@@ -46,23 +51,20 @@ def head(device: str) -> dict[str, Any]:
     }
 
 
-def versions(packages: Sequence[str]) -> dict[str, str | None]:
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
     """Installed versions by the names that pip knows; None for a package that is not there."""
-    return {package: _version(package) for package in packages}
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for package in found:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def provided_by(module: str) -> str | None:
     """The installed package that `module` comes from, with its version: "qwen-tts-hf 0.1.1.post1". None where none. Two
     packages may provide one module: qwen-tts, and its build for newer transformers, both install qwen_tts."""
-    owners = metadata.packages_distributions().get(module, [])
-    return ", ".join(f"{owner} {_version(owner)}" for owner in dict.fromkeys(owners)) or None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    owners = versions(metadata.packages_distributions().get(module, []))
+    return ", ".join(f"{owner} {version}" for owner, version in owners.items()) or None
 
 
 def environment() -> dict[str, str | int | float | None]:
@@ -77,22 +79,12 @@ def environment() -> dict[str, str | int | float | None]:
         "torch": torch.__version__,
         "numpy": np.__version__,
         "platform": platform.platform(),
-        "cpu": _cpu_model(),
+        "cpu": _proc("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         **_gpu(),
     }
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _git_revision() -> str | None:
@@ -102,9 +94,8 @@ def _git_revision() -> str | None:
         return os.environ["MKTTS_REVISION"]
     folder = Path(__file__).resolve().parent
     revision = _output("git", "-C", str(folder), "rev-parse", "HEAD")
-    if revision and _output("git", "-C", str(folder.parent), "status", "--porcelain", "--untracked-files=no"):
-        return revision + "+changes"
-    return revision
+    changed = revision and _output("git", "-C", str(folder.parent), "status", "--porcelain", "--untracked-files=no")
+    return f"{revision}+changes" if changed else revision
 
 
 def _gpu() -> dict[str, str | float | None]:

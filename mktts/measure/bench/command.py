@@ -199,8 +199,8 @@ def table(document: dict[str, Any]) -> str:
     lines += ["", f"{'':32}{'median':>12}{'p95':>12}{'n':>6}  unit"]
     for name, figure in document["figures"].items():
         scale, unit, digits = (2**20, "MiB", 0) if figure["unit"] == "bytes" else (1, figure["unit"], 3)
-        median, p95 = (f"{figure[key] / scale:,.{digits}f}" for key in ("median", "p95"))
-        lines.append(f"{name.removesuffix('_bytes'):32}{median:>12}{p95:>12}{figure['n']:>6}  {unit}")
+        median, p95 = (f"{figure[key] / scale:12,.{digits}f}" for key in ("median", "p95"))
+        lines.append(f"{name.removesuffix('_bytes'):32}{median}{p95}{figure['n']:>6}  {unit}")
     lines += [f"{name:32}missing: {reason}" for name, reason in document["missing"].items()]
     return "\n".join(lines)
 
