@@ -71,6 +71,15 @@ def _scalar(name: str, value: Any) -> bool | int | float | str:
     )
 
 
+def object_of(text: str | bytes) -> dict[str, Any] | None:
+    """The JSON object that a text is; None where it is anything else."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def cell(value: Any) -> str:
     """`value` in words and digits: four significant digits, thousands separated, yes/no for booleans."""
     if isinstance(value, bool):

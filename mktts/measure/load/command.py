@@ -4,7 +4,6 @@ device, driver, torch, revision, date, environment, settings, points, figures, m
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
 import sys
@@ -39,7 +38,7 @@ from mktts.measure.load.client import (
     measured,
 )
 from mktts.measure.load.settings import LoadSettings, LoadTexts, spoken, texts_for
-from mktts.measure.metrics import cell
+from mktts.measure.metrics import cell, object_of
 
 if TYPE_CHECKING:
     from mktts.synth import Synthesizer
@@ -195,7 +194,7 @@ class Server(Subject):
             health = {"model": {}}  # it is not ours
         self._health, model = health, health["model"]
         named = [one["id"] for one in models.get("data") or () if isinstance(one, dict) and "id" in one]
-        if (keys := _object(arguments.keys)) is None:
+        if (keys := object_of(arguments.keys)) is None:
             raise MetricsError(f"--keys takes a JSON object, got {arguments.keys!r}")
         voice = next(iter(health.get("speakers") or ()), "alloy")
         body = {"model": next(iter(named), "tts-1"), "voice": voice, "response_format": "pcm", **keys}
@@ -240,20 +239,11 @@ def asked(url: str, key: str | None) -> list[dict[str, Any]]:
         for path in ("/health", "/v1/models"):
             with closing(client(parts.hostname, parts.port, timeout=_ASK_S)) as connection:
                 connection.request("GET", f"{root}{path}", headers=credentials(key))
-                found.append(_object(connection.getresponse().read()) or {})
+                found.append(object_of(connection.getresponse().read()) or {})
     except (OSError, HTTPException) as error:
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{root}"  # without a password
         raise MetricsError(f"no server answers at {shown}: {type(error).__name__}: {error}") from None
     return found
-
-
-def _object(text: str | bytes) -> dict[str, Any] | None:
-    """The JSON object that a text is; None where it is anything else."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _command(words: list[str]) -> str:

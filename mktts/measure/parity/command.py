@@ -34,8 +34,7 @@ from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import write_json
 from mktts.engine.upstream import load_upstream
 from mktts.errors import BackendUnavailable, MetricsError
-from mktts.measure.environment import head, provided_by, versions
-from mktts.measure.machine import batch_missing, kernel_missing
+from mktts.measure.environment import batch_missing, head, kernel_missing, provided_by, versions
 from mktts.measure.parity.codec import codec_section
 from mktts.measure.parity.kernel import MARGIN, Scope, outcome, parity_of
 from mktts.measure.parity.ratio import LIMIT, Budget
