@@ -25,18 +25,7 @@ from mktts.common import whole_numbers
 from mktts.errors import MetricsError
 from mktts.measure.bench.sections import WORDS
 from mktts.measure.environment import head
-from mktts.measure.load import record
-from mktts.measure.load.client import (
-    PATH,
-    HttpSource,
-    LoadRun,
-    clean,
-    credentials,
-    endpoint,
-    held_ticks,
-    hold,
-    measured,
-)
+from mktts.measure.load import client, record
 from mktts.measure.load.settings import LoadSettings, LoadTexts, spoken, texts_for
 from mktts.measure.metrics import cell, object_of
 
@@ -158,13 +147,13 @@ class Subject:
         if "source" in self.__dict__:
             self.__dict__.pop("source").close()
 
-    def met(self, listeners: int) -> tuple[dict[str, Any], LoadRun, np.ndarray]:
+    def met(self, listeners: int) -> tuple[dict[str, Any], client.LoadRun, np.ndarray]:
         """The point of a load, what its listeners met one by one, and the ticks (n,) of the held time; of a server
         none. Raises MetricsError once another thread has set `stopped`."""
         self.stopped.clear()
-        seen = hold(self.source, self.texts, self.settings, listeners, self.stopped)
-        point = measured(seen, self.settings)
-        ticks, engine = held_ticks(seen, getattr(self.source, "ticks", np.zeros(0)))
+        seen = client.hold(self.source, self.texts, self.settings, listeners, self.stopped)
+        point = client.measured(seen, self.settings)
+        ticks, engine = client.held_ticks(seen, getattr(self.source, "ticks", np.zeros(0)))
         offered = {"listeners": listeners, "context_rows": self.texts.rows, "context": self.texts.kind}
         weights = {"checkpoint": self.settings.checkpoint, "random_weights": self.random_weights}
         return point | engine | offered | weights | self.engine(), seen, ticks
@@ -187,7 +176,7 @@ class Server(Subject):
     def __init__(self, arguments: argparse.Namespace) -> None:
         from mktts.server.address import read_keys
 
-        url = endpoint(arguments.url)
+        url = client.endpoint(arguments.url)
         key = next(iter(read_keys(arguments.api_key_file)), None)
         health, models = asked(url, key)
         if not (isinstance(health.get("model"), dict) and "random_weights" in health["model"]):
@@ -207,7 +196,7 @@ class Server(Subject):
         given_here = {name: value for name, value in given(LoadSettings, arguments).items() if name in chosen}
         self.settings = LoadSettings(checkpoint=checkpoint, device=device, **given_here)
         # Random weights have no end of their own: max_frames is the length, whatever is said.
-        self.source = HttpSource(url, key, body, ("max_frames", "seed") if self.random_weights else ())
+        self.source = client.HttpSource(url, key, body, ("max_frames", "seed") if self.random_weights else ())
         as_text = LoadTexts("text", 0, lambda index, frames: f"{WORDS}.", {})
         self.texts = as_text if self.random_weights else LoadTexts("natural", 0, spoken, {})
 
@@ -233,12 +222,12 @@ def asked(url: str, key: str | None) -> list[dict[str, Any]]:
     """GET /health and /v1/models of the server of this route: the JSON object there, an empty one where there is
     something else, or nothing. Raises MetricsError where none answers."""
     parts, found = urlsplit(url), []
-    root = parts.path.removesuffix(PATH)
-    client = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    root = parts.path.removesuffix(client.PATH)
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     try:
         for path in ("/health", "/v1/models"):
-            with closing(client(parts.hostname, parts.port, timeout=_ASK_S)) as connection:
-                connection.request("GET", f"{root}{path}", headers=credentials(key))
+            with closing(kind(parts.hostname, parts.port, timeout=_ASK_S)) as connection:
+                connection.request("GET", f"{root}{path}", headers=client.credentials(key))
                 found.append(object_of(connection.getresponse().read()) or {})
     except (OSError, HTTPException) as error:
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{root}"  # without a password
@@ -262,7 +251,7 @@ def table(document: dict[str, Any]) -> str:
     for point in document["points"]:
         marks = [f"{point['engine']}, codec {point['codec']}", *(["deterministic"] if point["deterministic"] else [])]
         marks += [] if point["held"] else ["not held: cannot be recorded"]
-        marks += ["every listener in time"] if clean(point) else ["NOT every listener in time"]
+        marks += ["every listener in time"] if client.clean(point) else ["NOT every listener in time"]
         lines.append(" ".join(f"{_shown(point.get(key)):>11}" for _, key in _COLUMNS) + "  " + ", ".join(marks))
         late = point["generator"]
         lines.append(
