@@ -40,7 +40,7 @@ _GOODBYE_S = 30.0  # for streams to end once they were all cancelled; then they 
 
 @dataclass(slots=True)
 class Listener:
-    """What came to one listener and when; seconds of one clock, None for what did not happen.
+    """What came to one listener and when; seconds of one clock, infinite for what did not happen.
 
     planned_s: the arrival; opened_s: `stream` was called; byte_s: an answer began; first_s: the first PCM came;
         audible_s: the first audible 10 ms sounds; ended_s: the stream was over, for whatever reason
@@ -49,11 +49,11 @@ class Listener:
     tail: silence of less than an audible window, which comes in pieces of any length"""
 
     planned_s: float
-    opened_s: float | None = None
-    byte_s: float | None = None
-    first_s: float | None = None
-    audible_s: float | None = None
-    ended_s: float | None = None
+    opened_s: float = math.inf
+    byte_s: float = math.inf
+    first_s: float = math.inf
+    audible_s: float = math.inf
+    ended_s: float = math.inf
     frames: int = 0
     gaps: list[tuple[float, float]] = field(default_factory=list)
     refused: bool = False
@@ -65,16 +65,14 @@ class Listener:
     def receive(self, now_s: float, pcm: np.ndarray, frames: int) -> None:
         """A chunk came at `now_s`: `pcm` (S,) float32 of so many frames. One without a sample is no PCM."""
         self.frames += frames
-        if self.byte_s is None:
-            self.byte_s = now_s
+        self.byte_s = min(self.byte_s, now_s)
         if not len(pcm):
             return
-        if self.first_s is None:
-            self.first_s = now_s
+        self.first_s = min(self.first_s, now_s)
         starts_s, late_s = self.player.play(now_s, len(pcm) / SAMPLE_RATE_HZ)
         if late_s > 0:
             self.gaps.append((now_s - late_s, late_s))
-        if self.audible_s is None:
+        if self.audible_s == math.inf:
             whole = np.concatenate((self.tail, pcm))
             sample = first_audible_sample(whole)
             if sample is not None:
@@ -84,7 +82,7 @@ class Listener:
     def gaps_within(self, begin_s: float, end_s: float, closed_s: float) -> list[tuple[float, float]]:
         """The gaps that began in [begin_s, end_s), with that of a player that still waited when the run was closed."""
         gaps, dry_s = list(self.gaps), self.player.dry_s
-        if dry_s is not None and self.ended_s is None and dry_s < closed_s:
+        if dry_s is not None and self.ended_s == math.inf and dry_s < closed_s:
             gaps.append((dry_s, closed_s - dry_s))
         return [gap for gap in gaps if begin_s <= gap[0] < end_s]
 
@@ -183,7 +181,7 @@ class _Client:
         except asyncio.CancelledError:
             pass
         except Exception as error:
-            one.refused = isinstance(error, CapacityError) and one.first_s is None
+            one.refused = isinstance(error, CapacityError) and one.first_s == math.inf
             one.error = None if one.refused else f"{type(error).__name__}: {error}"
         if not self.closing:
             one.ended_s = time.perf_counter()
@@ -234,10 +232,9 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
     gaps = {id(one): one.gaps_within(begin_s, end_s, seen.closed_s) for one in seen.listeners}
     errors = Counter(one.error for one in seen.listeners if one.error)
     late_s = [late for dry in gaps.values() for _, late in dry]
-    heard = [one for one in came if one.first_s is not None]
-    opened = [one for one in seen.listeners if one.opened_s is not None and not one.refused]
-    open_s = [(one.opened_s, math.inf if one.ended_s is None else one.ended_s) for one in opened]
-    playing_s = [(one.first_s, one.player.dry_s) for one in seen.listeners if one.first_s is not None]
+    heard = [one for one in came if one.first_s < math.inf]
+    open_s = [(one.opened_s, one.ended_s) for one in seen.listeners if not one.refused]
+    playing_s = [(one.first_s, one.player.dry_s) for one in seen.listeners if one.first_s < math.inf]
     return {
         "held": duration_s >= max(settings.seconds, HELD_S) and not seen.hung,
         "duration_s": duration_s,
@@ -245,15 +242,15 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
         "in_time": sum(not one.error and not gaps[id(one)] for one in heard),
         "stalled": sum(bool(gaps[id(one)]) for one in heard),
         "refused": sum(one.refused for one in came),
-        "unanswered": sum(one.first_s is None and not one.refused and not one.error for one in came),
+        "unanswered": sum(one.first_s == math.inf and not one.refused and not one.error for one in came),
         "errors": sum(errors.values()),
         "error_kinds": dict(errors.most_common(5)),
         "engine": "+".join(sorted({one.engine for one in seen.listeners if one.engine})),
         "open_mean": _mean(open_s, begin_s, end_s),
         "playing_mean": _mean(playing_s, begin_s, end_s),
-        **_spread("ttfb", [math.inf if one.byte_s is None else one.byte_s - one.planned_s for one in came]),
-        **_spread("ttfc", [math.inf if one.first_s is None else one.first_s - one.planned_s for one in came]),
-        **_spread("audible", [one.audible_s - one.planned_s for one in came if one.audible_s is not None]),
+        **_spread("ttfb", [one.byte_s - one.planned_s for one in came]),
+        **_spread("ttfc", [one.first_s - one.planned_s for one in came]),
+        **_spread("audible", [one.audible_s - one.planned_s for one in came if one.audible_s < math.inf]),
         "underruns": len(late_s),
         "late_max_ms": 1e3 * max(late_s, default=0.0),
         "frames": frames,
