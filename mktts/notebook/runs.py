@@ -47,7 +47,6 @@ VERDICTS = "verdicts.json"  # of all published notebooks
 PAGE = '<a href="../agent_page.png">the page, as it looks while it runs</a>'
 CONTROLS = "(controls, in a notebook that runs)"
 _PLAIN = re.compile(r"[A-Za-z0-9._,+-]*")
-_RESTORE = "; delete the folder of this run, or restore it"
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _AUDIO = re.compile(r'<audio controls title="([^"]+)" src="data:[^"]*"></audio>')
 _LINK = re.compile(r"\]\((\d\d_\w+)\.ipynb\)")
@@ -255,13 +254,15 @@ def main(arguments: argparse.Namespace) -> int:
 def is_done(out: Path, run: NotebookRun) -> bool:
     """Whether `run` has succeeded before, with the notebook and the values as they are now."""
     try:
-        metrics, parameters = (
-            read_object(out / run.name / f"{name}.json", BatchError, _RESTORE) for name in ("metrics", "parameters")
-        )
+        metrics, parameters = (_document(out / run.name, name) for name in ("metrics", "parameters"))
     except BatchError:
         return False
     same = (parameters.get("notebook_sha256"), parameters.get("set")) == (run.notebook.sha256, run.parameters)
     return metrics.get("status") == "ok" and same
+
+
+def _document(folder: Path, name: str) -> dict[str, Any]:
+    return read_object(folder / f"{name}.json", BatchError, "; delete the folder of this run, or restore it")
 
 
 def execute(
@@ -291,10 +292,7 @@ def collect(out: Path, table: Path) -> None:
     for folder in sorted(path.parent for path in out.glob("*/parameters.json")):
         if not (folder / "metrics.json").is_file():
             continue  # of a run that was killed
-        about, metrics, machine = (
-            read_object(folder / f"{name}.json", BatchError, _RESTORE)
-            for name in ("parameters", "metrics", "environment")
-        )
+        about, metrics, machine = (_document(folder, name) for name in ("parameters", "metrics", "environment"))
         if "status" in metrics:
             row = {"run": folder.name, "notebook": about["notebook"], **metrics}
             row |= {f"param.{name}": value for name, value in about["parameters"].items()}
