@@ -7,28 +7,42 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+
+from mktts.errors import BackendUnavailable
+
+BANDWIDTH_BYTES = 256 * 2**20  # well above any CPU's last-level cache and the 60 MB L2 of an H200
 
 
 def peak_rss_bytes() -> int:
     """The most resident memory this process has had, memory-mapped checkpoint pages included. Linux: VmHWM, because
     `getrusage` there also counts the parent a fresh process was forked from."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1_024
-    except OSError:
-        pass
+    if found := _proc("/proc/self/status", "VmHWM"):
+        return int(found.split()[0]) * 1_024
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1_024
+
+
+def _proc(path: str, name: str) -> str | None:
+    """The first value of this name in a file of Linux; None where there is none."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
 
 
 def head(device: str) -> dict[str, Any]:
@@ -45,31 +59,25 @@ def head(device: str) -> dict[str, Any]:
     }
 
 
-def versions(packages: Sequence[str]) -> dict[str, str | None]:
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
     """Installed versions by the names that pip knows; None for a package that is not there."""
-    return {package: _version(package) for package in packages}
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for package in found:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def provided_by(module: str) -> str | None:
     """The installed package that `module` comes from, with its version: "qwen-tts-hf 0.1.1.post1". None where none. Two
     packages may provide one module: qwen-tts, and its build for newer transformers, both install qwen_tts."""
-    owners = metadata.packages_distributions().get(module, [])
-    return ", ".join(f"{owner} {_version(owner)}" for owner in dict.fromkeys(owners)) or None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    owners = versions(metadata.packages_distributions().get(module, []))
+    return ", ".join(f"{owner} {version}" for owner, version in owners.items()) or None
 
 
 def environment() -> dict[str, str | int | float | None]:
     """The machine and the software, flat, so that it fits a table row; None for what is not there or not known. Units
     are in the names; the GPU is the first that nvidia-smi lists. date_utc is the time of the call (ISO 8601)."""
-    import torch
-
-    gpu = _gpu()
     return {
         "date_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_revision": _git_revision(),
@@ -77,22 +85,12 @@ def environment() -> dict[str, str | int | float | None]:
         "torch": torch.__version__,
         "numpy": np.__version__,
         "platform": platform.platform(),
-        "cpu": _cpu_model(),
+        "cpu": _proc("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
-        **gpu,
+        **_gpu(),
     }
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _git_revision() -> str | None:
@@ -102,9 +100,8 @@ def _git_revision() -> str | None:
         return os.environ["MKTTS_REVISION"]
     folder = Path(__file__).resolve().parent
     revision = _output("git", "-C", str(folder), "rev-parse", "HEAD")
-    if revision and _output("git", "-C", str(folder.parent), "status", "--porcelain", "--untracked-files=no"):
-        return revision + "+changes"
-    return revision
+    changed = revision and _output("git", "-C", str(folder.parent), "status", "--porcelain", "--untracked-files=no")
+    return f"{revision}+changes" if changed else revision
 
 
 def _gpu() -> dict[str, str | float | None]:
@@ -121,16 +118,11 @@ def _gpu() -> dict[str, str | float | None]:
     line = _output("nvidia-smi", f"--query-gpu={','.join(queries.values())}", "--format=csv,noheader,nounits")
     if not line:
         return dict.fromkeys(queries)
-    values = [value.strip() for value in line.splitlines()[0].split(",")]
-    texts = dict(zip(queries, values, strict=False))
-    return {name: value if name in ("gpu", "gpu_driver") else _number(value) for name, value in texts.items()}
-
-
-def _number(text: str) -> str | float:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    found: dict[str, str | float | None] = dict(zip(queries, line.splitlines()[0].split(", "), strict=False))
+    for name in list(queries)[2:]:
+        with suppress(ValueError):  # "[N/A]" stays
+            found[name] = float(found[name])
+    return found
 
 
 def _output(*command: str) -> str | None:
@@ -139,3 +131,44 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+# ---- what can run here, and how fast memory is read
+
+
+def read_bandwidth_gb_s(device: str, repeats: int = 5) -> float:
+    """Bytes per second at which `device` reads a large float32 matrix once (matrix-vector product), best of `repeats`.
+    This is the access pattern of decoding one stream: every weight is read once per pass and used once."""
+    columns = 4096
+    matrix = torch.ones(BANDWIDTH_BYTES // 4 // columns, columns, device=device)
+    vector = torch.ones(columns, device=device)
+    best_s = float("inf")
+    synchronise = partial(torch.cuda.synchronize, device) if device.startswith("cuda") else (lambda: None)
+    for _ in range(repeats + 1):
+        synchronise()
+        begun_s = time.perf_counter()
+        torch.mv(matrix, vector)
+        synchronise()
+        best_s = min(best_s, time.perf_counter() - begun_s)
+    return BANDWIDTH_BYTES / best_s / 1e9
+
+
+def kernel_missing() -> str | None:
+    """Why the megakernel cannot run here; None where it can. Nothing is compiled for this."""
+    from mktts.kernel.build import nvrtc, target_of
+
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    try:
+        target_of(torch.cuda.get_device_capability())
+        nvrtc()
+    except BackendUnavailable as error:
+        return str(error)
+    return None
+
+
+def batch_missing() -> str | None:
+    """Why the batched frame cannot run here; None where it can."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    return None if find_spec("triton") else "triton is not installed: it comes with torch's CUDA builds"

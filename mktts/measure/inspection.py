@@ -72,17 +72,17 @@ _CODEC_RULES = (
 )
 
 
-def components(checkpoint: Checkpoint) -> tuple[Component, ...]:
+def components(checkpoint: Checkpoint) -> list[Component]:
     """The table, in the order of the data flow; components a checkpoint lacks are left out."""
-    return (*_rows(checkpoint.files.tensors, _MODEL_RULES), *_rows(checkpoint.codec_files.tensors, _CODEC_RULES))
+    return _rows(checkpoint.files.tensors, _MODEL_RULES) + _rows(checkpoint.codec_files.tensors, _CODEC_RULES)
 
 
-def components_at(size: str, model_type: str = "custom_voice") -> tuple[Component, ...]:
+def components_at(size: str, model_type: str = "custom_voice") -> list[Component]:
     """The table of a released size ("0.6b", "1.7b") from its configuration alone: nothing is downloaded or made. Raises
     CheckpointError for an unknown size or type."""
     tensors = expected_tensors(config_at(size, model_type))
     codec = expected_codec_tensors(small_files(size, model_type, full_codec=True)["speech_tokenizer/config.json"])
-    return (*_rows(tensors, _MODEL_RULES), *_rows(codec, _CODEC_RULES))
+    return _rows(tensors, _MODEL_RULES) + _rows(codec, _CODEC_RULES)
 
 
 def config_at(size: str, model_type: str = "custom_voice") -> ModelConfig:
@@ -109,15 +109,10 @@ def text_bytes_per_token(size: str) -> int:
     from mktts.llm.checkpoint import EMBEDDING, HEAD, TextConfig, config_json, expected_text_tensors
 
     config = _read(TextConfig, config_json(size))
-    tensors = expected_text_tensors(config)
-    row_bytes = tensors[EMBEDDING].nbytes() // config.stack.vocab_size
-    head_bytes = tensors.get(HEAD, tensors[EMBEDDING]).nbytes()
-    return row_bytes + head_bytes + sum(t.nbytes() for name, t in tensors.items() if name not in (EMBEDDING, HEAD))
-
-
-def roofline_ms(rows: Sequence[Component], bandwidth_bytes_per_s: float) -> float:
-    """Milliseconds a frame takes at least where memory delivers `bandwidth_bytes_per_s`."""
-    return 1_000 * bytes_per_frame(rows) / bandwidth_bytes_per_s
+    tensors = dict(expected_text_tensors(config))
+    table_bytes = tensors.pop(EMBEDDING).nbytes()
+    read = table_bytes // config.stack.vocab_size + sum(spec.nbytes() for spec in tensors.values())
+    return read if HEAD in tensors else read + table_bytes
 
 
 def describe(checkpoint: Checkpoint) -> str:
@@ -147,28 +142,19 @@ def describe(checkpoint: Checkpoint) -> str:
 
 def _rows(tensors: TensorSpecs, rules: Sequence[_Rule]) -> list[Component]:
     """Each tensor goes to the first rule that has its prefix."""
-    members: dict[str, list[str]] = {rule.name: [] for rule in rules}
-    for name in tensors:
-        owner = next((rule.name for rule in rules if name.startswith(rule.prefixes)), None)
+    members: dict[_Rule, list[TensorSpec]] = {rule: [] for rule in rules}
+    for name, spec in tensors.items():
+        owner = next((rule for rule in rules if name.startswith(rule.prefixes)), None)
         if owner is None:
             raise CheckpointError(f"tensor {name}: expected a part of Qwen3-TTS 12 Hz, found none it belongs to")
-        members[owner].append(name)
-    return [_row(rule, [tensors[n] for n in members[rule.name]]) for rule in rules if members[rule.name]]
-
-
-def _row(rule: _Rule, specs: Sequence[TensorSpec]) -> Component:
-    size = sum(spec.nbytes() for spec in specs)
-    tables = [spec for spec in specs if len(spec.shape) == 2]
-    row_bytes = sum(spec.nbytes() // spec.shape[0] for spec in tables) // len(tables) if rule.row_reads else 0
-    return Component(
-        name=rule.name,
-        part=rule.part,
-        tensors=len(specs),
-        params=sum(spec.params for spec in specs),
-        bytes=size,
-        bytes_per_frame=rule.weight_reads * size + rule.row_reads * row_bytes,
-        reads=rule.reads,
-    )
+        members[owner].append(spec)
+    rows = []
+    for rule, specs in members.items():
+        size, tables = sum(spec.nbytes() for spec in specs), [spec for spec in specs if len(spec.shape) == 2]
+        row_bytes = sum(spec.nbytes() // spec.shape[0] for spec in tables) // max(1, len(tables))
+        read, params = rule.weight_reads * size + rule.row_reads * row_bytes, sum(spec.params for spec in specs)
+        rows += [Component(rule.name, rule.part, len(specs), params, size, read, rule.reads)] if specs else []
+    return rows
 
 
 EXAMPLES = """examples:

@@ -38,15 +38,8 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
     array = np.asarray(list(values), dtype=np.float64)
     if array.size == 0 or not np.isfinite(array).all():
         raise MetricsError(f"expected at least one finite number, found {array.tolist()}")
-    median, p95, p99 = np.percentile(array, (50, 95, 99))
-    return {
-        "median": float(median),
-        "p95": float(p95),
-        "p99": float(p99),
-        "min": float(array.min()),
-        "max": float(array.max()),
-        "n": int(array.size),
-    }
+    found = np.percentile(array, (50, 95, 99, 0, 100)).tolist()
+    return {**dict(zip(("median", "p95", "p99", "min", "max"), found, strict=True)), "n": array.size}
 
 
 def record(run_dir: str | Path, **metrics: Any) -> dict[str, Any]:
@@ -69,6 +62,15 @@ def _scalar(name: str, value: Any) -> bool | int | float | str:
     raise MetricsError(
         f"metric {name!r} must be a finite number, a boolean or a string, found {value!r}: record one value per name"
     )
+
+
+def object_of(text: str | bytes) -> dict[str, Any] | None:
+    """The JSON object that a text is; None where it is anything else."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def cell(value: Any) -> str:

@@ -1,24 +1,18 @@
 """What an independent recogniser hears, and how many words of it are wrong: pocketsphinx, with a closed vocabulary and
 in free dictation.
 
-Closed: any sequence of the words of the held-out sentences, each word as likely as every other at every place, so
-that the recogniser knows which words there are and nothing of how they follow one another. This is the word loop
-`(a | b | ...)+` of a grammar, written as a language model of single words: pocketsphinx searches that through a tree
-of pronunciations, in 0.07 s of one core per second of speech for 1 550 words, where the loop as a grammar takes 4 s
-for 525. Free: the packaged trigram model, 0.18 s. A wider beam or another language weight changes the rates by less
-than 0.005 (60 sentences of the teacher). A model of word pairs would hear the teacher almost without error (0.02),
-and a ratio to that says little.
-"""
+Closed: any sequence of the words of the held-out sentences, each as likely as every other at every place, so that it
+knows nothing of how they follow one another. As a language model of single words that takes 0.07 s of one core per
+second of speech for 1 550 words; the same loop as a grammar takes 4 s for 525. Free: the packaged trigram model."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -27,8 +21,6 @@ from mktts.errors import BackendUnavailable, MetricsError
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.text import spoken
 
-Mode = Literal["closed", "free"]
-MODES: tuple[Mode, ...] = ("closed", "free")
 RECOGNISER_RATE_HZ = 16_000
 _PADDED_S = 0.2
 _ALIGNED_HZ = 100  # frames
@@ -47,30 +39,32 @@ def loop_model(vocabulary: Iterable[str]) -> str:
     return "\n".join(("\\data\\", f"ngram 1={len(names) + 1}", "", "\\1-grams:", "-99 <s>", *lines, "", "\\end\\", ""))
 
 
+def _decoder(what: str, **settings: Any) -> Any:
+    """Raises BackendUnavailable without the package."""
+    try:
+        from pocketsphinx import Decoder
+    except ImportError as error:
+        raise BackendUnavailable(f"{what} the package pocketsphinx: {error}") from None
+    return Decoder(samprate=float(RECOGNISER_RATE_HZ), loglevel="FATAL", **settings)
+
+
 class Recogniser:
     """pocketsphinx with its packaged English model. One per process: it holds one utterance at a time."""
 
     def __init__(self, vocabulary: Sequence[str] | None = None) -> None:
-        """vocabulary: the words of a closed loop, None for free dictation.
-
-        Words that the packaged dictionary does not have cannot be heard; `knows` tells them. Raises
-        BackendUnavailable without the package, MetricsError where it knows no word of the vocabulary.
-        """
-        try:
-            from pocketsphinx import Decoder, get_model_path
-        except ImportError as error:
-            raise BackendUnavailable(f"the word error rate needs the package pocketsphinx: {error}") from None
-        settings = {"samprate": float(RECOGNISER_RATE_HZ), "loglevel": "FATAL"}
+        """vocabulary: the words of a closed loop, None for free dictation. Words that the packaged dictionary does not
+        have cannot be heard; `knows` tells them. Raises BackendUnavailable without the package, MetricsError where it
+        knows no word of the vocabulary."""
+        needs = "the word error rate needs"
         if vocabulary is None:
-            self.name = "free"  # tells one from another
-            self._decoder: Any = Decoder(**settings)
-            self._dictionary: Any = self._decoder
+            self._dictionary = self._decoder = _decoder(needs)
             return
-        self.name = f"closed {_digest(vocabulary)}"
-        self._dictionary = Decoder(**settings, lm=None)
+        self._dictionary = _decoder(needs, lm=None)
         known = {word for word in vocabulary if self.knows(word)}
         if not known:
             raise MetricsError(f"expected words of the recogniser's dictionary, got {sorted(vocabulary)[:5]}")
+        from pocketsphinx import get_model_path
+
         packaged = Path(get_model_path("en-us/cmudict-en-us.dict")).read_text(encoding="utf-8")
         # A dictionary of these words alone: with all 134,000 a loop takes ten seconds to begin, and hears the same.
         lines = [line for line in packaged.splitlines() if re.match(r"[^\s(]*", line)[0] in known]
@@ -78,7 +72,7 @@ class Recogniser:
             loop, words_of_loop = Path(folder) / "loop.arpa", Path(folder) / "loop.dict"
             loop.write_text(loop_model(known), encoding="utf-8")
             words_of_loop.write_text("\n".join([*lines, ""]), encoding="utf-8")
-            self._decoder = Decoder(**settings, lm=str(loop), dict=str(words_of_loop))
+            self._decoder = _decoder(needs, lm=str(loop), dict=str(words_of_loop))
 
     def knows(self, word: str) -> bool:
         """Whether the dictionary has the word (closed: whether it is also one of the loop's is not asked)."""
@@ -110,11 +104,7 @@ class Aligner:
 
     def __init__(self) -> None:
         """Raises BackendUnavailable without the package."""
-        try:
-            from pocketsphinx import Decoder
-        except ImportError as error:
-            raise BackendUnavailable(f"word times are measured with the package pocketsphinx: {error}") from None
-        self._decoder: Any = Decoder(samprate=float(RECOGNISER_RATE_HZ), loglevel="FATAL", lm=None)
+        self._decoder = _decoder("word times are measured with", lm=None)
 
     def align(self, pcm: np.ndarray, said: Sequence[str]) -> list[tuple[float, float]] | None:
         """float32 (n,) at 24 kHz and its words as `words` gives them -> where each begins and ends, s. None where it
@@ -130,20 +120,15 @@ class Aligner:
             _listen(self._decoder, padded)
         except RuntimeError:
             return None
-        found = [
-            (one.start, one.start + one.duration) for one in self._decoder.get_alignment() if one.name[0].isalpha()
-        ]
-        spans = [tuple(frame / _ALIGNED_HZ - _PADDED_S for frame in span) for span in found]
+        found = [one for one in self._decoder.get_alignment() if one.name[0].isalpha()]
+        edges = [(one.start, one.start + one.duration) for one in found]
+        spans = [(begin / _ALIGNED_HZ - _PADDED_S, end / _ALIGNED_HZ - _PADDED_S) for begin, end in edges]
         return spans if len(spans) == len(said) else None  # an alignment may end before the words do
 
 
 def vocabulary_of(sentences: Iterable[str]) -> list[str]:
     """The different words of all sentences, sorted."""
     return sorted({word for text in sentences for word in words(text)})
-
-
-def _digest(texts: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 # ---- words and their errors

@@ -17,13 +17,7 @@ from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint.arguments import add_checkpoint_arguments
 from mktts.common import require_writable, write_json
 from mktts.errors import MetricsError
-from mktts.kernel.trace import (
-    Marks,
-    frame_points,
-    phases_of,
-    steady,
-    talker_points,
-)
+from mktts.kernel.trace import Marks, frame_points, phases_of, steady, talker_points
 from mktts.measure.environment import head
 from mktts.measure.inspection import bytes_per_frame, components
 
@@ -149,12 +143,10 @@ def document(made: Mapping[str, Sequence[Launch]], layers: tuple[int, int]) -> d
     steps: of a frame of median length, from mark to mark, the mean over blocks.
     Raises EngineError for marks of another kernel."""
     points = frame_points(*layers)
-    kept = {
-        build: [
-            np.concatenate(parts) for parts in zip(*(steady(one.marks, points) for one in made[build]), strict=True)
-        ]
-        for build in BUILDS
-    }
+    kept = {}
+    for build in BUILDS:
+        parts = zip(*(steady(one.marks, points) for one in made[build]), strict=True)
+        kept[build] = [np.concatenate(part) for part in parts]
     spans, _ = kept[BUILDS[0]]
     took_ms = sum(_frame_ms(frame) for launch in made[BUILDS[0]] for frame in launch.frames[1:-1])
     ghz = float(spans[:, 0].sum() / took_ms / 1e6)  # block 0 notes both, and its frames follow one another at once
@@ -182,17 +174,14 @@ def _phases(
     spans: np.ndarray, starved: np.ndarray, points: np.ndarray, talker_layers: int, ghz: float
 ) -> list[dict[str, Any]]:
     """spans, starved: as of `steady`, of all frames."""
-    phases = phases_of(points)
-    stacks = np.array(["talker", "predictor"])[(np.arange(len(points)) >= talker_points(talker_layers)).astype(int)]
+    of_talker = talker_points(talker_layers)
+    labels = [("predictor" if i >= of_talker else "talker", phase) for i, phase in enumerate(phases_of(points))]
     rows = []
-    for stack in ("talker", "predictor"):
-        for phase in dict.fromkeys(phases):
-            mine = np.array([p == phase for p in phases]) & (stacks == stack)
-            if not mine.any():
-                continue
-            one = np.percentile(spans[:, :, mine], _PERCENTS) / ghz / 1e3
-            whole, waited = (np.median(a[:, :, mine].sum(2).mean(1)) / ghz / 1e3 for a in (spans, starved))
-            row = {"stack": stack, "phase": phase.name, "kind": phase.kind, "count": int(mine.sum())}
-            row |= dict(zip(("us", "us_p10", "us_p90"), one.round(3).tolist(), strict=True))
-            rows.append({**row, "frame_us": round(float(whole), 2), "weights_us": round(float(waited), 2)})
+    for stack, phase in dict.fromkeys(labels):
+        mine = np.array([label == (stack, phase) for label in labels])
+        one = np.percentile(spans[:, :, mine], _PERCENTS) / ghz / 1e3
+        whole, waited = (np.median(a[:, :, mine].sum(2).mean(1)) / ghz / 1e3 for a in (spans, starved))
+        row = {"stack": stack, "phase": phase.name, "kind": phase.kind, "count": int(mine.sum())}
+        row |= dict(zip(("us", "us_p10", "us_p90"), one.round(3).tolist(), strict=True))
+        rows.append({**row, "frame_us": round(float(whole), 2), "weights_us": round(float(waited), 2)})
     return rows

@@ -22,11 +22,8 @@ from mktts.audio import write_audio
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import MkttsError
 from mktts.measure.metrics import cell
-from mktts.notebook.player import live_player
 from mktts.notebook.plots import short
 from mktts.spec import SAMPLE_RATE_HZ
-
-__all__ = ["Controls", "clip", "live_player", "recording", "repository", "run_dir", "table"]
 
 EMBED_LIMIT_S = 10.0  # inline audio costs 64 kB of notebook per second; the WAV file always holds all of it
 MP3_COMPRESSION = 0.6  # 0: largest, 1: smallest; two voices by turns take 3 kB a second, of variable rate
@@ -71,6 +68,13 @@ def run_dir(path: str, notebook: str) -> Path:
         _show_html(html.escape(note), note)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def live_player() -> Any:
+    """A new `mktts.notebook.player.LivePlayer`."""
+    from mktts.notebook.player import LivePlayer
+
+    return LivePlayer()
 
 
 def clip(pcm: np.ndarray, label: str, folder: Path, *, random_weights: bool) -> Path:
@@ -125,17 +129,15 @@ def table(rows: Sequence[Mapping[str, Any]], caption: str = "", omit: Sequence[s
     keys = list(dict.fromkeys(key for row in rows for key in row if key not in omit))
     cells = [[_shown(row.get(key, "")) for key in keys] for row in rows]
     kinds = [{type(row[key]) for row in rows if key in row} for key in keys]
-    align = [
-        "right" if all(issubclass(k, (int, float)) and k is not bool for k in found) else "left" for found in kinds
-    ]
+    align = ["right" if bool not in k and all(issubclass(one, (int, float)) for one in k) else "left" for k in kinds]
+
+    def line(tag: str, words: Sequence[str]) -> str:
+        pairs = zip(words, align, strict=True)
+        return "".join(f'<{tag} style="text-align:{a}">{html.escape(word)}</{tag}>' for word, a in pairs)
 
     def markup(lines: Sequence[Sequence[str]]) -> str:
-        head, *body = (
-            "".join(f'<{tag} style="text-align:{a}">{html.escape(c)}</{tag}>' for c, a in zip(line, align, strict=True))
-            for tag, line in zip(["th", *["td"] * len(lines)], [keys, *lines], strict=True)
-        )
-        rows = "".join(f"<tr>{row}</tr>" for row in body)
-        return f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        body = "".join(f"<tr>{line('td', one)}</tr>" for one in lines)
+        return f"<thead><tr>{line('th', keys)}</tr></thead><tbody>{body}</tbody></table>"
 
     title = f'<caption style="text-align:left">{html.escape(caption)}</caption>' if caption else ""
     shown = f"<table>{title}{markup(cells[:MOST_ROWS])}"
@@ -286,24 +288,23 @@ class Controls:
 
 
 def _widget(name: str, value: Any, choices: Choices | None) -> Any:
-    import ipywidgets
+    import ipywidgets as w
 
     label = LABELS.get(name, name.replace("_", " ").capitalize())
-    common = {"description": label, "layout": ipywidgets.Layout(width="46em"), "style": {"description_width": "11em"}}
+    given = {"value": value, "description": label, "layout": w.Layout(width="46em")}
+    given["style"] = {"description_width": "11em"}
     if choices is not None and isinstance(value, (int, float)):
         low, high = choices
         if not low <= value <= high:
             raise MkttsError(f"{name}={value!r} is not between {low} and {high}")
-        slider = ipywidgets.IntSlider if isinstance(value, int) else ipywidgets.FloatSlider
-        step = {} if isinstance(value, int) else {"step": 0.05}
-        return slider(value=value, min=low, max=high, continuous_update=False, **step, **common)
+        given |= {"min": low, "max": high, "continuous_update": False}
+        return w.IntSlider(**given) if isinstance(value, int) else w.FloatSlider(**given, step=0.05)
     if choices is not None:
         if value not in choices:
             raise MkttsError(f"{name}={value!r} is not among its choices {list(choices)}")
-        return ipywidgets.Dropdown(options=list(choices), value=value, **common)
-    line = ipywidgets.Textarea if isinstance(value, str) and len(value) > LINE_CHARS else ipywidgets.Text
-    kinds = {bool: ipywidgets.Checkbox, int: ipywidgets.IntText, float: ipywidgets.FloatText, str: line}
-    kind = kinds.get(type(value))
+        return w.Dropdown(**given, options=list(choices))
+    line = w.Textarea if isinstance(value, str) and len(value) > LINE_CHARS else w.Text
+    kind = {bool: w.Checkbox, int: w.IntText, float: w.FloatText, str: line}.get(type(value))
     if kind is None:
         raise MkttsError(f"{name}={value!r}: expected bool, int, float or str, found {type(value).__name__}")
-    return kind(value=value, **common)
+    return kind(**given)

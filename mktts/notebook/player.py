@@ -6,19 +6,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+import anywidget
 import numpy as np
+import traitlets
 
 from mktts.audio import to_pcm16
 from mktts.spec import SAMPLE_RATE_HZ
 
 
-def live_player() -> Any:
-    """A new player widget: display it, then `async for chunk in player.play(stream)`; or `begin()`, `write(pcm)` for
-    every chunk, `end()`.
+class LivePlayer(anywidget.AnyWidget):
+    """Display it, then `async for chunk in player.play(stream)`; or `begin()`, `write(pcm)` for every chunk, `end()`.
 
     Use it from `async` cells only: a button pressed while a synchronous loop runs is not seen before the loop ends.
     `stop_requested` turns true when Stop is pressed (playback stops in the page at once, whatever the kernel does).
@@ -26,64 +26,54 @@ def live_player() -> Any:
     "stopped"), chunks, gaps (how often the page fell silent inside the utterance; an *underrun* is the calculation of
     `mktts.engine.metrics`), first_sound_ms (arrival of the first chunk to the loudspeaker, None behind audio that still
     plays; never part of TTFC), the audio context's state and rate. It is empty without a front end."""
-    return _widget_class()()
 
+    _esm = Path(__file__).with_name("player.js")
+    sample_rate_hz = traitlets.Int(SAMPLE_RATE_HZ).tag(sync=True)
+    stop_requested = traitlets.Bool(False).tag(sync=True)
+    status = traitlets.Unicode("live PCM").tag(sync=True)
 
-@cache
-def _widget_class() -> type:
-    import anywidget
-    import traitlets
+    def __init__(self) -> None:
+        super().__init__()
+        self.report: dict[str, Any] = {}
+        self.on_msg(self._on_report)
 
-    class LivePlayer(anywidget.AnyWidget):
-        _esm = Path(__file__).with_name("player.js")
-        sample_rate_hz = traitlets.Int(SAMPLE_RATE_HZ).tag(sync=True)
-        stop_requested = traitlets.Bool(False).tag(sync=True)
-        status = traitlets.Unicode("live PCM").tag(sync=True)
+    def begin(self) -> None:
+        """Starts an utterance: clears the stop flag and the counters of the page."""
+        self.stop_requested = False
+        self.report = {}
+        self.send({"kind": "begin"})
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.report: dict[str, Any] = {}
-            self.on_msg(self._on_report)
+    def write(self, pcm: np.ndarray) -> None:
+        """Queues `pcm` (S,) float32 behind what is already queued; empty PCM is ignored. Raises AudioError."""
+        data = to_pcm16(pcm)
+        if data:
+            self.send({"kind": "pcm"}, buffers=[data])
 
-        def begin(self) -> None:
-            """Starts an utterance: clears the stop flag and the counters of the page."""
-            self.stop_requested = False
-            self.report = {}
-            self.send({"kind": "begin"})
+    async def play(self, stream: Any) -> AsyncIterator[Any]:
+        """Plays a stream of chunks while it is made and passes the chunks on; Stop cancels the stream. So does an
+        interrupt of the kernel, or a loop that is left early: the page falls silent, too."""
+        self.begin()
+        try:
+            async for chunk in stream:
+                self.write(chunk.pcm)
+                yield chunk
+                await asyncio.sleep(0)  # lets the kernel see the Stop button even where chunks are waiting
+                if self.stop_requested:
+                    stream.cancel()
+        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+            self.stop()
+            stream.cancel()
+            raise
+        finally:
+            self.end()
 
-        def write(self, pcm: np.ndarray) -> None:
-            """Queues `pcm` (S,) float32 behind what is already queued; empty PCM is ignored. Raises AudioError."""
-            data = to_pcm16(pcm)
-            if data:
-                self.send({"kind": "pcm"}, buffers=[data])
+    def end(self) -> None:
+        """Ends the utterance; the page answers with its counters and plays out what is queued."""
+        self.send({"kind": "end"})
 
-        async def play(self, stream: Any) -> AsyncIterator[Any]:
-            """Plays a stream of chunks while it is made and passes the chunks on; Stop cancels the stream. So does an
-            interrupt of the kernel, or a loop that is left early: the page falls silent, too."""
-            self.begin()
-            try:
-                async for chunk in stream:
-                    self.write(chunk.pcm)
-                    yield chunk
-                    await asyncio.sleep(0)  # lets the kernel see the Stop button even where chunks are waiting
-                    if self.stop_requested:
-                        stream.cancel()
-            except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
-                self.stop()
-                stream.cancel()
-                raise
-            finally:
-                self.end()
+    def stop(self) -> None:
+        """Asks for a stop, as the button does."""
+        self.stop_requested = True
 
-        def end(self) -> None:
-            """Ends the utterance; the page answers with its counters and plays out what is queued."""
-            self.send({"kind": "end"})
-
-        def stop(self) -> None:
-            """Asks for a stop, as the button does."""
-            self.stop_requested = True
-
-        def _on_report(self, _widget: Any, message: dict[str, Any], _buffers: list[Any]) -> None:
-            self.report = dict(message)
-
-    return LivePlayer
+    def _on_report(self, _widget: Any, message: dict[str, Any], _buffers: list[Any]) -> None:
+        self.report = dict(message)

@@ -123,7 +123,6 @@ def plain_ticks(axis: Any, numbers: Sequence[float] | None = None) -> None:
         labels.append(f"{number:,}" if number >= 1.3 * written else "")  # closer ones would overlap
         written = number if labels[-1] else written
     axis.set_ticks(list(numbers), labels)
-    axis.set_ticks([], minor=True)
 
 
 def short(value: float) -> str:
@@ -233,13 +232,8 @@ def diagram(
     """Words in boxes, joined by arrows. boxes: key -> (column, line from the top, words); arrows: pairs of keys."""
     x, y, _ = zip(*boxes.values(), strict=True)
     figure, axes = new(0.9 + 0.8 * (max(y) - min(y) + 1))
-    framed = {
-        "bbox": {"boxstyle": "round,pad=0.5", "facecolor": "white"},
-        "ha": "center",
-        "va": "center",
-        "fontsize": 8,
-    }
-    drawn = {key: axes.text(*where, words, **framed) for key, (*where, words) in boxes.items()}
+    framed = {"bbox": {"boxstyle": "round,pad=0.5", "facecolor": "white"}, "ha": "center", "va": "center"}
+    drawn = {key: axes.text(*where, words, **framed, fontsize=8) for key, (*where, words) in boxes.items()}
     for start, end in arrows:
         ends = {"patchA": drawn[start].get_bbox_patch(), "patchB": drawn[end].get_bbox_patch()}
         axes.annotate("", boxes[end][:2], boxes[start][:2], arrowprops={"arrowstyle": "-|>", "color": "black", **ends})

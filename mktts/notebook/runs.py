@@ -47,7 +47,6 @@ VERDICTS = "verdicts.json"  # of all published notebooks
 PAGE = '<a href="../agent_page.png">the page, as it looks while it runs</a>'
 CONTROLS = "(controls, in a notebook that runs)"
 _PLAIN = re.compile(r"[A-Za-z0-9._,+-]*")
-_RESTORE = "; delete the folder of this run, or restore it"
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _AUDIO = re.compile(r'<audio controls title="([^"]+)" src="data:[^"]*"></audio>')
 _LINK = re.compile(r"\]\((\d\d_\w+)\.ipynb\)")
@@ -103,9 +102,7 @@ def read_notebook(path: Path) -> Notebook:
         text = path.read_text(encoding="utf-8")
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
         sources = ["".join(cell["source"]) for cell in cells]
-    except FileNotFoundError:
-        raise BatchError(f"{path}: expected a notebook, found no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise BatchError(f"{path}: expected a notebook, could not read it: {error!r}") from None
     tagged = (s for c, s in zip(cells, sources, strict=True) if "parameters" in c.get("metadata", {}).get("tags", []))
     parameters = _parameters(next(tagged, ""), path)
@@ -114,20 +111,19 @@ def read_notebook(path: Path) -> Notebook:
 
 
 def _parameters(source: str, path: Path) -> dict[str, tuple[str, Any]]:
-    rule = f"{path}: the cell tagged `parameters` must hold assignments of literals, one name each"
     parameters: dict[str, tuple[str, Any]] = {}
     try:
         for statement in ast.parse(source).body:
-            if isinstance(statement, ast.AnnAssign) and statement.value is not None:
-                target, kind = statement.target, ast.unparse(statement.annotation)
-            elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-                target, kind = statement.targets[0], None
-            else:
-                raise BatchError(f"{rule}; line {statement.lineno} is not one")
-            value = ast.literal_eval(statement.value)
-            parameters[ast.unparse(target)] = (kind or type(value).__name__, value)
+            match statement:
+                case ast.AnnAssign(target=ast.Name(id=name), annotation=kind, value=ast.expr() as value):
+                    parameters[name] = (ast.unparse(kind), ast.literal_eval(value))
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    parameters[name] = (type(ast.literal_eval(value)).__name__, ast.literal_eval(value))
+                case _:
+                    raise ValueError(f"line {statement.lineno} is not one")
     except (SyntaxError, ValueError) as error:
-        raise BatchError(f"{rule}: {error}") from None
+        rule = "the cell tagged `parameters` must hold assignments of literals, one name each"
+        raise BatchError(f"{path}: {rule}: {error}") from None
     return parameters
 
 
@@ -146,7 +142,7 @@ def plan(paths: Sequence[Path], settings: Sequence[str]) -> list[NotebookRun]:
     for notebook in notebooks:
         axes = [[(name, _typed(notebook, name, text)) for text in texts] for name, texts in split.items()]
         for name, axis in zip(split, axes, strict=True):
-            if len({value for _, value in axis}) != len(axis):
+            if len(set(axis)) != len(axis):
                 raise BatchError(f"--set {name}: the same value is given twice: {split[name]}")
         runs += [NotebookRun(notebook, dict(combination)) for combination in itertools.product(*axes)]
     return runs
@@ -188,12 +184,12 @@ def _typed(notebook: Notebook, name: str, text: str) -> Any:
         raise BatchError(f"--set {name}: its type in {notebook.path} is {kind}; only {', '.join(TYPES)} can be set")
     try:
         value = {"true": True, "false": False}[text.strip().lower()] if kind == "bool" else TYPES[kind](text)
-        if kind == "float" and not math.isfinite(value):
-            raise ValueError
+        if kind != "float" or math.isfinite(value):
+            return value
     except (KeyError, ValueError):
-        expected = {"bool": "true or false", "int": "a whole number", "float": "a finite number"}[kind]
-        raise BatchError(f"--set {name}: expected {expected}, found {text!r}") from None
-    return value
+        pass
+    expected = {"bool": "true or false", "int": "a whole number", "float": "a finite number"}[kind]
+    raise BatchError(f"--set {name}: expected {expected}, found {text!r}")
 
 
 # ---- the command
@@ -258,13 +254,15 @@ def main(arguments: argparse.Namespace) -> int:
 def is_done(out: Path, run: NotebookRun) -> bool:
     """Whether `run` has succeeded before, with the notebook and the values as they are now."""
     try:
-        metrics, parameters = (
-            read_object(out / run.name / f"{name}.json", BatchError, _RESTORE) for name in ("metrics", "parameters")
-        )
+        metrics, parameters = (_document(out / run.name, name) for name in ("metrics", "parameters"))
     except BatchError:
         return False
     same = (parameters.get("notebook_sha256"), parameters.get("set")) == (run.notebook.sha256, run.parameters)
     return metrics.get("status") == "ok" and same
+
+
+def _document(folder: Path, name: str) -> dict[str, Any]:
+    return read_object(folder / f"{name}.json", BatchError, "; delete the folder of this run, or restore it")
 
 
 def execute(
@@ -294,10 +292,7 @@ def collect(out: Path, table: Path) -> None:
     for folder in sorted(path.parent for path in out.glob("*/parameters.json")):
         if not (folder / "metrics.json").is_file():
             continue  # of a run that was killed
-        about, metrics, machine = (
-            read_object(folder / f"{name}.json", BatchError, _RESTORE)
-            for name in ("parameters", "metrics", "environment")
-        )
+        about, metrics, machine = (_document(folder, name) for name in ("parameters", "metrics", "environment"))
         if "status" in metrics:
             row = {"run": folder.name, "notebook": about["notebook"], **metrics}
             row |= {f"param.{name}": value for name, value in about["parameters"].items()}
@@ -343,22 +338,17 @@ def _papermill(run: NotebookRun, folder: Path, timeout_s: int, on_cell: Any) -> 
 def _this_interpreter() -> type:
     """A kernel manager whose only kernel is ipykernel of the running interpreter, whatever kernels are installed."""
     import zmq
+    from ipykernel.kernelspec import get_kernel_dict
     from jupyter_client.kernelspec import KernelSpec
     from jupyter_client.manager import AsyncKernelManager
     from traitlets import default
 
     class ThisInterpreter(AsyncKernelManager):
+        kernel_spec = KernelSpec(**get_kernel_dict() | {"env": python_path()})
+
         @default("transport_encryption")
         def _encrypt_where_possible(self) -> str:
             return "auto" if zmq.has("curve") else "disabled"
-
-        @property
-        def kernel_spec(self) -> KernelSpec:
-            argv = [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-            encrypted = {"supported_encryption": ["curve"]}  # what ipykernel's own kernelspec says
-            return KernelSpec(
-                argv=argv, display_name="Python 3", language="python", env=python_path(), metadata=encrypted
-            )
 
     return ThisInterpreter
 
@@ -383,18 +373,18 @@ def publish(run: Path, target: Path) -> Path:
         link = html.escape(Path(name).with_suffix(".mp3").name)
         return f'<a href="{link}">{link}</a>'
 
-    for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
-        if _WIDGET in output.get("data", {}):
-            output["data"] = {"text/plain": CONTROLS}
-        if "text/html" in output.get("data", {}):
-            output["data"]["text/html"] = _IFRAME.sub(PAGE, _AUDIO.sub(linked, output["data"]["text/html"]))
-
     def beside(found: re.Match[str]) -> str:
         folder = next((f for f in (target.parent, target.parent.parent) if (f / found[1]).is_dir()), target.parent)
         return f"]({Path(os.path.relpath(folder / found[1], target)).as_posix()}/{executed.name})"
 
-    for cell in (cell for cell in notebook.cells if cell.cell_type == "markdown"):
-        cell.source = _LINK.sub(beside, cell.source)
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = _LINK.sub(beside, cell.source)
+        for output in cell.get("outputs", []):
+            if _WIDGET in output.get("data", {}):
+                output["data"] = {"text/plain": CONTROLS}
+            if "text/html" in output.get("data", {}):
+                output["data"]["text/html"] = _IFRAME.sub(PAGE, _AUDIO.sub(linked, output["data"]["text/html"]))
     for name in ("widgets", "papermill"):  # the state of controls that nothing answers any more; the machine's paths
         notebook.metadata.pop(name, None)
     shutil.rmtree(target, ignore_errors=True)

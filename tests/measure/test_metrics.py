@@ -120,13 +120,10 @@ def test_record_refuses_what_is_no_scalar_by_name_and_writes_nothing(tmp_path, v
     assert json.loads((tmp_path / "metrics.json").read_text()) == {"good": 1}
 
 
-def test_a_documents_head_names_the_device_that_was_measured_on_and_what_ran_there(monkeypatch):
+def test_a_documents_head_names_the_device_that_was_measured_on(monkeypatch):
     facts = {"gpu": "Card", "cpu": "Cores", "gpu_driver": "1", "torch": "2", "git_revision": "abc", "date_utc": "now"}
     monkeypatch.setattr("mktts.measure.environment.environment", lambda: facts)
     assert [head(device)["device"] for device in ("cuda", "cuda:1", "cpu")] == ["Card", "Card", "Cores"]
-    found = head("cpu")
-    assert (found["driver"], found["torch"], found["revision"], found["date"]) == ("1", "2", "abc", "now")
-    assert found["environment"] == facts
 
 
 def test_packages_have_their_versions_and_a_module_is_named_by_the_one_that_provides_it(tmp_path, monkeypatch):

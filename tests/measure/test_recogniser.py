@@ -5,15 +5,7 @@ import pytest
 from absent import needs
 
 from mktts.agent.user_speech import load
-from mktts.measure.recogniser import (
-    Aligner,
-    Recogniser,
-    errors_by_sound,
-    loop_model,
-    vocabulary_of,
-    word_errors,
-    words,
-)
+from mktts.measure.recogniser import Aligner, Recogniser, errors_by_sound, loop_model, vocabulary_of, word_errors, words
 
 
 @pytest.mark.parametrize(

@@ -237,11 +237,3 @@ async def test_after_start_what_a_cell_drew_is_drawn_anew_in_its_place(shown):
     first, second = shown.outputs[-2:]
     assert [one.data["text/plain"] for one in (first, second)] == ["runs\n1", "runs\n2"]
     assert first.transient == second.transient and not first.update and second.update
-
-
-def test_what_a_panel_folds_away_and_how_its_widgets_are_named(tiny):
-    panel = nb.Controls({}, ["TOP_K"], TEXT="Hi", TOP_K=3, PIECE_DELAY_S=0.5)
-    text, delay, folded, _ = panel.panel.children
-    assert (text.description, delay.description) == ("Text", "Piece delay s")
-    assert folded.titles == ("more",) and folded.children[0].children[0].description == "Among likeliest"
-    assert panel.values == {"TEXT": "Hi", "TOP_K": 3, "PIECE_DELAY_S": 0.5}

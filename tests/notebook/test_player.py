@@ -18,7 +18,7 @@ JS = Path(player.__file__).with_name("player.js")
 @pytest.fixture
 def live():
     """A player that keeps what it would have sent to the page."""
-    widget = player.live_player()
+    widget = player.LivePlayer()
     sent = []
     widget.send = lambda content, buffers=None: sent.append((content["kind"], b"".join(buffers or [])))
     return widget, sent

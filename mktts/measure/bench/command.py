@@ -2,8 +2,7 @@
 
 Every section (mktts.measure.bench.sections) runs in a process of its own. One that fails or runs past its time loses
 its own figures only: they stand under `missing` with the reason. --load and --url measure real-time listeners instead
-(mktts.measure.load).
-"""
+(mktts.measure.load)."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from mktts.measure.bench import sections
 from mktts.measure.bench.sections import BenchSettings, Measured
 from mktts.measure.environment import head, versions
 from mktts.measure.load import command as load
-from mktts.measure.metrics import percentiles
+from mktts.measure.metrics import object_of, percentiles
 
 
 def large(settings: BenchSettings) -> Measured:
@@ -113,8 +112,7 @@ def measure(settings: BenchSettings, names: Sequence[str], output: Path | None =
     """The document: device, driver, torch, revision, date, environment, figures, missing, settings, packages, sections.
 
     output: is written after every section, so that a run that is cut short leaves what it measured. Raises what opening
-    the checkpoints raises.
-    """
+    the checkpoints raises."""
     if "large" in names:  # what the sections will open is made here: that may take longer than what is measured
         open_checkpoint(settings.large)
     if "text" in names:
@@ -148,32 +146,24 @@ def measure(settings: BenchSettings, names: Sequence[str], output: Path | None =
 def run_section(words: list[str], timeout_s: float = TIMEOUT_S) -> tuple[dict[str, Any], dict[str, Any], str | None]:
     """Runs a program that prints JSON lines: its figures, its notes, and why it failed (None: it did not)."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        environment = {**os.environ, **python_path()}
+        files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
         try:
-            done = subprocess.run(
-                words, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=environment, timeout=timeout_s
-            )
-            reason = None if done.returncode == 0 else f"exit status {done.returncode}"
+            done = subprocess.run(words, **files, env={**os.environ, **python_path()}, timeout=timeout_s)
+            reason = f"exit status {done.returncode}" if done.returncode else None
         except subprocess.TimeoutExpired:
             reason = f"stopped after {timeout_s:.0f} s"
         out.seek(0)
         err.seek(0)
-        said, messages = out.read(), [line.rstrip() for line in err if line.strip()]
+        said, messages = out.readlines(), [line.rstrip() for line in err if line.strip()]
     if reason is not None:
-        if messages:
-            reason = f"{reason}: {messages[-1]}"
+        reason = ": ".join([reason, *messages[-1:]])
         print(f"{words[-2]}: {reason}", *messages[-_TAIL_LINES:], sep="\n    ", file=sys.stderr, flush=True)
-    figures: dict[str, Any] = {}
-    notes: dict[str, Any] = {}
-    for line in said.splitlines():
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # a library that writes to standard output
-        if isinstance(value, dict):
-            figures |= value.get("figures", {})
-            notes |= value.get("notes", {})
-    return figures, notes, reason
+    found: dict[str, dict[str, Any]] = {"figures": {}, "notes": {}}
+    for line in said:
+        if (value := object_of(line)) is not None:  # None: of a library that writes to standard output
+            for kind, known in found.items():
+                known |= value.get(kind, {})
+    return found["figures"], found["notes"], reason
 
 
 def print_section(name: str, settings: BenchSettings) -> None:
@@ -201,8 +191,8 @@ def table(document: dict[str, Any]) -> str:
     lines += ["", f"{'':32}{'median':>12}{'p95':>12}{'n':>6}  unit"]
     for name, figure in document["figures"].items():
         scale, unit, digits = (2**20, "MiB", 0) if figure["unit"] == "bytes" else (1, figure["unit"], 3)
-        median, p95 = (f"{figure[key] / scale:,.{digits}f}" for key in ("median", "p95"))
-        lines.append(f"{name.removesuffix('_bytes'):32}{median:>12}{p95:>12}{figure['n']:>6}  {unit}")
+        median, p95 = (f"{figure[key] / scale:12,.{digits}f}" for key in ("median", "p95"))
+        lines.append(f"{name.removesuffix('_bytes'):32}{median}{p95}{figure['n']:>6}  {unit}")
     lines += [f"{name:32}missing: {reason}" for name, reason in document["missing"].items()]
     return "\n".join(lines)
 

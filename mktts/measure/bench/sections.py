@@ -4,8 +4,7 @@ A section loads what it measures, warms it up, and yields figures as (name, valu
 the document as a dictionary. The names are defined in mktts.measure.metrics.
 
 `faster` and `upstream` are other implementations, driven as their users would: they read the same checkpoint folder and
-get the prompt of the same `Request`. An absent or incompatible package raises BackendUnavailable with the reason.
-"""
+get the prompt of the same `Request`. An absent or incompatible package raises BackendUnavailable with the reason."""
 
 from __future__ import annotations
 
@@ -52,27 +51,40 @@ Measured = Iterator[tuple[str, Sequence[float], str] | dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class BenchSettings:
+class ModelSettings:
+    """What is measured, as for Synthesizer.load; dtype by its name."""
+
+    checkpoint: str = "random:0.6b"
+    revision: str | None = None
+    backend: str = "auto"
+    device: str = "auto"
+    dtype: str | None = None
+
+    def open(self) -> Checkpoint:
+        return open_checkpoint(self.checkpoint, self.revision)
+
+    def loading(self) -> dict[str, Any]:
+        """Arguments of Synthesizer.load."""
+        dtype = getattr(torch, self.dtype) if self.dtype else None
+        return {"backend": self.backend, "device": self.device, "dtype": dtype}
+
+
+@dataclass(frozen=True)
+class BenchSettings(ModelSettings):
     """What all sections measure alike.
 
-    checkpoint, revision, backend, device, dtype: as for Synthesizer.load
     large, text_model: checkpoints of the sections `large` and `text`
     codec: that is timed by itself: the checkpoint's, or one of the released size with random weights
     prompt_tokens: of the short text
     frames: of one utterance
     context, around: frames are timed at positions [context - around, context + around)
     samples: timed frames, chunks or first chunks of one figure
-    utterances, peer_utterances: whole ones of one figure
-    """
+    utterances, peer_utterances: whole ones of one figure"""
 
-    checkpoint: str = "random:0.6b"
-    revision: str | None = None
+    device: str = "cuda"
     large: str = "random:1.7b"
     text_model: str = "random:0.6b"
     codec: Literal["checkpoint", "full"] = option("checkpoint", "timed by itself; full: of the released size, random")
-    backend: str = "auto"
-    device: str = "cuda"
-    dtype: str | None = None
     prompt_tokens: int = 12
     frames: int = round(10 * FRAME_RATE_HZ)
     context: int = 200
@@ -83,14 +95,12 @@ class BenchSettings:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype) if self.dtype else default_dtype(torch.device(self.device))
+        return self.loading()["dtype"] or default_dtype(torch.device(self.device))
 
-    def open(self) -> Checkpoint:
-        return open_checkpoint(self.checkpoint, self.revision)
-
-    def loading(self) -> dict[str, Any]:
-        """Arguments of Synthesizer.load."""
-        return {"backend": self.backend, "device": self.device, "dtype": self.torch_dtype}
+    @property
+    def last(self) -> int:
+        """The position before which frames are timed."""
+        return self.context + self.around
 
 
 def text_of(tokens: int, encode: Callable[[str], list[int]]) -> str:
@@ -230,21 +240,15 @@ def _model(settings: BenchSettings) -> tuple[Checkpoint, SingleLanes, Prompt]:
     return checkpoint, runner.lanes, runner.prompts.build(request_of(checkpoint, settings))
 
 
-def _rows(prompt: Prompt, first: int, count: int) -> list[torch.Tensor | None]:
-    """The text rows of `count` frames from the `first` one on."""
-    return [prompt.row(t - 1) if t else None for t in range(first, first + count)]
-
-
 def timed_frames(
     backend: Backend, prompt: Prompt, sampling: Sampling, settings: BenchSettings
 ) -> Iterator[tuple[float, Frame]]:
     """`samples` frames around the context: wall ms of `step`, codes on the host, and the frame."""
-    left = settings.samples
-    last = settings.context + settings.around
+    left, rows = settings.samples, len(prompt.embeds)
     for seed in range(_SEEDS):
-        state = backend.start(prompt, sampling, seed, last + 1 - len(prompt.embeds))
-        for position in range(len(prompt.embeds) - 1, last):  # of the talker's input of the frame
-            row = prompt.row(position - len(prompt.embeds)) if position >= len(prompt.embeds) else None
+        state = backend.start(prompt, sampling, seed, settings.last + 1 - rows)
+        for position in range(rows - 1, settings.last):  # of the talker's input of the frame
+            row = prompt.row(position - rows) if position >= rows else None
             begun_s = time.perf_counter()
             frame = backend.step(state, row)
             elapsed_ms = 1e3 * (time.perf_counter() - begun_s)
@@ -264,9 +268,9 @@ def kernel_frames(backend: Any, prompt: Prompt, sampling: Sampling, settings: Be
 
     rows, left = len(prompt.embeds), settings.samples
     for seed in range(_SEEDS):
-        state, made = backend.start(prompt, sampling, seed, settings.context + settings.around), 0
-        while rows + made + MAX_FRAMES_A_LAUNCH < settings.context + settings.around:
-            asked = _rows(prompt, made, MAX_FRAMES_A_LAUNCH)
+        state, made = backend.start(prompt, sampling, seed, settings.last), 0
+        while rows + made + MAX_FRAMES_A_LAUNCH < settings.last:
+            asked = [prompt.row(t - 1) if t else None for t in range(made, made + MAX_FRAMES_A_LAUNCH)]
             launched = [frame for frame in backend.frames(state, asked) if frame.codes is not None]
             if seed and rows + made > settings.context - settings.around:
                 for frame in launched[1 : 1 + left]:
@@ -294,11 +298,9 @@ class PeerChunk(NamedTuple):
     audio_s: float
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> contextlib.redirect_stdout:
     """Peers print banners and progress; standard output is for the figures."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def _at_context(checkpoint: Checkpoint, frame_ms: Sequence[tuple[int, float]], settings: BenchSettings) -> list[float]:
@@ -315,8 +317,7 @@ def faster(settings: BenchSettings) -> Measured:
     """faster-qwen3-tts with its own defaults (a static cache of 2 048 positions); CUDA only. First PCM at a chunk of 1
     frame, a frame at the context by its own clock, and RTF at its default chunks and at chunks of 8.
 
-    Chunks of 8 frames, as ours come once a stream runs, give the frame with its codec.
-    """
+    Chunks of 8 frames, as ours come once a stream runs, give the frame with its codec."""
     from mktts.engine.upstream import install_shim
 
     install_shim()
@@ -368,7 +369,7 @@ def faster(settings: BenchSettings) -> Measured:
         if size == STEADY_FRAMES:
             steady_ms = [ms for made in runs for ms in steady_frame_ms([(one.frames, one.ready_ms) for one in made])]
             yield "faster_frame_with_codec_ms", steady_ms, f"ms, chunks of {STEADY_FRAMES} frames"
-    long = [(chunk.made, chunk.frame_ms) for chunk in run(short, 0, settings.context + settings.around, 12)]
+    long = [(chunk.made, chunk.frame_ms) for chunk in run(short, 0, settings.last, 12)]
     yield "faster_frame_ms", _at_context(checkpoint, long, settings), "ms, mean of 12 frames, codec left out"
 
 
@@ -394,8 +395,8 @@ def upstream(settings: BenchSettings) -> Measured:
     yield "upstream_frame_with_codec_ms", whole, "ms, a whole utterance over its frames: it does not stream"
     yield "upstream_first_pcm_ms", [ms for ms, _ in runs], "ms; the whole utterance: it does not stream"
     marks_s: list[float] = []
-    last = settings.context + settings.around
-    generate_codes(model, request, sampling, 0, last, on_frame=lambda codes: marks_s.append(time.perf_counter()))
+    noted = {"on_frame": lambda codes: marks_s.append(time.perf_counter())}
+    generate_codes(model, request, sampling, 0, settings.last, **noted)
     # The first frame's interval holds the prompt's own pass.
     frame_ms = [(i, 1e3 * (b - a)) for i, (a, b) in enumerate(zip(marks_s, marks_s[1:], strict=False), 1)]
     yield "upstream_frame_ms", _at_context(checkpoint, frame_ms, settings), "ms"

@@ -7,7 +7,6 @@ was stands in the result: figures of a late client are not the server's."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import math
@@ -42,21 +41,20 @@ _GOODBYE_S = 30.0  # for streams to end once they were all cancelled; then they 
 
 @dataclass(slots=True)
 class Listener:
-    """What came to one listener and when; seconds of one clock, None for what did not happen.
+    """What came to one listener and when; seconds of one clock, infinite for what did not happen.
 
-    planned_s: the arrival; opened_s: `stream` was called; byte_s: an answer began; first_s: the first PCM came
-    audible_s: the first audible 10 ms sounds
-    ended_s: the stream was over, for whatever reason
+    planned_s: the arrival; opened_s: `stream` was called; byte_s: an answer began; first_s: the first PCM came;
+        audible_s: the first audible 10 ms sounds; ended_s: the stream was over, for whatever reason
     gaps: (when the player ran dry, for how many seconds)
     refused: by CapacityError before any PCM; error: what else ended the stream
     tail: silence of less than an audible window, which comes in pieces of any length"""
 
     planned_s: float
-    opened_s: float | None = None
-    byte_s: float | None = None
-    first_s: float | None = None
-    audible_s: float | None = None
-    ended_s: float | None = None
+    opened_s: float = math.inf
+    byte_s: float = math.inf
+    first_s: float = math.inf
+    audible_s: float = math.inf
+    ended_s: float = math.inf
     frames: int = 0
     gaps: list[tuple[float, float]] = field(default_factory=list)
     refused: bool = False
@@ -68,16 +66,14 @@ class Listener:
     def receive(self, now_s: float, pcm: np.ndarray, frames: int) -> None:
         """A chunk came at `now_s`: `pcm` (S,) float32 of so many frames. One without a sample is no PCM."""
         self.frames += frames
-        if self.byte_s is None:
-            self.byte_s = now_s
+        self.byte_s = min(self.byte_s, now_s)
         if not len(pcm):
             return
-        if self.first_s is None:
-            self.first_s = now_s
+        self.first_s = min(self.first_s, now_s)
         starts_s, late_s = self.player.play(now_s, len(pcm) / SAMPLE_RATE_HZ)
         if late_s > 0:
             self.gaps.append((now_s - late_s, late_s))
-        if self.audible_s is None:
+        if self.audible_s == math.inf:
             whole = np.concatenate((self.tail, pcm))
             sample = first_audible_sample(whole)
             if sample is not None:
@@ -87,7 +83,7 @@ class Listener:
     def gaps_within(self, begin_s: float, end_s: float, closed_s: float) -> list[tuple[float, float]]:
         """The gaps that began in [begin_s, end_s), with that of a player that still waited when the run was closed."""
         gaps, dry_s = list(self.gaps), self.player.dry_s
-        if dry_s is not None and self.ended_s is None and dry_s < closed_s:
+        if dry_s is not None and self.ended_s == math.inf and dry_s < closed_s:
             gaps.append((dry_s, closed_s - dry_s))
         return [gap for gap in gaps if begin_s <= gap[0] < end_s]
 
@@ -131,24 +127,19 @@ def hold(
     return client.seen
 
 
+@dataclass
 class _Client:
-    def __init__(
-        self,
-        source: Any,
-        texts: LoadTexts,
-        settings: LoadSettings,
-        arrivals: Sequence[tuple[float, int]],
-        stopped: threading.Event,
-    ) -> None:
-        self.seen = LoadRun()
-        self._stopped = stopped
-        self._source, self._texts, self._settings, self._arrivals = source, texts, settings, arrivals
-        self._streams: dict[asyncio.Task[None], Any] = {}  # those that are open
-        self._frames = 0
-        self._closing = False
+    source: Any
+    texts: LoadTexts
+    settings: LoadSettings
+    arrivals: Sequence[tuple[float, int]]
+    stopped: threading.Event
+    seen: LoadRun = field(default_factory=LoadRun)
+    streams: dict[asyncio.Task[None], Any] = field(default_factory=dict)  # those that are open
+    closing: bool = False
 
     async def run(self) -> None:
-        begun_s, settings = time.perf_counter(), self._settings
+        begun_s, settings = time.perf_counter(), self.settings
         work = [self._arrive(begun_s), self._hold(begun_s + settings.warm_s), self._beat()]
         services = [asyncio.create_task(one) for one in work]
         lasts_s = settings.warm_s + settings.seconds + settings.tail_s
@@ -163,46 +154,45 @@ class _Client:
 
     async def _close(self) -> None:
         self.seen.closed_s = time.perf_counter()
-        self._closing = True
-        for task, stream in self._streams.items():
+        self.closing = True
+        for task, stream in self.streams.items():
             getattr(stream, "cancel", task.cancel)()
-        if self._streams:
-            _, pending = await asyncio.wait(list(self._streams), timeout=_GOODBYE_S)
+        if self.streams:
+            _, pending = await asyncio.wait(list(self.streams), timeout=_GOODBYE_S)
             self.seen.hung = len(pending)
 
     async def _arrive(self, begun_s: float) -> None:
-        for index, (at_s, frames) in enumerate(self._arrivals):
+        for index, (at_s, frames) in enumerate(self.arrivals):
             # Where many come at once, those that play have their turns in between.
             await asyncio.sleep(max(0.0, begun_s + at_s - time.perf_counter()))
             one = Listener(begun_s + at_s)
             self.seen.listeners.append(one)
             task = asyncio.create_task(self._listen(index, frames, one))
-            self._streams[task] = None
-            task.add_done_callback(self._streams.pop)
+            self.streams[task] = None
+            task.add_done_callback(self.streams.pop)
 
     async def _listen(self, index: int, frames: int, one: Listener) -> None:
-        text, settings = self._texts.of(index, frames)
+        text, settings = self.texts.of(index, frames)
         one.opened_s = time.perf_counter()
         try:
-            stream = self._source.stream(text, **settings)
-            self._streams[asyncio.current_task()] = stream
+            stream = self.source.stream(text, **settings)
+            self.streams[asyncio.current_task()] = stream
             one.engine = getattr(stream, "engine", "server")
             async for chunk in stream:
                 one.receive(time.perf_counter(), chunk.pcm, chunk.frames)
-                self._frames += chunk.frames
         except asyncio.CancelledError:
             pass
         except Exception as error:
-            one.refused = isinstance(error, CapacityError) and one.first_s is None
+            one.refused = isinstance(error, CapacityError) and one.first_s == math.inf
             one.error = None if one.refused else f"{type(error).__name__}: {error}"
-        if not self._closing:
+        if not self.closing:
             one.ended_s = time.perf_counter()
 
     async def _beat(self) -> None:
         while True:
             wanted_s = time.perf_counter() + _BEAT_S
             await asyncio.sleep(_BEAT_S)
-            if self._stopped.is_set():
+            if self.stopped.is_set():
                 raise MetricsError("the load was stopped")
             self.seen.loop_late_s.append(time.perf_counter() - wanted_s)
 
@@ -210,11 +200,12 @@ class _Client:
         await _until(begin_s)
         self.seen.loop_late_s.clear()
         self.seen.begin = self._now()
-        await _until(self.seen.begin.at_s + self._settings.seconds)  # the whole time, also where it began late
+        await _until(self.seen.begin.at_s + self.settings.seconds)  # the whole time, also where it began late
         self.seen.end = self._now()
 
     def _now(self) -> Moment:
-        return Moment(time.perf_counter(), self._frames, time.process_time(), time.thread_time())
+        frames = sum(one.frames for one in self.seen.listeners)
+        return Moment(time.perf_counter(), frames, time.process_time(), time.thread_time())
 
 
 async def _until(at_s: float) -> None:
@@ -238,38 +229,35 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
     if seen.begin is None or seen.end is None:
         raise MetricsError("the run ended before the load had been held: nothing was measured")
     begin_s, end_s = seen.begin.at_s, seen.end.at_s
-    duration_s, frames = end_s - begin_s, seen.end.frames - seen.begin.frames
-    loop_s = seen.end.loop_s - seen.begin.loop_s
-    other_s = seen.end.process_s - seen.begin.process_s - loop_s
+    duration_s, frames, process_s, loop_s = (b - a for a, b in zip(seen.begin, seen.end, strict=True))
     came = [one for one in seen.listeners if begin_s <= one.planned_s < end_s]
     gaps = {id(one): one.gaps_within(begin_s, end_s, seen.closed_s) for one in seen.listeners}
-    in_time = [one for one in came if one.first_s is not None and not one.error and not gaps[id(one)]]
     errors = Counter(one.error for one in seen.listeners if one.error)
     late_s = [late for dry in gaps.values() for _, late in dry]
-    opened = [one for one in seen.listeners if one.opened_s is not None and not one.refused]
-    open_s = [(one.opened_s, math.inf if one.ended_s is None else one.ended_s) for one in opened]
-    playing_s = [(one.first_s, one.player.dry_s) for one in seen.listeners if one.first_s is not None]
+    heard = [one for one in came if one.first_s < math.inf]
+    open_s = [(one.opened_s, one.ended_s) for one in seen.listeners if not one.refused]
+    playing_s = [(one.first_s, one.player.dry_s) for one in seen.listeners if one.first_s < math.inf]
     return {
         "held": duration_s >= max(settings.seconds, HELD_S) and not seen.hung,
         "duration_s": duration_s,
         "arrivals": len(came),
-        "in_time": len(in_time),
-        "stalled": sum(one.first_s is not None and bool(gaps[id(one)]) for one in came),
+        "in_time": sum(not one.error and not gaps[id(one)] for one in heard),
+        "stalled": sum(bool(gaps[id(one)]) for one in heard),
         "refused": sum(one.refused for one in came),
-        "unanswered": sum(one.first_s is None and not one.refused and not one.error for one in came),
+        "unanswered": sum(one.first_s == math.inf and not one.refused and not one.error for one in came),
         "errors": sum(errors.values()),
         "error_kinds": dict(errors.most_common(5)),
         "engine": "+".join(sorted({one.engine for one in seen.listeners if one.engine})),
         "open_mean": _mean(open_s, begin_s, end_s),
         "playing_mean": _mean(playing_s, begin_s, end_s),
-        **_spread("ttfb", [_since(one.byte_s, one) for one in came]),
-        **_spread("ttfc", [_since(one.first_s, one) for one in came]),
-        **_spread("audible", [one.audible_s - one.planned_s for one in came if one.audible_s is not None]),
+        **_spread("ttfb", [one.byte_s - one.planned_s for one in came]),
+        **_spread("ttfc", [one.first_s - one.planned_s for one in came]),
+        **_spread("audible", [one.audible_s - one.planned_s for one in came if one.audible_s < math.inf]),
         "underruns": len(late_s),
         "late_max_ms": 1e3 * max(late_s, default=0.0),
         "frames": frames,
         "audio_s_per_s": frames / FRAME_RATE_HZ / duration_s,
-        "host_us_per_frame": 1e6 * other_s / frames if frames else None,
+        "host_us_per_frame": 1e6 * (process_s - loop_s) / frames if frames else None,
         "generator": {
             "loop_late_max_ms": 1e3 * max(seen.loop_late_s, default=0.0),
             "cpu_percent": 100 * loop_s / duration_s,
@@ -293,10 +281,6 @@ def held_ticks(seen: LoadRun, ticks: np.ndarray) -> tuple[np.ndarray, dict[str, 
     return ticks, {"device_busy_percent": 100 * busy, "lanes_mean": float(ticks["lanes"].mean())}
 
 
-def _since(at_s: float | None, one: Listener) -> float:
-    return math.inf if at_s is None else at_s - one.planned_s
-
-
 def _spread(name: str, values_s: Sequence[float]) -> dict[str, float | None]:
     """Percentiles that were met: none lies between a number and an infinite one."""
     percents = (50, 95, 99)
@@ -314,8 +298,6 @@ def _mean(times_s: Iterable[tuple[float, float]], begin_s: float, end_s: float) 
 
 
 # ---- a server of OpenAI's shape as a source of streams: `POST /v1/audio/speech`, raw PCM while it is made
-
-Events = AsyncGenerator[Any, None]
 
 
 class Received(NamedTuple):
@@ -340,27 +322,45 @@ class HttpSource:
 
     async def stream(self, text: str, **settings: Any) -> AsyncGenerator[Received, None]:
         """The chunks of one answer; the first, when the answer begins, has no samples. Raises BusyError where the
-        server refuses, EngineError for any other status, for what is no raw PCM, and for an answer that breaks off."""
-        samples, rest = 0, b""
+        server refuses, EngineError for any other status, for what is no raw PCM, and for an answer that breaks off.
+
+        HTTP is read here rather than by a client with a pool: one that looks through hundreds of connections for every
+        request makes its listeners wait."""
         body = json.dumps({**self.body, **{name: settings[name] for name in self.sends}, "input": text}).encode()
+        parts, headers = urlsplit(self.url), {}
+        secure = parts.scheme == "https"
+        address = parts.hostname, parts.port or (443 if secure else 80)
+        lines = [f"POST {parts.path} HTTP/1.1", f"Host: {parts.netloc.rpartition('@')[2]}", "Accept: */*"]
+        lines += ["Connection: close", f"Content-Length: {len(body)}", "Content-Type: application/json"]
+        lines += [f"{name}: {value}" for name, value in credentials(self.key).items()]
+        samples, rest, writer = 0, b"", None
         try:
-            async with contextlib.aclosing(exchange("POST", self.url, self.key, body)) as events:
-                status, headers = await anext(events)
-                if status in _REFUSALS:
-                    raise BusyError(f"the server answers {status}")
-                if status != 200:
-                    said = b"".join([data async for data in events]).decode(errors="replace")[:_QUOTED_CHARS]
-                    raise EngineError(f"the server answers {status}: {said}")
-                _check_sound(headers)
-                yield Received(np.zeros(0, np.float32), 0)
-                async for data in events:
-                    data = rest + data
-                    whole = len(data) // 2 * 2
-                    pcm, rest = from_pcm16(data[:whole]), data[whole:]
-                    yield Received(pcm, (samples + len(pcm)) // SAMPLES_PER_FRAME - samples // SAMPLES_PER_FRAME)
-                    samples += len(pcm)
+            opening = asyncio.open_connection(*address, ssl=secure or None)
+            reader, writer = await asyncio.wait_for(opening, _CONNECT_S)
+            writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+            status, headers = _head(await reader.readuntil(b"\r\n\r\n"))
+            if status in _REFUSALS:
+                raise BusyError(f"the server answers {status}")
+            if status != 200:
+                said = b"".join([data async for data in _body(reader, headers)]).decode(errors="replace")
+                raise EngineError(f"the server answers {status}: {said[:_QUOTED_CHARS]}")
+            _check_sound(headers)
+            yield Received(np.zeros(0, np.float32), 0)
+            async for data in _body(reader, headers):
+                data = rest + data
+                whole = len(data) // 2 * 2
+                pcm, rest = from_pcm16(data[:whole]), data[whole:]
+                yield Received(pcm, (samples + len(pcm)) // SAMPLES_PER_FRAME - samples // SAMPLES_PER_FRAME)
+                samples += len(pcm)
+        except asyncio.IncompleteReadError as error:
+            raise EngineError("the answer broke off" if headers else f"the answer is no HTTP: {error}") from None
+        except (asyncio.LimitOverrunError, ValueError) as error:
+            raise EngineError(f"the answer is no HTTP: {error}") from None
         except OSError as error:
             raise EngineError(f"the connection failed: {type(error).__name__}") from None
+        finally:
+            if writer is not None:
+                writer.transport.abort()
         if not samples:
             raise EngineError("the answer holds no sound")
 
@@ -384,38 +384,22 @@ def endpoint(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc, path, "", ""))
 
 
-async def exchange(method: str, url: str, key: str | None = None, body: bytes = b"") -> Events:
-    """One request on a connection of its own: (status, headers by lower-case names), then the body's bytes. Raises
-    OSError, and EngineError for what is no HTTP and for a body that breaks off. Read here rather than by a client with
-    a pool: one that looks through hundreds of connections for every request makes its listeners wait."""
-    parts = urlsplit(url)
-    secure = parts.scheme == "https"
-    address = parts.hostname, parts.port or (443 if secure else 80)
-    headers: dict[str, str] = {}
-    reader, writer = await asyncio.wait_for(asyncio.open_connection(*address, ssl=secure or None), _CONNECT_S)
-    try:
-        lines = [f"{method} {parts.path} HTTP/1.1", f"Host: {parts.netloc.rpartition('@')[2]}", "Accept: */*"]
-        lines += ["Connection: close", f"Content-Length: {len(body)}", "Content-Type: application/json"]
-        lines += [] if key is None else [f"Authorization: Bearer {key}"]
-        writer.write("\r\n".join([*lines, "", ""]).encode() + body)
-        status, headers = _head(await reader.readuntil(b"\r\n\r\n"))
-        yield status, headers
-        if headers.get("transfer-encoding") == "chunked":
-            while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
-                yield (await reader.readexactly(size + 2))[:size]
-            return
-        left = int(headers.get("content-length", "-1"))
-        while left and (data := await reader.read(_READ_BYTES)):
-            left -= len(data)
-            yield data
-        if left > 0:
-            raise EngineError("the answer broke off")
-    except asyncio.IncompleteReadError as error:
-        raise EngineError("the answer broke off" if headers else f"the answer is no HTTP: {error}") from None
-    except (asyncio.LimitOverrunError, ValueError) as error:
-        raise EngineError(f"the answer is no HTTP: {error}") from None
-    finally:
-        writer.transport.abort()
+def credentials(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+    """The bytes of an answer as they come. Raises EngineError where it breaks off."""
+    if headers.get("transfer-encoding") == "chunked":
+        while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+            yield (await reader.readexactly(size + 2))[:size]
+        return
+    left = int(headers.get("content-length", "-1"))
+    while left and (data := await reader.read(_READ_BYTES)):
+        left -= len(data)
+        yield data
+    if left > 0:
+        raise EngineError("the answer broke off")
 
 
 def _head(data: bytes) -> tuple[int, dict[str, str]]:

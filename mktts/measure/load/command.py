@@ -4,16 +4,14 @@ device, driver, torch, revision, date, environment, settings, points, figures, m
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import math
-import re
 import shlex
 import sys
 import threading
 from contextlib import closing
 from dataclasses import asdict
 from functools import cached_property
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -21,26 +19,15 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from mktts.arguments import add_options, given
-from mktts.checkpoint import DEFAULT_CHECKPOINT, open_checkpoint
+from mktts.checkpoint import DEFAULT_CHECKPOINT
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import whole_numbers
-from mktts.errors import EngineError, MetricsError
+from mktts.errors import MetricsError
 from mktts.measure.bench.sections import WORDS
 from mktts.measure.environment import head
-from mktts.measure.load import record
-from mktts.measure.load.client import (
-    PATH,
-    HttpSource,
-    LoadRun,
-    clean,
-    endpoint,
-    exchange,
-    held_ticks,
-    hold,
-    measured,
-)
+from mktts.measure.load import client, record
 from mktts.measure.load.settings import LoadSettings, LoadTexts, spoken, texts_for
-from mktts.measure.metrics import cell
+from mktts.measure.metrics import cell, object_of
 
 if TYPE_CHECKING:
     from mktts.synth import Synthesizer
@@ -75,41 +62,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Holds the loads; each is merged into --into as soon as it is there. Returns document and table. Raises
-    MetricsError where --into is given and the loads are not held long enough to be recorded, and where no server
-    answers at --url."""
+    MetricsError where no server answers, and where loads that are to be kept are not held long enough."""
     with closing(Server(arguments) if arguments.url else Subject(settings_of(arguments))) as subject:
-        settings, gpu = subject.settings, subject.settings.device.startswith("cuda")
-        if arguments.into is not None:
-            record.require_place(arguments.into, settings)
+        settings, gpu, into = subject.settings, subject.settings.device.startswith("cuda"), arguments.into
+        if into is not None:
+            record.require_place(into, settings)
         default = _GPU_LISTENERS if gpu else _CPU_LISTENERS
         listeners = whole_numbers("--listeners", default if arguments.listeners is None else arguments.listeners)
-        only_capacity = arguments.capacity and not arguments.load
-        document: dict[str, Any] = {**head(settings.device), **subject.place, "settings": asdict(settings)}
-        document["settings"]["random_weights"] = subject.random_weights
+        if arguments.capacity and not arguments.load:
+            listeners = ()
+        document: dict[str, Any] = {**head(settings.device), **subject.place}
+        document["settings"] = {**asdict(settings), "random_weights": subject.random_weights}
         document |= {"points": [], "figures": {}, "missing": {}}
+        beside = {name: document[name] for name in record.PROVENANCE} | {"command": _command(sys.argv[1:])}
         said = subject.capacity(arguments.capacity)
-        extra = {"capacity_said": {**said, "unit": "listeners", "n": 1}} if said["basis"] else {}
-        for count in () if only_capacity else listeners:
+        more = {"capacity_said": {**said, "unit": "listeners", "n": 1}} if said["basis"] else {}
+        for count in listeners:
             point, _, _ = subject.met(count)
             document["points"].append(point)
             if settings.burst:
-                extra |= record.burst(count, point)
+                more |= record.burst(count, point)
                 continue
             if settings.recordable and point["refused"] and point["in_time"] == point["arrivals"] - point["refused"]:
-                held = {"value": point["playing_mean"], "unit": "listeners", "n": point["in_time"]}
-                extra["capacity_held"] = held  # more were offered than it says, and those it let in were in time
-            beside = {name: document[name] for name in record.PROVENANCE} | {"command": _command(sys.argv[1:])}
-            if arguments.into is not None:
-                record.merge(arguments.into, beside, gpu, [point])
-        if settings.recordable and not (only_capacity or settings.burst):
+                # More were offered than it says, and those it let in were in time.
+                more["capacity_held"] = {"value": point["playing_mean"], "unit": "listeners", "n": point["in_time"]}
+            if into is not None:
+                record.merge(into, beside, gpu, [point])
+        if settings.recordable and listeners and not settings.burst:
             document["figures"] = record.carried([{**point, **beside} for point in document["points"]], gpu)
             if "listeners" not in document["figures"]:
-                document["missing"]["listeners"] = (
-                    "no load was carried: not every listener was in time, or waits were long"
-                )
-        document["figures"] |= extra
-        if arguments.into is not None:
-            record.note(arguments.into, extra)
+                why = "no load was carried: not every listener was in time, or waits were long"
+                document["missing"]["listeners"] = why
+        document["figures"] |= more
+        if into is not None:
+            record.merge(into, beside, gpu, [], more)
     return document, table(document)
 
 
@@ -136,7 +122,7 @@ class Subject:
     def __init__(self, settings: LoadSettings) -> None:
         self.settings = settings
         self.stopped = threading.Event()  # ends the load that is held
-        self.checkpoint = open_checkpoint(settings.checkpoint, settings.revision)
+        self.checkpoint = settings.open()
         self.random_weights = self.checkpoint.is_random
 
     @cached_property
@@ -161,21 +147,16 @@ class Subject:
         if "source" in self.__dict__:
             self.__dict__.pop("source").close()
 
-    def met(self, listeners: int) -> tuple[dict[str, Any], LoadRun, np.ndarray]:
+    def met(self, listeners: int) -> tuple[dict[str, Any], client.LoadRun, np.ndarray]:
         """The point of a load, what its listeners met one by one, and the ticks (n,) of the held time; of a server
         none. Raises MetricsError once another thread has set `stopped`."""
         self.stopped.clear()
-        seen = hold(self.source, self.texts, self.settings, listeners, self.stopped)
-        point = measured(seen, self.settings)
-        ticks, engine = held_ticks(seen, getattr(self.source, "ticks", np.zeros(0)))
-        conditions = {
-            "listeners": listeners,
-            "context_rows": self.texts.rows,
-            "context": self.texts.kind,
-            "checkpoint": self.settings.checkpoint,
-            "random_weights": self.random_weights,
-        }
-        return point | engine | conditions | self.engine(), seen, ticks
+        seen = client.hold(self.source, self.texts, self.settings, listeners, self.stopped)
+        point = client.measured(seen, self.settings)
+        ticks, engine = client.held_ticks(seen, getattr(self.source, "ticks", np.zeros(0)))
+        offered = {"listeners": listeners, "context_rows": self.texts.rows, "context": self.texts.kind}
+        weights = {"checkpoint": self.settings.checkpoint, "random_weights": self.random_weights}
+        return point | engine | offered | weights | self.engine(), seen, ticks
 
     def engine(self) -> dict[str, Any]:
         """What speaks, as it stands in a point."""
@@ -195,37 +176,29 @@ class Server(Subject):
     def __init__(self, arguments: argparse.Namespace) -> None:
         from mktts.server.address import read_keys
 
-        url = endpoint(arguments.url)
+        url = client.endpoint(arguments.url)
         key = next(iter(read_keys(arguments.api_key_file)), None)
         health, models = asked(url, key)
-        is_ours = isinstance(health.get("model"), dict) and "random_weights" in health["model"]
-        self._health = health if is_ours else {"model": {}}
-        model = self._health["model"]
+        if not (isinstance(health.get("model"), dict) and "random_weights" in health["model"]):
+            health = {"model": {}}  # it is not ours
+        self._health, model = health, health["model"]
         named = [one["id"] for one in models.get("data") or () if isinstance(one, dict) and "id" in one]
-        if (keys := _object(arguments.keys)) is None:
+        if (keys := object_of(arguments.keys)) is None:
             raise MetricsError(f"--keys takes a JSON object, got {arguments.keys!r}")
-        voice = next(iter(self._health.get("speakers") or ()), "alloy")
+        voice = next(iter(health.get("speakers") or ()), "alloy")
         body = {"model": next(iter(named), "tts-1"), "voice": voice, "response_format": "pcm", **keys}
         # Of another server: "cuda" where this machine has a GPU.
-        device = self._health.get("device") or ("cuda" if head("cuda")["device"] else "cpu")
-        host = urlsplit(url).hostname
+        device, host = health.get("device") or ("cuda" if head("cuda")["device"] else "cpu"), urlsplit(url).hostname
         is_here = host in ("localhost", "127.0.0.1", "::1")
         self.place = {} if is_here else {"device": f"{device} at {host}", "driver": None}
-        self.random_weights = bool(model.get("random_weights"))
-        self.stopped = threading.Event()
-        self.settings = LoadSettings(
-            checkpoint=model.get("checkpoint") or body["model"],
-            device=device,
-            seconds=arguments.seconds,
-            warm_s=arguments.warm_seconds,
-            seed=arguments.seed,
-        )
-        if self.random_weights:  # they have no end of their own: max_frames is the length, whatever is said
-            self.source = HttpSource(url, key, body, ("max_frames", "seed"))
-            self.texts = LoadTexts("text", 0, lambda index, frames: f"{WORDS}.", {})
-        else:
-            self.source = HttpSource(url, key, body)
-            self.texts = LoadTexts("natural", 0, spoken, {})
+        self.stopped, self.random_weights = threading.Event(), bool(model.get("random_weights"))
+        checkpoint, chosen = model.get("checkpoint") or body["model"], ("seconds", "warm_s", "seed")
+        given_here = {name: value for name, value in given(LoadSettings, arguments).items() if name in chosen}
+        self.settings = LoadSettings(checkpoint=checkpoint, device=device, **given_here)
+        # Random weights have no end of their own: max_frames is the length, whatever is said.
+        self.source = client.HttpSource(url, key, body, ("max_frames", "seed") if self.random_weights else ())
+        as_text = LoadTexts("text", 0, lambda index, frames: f"{WORDS}.", {})
+        self.texts = as_text if self.random_weights else LoadTexts("natural", 0, spoken, {})
 
     def capacity(self, renew: bool) -> dict[str, Any]:
         """As the server says it, where it does."""
@@ -246,29 +219,20 @@ class Server(Subject):
 
 
 def asked(url: str, key: str | None) -> list[dict[str, Any]]:
-    """GET /health and /v1/models of the server of this route. Raises MetricsError where none answers."""
-    root = url.removesuffix(PATH)
+    """GET /health and /v1/models of the server of this route: the JSON object there, an empty one where there is
+    something else, or nothing. Raises MetricsError where none answers."""
+    parts, found = urlsplit(url), []
+    root = parts.path.removesuffix(client.PATH)
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     try:
-        return [asyncio.run(_got(f"{root}{path}", key)) for path in ("/health", "/v1/models")]
-    except (OSError, EngineError) as error:
-        shown = re.sub("//.*@", "//", root)  # without a password
+        for path in ("/health", "/v1/models"):
+            with closing(kind(parts.hostname, parts.port, timeout=_ASK_S)) as connection:
+                connection.request("GET", f"{root}{path}", headers=client.credentials(key))
+                found.append(object_of(connection.getresponse().read()) or {})
+    except (OSError, HTTPException) as error:
+        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{root}"  # without a password
         raise MetricsError(f"no server answers at {shown}: {type(error).__name__}: {error}") from None
-
-
-async def _got(url: str, key: str | None) -> dict[str, Any]:
-    """The JSON object at an address; an empty one where there is something else, or nothing."""
-    async with asyncio.timeout(_ASK_S):
-        _, *body = [event async for event in exchange("GET", url, key)]
-    return _object(b"".join(body)) or {}
-
-
-def _object(text: str | bytes) -> dict[str, Any] | None:
-    """The JSON object that a text is; None where it is anything else."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+    return found
 
 
 def _command(words: list[str]) -> str:
@@ -287,7 +251,7 @@ def table(document: dict[str, Any]) -> str:
     for point in document["points"]:
         marks = [f"{point['engine']}, codec {point['codec']}", *(["deterministic"] if point["deterministic"] else [])]
         marks += [] if point["held"] else ["not held: cannot be recorded"]
-        marks += ["every listener in time"] if clean(point) else ["NOT every listener in time"]
+        marks += ["every listener in time"] if client.clean(point) else ["NOT every listener in time"]
         lines.append(" ".join(f"{_shown(point.get(key)):>11}" for _, key in _COLUMNS) + "  " + ", ".join(marks))
         late = point["generator"]
         lines.append(

@@ -6,7 +6,8 @@ refused. A later one takes the place of an earlier one of the same conditions.""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,12 @@ def read(path: Path) -> dict[str, Any]:
     return document
 
 
-def merge(path: Path, beside: dict[str, Any], gpu: bool, points: list[dict[str, Any]]) -> dict[str, Any]:
-    """Puts points into the file and reads its figures off again; returns all of it. beside: PROVENANCE, with the
-    command. gpu: which limit of the wait counts. Raises MetricsError for a point that was not held, and for a file of
-    another device: nothing is written then."""
+def merge(
+    path: Path, beside: dict[str, Any], gpu: bool, points: list[dict[str, Any]], more: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Puts points, and `more` figures that no point gives, into the file and reads its figures off again; returns all
+    of it. beside: PROVENANCE, with the command. gpu: which limit of the wait counts. Raises MetricsError for a point
+    that was not held, and for a file of another device: nothing is written then."""
     document = read(path)
     if document.get("device", beside["device"]) != beside["device"]:
         raise MetricsError(
@@ -74,7 +77,7 @@ def merge(path: Path, beside: dict[str, Any], gpu: bool, points: list[dict[str, 
     kept.sort(key=lambda p: (p["model_size"], p["context_rows"], p["codec"], p["deterministic"], p["listeners"]))
     others = {name: value for name, value in document["figures"].items() if name not in DERIVED}
     document |= {name: beside[name] for name in ("device", "driver", "torch")}
-    document |= {"points": kept, "figures": others | carried(kept, gpu)}
+    document |= {"points": kept, "figures": others | carried(kept, gpu) | (more or {})}
     write_json(path, document)
     return document
 
@@ -86,13 +89,6 @@ def burst(count: int, point: dict[str, Any]) -> dict[str, dict[str, Any]]:
         f"burst_{count}_{name}": {"value": value, "unit": "listeners", "n": point["arrivals"]}
         for name, value in (("accepted", heard), ("stalled", point["stalled"]))
     }
-
-
-def note(path: Path, figures: dict[str, dict[str, Any]]) -> None:
-    """Puts figures that no point gives into the file."""
-    document = read(path)
-    document["figures"] |= figures
-    write_json(path, document)
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -116,12 +112,21 @@ def carried(points: list[dict[str, Any]], gpu: bool) -> dict[str, dict[str, Any]
         "listeners_full_precision": [point for point in small if point["codec"] in precisions],
         "listeners_1p7b": [point for point in points if point["model_size"] == _LARGE],
     }
-    found = {name: figure for name, group in groups.items() if (figure := _most(group, gpu))}
+    found = {}
+    for name, group in groups.items():
+        best = _by_context([point for point in group if _passes(point, gpu)], lambda point: -listeners_of(point))
+        if best and best.keys() == {point["context_rows"] for point in group}:  # else one carries no load at all
+            found[name] = _figure(best, listeners_of, "listeners", min)
     if (best := found.get("listeners")) and best["engine"] == _SERVER:
         found["ttfb_p99_ms"] = {**best, "value": best["ttfb_p99_ms"], "unit": "ms"}
-    for open_streams in (512, 1_024):
-        if first := _first_pcm_at(small, open_streams):
-            found[f"ttfc_p99_{open_streams}_ms"] = first
+    for count in (512, 1_024):
+        near = [p for p in small if count <= p["open_mean"] <= _NEAR * count and p["ttfc_p99_ms"] is not None]
+        smallest: dict[Any, dict[str, Any]] = {}
+        for point in sorted(near, key=itemgetter("open_mean")):
+            smallest.setdefault(itemgetter("context_rows", "engine", "codec", "deterministic")(point), point)
+        if smallest:
+            wait_ms = itemgetter("ttfc_p99_ms")
+            found[f"ttfc_p99_{count}_ms"] = _figure(_by_context(smallest.values(), wait_ms), wait_ms, "ms", max)
     return found
 
 
@@ -139,40 +144,19 @@ def _passes(point: dict[str, Any], gpu: bool) -> bool:
     return point["held"] and clean(point) and point[name] is not None and point[name] <= most_ms
 
 
-def _by_context(points: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    rows = sorted({point["context_rows"] for point in points})
-    return {count: [point for point in points if point["context_rows"] == count] for count in rows}
-
-
-def _most(points: list[dict[str, Any]], gpu: bool) -> dict[str, Any] | None:
-    best = {}
-    for rows, group in _by_context(points).items():
-        passed = [point for point in group if _passes(point, gpu)]
-        if not passed:
-            return None  # this context carries none of the loads that were tried
-        best[rows] = max(passed, key=listeners_of)
-    return _figure({rows: (listeners_of(point), point) for rows, point in best.items()}, "listeners", min)
-
-
-def _first_pcm_at(points: list[dict[str, Any]], open_streams: int) -> dict[str, Any] | None:
-    near = [point for point in points if open_streams <= point["open_mean"] <= _NEAR * open_streams]
-    best = {}
-    for rows, group in _by_context([point for point in near if point["ttfc_p99_ms"] is not None]).items():
-        smallest: dict[Any, dict[str, Any]] = {}
-        for point in sorted(group, key=lambda point: point["open_mean"]):
-            smallest.setdefault((point["engine"], point["codec"], point["deterministic"]), point)
-        best[rows] = min(smallest.values(), key=lambda point: point["ttfc_p99_ms"])
-    return _figure({rows: (point["ttfc_p99_ms"], point) for rows, point in best.items()}, "ms", max)
+def _by_context(points: Iterable[dict[str, Any]], key: Callable[[dict], float]) -> dict[int, dict[str, Any]]:
+    """Prompt rows -> of their points that with the smallest key."""
+    best: dict[int, dict[str, Any]] = {}
+    for point in sorted(points, key=key):
+        best.setdefault(point["context_rows"], point)
+    return dict(sorted(best.items()))
 
 
 def _figure(
-    by_context: dict[int, tuple[float, dict[str, Any]]], unit: str, worst: Callable[..., int]
-) -> dict[str, Any] | None:
-    """What is read off the worst context's point. by_context: rows -> value and point."""
-    if not by_context:
-        return None
-    value, point = by_context[worst(by_context, key=lambda rows: by_context[rows][0])]
-    facts = {name: point.get(name) for name in _BESIDE}
-    values = {str(rows): found for rows, (found, _) in by_context.items()}
-    about = {"n": point["arrivals"], "offered": point["listeners"], "by_context": values}
-    return {"value": value, "unit": unit, **about, **facts}
+    best: dict[int, dict[str, Any]], value: Callable[[dict], float], unit: str, worst: Callable[..., Any]
+) -> dict[str, Any]:
+    """The value of the worst context's point, and what stands beside it."""
+    point = worst(best.values(), key=value)
+    by_context = {str(rows): value(one) for rows, one in best.items()}
+    about = {"n": point["arrivals"], "offered": point["listeners"], "by_context": by_context}
+    return {"value": value(point), "unit": unit, **about, **{name: point.get(name) for name in _BESIDE}}

@@ -13,7 +13,7 @@ from mktts.arguments import option
 from mktts.checkpoint import Checkpoint
 from mktts.engine.options import Guard, StreamOptions
 from mktts.errors import MetricsError, OptionsError
-from mktts.measure.bench.sections import WORDS, text_of
+from mktts.measure.bench.sections import WORDS, ModelSettings, text_of
 from mktts.measure.parity.upstream import made_up_voice
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.spec import FRAME_RATE_HZ
@@ -35,11 +35,11 @@ _SENTENCES = (
 
 
 @dataclass(frozen=True)
-class LoadSettings:
+class LoadSettings(ModelSettings):
     """What all loads of a command have in common.
 
-    checkpoint, revision, backend, device, dtype, engine: as for Synthesizer.load; None leaves its default
-    codec ("full" or "fast"), deterministic, max_streams: of the batch engine
+    engine: as for Synthesizer.load; None leaves its default
+    codec ("full" or "fast"), deterministic: of the batch engine
     context_rows: of every prompt; None: 32, and of trained weights what the text takes
     seconds: that a load is held; warm_s: before, in which it builds up; tail_s: after, in which it goes on
     frames: the least and the most of an utterance
@@ -48,15 +48,9 @@ class LoadSettings:
 
     Raises OptionsError for values out of range."""
 
-    checkpoint: str
-    revision: str | None = None
-    backend: str = "auto"
-    device: str = "auto"
-    dtype: str | None = None
     engine: Literal["auto", "single", "batch"] | None = option(None, "of the synthesizer (default: its own)")
     codec: Literal["full", "fast"] | None = option(None, "of the batch engine", name="--codec-precision")
     deterministic: bool | None = option(None, "codes that no neighbour changes")
-    max_streams: int | None = option(None, "of the batch engine", metavar="N")
     context_rows: int | None = option(
         None, "of every prompt (default: 32 with random weights)", name="--context", metavar="ROWS"
     )
@@ -69,14 +63,12 @@ class LoadSettings:
 
     def __post_init__(self) -> None:
         if not self.seconds > 0 or not self.warm_s > 0 or self.tail_s < 0:
-            raise OptionsError(
-                f"expected seconds and warm_s above 0 and tail_s at least 0, got {self.seconds}, {self.warm_s} and "
-                f"{self.tail_s}"
-            )
+            found = f"{self.seconds}, {self.warm_s} and {self.tail_s}"
+            raise OptionsError(f"expected seconds and warm_s above 0 and tail_s at least 0, got {found}")
         if not 2 <= self.frames[0] <= self.frames[1]:
             raise OptionsError(f"expected 2 <= least frames <= most frames, got {self.frames}")
-        if self.engine not in ("auto", "batch") and (self.codec, self.max_streams) != (None, None):
-            raise OptionsError("codec precision and max_streams belong to the batch engine: name it, engine='batch'")
+        if self.engine not in ("auto", "batch") and self.codec is not None:
+            raise OptionsError("codec precision belongs to the batch engine: name it, engine='batch'")
 
     @property
     def recordable(self) -> bool:
@@ -84,27 +76,19 @@ class LoadSettings:
         return self.seconds >= HELD_S
 
     def loading(self) -> dict[str, Any]:
-        """Arguments of Synthesizer.load."""
         from mktts.batch.settings import BatchSettings
 
-        asked = {"codec": self.codec, "max_streams": self.max_streams}
-        return {
-            "backend": self.backend,
-            "device": self.device,
-            "dtype": getattr(torch, self.dtype) if self.dtype else None,
-            "deterministic": self.deterministic,
-            "batch": BatchSettings(**{name: value for name, value in asked.items() if value is not None}),
-            **({} if self.engine is None else {"engine": self.engine}),
-        }
+        batch = BatchSettings() if self.codec is None else BatchSettings(codec=self.codec)
+        more = {} if self.engine is None else {"engine": self.engine}
+        return {**super().loading(), "deterministic": self.deterministic, "batch": batch, **more}
 
     def arrivals(self, listeners: int) -> list[tuple[float, int]]:
         """(seconds from the beginning of the run, frames), ascending, of an offered load: arrivals a second times the
         mean seconds of an utterance. In the first half of the warm-up come `listeners` that are already under way."""
         rng = np.random.default_rng(self.seed)
         low, high = self.frames
-        if self.burst:
-            at_s = self.warm_s + (10 + np.arange(listeners) / listeners) * _BURST_S  # in the held time, all of them
-            return [(float(one_s), (low + high) // 2) for one_s in at_s]
+        if self.burst:  # in the held time, all of them
+            return [(self.warm_s + (10 + i / listeners) * _BURST_S, (low + high) // 2) for i in range(listeners)]
         mean_s = (low + high) / 2 / FRAME_RATE_HZ
         found = [
             (at_s, max(2, int(rng.uniform(0.15, 1.0) * rng.integers(low, high + 1))))

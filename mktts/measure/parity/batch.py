@@ -40,8 +40,10 @@ _CUT = 0.3  # of the prompts, at every tick, though there is room for the whole 
 @dataclass
 class _Playing:
     index: int
+    stream: RowStream
     entered: int  # rows of the prompt
-    made: list[Tensor | None] = field(default_factory=list)  # None: ended by itself
+    made: list[Tensor] = field(default_factory=list)
+    ended: bool = False  # by itself
 
 
 class RandomTicks:
@@ -71,10 +73,9 @@ class RandomTicks:
                 continue
             self._run(tick, each)
             for slot in tick.lanes.tolist():
-                playing = self._open[slot]
-                if playing.made[-1] is None or len(playing.made) == len(self._streams[playing.index].text):
-                    codes = [codes for codes in playing.made if codes is not None]
-                    made[playing.index] = torch.stack(codes) if codes else made[playing.index]
+                one = self._open[slot]
+                if one.ended or len(one.made) == len(one.stream.text):
+                    made[one.index] = torch.stack(one.made) if one.made else made[one.index]
                     self._lanes.pages.close(slot)
                     self._lanes.leave(slot)
                     del self._open[slot]
@@ -87,7 +88,7 @@ class RandomTicks:
         self.kept += kept_rows > 0
         self._lanes.enter(slot, None)
         self._lanes.begin(slot, Segment.of_rows(stream.embeds, stream.sampling, stream.seed), copies)
-        self._open[slot] = _Playing(index, kept_rows)
+        self._open[slot] = _Playing(index, stream, kept_rows)
 
     def _tick(self) -> Tick:
         settings, pieces, old = self._lanes.settings, [], []
@@ -116,21 +117,20 @@ class RandomTicks:
     def _run(self, tick: Tick, each: Callable[[int, int, int, Tensor], None] | None) -> None:
         slots = tick.lanes.tolist()
         lanes = [self._open[slot] for slot in slots]
-        texts = [self._streams[playing.index].text for playing in lanes]
-        rows = [None if i < tick.new_lanes else texts[i][len(one.made)] for i, one in enumerate(lanes)]
+        rows = [None if i < tick.new_lanes else one.stream.text[len(one.made)] for i, one in enumerate(lanes)]
         launched = self._lanes.launch(tick, rows)
         for piece in tick.pieces:
             self._open[piece.slot].entered += piece.rows
-        for slot, playing in zip(slots[: tick.new_lanes], lanes, strict=False):
-            stream = self._streams[playing.index]
-            if stream.key is not None:
-                self._lanes.copy(self._lanes.pages.keep(slot, stream.key, stream.prefix) or ())
+        for slot, one in zip(slots[: tick.new_lanes], lanes, strict=False):
+            if one.stream.key is not None:
+                self._lanes.copy(self._lanes.pages.keep(slot, one.stream.key, one.stream.prefix) or ())
         made = self._lanes.collect(launched)
-        for playing, codes, ended in zip(lanes, made.codes, made.ended, strict=True):
-            playing.made.append(None if ended or codes[0] < 0 else torch.from_numpy(codes.copy()))
-        for lane, playing in enumerate(lanes):
-            if each is not None and playing.made[-1] is not None:
-                each(lane, playing.index, len(playing.made) - 1, playing.made[-1])
+        for lane, (one, codes, ended) in enumerate(zip(lanes, made.codes, made.ended, strict=True)):
+            one.ended = bool(ended or codes[0] < 0)
+            if not one.ended:
+                one.made.append(torch.from_numpy(codes.copy()))
+                if each is not None:
+                    each(lane, one.index, len(one.made) - 1, one.made[-1])
 
 
 def pages_for(streams: Sequence[RowStream]) -> int:
@@ -236,15 +236,12 @@ def random_load(fp32: TorchBackend, size: int, watched: int, contexts: Sequence[
     watched, streams = min(watched, size), []
     for index in range(size):
         seed, place = 1_000 * size + index, index - (size - watched)  # place: among those compared
-        context = contexts[place % len(contexts)]
-        prompt = random_rows(fp32, 2 + seed % _NEIGHBOUR_ROWS if place < 0 else context + place, seed)
-        shares = index % 4 == 3
-        if shares and place < 0:
+        rows = 2 + seed % _NEIGHBOUR_ROWS if place < 0 else contexts[place % len(contexts)] + place
+        prompt, kept = random_rows(fp32, rows, seed), (None, 0)
+        if index % 4 == 3 and place < 0:
             prompt = torch.cat((prefix, prompt))
-        shares = shares and len(prompt) > _PREFIX_ROWS
-        if shares:
-            prompt[:_PREFIX_ROWS] = prefix
+        if index % 4 == 3 and len(prompt) > _PREFIX_ROWS:
+            prompt[:_PREFIX_ROWS], kept = prefix, (f"prefix {size}", _PREFIX_ROWS)
         text, sampling = random_rows(fp32, frames, 500_000 + seed), Sampling() if index % 2 else GREEDY
-        kept = (f"prefix {size}", _PREFIX_ROWS) if shares else (None, 0)
         streams.append(RowStream(prompt, text, sampling, seed, *kept))
     return streams

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -40,19 +40,11 @@ def random_codes(frames: int, seed: int, codebook_size: int = CODEBOOK_SIZE) -> 
 
 def decode_streamed(decoder: CodecDecoder | GraphedCodec, codes: Tensor, schedule: Sequence[int]) -> Tensor:
     """PCM (T * 1920,) of `codes` (T, 16) decoded chunk by chunk; the last entry of `schedule` (frames) repeats."""
-    state = decoder.start()
-    return torch.cat([decoder.decode(chunk, state) for chunk in split(codes, schedule)])
-
-
-def split(codes: Tensor, schedule: Sequence[int]) -> Iterator[Tensor]:
-    """`codes` (T, 16) in chunks of the scheduled frames."""
-    if not schedule or min(schedule) < 1:
-        raise CodecError(f"schedule must hold one or more chunk sizes of at least 1 frame, got {tuple(schedule)}")
-    start = 0
+    state, pcm, start = decoder.start(), [], 0
     for frames in chain(schedule, repeat(schedule[-1])):
         if start >= len(codes):
-            return
-        yield codes[start : start + frames]
+            return torch.cat(pcm)
+        pcm.append(decoder.decode(codes[start : start + frames], state))
         start += frames
 
 
@@ -136,10 +128,10 @@ def batched_errors(
 
 def _lanes_decode(checkpoint: Checkpoint, device: str, lanes: int, precision: str) -> Callable[[Tensor], Tensor]:
     """codes (lanes, 16) int64, the next frame of every lane -> pcm (lanes, 1920)."""
-    where = torch.device(device)
-    decoder = partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors(), where)
     from mktts.batch.cuda.codec import CudaCodec
 
+    where = torch.device(device)
+    decoder = partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors(), where)
     codec = CudaCodec(decoder, lanes + 1, precision)
     codec.compile([lanes])
     slots = torch.arange(lanes, dtype=torch.int32, device=where)

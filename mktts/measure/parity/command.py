@@ -34,8 +34,7 @@ from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import write_json
 from mktts.engine.upstream import load_upstream
 from mktts.errors import BackendUnavailable, MetricsError
-from mktts.measure.environment import head, provided_by, versions
-from mktts.measure.machine import batch_missing, kernel_missing
+from mktts.measure.environment import batch_missing, head, kernel_missing, provided_by, versions
 from mktts.measure.parity.codec import codec_section
 from mktts.measure.parity.kernel import MARGIN, Scope, outcome, parity_of
 from mktts.measure.parity.ratio import LIMIT, Budget
@@ -55,7 +54,8 @@ CODES_FRAMES = 24  # of one request
 CODES_REQUESTS = 3  # greedy, and as many drawn
 SEED = 7
 SCOPE = Scope()  # where time allows
-# How the minutes are shared. They run in this order: the codec uses the upstream model that the prompts left loaded.
+# How the minutes are shared; what is missing leaves its own to the others. They run in this order: the codec uses the
+# upstream model that the prompts left loaded.
 _SHARES = {"prompt": 1, "codec": 2, "codes": 5, "kernel": 6, "batch": 6}
 _ON_DEVICE = ("kernel", "batch")
 _PACKAGES = ("mktts", "qwen-tts", "qwen-tts-hf", "transformers", "tokenizers", "triton")
@@ -117,7 +117,6 @@ def main(arguments: argparse.Namespace) -> int:
         "parts": settings.parts.split(","),
         "scope": asdict(SCOPE),
         "checkpoints": {},
-        "passed": False,
     }
 
     def store() -> None:
@@ -153,6 +152,7 @@ def _prove(source: str, name: str, settings: ParitySettings, result: dict[str, A
         "weights": RANDOM_WEIGHTS if checkpoint.is_random else str(checkpoint.revision or "of a folder"),
         "sha256": {file: _digest(checkpoint.folder / file) for file in _CONFIGS},
     }
+    asked = settings.parts.split(",")
     missing = {part: why for part in _ON_DEVICE if (why := settings.missing(part))}
     upstream = lru_cache(1)(partial(load_upstream, checkpoint))  # kept until `cache_clear`
 
@@ -169,10 +169,9 @@ def _prove(source: str, name: str, settings: ParitySettings, result: dict[str, A
         "prompt": partial(prompt_section, checkpoint, upstream),
         "codec": partial(codec_section, checkpoint, partial(upstream, torch.bfloat16), settings.device),
         "codes": partial(codes_section, checkpoint, upstream),
-        **{part: partial(frames, part) for part in ("kernel", "batch")},
+        **{part: partial(frames, part) for part in _ON_DEVICE},
     }
-    parts = [part for part in _SHARES if part in settings.parts.split(",")]
-    shares = {part: 0 if part in missing else _SHARES[part] for part in parts}  # the others take its time
+    shares = {part: 0 if part in missing else share for part, share in _SHARES.items() if part in asked}
     if source.startswith("random:") and any(shares.get(part) for part in _ON_DEVICE):
         open_checkpoint(source + MARGIN)  # made here, where it takes no minutes of the comparison's
     budget, left = Budget(60 * settings.minutes), sum(shares.values())
@@ -206,22 +205,18 @@ def section(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def prompt_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dict[str, Any]:
     """Every mode that the checkpoint has, in bf16."""
-    dtype, requests = torch.bfloat16, standard_requests(checkpoint)
-    model, rows = upstream(dtype), []
+    requests, model = standard_requests(checkpoint), upstream(torch.bfloat16)
+    rows: list[Row] = []
     for request in requests:
-        if rows and budget.over:
-            break
-        rows += compare_prompts(checkpoint, [request], dtype, model)
-    wrong = [row for row in rows if not row["equal"]]
-    found = {"prompts": len(rows), "asked": len(requests), "equal": len(rows) - len(wrong), "rows": rows}
-    if wrong:
-        found["reason"] = f"{len(wrong)} of {len(rows)} prompts are not upstream's: first {_named(wrong[0])}"
-    return found
+        if not (rows and budget.over):
+            rows += compare_prompts(checkpoint, [request], torch.bfloat16, model)
+    equal = sum(row["equal"] for row in rows)
+    return {"prompts": len(rows), "asked": len(requests), "equal": equal, "rows": rows} | _reason(rows, "prompts")
 
 
 def codes_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dict[str, Any]:
     """Greedy codes and drawn ones; fp32 where it can be done in the time that bf16 leaves."""
-    requests = standard_requests(checkpoint)[:CODES_REQUESTS]
+    requests, drawn = standard_requests(checkpoint)[:CODES_REQUESTS], checkpoint.sampling()
     rows: list[Row] = []
     left_out: dict[str, str] = {}
     took_s = 0.0
@@ -231,30 +226,26 @@ def codes_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dict
             continue
         begun_s = time.perf_counter()
         model, within = upstream(dtype), budget.share(0.2)  # loading and ours take as much again, and so may fp32
-        drawn = checkpoint.sampling()
         expected = upstream_codes(model, requests, drawn.greedy(), SEED, CODES_FRAMES, within.share(0.5))
         expected += upstream_codes(model, requests, drawn, SEED, CODES_FRAMES, within)
         del model
         upstream.cache_clear()
         rows += compare_expected(checkpoint, expected, SEED, CODES_FRAMES, dtype)
         took_s = time.perf_counter() - begun_s
+    frames = {name: sum(row["frames"] for row in rows if row["dtype"] == name) for name in DTYPES}
+    asked, reason = 2 * len(requests) * CODES_FRAMES, _reason(rows, "utterances")
+    return {"frames": frames, "asked": asked, "equal": not reason, "left_out": left_out, "rows": rows} | reason
+
+
+def _reason(rows: list[Row], what: str) -> dict[str, str]:
+    """Why a section failed; nothing where it did not."""
     wrong = [row for row in rows if not row["equal"]]
-    found = {
-        "frames": {name: sum(row["frames"] for row in rows if row["dtype"] == name) for name in DTYPES},
-        "asked": 2 * len(requests) * CODES_FRAMES,
-        "equal": not wrong,
-        "left_out": left_out,
-        "rows": rows,
-    }
-    if wrong:
-        frame, codebook = wrong[0]["first_mismatch"]
-        where = f"{_named(wrong[0])}, frame {frame}, codebook {codebook}"
-        found["reason"] = f"{len(wrong)} of {len(rows)} utterances are not upstream's: first {where}"
-    return found
-
-
-def _named(row: Row) -> str:
-    return f"{row['text']!r} ({row['mode']}, {row['language']}, {row['layout']} layout, {row['dtype']})"
+    if not wrong:
+        return {}
+    where = "{text!r} ({mode}, {language}, {layout} layout, {dtype})".format(**wrong[0])
+    if "first_mismatch" in wrong[0]:
+        where += ", frame {}, codebook {}".format(*wrong[0]["first_mismatch"])
+    return {"reason": f"{len(wrong)} of {len(rows)} {what} are not upstream's: first {where}"}
 
 
 # ---- the document

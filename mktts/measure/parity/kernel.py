@@ -184,19 +184,19 @@ def exact_codes(
         if not (truths and budget.over):
             codes = our_codes(fp32, stream, GREEDY, 0, len(stream.text), budget)
             truths.append((codes, len(codes) < len(stream.text) and budget.over))
-    found: dict[str, Any] = {"frames": 0, "asked": sum(sizes) * len(streams[0].text), "equal": True}
-    compared = 0
+    frames, compared, places = 0, 0, []
     for size in sizes:
         played = [replace(streams[i % len(truths)], seed=i) for i in range(size)]
         for number, ours in enumerate(tested.codes(played, size)):
             truth, cut = truths[number % len(truths)]
             mismatch = first_mismatch(ours[: len(truth)] if cut else ours, truth)
             compared += len(truth)
-            found["frames"] += mismatch[0] if mismatch else len(truth)
-            if mismatch and found["equal"]:
-                place = {"load": size, "stream": number, "frame": mismatch[0], "codebook": mismatch[1]}
-                found |= {"equal": False, "first_difference": place}
-    return {**found, "passed": found["equal"] and compared > 0}
+            frames += mismatch[0] if mismatch else len(truth)
+            if mismatch:
+                places.append({"load": size, "stream": number, "frame": mismatch[0], "codebook": mismatch[1]})
+    found = {"frames": frames, "asked": sum(sizes) * len(streams[0].text), "equal": not places}
+    first = {"first_difference": places[0]} if places else {}
+    return {**found, **first, "passed": not places and compared > 0}
 
 
 def parity_of(

@@ -188,39 +188,28 @@ class FrameErrors:
 
     def __init__(self, config: ModelConfig) -> None:
         self._config, self._errors = config, ErrorRatio()
-        self._distances: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: {"kernel": [], "bf16": []})
+        self._distances: dict[str, list[Tensor]] = defaultdict(list)  # (2,) each: of the model under test and of bf16
 
     def add(self, sides: Sides, sampling: Sampling) -> None:
         *observed, history = sides
-        for group, logits in enumerate(zip(*(side.logits for side in observed), strict=True)):
-            self._errors.add(*logits, "logits of code 0" if group == 0 else "logits of codes 1-15")
         if observed[2].hidden is not None:
             self._errors.add(*(side.hidden for side in observed), "hidden")
-        choices = [sampling.talker] + [sampling.predictor] * (NUM_CODEBOOKS - 1)
-        drawn = [
-            [distribution(logits, choice) for logits, choice in zip(made, choices, strict=True)]
-            for made in (scores(side.logits, history, sampling, self._config) for side in observed)
-        ]
-        for group, (ours, bf16, fp32) in enumerate(zip(*drawn, strict=True)):
-            distances = self._distances["code 0" if group == 0 else "codes 1-15"]
-            for side, probabilities in (("kernel", ours), ("bf16", bf16)):
-                distances[side].append((probabilities - fp32).abs().sum() / 2)
+        made_from = [scores(side.logits, history, sampling, self._config) for side in observed]
+        for group in range(NUM_CODEBOOKS):
+            name, choice = ("codes 1-15", sampling.predictor) if group else ("code 0", sampling.talker)
+            self._errors.add(*(side.logits[group] for side in observed), f"logits of {name}")
+            *drawn, fp32 = (distribution(logits[group], choice) for logits in made_from)
+            self._distances[name].append(torch.stack([(one - fp32).abs().sum() / 2 for one in drawn]))
 
     def found(self) -> dict[str, Any]:
         """pooled (as of `ErrorRatio.found`), total_variation (distance to fp32's sampling distributions), and passed:
         whether no pooled ratio is above LIMIT. Nothing passes without a frame."""
-        pooled = self._errors.found()
-        return {
-            "pooled": pooled,
-            "total_variation": {
-                name: {
-                    side: {"mean": float(torch.stack(values).mean()), "max": float(torch.stack(values).max())}
-                    for side, values in sides.items()
-                }
-                for name, sides in self._distances.items()
-            },
-            "passed": bool(pooled) and all(value["ratio"] <= LIMIT for value in pooled.values()),
-        }
+        pooled, variation = self._errors.found(), {}
+        for name, rows in self._distances.items():
+            sides = zip(("kernel", "bf16"), torch.stack(rows, 1), strict=True)
+            variation[name] = {side: {"mean": float(one.mean()), "max": float(one.max())} for side, one in sides}
+        passed = bool(pooled) and all(value["ratio"] <= LIMIT for value in pooled.values())
+        return {"pooled": pooled, "total_variation": variation, "passed": passed}
 
 
 def scores(logits: Sequence[Tensor], history: Tensor, sampling: Sampling, config: ModelConfig) -> list[Tensor]:

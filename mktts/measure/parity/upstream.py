@@ -64,16 +64,16 @@ def compare_prompts(
     for request in requests:
         prompt = builder.build(request)
         embeds, trailing, pad = prompt_embeds(upstream, request)
-        frames = len(trailing) + 2  # past the end both sides give the padding row
-        expected = torch.stack([trailing[t] if t < len(trailing) else pad for t in range(frames)])
-        found = torch.stack([prompt.row(t) for t in range(frames)])
-        error = None  # of prompts of two lengths
-        if prompt.embeds.shape == embeds.shape:
-            pairs = ((prompt.embeds, embeds), (found, expected))
-            error = max(float((ours.float() - theirs.float()).abs().max()) for ours, theirs in pairs)
-        equal = torch.equal(prompt.embeds, embeds) and torch.equal(found, expected)
-        shape = {"prompt_rows": len(embeds), "trailing_rows": len(trailing)}
-        rows.append(_labels(checkpoint, request, dtype) | shape | {"equal": equal, "max_abs_error": error})
+        theirs = torch.cat((embeds, trailing, pad[None], pad[None]))  # past the end both sides give the padding row
+        ours = torch.cat((prompt.embeds, *(prompt.row(t)[None] for t in range(len(trailing) + 2))))
+        same_size = prompt.embeds.shape == embeds.shape
+        found = {
+            "prompt_rows": len(embeds),
+            "trailing_rows": len(trailing),
+            "equal": same_size and torch.equal(ours, theirs),
+            "max_abs_error": float((ours.float() - theirs.float()).abs().max()) if same_size else None,
+        }
+        rows.append(_labels(checkpoint, request, dtype) | found)
     return rows
 
 
@@ -96,12 +96,7 @@ def compare_codes(
 
 
 def upstream_codes(
-    model: Any,
-    requests: Sequence[Request],
-    sampling: Sampling,
-    seed: int,
-    max_frames: int,
-    budget: Budget = UNLIMITED,
+    model: Any, requests: Sequence[Request], sampling: Sampling, seed: int, max_frames: int, budget: Budget = UNLIMITED
 ) -> list[Expected]:
     """Upstream's codes of each request; a budget that is over leaves out those that follow the first."""
     sampling, found = replace(sampling, rng="torch"), []
@@ -127,12 +122,7 @@ def compare_expected(
 
 @torch.inference_mode()
 def our_codes(
-    backend: Any,
-    prompt: Prompt | RowStream,
-    sampling: Sampling,
-    seed: int,
-    max_frames: int,
-    budget: Budget = UNLIMITED,
+    backend: Any, prompt: Prompt | RowStream, sampling: Sampling, seed: int, max_frames: int, budget: Budget = UNLIMITED
 ) -> Tensor:
     """Codes (T, 16) int64 of one stream of a backend, T <= max_frames, and fewer where the budget is over."""
     state = backend.start(prompt, sampling, seed, max_frames)

@@ -39,10 +39,7 @@ def test_a_later_load_of_the_same_conditions_takes_the_place_of_the_earlier(tmp_
 
 @pytest.mark.parametrize(
     ("wrong", "beside", "said"),
-    [
-        ({"held": False, "duration_s": 10.0}, {}, "not held"),
-        ({}, {"device": "NVIDIA H100"}, "H200.*H100"),
-    ],
+    [({"held": False, "duration_s": 10.0}, {}, "not held"), ({}, {"device": "NVIDIA H100"}, "H200.*H100")],
 )
 def test_what_may_not_be_recorded_is_refused_and_the_file_stays(tmp_path, wrong, beside, said):
     path = tmp_path / "load.json"

@@ -5,18 +5,20 @@ import shutil
 from collections.abc import Callable
 from functools import lru_cache
 
+import numpy as np
 import pytest
 import torch
 from upstream_models import loaded
 
 from mktts.checkpoint import Checkpoint
 from mktts.cli import main
-from mktts.errors import BackendUnavailable
+from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.parity import codec, command
 from mktts.measure.parity.command import name_of, without_paths
 from mktts.measure.parity.kernel import Scope
 from mktts.measure.parity.ratio import Budget
 from mktts.model import qwen3
+from mktts.spec import SAMPLES_PER_FRAME
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def quick(monkeypatch, tiny) -> None:
     monkeypatch.setattr(command, "CODES_REQUESTS", 1)
     monkeypatch.setattr(command, "SCOPE", Scope(contexts=(5,), frames=4, exact=4))
     monkeypatch.setattr(codec, "FRAMES", 20)
-    monkeypatch.setattr("mktts.measure.machine.torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
 @pytest.fixture
@@ -160,3 +162,21 @@ def test_paths_go_and_other_words_with_strokes_stay():
     assert cleaned == {"a": ["read config.json: expected", "a.bin", "b.bin"]}
     for text in ("Qwen/Qwen3-TTS", "https://example.org/a/b", "and/or 16/32/64", "speech_tokenizer/config.json"):
         assert without_paths(text) == text
+
+
+# ---- the codec's yardsticks
+
+
+def test_errors_are_told_per_frame():
+    reference = np.zeros(3 * SAMPLES_PER_FRAME)
+    pcm = reference.copy()
+    pcm[SAMPLES_PER_FRAME - 1], pcm[SAMPLES_PER_FRAME] = 0.25, -0.5
+    assert codec.frame_errors(pcm, reference).tolist() == [0.25, 0.5, 0.0]
+    with pytest.raises(CodecError, match="equal lengths"):
+        codec.frame_errors(pcm[:-1], reference)
+
+
+def test_the_ratio_is_signal_over_noise_in_decibels():
+    signal = np.ones(1000)
+    assert codec.snr_db(signal * 0.9, signal) == pytest.approx(20.0)
+    assert codec.snr_db(signal, signal) == float("inf")
