@@ -97,9 +97,6 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
             message = f"task_type: this checkpoint is for {task}, got {body.task_type}"
             raise ApiError(400, "wrong_task", message, "task_type")
 
-        async def usage() -> tuple[int, int]:
-            return len(await asyncio.to_thread(lambda: service.tokenizer.encode(body.input))), stream.frames
-
         format = body.response_format or "mp3"
         how: dict[str, Any] = {"speed": body.speed or 1.0, "sample_rate_hz": body.sample_rate or usual_rate_hz(format)}
         whole = body.stream is False and body.stream_format is None
@@ -108,7 +105,7 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
         except MkttsError as error:
             raise ApiError(400, "bad_format", str(error), "response_format") from None
         if body.stream_format == "sse":
-            how["usage"] = usage
+            how["tokens"] = lambda: len(service.tokenizer.encode(body.input))
         owner = owner_of_request(request.scope)
         voice = await brought_voice(body, owner)
         if whole and request.method == "GET":

@@ -93,7 +93,7 @@ class SpeechSocket:
             self._stream.feed(message.text)
         elif isinstance(message, Finish):
             self._writing = False
-            self._stream.finish()
+            self._stream.feed(None)
 
     def _start(self, message: Start) -> None:
         if self._stream is not None and not self._stream.closed:
@@ -128,27 +128,26 @@ class SpeechSocket:
 
     async def _send_all(self, stream: ServedStream, known: bool) -> None:
         """known: the whole text is there; the stream is then admitted, or refused, before anything is said of it."""
+        begin = partial(
+            self._send,
+            "started",
+            id=stream.id,
+            seed=stream.seed,
+            sample_rate_hz=SAMPLE_RATE_HZ,
+            sample_format="s16le",
+            channels=1,
+            random_weights=self._service.model.random_weights,
+        )
+        begun = not known
         try:
-            if known:
-                try:
-                    await stream.begun()
-                except ApiError as error:  # what else is wrong the state holds
-                    if error.code == "busy":
-                        stream.close()
-                        await self._refuse(error)
-                        return
-            await self._send(
-                "started",
-                id=stream.id,
-                seed=stream.seed,
-                sample_rate_hz=SAMPLE_RATE_HZ,
-                sample_format="s16le",
-                channels=1,
-                random_weights=self._service.model.random_weights,
-            )
-            with contextlib.suppress(ApiError):  # the state holds it
+            if begun:
+                await begin()
+            try:
                 async with contextlib.aclosing(stream.chunks()) as chunks:
                     async for chunk in chunks:
+                        if not begun:
+                            begun = True
+                            await begin()
                         words = {"words": [asdict(word) for word in chunk.words]} if stream.words is not None else {}
                         with stream.sending(chunk.duration_s):
                             await self._send(
@@ -162,6 +161,13 @@ class SpeechSocket:
                             )
                             async with asyncio.timeout(self._limits.stall_s):
                                 await self._socket.send_bytes(chunk.pcm16)
+            except ApiError as error:  # what else is wrong the state holds
+                if error.code == "busy" and not begun:
+                    stream.close()
+                    await self._refuse(error)
+                    return
+            if not begun:
+                await begin()
             stream.close()
             await self._send("finished", **stream.state.model_dump())
         except TimeoutError:
