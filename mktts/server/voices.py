@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hashlib
 import logging
 import os
@@ -113,22 +112,17 @@ class References:
 
 
 def _read(recording: str) -> bytes:
-    """The bytes of a recording as a request brings it. A server that opened what a request names could be sent to files
-    and addresses that only it can reach. Raises ApiError."""
+    """The bytes of a recording as a request brings it: base64 of either alphabet, with or without its padding. A server
+    that opened what a request names could be sent to files and addresses that only it can reach. Raises ApiError."""
     if recording[:64].partition(":")[0].lower() == "data":
-        return _from_base64(recording.partition(",")[2])
-    if len(recording) >= _SHORTEST_BASE64 and _BASE64_TEXT.fullmatch(recording):
-        return _from_base64(recording)
-    message = "ref_audio: expected the recording in base64 or a data: URL, or the name of a voice; nothing else is read"
-    raise ApiError(400, "reference_not_allowed", message, "ref_audio")
-
-
-def _from_base64(text: str) -> bytes:
-    """Of either alphabet, with or without its padding. Raises ApiError."""
-    plain = "".join(text.split()).replace("-", "+").replace("_", "/").rstrip("=")
+        recording = recording.partition(",")[2]
+    elif len(recording) < _SHORTEST_BASE64 or not _BASE64_TEXT.fullmatch(recording):
+        message = "expected the recording in base64 or a data: URL, or the name of a voice; nothing else is read"
+        raise ApiError(400, "reference_not_allowed", f"ref_audio: {message}", "ref_audio")
+    plain = "".join(recording.split()).replace("-", "+").replace("_", "/").rstrip("=")
     try:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         message = "ref_audio: expected base64, found other characters"
         raise ApiError(400, "bad_reference", message, "ref_audio") from None
 

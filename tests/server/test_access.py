@@ -169,7 +169,7 @@ def test_origins_and_hosts_are_taken_as_browsers_write_them():
         ("http://[::1]:3000", "http://[::1]:3000"),
     ):
         assert checked_origins([word]) == (origin,)
-    with pytest.raises(ServerError, match="must end after the host and port, as http://localhost:3000,"):
+    with pytest.raises(ServerError, match="must be like https://app.example or http://localhost:3000, and end there"):
         checked_origins(["http://localhost:3000/"])
     for word in ("", *"* null app.example https://*.example ftp://app.example http://a:b //a http://u@a".split()):
         with pytest.raises(ServerError, match="--allow-origin"):
