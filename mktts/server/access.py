@@ -10,8 +10,7 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qsl
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect, Request
+from fastapi.datastructures import Headers
 
 from mktts.server.address import LOOPBACK_ORIGIN, is_own_name
 from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, current_id, new_id
@@ -86,22 +85,25 @@ class AccessMiddleware:
         current_id.set(id)  # not reset: an outer error handler answers in this task and needs it
 
         async def send_with_id(message: Any) -> None:
-            if message["type"] in _FIRST_MESSAGES:
-                MutableHeaders(scope=message).setdefault(REQUEST_ID_HEADER, id)
+            if message["type"] in _FIRST_MESSAGES and REQUEST_ID_HEADER not in Headers(raw=message["headers"]):
+                message = {
+                    **message,
+                    "headers": [*message["headers"], (REQUEST_ID_HEADER.lower().encode(), id.encode())],
+                }
             await send(message)
 
         try:
             scope.setdefault("state", {})[_OWNER] = self._check(scope)
             if scope["type"] == "http":
                 receive = await self._whole_body(scope, receive)
+            if receive is None:
+                return
         except ApiError as error:
             self._on_refusal(error.code)
             headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
             if error.status in (408, 413):
                 headers["Connection"] = "close"  # what is left of the body will not be read
             await error.response(headers)(scope, receive, send_with_id)  # a WebSocket's handshake is refused, too
-        except ClientDisconnect:
-            pass
         else:
             await self._app(scope, receive, send_with_id)
 
@@ -127,18 +129,23 @@ class AccessMiddleware:
         return None
 
     async def _whole_body(self, scope: Any, receive: Any) -> Any:
-        """Reads the body within its limits of size and time; returns a `receive` that gives it at once. Raises
-        ApiError, and ClientDisconnect where the client leaves before its body is complete."""
+        """Reads the body within its limits of size and time; returns a `receive` that gives it at once, None where the
+        client left meanwhile. Raises ApiError."""
         at_most = self._larger_bodies.get(scope["path"], self._max_body_bytes)
         length = Headers(scope=scope).get("content-length", "")
         too_large = ApiError(413, "body_too_large", f"a body may have {at_most} bytes")
         if length.isdigit() and int(length) > at_most:
             raise too_large
         body = bytearray()
+        more = True
         try:
             async with asyncio.timeout(self._body_s + at_most / _SLOWEST_BYTES_PER_S):
-                async for piece in Request(scope, receive).stream():
-                    body += piece
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
                     if len(body) > at_most:
                         raise too_large
         except TimeoutError:

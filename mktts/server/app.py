@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Security, WebSocket
-from fastapi.exceptions import RequestValidationError
+from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.routing import Match
@@ -18,7 +18,6 @@ from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
 
 from mktts.audio.encoding import encoder_of, import_av
 from mktts.errors import BackendUnavailable
@@ -98,12 +97,12 @@ def make_app(
 
     @app.exception_handler(ApiError)
     @app.exception_handler(RequestValidationError)
-    @app.exception_handler(HTTPException)
+    @app.exception_handler(StarletteHTTPException)
     async def refuse(request: Request, error: Exception) -> Response:
         headers = getattr(error, "headers", None)
         if isinstance(error, RequestValidationError):
             error = from_validation(list(error.errors()))
-        elif isinstance(error, HTTPException):
+        elif isinstance(error, StarletteHTTPException):
             if error.status_code == 405:
                 headers = {"Allow": _allowed(app, request)}
             error = ApiError(error.status_code, _CODES.get(error.status_code, "bad_request"), str(error.detail))
