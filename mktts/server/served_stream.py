@@ -86,25 +86,33 @@ class ServedStream:
     async def chunks(self) -> AsyncGenerator[Chunk]:
         """Chunks as they are to be written, each within `sending`: at once, or several together where the listener has
         time. A write costs the event loop about the same whatever it holds, and the network a packet. Ends where the
-        stream does. Raises ApiError where the generation failed, behind what was held back."""
+        stream does. Raises ApiError where it failed, or the server ended it, behind what was held back."""
         held: list[Chunk] = []
-        ended, error = False, None
+        ended = False
         while not ended:
             late = False
             try:
-                chunk = await self._take(max(0.0, self._lead_s() - KEPT_LEAD_S) if held else None)
+                chunk = await self._stream.take(max(0.0, self._lead_s() - KEPT_LEAD_S) if held else None)
                 ended = chunk is None
                 held += [chunk] if chunk else []
             except TimeoutError:
                 late = True
-            except ApiError as raised:
-                ended, error = True, raised
+            except Exception as error:
+                ended = True
+                if self.error is None:
+                    self.error = from_error(error)
+                    if self.error.status >= 500:
+                        log.exception("stream %s failed", self.id)
             frames = sum(one.frames for one in held)
             if held and (late or ended or self._lead_s() <= KEPT_LEAD_S or frames >= MAX_HELD_FRAMES):
+                if self.first_audio_ms is None:
+                    self.first_audio_ms = round((time.perf_counter() - self._started_s) * 1_000, 3)
+                self.frames += frames
+                self._samples += sum(len(one.pcm) for one in held)
                 yield _joined(held)
                 held = []
-        if error is not None:
-            raise error
+        if self.error is not None:
+            raise self.error
 
     @contextlib.contextmanager
     def sending(self, duration_s: float) -> Iterator[None]:
@@ -122,28 +130,6 @@ class ServedStream:
 
     def _lead_s(self) -> float:
         return self._player.lead_s(time.perf_counter())
-
-    async def _take(self, within_s: float | None = None) -> Chunk | None:
-        """The next chunk as it is made; None at the end. Raises ApiError, and TimeoutError after `within_s`."""
-        try:
-            chunk = await self._stream.take(within_s)
-        except TimeoutError:
-            raise
-        except Exception as error:
-            if self.error is None:
-                self.error = from_error(error)
-                if self.error.status >= 500:
-                    log.exception("stream %s failed", self.id)
-            raise self.error from error
-        if chunk is None:
-            if self.error is not None:  # the server ended it
-                raise self.error
-            return None
-        if self.first_audio_ms is None:
-            self.first_audio_ms = round((time.perf_counter() - self._started_s) * 1_000, 3)
-        self.frames += chunk.frames
-        self._samples += len(chunk.pcm)
-        return chunk
 
     def feed(self, text: str | None) -> None:
         """More text of a session; None: no more comes. The stream fails where it cannot be spoken, or is too long. The
