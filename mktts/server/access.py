@@ -133,23 +133,22 @@ class AccessMiddleware:
         client left meanwhile. Raises ApiError."""
         at_most = self._larger_bodies.get(scope["path"], self._max_body_bytes)
         length = Headers(scope=scope).get("content-length", "")
-        too_large = ApiError(413, "body_too_large", f"a body may have {at_most} bytes")
-        if length.isdigit() and int(length) > at_most:
-            raise too_large
+        found_bytes = int(length) if length.isdigit() else 0
         body = bytearray()
         more = True
         try:
             async with asyncio.timeout(self._body_s + at_most / _SLOWEST_BYTES_PER_S):
-                while more:
+                while more and found_bytes <= at_most:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
-                    if len(body) > at_most:
-                        raise too_large
+                    found_bytes = max(found_bytes, len(body))
         except TimeoutError:
             raise ApiError(408, "body_timeout", "the body did not come in time: send it again") from None
+        if found_bytes > at_most:
+            raise ApiError(413, "body_too_large", f"a body may have {at_most} bytes")
         whole = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replay() -> Any:

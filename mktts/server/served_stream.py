@@ -161,18 +161,12 @@ class ServedStream:
         self._stream.cancel()
         self._reason = "error" if self.error is not None else self._stream.finish_reason or "cancelled"
         self._on_close(self)
-        log.info("stream %s: %s, %d characters, seed %d, %s", self.id, self.route, self.chars, self.seed, self._outcome)
-
-    @property
-    def _outcome(self) -> str:
-        """How it ended, for the log. Of an error's message only busy's, which has numbers in it: others may quote the
-        text, which is not logged."""
         error, first_ms = self.error, self.first_audio_ms
-        sent = "no audio" if first_ms is None else f"{self.frames} frames, first audio after {first_ms} ms"
-        if error is None:
-            return f"{sent}, {self._reason}"
-        why = f"{error.code}: {error}" if error.code == "busy" else error.code
-        return f"refused, {why}" if first_ms is None and error.status < 500 else f"{sent}, {self._reason}, {why}"
+        how = "no audio" if first_ms is None else f"{self.frames} frames, first audio after {first_ms} ms"
+        how = "refused" if error is not None and first_ms is None and error.status < 500 else f"{how}, {self._reason}"
+        if error is not None:  # of its message only busy's, which has numbers in it: others may quote the text
+            how += f", {error.code}: {error}" if error.code == "busy" else f", {error.code}"
+        log.info("stream %s: %s, %d characters, seed %d, %s", self.id, self.route, self.chars, self.seed, how)
 
     @property
     def words(self) -> list[WordTime] | None:

@@ -87,8 +87,18 @@ class References:
     async def make(self, data: bytes, transcript: str | None, key: str = "ref_audio") -> Voice:
         """The voice of a recording's bytes, which is not kept here, in-context where `transcript` is given. key: what
         the caller calls it. Raises ApiError."""
-        async with self._lock:
-            return await asyncio.to_thread(self._made, data, transcript, key)
+
+        def made() -> Voice:
+            pcm, rate_hz = decode_untrusted(data, self._decoding)
+            return clone_voice(self._checkpoint, pcm, rate_hz, transcript)
+
+        try:
+            async with self._lock:
+                return await asyncio.to_thread(made)
+        except BackendUnavailable as error:
+            raise ApiError(400, "cloning_unavailable", f"this server cannot clone a voice: {error}", key) from None
+        except MkttsError as error:
+            raise ApiError(400, "bad_reference", f"{key}: {error}", key) from None
 
     async def voice(self, recording: str, transcript: str | None) -> Voice:
         """As `make`, of a recording as a request brings it; the same voice again for the same one."""
@@ -100,15 +110,6 @@ class References:
         while len(self._voices) > self._kept_voices:
             self._voices.popitem(last=False)
         return self._voices[key]
-
-    def _made(self, data: bytes, transcript: str | None, key: str) -> Voice:
-        try:
-            pcm, rate_hz = decode_untrusted(data, self._decoding)
-            return clone_voice(self._checkpoint, pcm, rate_hz, transcript)
-        except BackendUnavailable as error:
-            raise ApiError(400, "cloning_unavailable", f"this server cannot clone a voice: {error}", key) from None
-        except MkttsError as error:
-            raise ApiError(400, "bad_reference", f"{key}: {error}", key) from None
 
 
 def _read(recording: str) -> bytes:
