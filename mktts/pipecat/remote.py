@@ -136,8 +136,7 @@ class RemoteSource(SpeechSource):
             )
 
     async def speak(self, text: str, style: Style) -> RemoteSpeech:
-        """As `SpeechSource.speak`. Raises ConnectionLost, BusyError, EngineError and AccessError; the rest comes from
-        the speech."""
+        """Raises ConnectionLost, BusyError, EngineError and AccessError; the rest comes from the speech."""
         return await self.open(style, text)
 
     async def open(self, style: Style, text: str | None = None) -> RemoteSpeech:
@@ -316,12 +315,12 @@ class RemoteSpeech:
                         raise
                     await self._wait_after(error)
                     await self.begin()
-                else:
-                    if not self._over:
-                        if not self._heard:
-                            self._source.prepare()  # not before: it would make this utterance's first sound later
-                        self._heard = True
-                        return piece
+                    continue
+                if not self._over:
+                    if not self._heard:
+                        self._source.prepare()  # not before: it would make this utterance's first sound later
+                    self._heard = True
+                    return piece
         except Exception:
             self._end(None)
             raise

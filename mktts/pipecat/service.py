@@ -376,14 +376,12 @@ class MkttsTTSService(TTSService):
             if speech is not None:
                 async for pcm in speech:
                     self._hear(utterance, len(pcm) / _SAMPLE_BYTES / rate_hz, context_id)
-                    audio = await resampler.resample(pcm, rate_hz, self.sample_rate)
-                    if audio:
+                    if audio := await resampler.resample(pcm, rate_hz, self.sample_rate):
                         await self.stop_ttfb_metrics()
                         yield self._frame(audio, context_id)
                     heard_s = asyncio.get_running_loop().time() - utterance.heard.begin_s
                     await self._push_words(utterance, utterance.words.add(from_pcm16(pcm), heard_s), context_id)
-                rest = await resampler.flush()
-                if rest:
+                if rest := await resampler.flush():
                     await self.stop_ttfb_metrics()
                     yield self._frame(rest, context_id)
                 if speech.finish_reason not in ("eos", None):
@@ -491,18 +489,16 @@ class MkttsTTSService(TTSService):
         if not self.get_audio_contexts():
             self._playout.drop()
 
-    async def on_audio_context_interrupted(self, context_id: str) -> None:
-        await self.on_audio_context_completed(context_id)
-
     async def on_audio_context_completed(self, context_id: str) -> None:
         self._origins_s.pop(context_id, None)
         if context_id not in self._speaking:  # an LLM that pauses for long loses its audio context, and goes on
             self._cut_short.discard(context_id)
 
+    on_audio_context_interrupted = on_audio_context_completed
+
     async def _end_utterances(self, context_ids: list[str]) -> None:
         for context_id in context_ids:
-            utterance = self._speaking.pop(context_id, None)
-            if utterance is not None:
+            if (utterance := self._speaking.pop(context_id, None)) is not None:
                 utterance.end()
                 if utterance.task is not None:
                     await self.cancel_task(utterance.task)

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -116,7 +117,8 @@ class LocalSource(SpeechSource):
         self._synthesizer = synthesizer
         self._options = options or StreamOptions(markup="strip")
         self._layout = layout
-        self._voices: dict[str, Voice] = {}
+        # The same object every time: the codec's state after a reference is kept by the identity of its codes.
+        self._voice = lru_cache(_KEPT_VOICES)(Voice.load)
         checkpoint = synthesizer.checkpoint
         self.name = name or (checkpoint.folder.name if checkpoint else "qwen3-tts")
         self.default_voice = checkpoint.config.default_speaker if checkpoint else None
@@ -145,14 +147,6 @@ class LocalSource(SpeechSource):
             "seed": style.seed,
             "options": self._options,
         }
-
-    def _voice(self, path: str) -> Voice:
-        # The same object every time: the codec's state after a reference is kept by the identity of its codes.
-        if path not in self._voices:
-            while len(self._voices) >= _KEPT_VOICES:
-                del self._voices[next(iter(self._voices))]
-            self._voices[path] = Voice.load(path)
-        return self._voices[path]
 
 
 class LocalSpeech:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from operator import itemgetter
 
 
 class Playout:
@@ -23,24 +23,22 @@ class Playout:
         self._until_s = 0.0
 
 
-@dataclass
 class AudioTimes:
     """When the audio of one utterance is heard, with the pauses of a slow engine."""
 
-    made_s: float = 0.0
-    _offsets_s: list[float] = field(default_factory=list)
-    _begins_s: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.made_s = 0.0
+        self._pieces: list[tuple[float, float]] = []  # how far into the utterance each begins, and when it is heard
 
     def add(self, duration_s: float, begin_s: float) -> None:
-        self._offsets_s.append(self.made_s)
-        self._begins_s.append(begin_s)
+        self._pieces.append((self.made_s, begin_s))
         self.made_s += duration_s
 
     @property
     def begin_s(self) -> float | None:
-        return self._begins_s[0] if self._begins_s else None
+        return self._pieces[0][1] if self._pieces else None
 
     def at(self, offset_s: float) -> float:
         """When the sample `offset_s` into the utterance is heard."""
-        piece = bisect_right(self._offsets_s, offset_s) - 1
-        return self._begins_s[piece] + offset_s - self._offsets_s[piece]
+        piece_s, begin_s = self._pieces[bisect_right(self._pieces, offset_s, key=itemgetter(0)) - 1]
+        return begin_s + offset_s - piece_s

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -68,7 +67,7 @@ class AccessMiddleware:
     ) -> None:
         self._app = app
         keys = [api_key] if isinstance(api_key, str) else list(api_key or ())
-        self._owners = {_digest(key.encode()): owner_of(key) for key in keys}
+        self._owners = frozenset(map(owner_of, keys))
         self._origins = frozenset(origins)
         self._hosts = frozenset(hosts)
         self._max_body_bytes = max_body_bytes
@@ -84,21 +83,29 @@ class AccessMiddleware:
             return
         id = new_id()
         current_id.set(id)  # not reset: an outer error handler answers in this task and needs it
-        send = _with_id(send, id)
+
+        async def send_with_id(message: Any) -> None:
+            if message["type"] in _FIRST_MESSAGES and REQUEST_ID_HEADER not in Headers(raw=message["headers"]):
+                message = {
+                    **message,
+                    "headers": [*message["headers"], (REQUEST_ID_HEADER.lower().encode(), id.encode())],
+                }
+            await send(message)
+
         try:
             scope.setdefault("state", {})[_OWNER] = self._check(scope)
             if scope["type"] == "http":
                 receive = await self._whole_body(scope, receive)
+            if receive is None:
+                return
         except ApiError as error:
             self._on_refusal(error.code)
             headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
             if error.status in (408, 413):
                 headers["Connection"] = "close"  # what is left of the body will not be read
-            await error.response(headers)(scope, receive, send)  # for a WebSocket, too: its handshake is refused
-        except _Disconnected:
-            pass
+            await error.response(headers)(scope, receive, send_with_id)  # a WebSocket's handshake is refused, too
         else:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, send_with_id)
 
     def _check(self, scope: Any) -> str | None:
         """Checks host, origin and key; returns the owner. Raises ApiError."""
@@ -109,46 +116,39 @@ class AccessMiddleware:
         if not (origin is None or origin in self._origins or self._owners or re.fullmatch(LOOPBACK_ORIGIN, origin)):
             message = "web pages from elsewhere may use this server only with --allow-origin"
             raise ApiError(403, "foreign_origin", message)
-        owner = self._owner(scope) if self._owners else NO_OWNER
-        if owner is None and not self._is_open(scope["path"]):
-            where = ", or ?key=KEY" if self._takes_query(scope) else ""
+        if not self._owners:
+            return NO_OWNER
+        in_query = self._key_in_query or scope["type"] == "websocket"
+        for key in _keys_of(scope, in_query):
+            if (owner := owner_of(key)) in self._owners:  # digests: the time it takes tells nothing of a key
+                return owner
+        if not self._is_open(scope["path"]):
+            where = ", or ?key=KEY" if in_query else ""
             message = f"expected the header Authorization: Bearer KEY{where} with a key of this server's"
             raise ApiError(401, "invalid_api_key", message)
-        return owner
-
-    def _owner(self, scope: Any) -> str | None:
-        for key in _keys_of(scope, self._takes_query(scope)):
-            found = _digest(key)
-            for known, owner in self._owners.items():
-                if hmac.compare_digest(found, known):
-                    return owner
         return None
 
-    def _takes_query(self, scope: Any) -> bool:
-        return self._key_in_query or scope["type"] == "websocket"
-
     async def _whole_body(self, scope: Any, receive: Any) -> Any:
-        """Reads the body within its limits of size and time; returns a `receive` that gives it at once. Raises
-        ApiError."""
+        """Reads the body within its limits of size and time; returns a `receive` that gives it at once, None where the
+        client left meanwhile. Raises ApiError."""
         at_most = self._larger_bodies.get(scope["path"], self._max_body_bytes)
         length = Headers(scope=scope).get("content-length", "")
-        too_large = ApiError(413, "body_too_large", f"a body may have {at_most} bytes")
-        if length.isdigit() and int(length) > at_most:
-            raise too_large
+        found_bytes = int(length) if length.isdigit() else 0
         body = bytearray()
         more = True
         try:
             async with asyncio.timeout(self._body_s + at_most / _SLOWEST_BYTES_PER_S):
-                while more:
+                while more and found_bytes <= at_most:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise _Disconnected
+                        return None
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
-                    if len(body) > at_most:
-                        raise too_large
+                    found_bytes = max(found_bytes, len(body))
         except TimeoutError:
             raise ApiError(408, "body_timeout", "the body did not come in time: send it again") from None
+        if found_bytes > at_most:
+            raise ApiError(413, "body_too_large", f"a body may have {at_most} bytes")
         whole = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replay() -> Any:
@@ -157,33 +157,10 @@ class AccessMiddleware:
         return replay
 
 
-class _Disconnected(Exception):
-    """The client closed the connection before its body was complete."""
-
-
-def _with_id(send: Any, id: str) -> Any:
-    """`send` that adds the request's id to the response."""
-    header = REQUEST_ID_HEADER.lower().encode()
-
-    async def changed(message: Any) -> None:
-        if message["type"] in _FIRST_MESSAGES:
-            message = {**message, "headers": list(message.get("headers", ()))}
-            if not any(name.lower() == header for name, _ in message["headers"]):
-                message["headers"].append((header, id.encode()))
-        await send(message)
-
-    return changed
-
-
-def _keys_of(scope: Any, in_query: bool) -> Iterator[bytes]:
+def _keys_of(scope: Any, in_query: bool) -> Iterator[str]:
     """Keys of a request: a bearer token, or in the query, as a page can set no header of a WebSocket."""
     scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
-        yield given.strip().encode("latin-1")
-    for name, value in parse_qsl(scope["query_string"].decode("latin-1")):
-        if in_query and name == "key":
-            yield value.encode()
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()  # equal lengths, so that the time of a comparison does not depend on the key
+        yield given.strip()
+    if in_query:
+        yield from (value for name, value in parse_qsl(scope["query_string"].decode("latin-1")) if name == "key")

@@ -93,14 +93,12 @@ def _origin(word: str) -> str:
         host, port = parts.hostname or "", parts.port
     except ValueError:
         host = ""
-    if not host or parts.scheme not in ("http", "https") or parts.username is not None or not _is_name(host):
-        raise ServerError(f"--allow-origin must be like https://app.example or http://localhost:3000, got {word!r}")
-    host = f"[{host}]" if ":" in host else host
-    usual = {"http": 80, "https": 443}[parts.scheme]
-    origin = f"{parts.scheme}://{host}" + ("" if port in (None, usual) else f":{port}")
-    if parts.path or parts.query or parts.fragment:
-        raise ServerError(f"--allow-origin must end after the host and port, as {origin}, got {word!r}")
-    return origin
+    if not _is_name(host) or parts.scheme not in ("http", "https") or parts[2:] != ("", "", "") or "@" in parts.netloc:
+        message = "must be like https://app.example or http://localhost:3000, and end there"
+        raise ServerError(f"--allow-origin {message}, got {word!r}")
+    shown = f"[{host}]" if ":" in host else host
+    usual = port in (None, {"http": 80, "https": 443}[parts.scheme])
+    return f"{parts.scheme}://{shown}" + ("" if usual else f":{port}")
 
 
 def checked_hosts(words: Iterable[str]) -> frozenset[str]:

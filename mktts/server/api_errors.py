@@ -70,7 +70,7 @@ class ApiError(errors.MkttsError):
         )
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
-        detail = self.detail((headers or {}).get(REQUEST_ID_HEADER))
+        detail = self.detail()
         more = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         more |= {} if detail.request_id is None else {REQUEST_ID_HEADER: detail.request_id}
         # ASCII: a message may quote a name that has half a surrogate pair in it

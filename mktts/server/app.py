@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Security, WebSocket
-from fastapi.exceptions import HTTPException, RequestValidationError
+from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.routing import Match
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
@@ -44,7 +44,8 @@ _PAGE_HEADERS = {
     "Cache-Control": "no-cache",
 }
 _EXPOSED = [*AUDIO_HEADERS, "X-Sample-Rate", "X-Mktts-Ignored", "Retry-After"]
-_CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+_METHODS = ("GET", "HEAD", "POST", "DELETE")
 _SWEEP_S = 5.0  # the longest that a voice deleted by another server stays in memory
 
 log = logging.getLogger(__name__)
@@ -63,10 +64,9 @@ def make_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        sweeping = asyncio.create_task(_sweep(service.uploads)) if service.uploads is not None else None
+        sweeping = asyncio.create_task(_sweep(service.uploads))
         yield
-        if sweeping is not None:
-            sweeping.cancel()
+        sweeping.cancel()
 
     # /docs with its scripts from here: FastAPI's own page loads them from another host
     app = FastAPIOffline(title="mktts", redoc_url=None, static_url="/page/docs", lifespan=lifespan, responses=ERRORS)
@@ -90,28 +90,24 @@ def make_app(
         CORSMiddleware,
         allow_origins=list(origins),
         allow_origin_regex=LOOPBACK_ORIGIN,
-        allow_methods=["GET", "HEAD", "POST", "DELETE"],
+        allow_methods=_METHODS,
         allow_headers=["*"],
         expose_headers=_EXPOSED,
     )
 
     @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
-        refused(error.code)
-        return (error.in_openai_terms() if request.url.path.startswith(PREFIX) else error).response()
-
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return await api_error(request, from_validation(list(error.errors())))
-
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        code = _CODES[error.status_code]
-        refused(code)
-        more = {"Allow": _allowed(app, request)} if error.status_code == 405 else error.headers
-        return ApiError(error.status_code, code, str(error.detail)).response(more)
-
-    for status in _CODES:
-        app.add_exception_handler(status, http_error)
+    @app.exception_handler(StarletteHTTPException)
+    async def refuse(request: Request, error: Exception) -> Response:
+        headers = getattr(error, "headers", None)
+        if isinstance(error, RequestValidationError):
+            error = from_validation(list(error.errors()))
+        elif isinstance(error, StarletteHTTPException):
+            if error.status_code == 405:
+                headers = {"Allow": _allowed(app, request)}
+            error = ApiError(error.status_code, _CODES.get(error.status_code, "bad_request"), str(error.detail))
+        refused(error.code)
+        return (error.in_openai_terms() if request.url.path.startswith(PREFIX) else error).response(headers)
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
@@ -156,7 +152,9 @@ def make_app(
         wants_more = service.health.status == "ok"
         return JSONResponse({"ready": wants_more}, 200 if wants_more else 503)
 
-    @app.get("/metrics", response_class=PlainTextResponse, dependencies=locked)
+    plain = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+    @app.get("/metrics", response_class=Response, dependencies=locked, responses=plain)
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(service.meters.page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -172,19 +170,10 @@ def make_app(
     app.mount("/page", _PageFiles(directory=PAGE))
 
     @app.websocket("/{path:path}")  # last of the routes: the framework alone would answer 403
-    async def no_such_socket(socket: WebSocket, path: str) -> None:
-        refused("not_found")
-        answer = ApiError(404, "not_found", "no WebSocket is spoken here").response()
-        await answer(socket.scope, socket.receive, socket.send)
+    async def no_such_socket(path: str) -> None:
+        raise ApiError(404, "not_found", "no WebSocket is spoken here")
 
-    made = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            describe(made(), service)
-        return app.openapi_schema
-
-    app.openapi = openapi
+    describe(app.openapi(), service)  # it is kept, and every GET /openapi.json gets it
     return app
 
 
@@ -197,15 +186,16 @@ class _PageFiles(StaticFiles):
 
 def _allowed(app: FastAPI, request: Request) -> str:
     """The methods of all routes of a path; the framework names only those of the first."""
-    methods = ("GET", "HEAD", "POST", "DELETE")
-    scopes = [{**request.scope, "method": method} for method in methods]
-    found = [any(route.matches(scope)[0] is Match.FULL for route in app.routes) for scope in scopes]
-    return ", ".join(method for method, there in zip(methods, found, strict=True) if there)
+
+    def there(method: str) -> bool:
+        return any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in app.routes)
+
+    return ", ".join(filter(there, _METHODS))
 
 
-async def _sweep(folder: VoiceFolder) -> None:
+async def _sweep(folder: VoiceFolder | None) -> None:
     """Drops voices that have expired or that another server has deleted, every _SWEEP_S."""
-    while True:
+    while folder is not None:
         try:
             await asyncio.to_thread(folder.sweep)
         except Exception:

@@ -19,7 +19,6 @@ from mktts.server.address import access_of, add_address_arguments, listen, url_o
 from mktts.server.limits import Limits
 
 if TYPE_CHECKING:
-    from mktts.server.service import SpeechService
     from mktts.synth import Synthesizer
 
 EXAMPLES = """examples:
@@ -77,43 +76,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Serves until a signal; 0 after SIGTERM, 1 where the engine's own process has died."""
+    from mktts.model.voice import Voice
     from mktts.server.graceful import speech_server
+    from mktts.server.service import SpeechService
     from mktts.server.voices import VoiceFolder
 
     access = access_of(arguments)
     limits = Limits(**given(Limits, arguments))
-    if arguments.voice_folder is not None:
-        VoiceFolder(arguments.voice_folder, limits.max_voices)  # before the model: a folder that cannot be used shows
+    # What can be wrong without the model, before it: a folder, a file, a taken port.
+    uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
+    files = pairs_of(arguments.voice, "--voice", "NAME=FILE")
+    voices = {name.lower(): Voice.load(Path(file)) for name, file in files.items()}
+    aliases = pairs_of(arguments.voice_alias, "--voice-alias", "ALIAS=NAME")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    bound = listen(arguments.host, arguments.port, limits)  # before the model: a taken port shows at once
-    with bound:
-        synthesizer, service = open_service(arguments, limits)
-        with synthesizer:
-            server = speech_server(service, **access)
-            synthesizer.engine.on_gone = partial(server.handle_exit, signal.SIGTERM, None)
-            bound.listen()  # before the address is printed: connections wait from then on
-            log = logging.getLogger(__name__)
-            if service.model.random_weights:
-                log.info(RANDOM_WEIGHTS)
-            log.info(
-                "%s with the %s backend on %s, for %s at once (%s), at %s",
-                service.model.checkpoint, synthesizer.backend_name, synthesizer.device,
-                counted(service.streams_max, "listener"), synthesizer.capacity.basis, url_of(bound),
-            )  # fmt: skip
-            server.run([bound])
+    # Its public name: clients need not know where a folder lies on this machine.
+    folder = Path(arguments.checkpoint)
+    name = folder.resolve().name if folder.is_dir() else arguments.checkpoint
+    with listen(arguments.host, arguments.port, limits) as bound, _loaded(arguments) as synthesizer:
+        service = SpeechService(synthesizer, limits, voices, name, aliases, uploads, arguments.strict)
+        synthesizer.warm_up()
+        synthesizer.measure_capacity()
+        server = speech_server(service, **access)
+        synthesizer.engine.on_gone = partial(server.handle_exit, signal.SIGTERM, None)
+        bound.listen()  # before the address is printed: connections wait from then on
+        log = logging.getLogger(__name__)
+        if service.model.random_weights:
+            log.info(RANDOM_WEIGHTS)
+        log.info(
+            "%s with the %s backend on %s, for %s at once (%s), at %s",
+            service.model.checkpoint, synthesizer.backend_name, synthesizer.device,
+            counted(service.streams_max, "listener"), synthesizer.capacity.basis, url_of(bound),
+        )  # fmt: skip
+        server.run([bound])
     if server.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
     return 1 if synthesizer.engine.gone else 0
 
 
-def open_service(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthesizer, SpeechService]:
-    """The model that the arguments name, warm, and the service in which all connections share it. The caller closes the
-    synthesizer. Raises what loading raises."""
+def _loaded(arguments: argparse.Namespace) -> Synthesizer:
+    """The model that the arguments name. Raises what loading raises."""
     from mktts.checkpoint import open_checkpoint
-    from mktts.model.voice import Voice
-    from mktts.server.service import SpeechService
-    from mktts.server.voices import VoiceFolder
     from mktts.synth.synthesizer import BatchSettings, Synthesizer
 
     checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
@@ -121,27 +124,11 @@ def open_service(arguments: argparse.Namespace, limits: Limits) -> tuple[Synthes
         if arguments.backend == "upstream":
             raise ServerError("--instruct-clones: qwen-tts takes no instructions for clones: name another --backend")
         checkpoint = checkpoint.with_instructions()
-    files = pairs_of(arguments.voice, "--voice", "NAME=FILE")
-    voices = {name.lower(): Voice.load(Path(file)) for name, file in files.items()}
-    aliases = pairs_of(arguments.voice_alias, "--voice-alias", "ALIAS=NAME")
-    uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
-    # Its public name: clients need not know where a folder lies on this machine.
-    folder = Path(arguments.checkpoint)
-    name = folder.resolve().name if folder.is_dir() else arguments.checkpoint
     batch = BatchSettings(codec=arguments.codec_precision)
     settings: dict[str, Any] = {**loading(arguments), "engine": arguments.engine, "batch": batch}
     if runs_apart(arguments.engine_process, arguments.engine, settings["device"]):
-        synthesizer = Synthesizer.load_apart(checkpoint, arguments.checkpoint, arguments.revision, settings)
-    else:
-        synthesizer = Synthesizer.load(checkpoint, **settings)
-    try:
-        service = SpeechService(synthesizer, limits, voices, name, aliases, uploads, arguments.strict)
-        synthesizer.warm_up()
-        synthesizer.measure_capacity()
-    except BaseException:
-        synthesizer.close()
-        raise
-    return synthesizer, service
+        return Synthesizer.load_apart(checkpoint, arguments.checkpoint, arguments.revision, settings)
+    return Synthesizer.load(checkpoint, **settings)
 
 
 def runs_apart(process: str, engine: str, device: str) -> bool:

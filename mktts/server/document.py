@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mktts.server.schemas import DEFAULT, ErrorBody, ErrorDetail
+from mktts.server.schemas import DEFAULT, ErrorBody
 from mktts.spec import LANGUAGE_CODES, SAMPLE_RATE_HZ
 
 if TYPE_CHECKING:
@@ -36,10 +36,9 @@ AUDIO_HEADERS = {
     "X-Sample-Format": "s16le: signed 16 bits, little endian; or the name of the format that holds them",
     "X-Random-Weights": "true: the audio is noise, not speech",
 }
-_ERROR = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}}
 ERRORS = {  # of every route: the shape is the same everywhere
-    "4XX": {"description": "The caller's mistake, or a server with too much to do (429).", "content": _ERROR},
-    "5XX": {"description": "The server's own, or that it stops (503).", "content": _ERROR},
+    "4XX": {"description": "The caller's mistake, or a server with too much to do (429).", "model": ErrorBody},
+    "5XX": {"description": "The server's own, or that it stops (503).", "model": ErrorBody},
 }
 
 
@@ -75,9 +74,6 @@ def describe(document: dict[str, Any], service: SpeechService) -> None:
     name = {"type": "string", "enum": [*service.speakers, *service.aliases, DEFAULT]}
     as_object = {"type": "object", "properties": {"id": name}, "required": ["id"], "additionalProperties": False}
     openai["voice"] = {"description": openai["voice"]["description"], "anyOf": [name, as_object, {"type": "null"}]}
-    for shape in (ErrorBody, ErrorDetail):
-        schemas[shape.__name__] = shape.model_json_schema(ref_template="#/components/schemas/{model}")
-        schemas[shape.__name__].pop("$defs", None)
 
 
 def _narrow(schema: dict[str, Any], **limit: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, h11
 
-from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, new_id
+from mktts.server.api_errors import ApiError, current_id, new_id
 from mktts.server.app import make_app
 from mktts.server.service import SpeechService
 
@@ -106,7 +106,8 @@ class _TimedHttp(H11Protocol):
 
     def _refuse(self, reason: bytes, error: ApiError) -> None:
         """Answers a request that no application will see, and closes the connection."""
-        found = error.response({REQUEST_ID_HEADER: new_id(), "Connection": "close"})
+        current_id.set(new_id())
+        found = error.response({"Connection": "close"})
         answer = [
             h11.Response(status_code=error.status, headers=found.raw_headers, reason=reason),
             h11.Data(data=found.body),

@@ -29,6 +29,7 @@ from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
 PREFIX = "/v1/"  # under it the caller's mistakes are 400, as OpenAI's are
 SPEECH_PATH = "/v1/audio/speech"
 VOICES_PATH = "/v1/audio/voices"
+_MAX_KEY_CHARS = 40  # of an unknown key in an answer
 
 
 async def json_only(request: Request) -> None:
@@ -65,40 +66,27 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
     async def openai_speech(body: OpenAISpeechRequest, request: Request) -> Response:
         """OpenAI's speech endpoint, with more keys for this model. The sound is encoded and sent while it is made; a
         WAV's header then says 0xFFFFFFFF bytes, as its length is not known."""
-        return await speech(body, request)
-
-    @router.get(
-        SPEECH_PATH,
-        response_class=Response,
-        dependencies=[Depends(no_foreign_element)],
-        responses={**spoken, 206: {"description": "The part that Range asks for."}},
-    )
-    async def openai_speech_of_address(query: Annotated[OpenAISpeechQuery, Query()], request: Request) -> Response:
-        """As POST, for what has an address and no body, such as `<audio src>`. With `stream=false` the sound is kept
-        for a while, by its address and the caller's key, and Range is heeded."""
-        return await speech(query, request)
-
-    async def speech(body: OpenAISpeechRequest, request: Request) -> Response:
-        strict, ignored = service.strict if body.strict is None else body.strict, body.ignored
+        strict = service.strict if body.strict is None else body.strict
+        ignored = []
         for key in body.model_extra or {}:
             near = get_close_matches(key, keys, 1, 0.85)
             if near or strict:
                 hint = f"did you mean {near[0]}?" if near else "leave it out, or send strict: false"
-                raise ApiError(400, "unknown_key", f"{key[:40]}: there is no such key, {hint}", key[:40])
+                shown = key[:_MAX_KEY_CHARS]
+                raise ApiError(400, "unknown_key", f"{shown}: there is no such key, {hint}", shown)
+            if key.isidentifier() and key.isascii() and len(key) <= _MAX_KEY_CHARS:  # the header takes no odd ones
+                ignored.append(key)
         if body.instruct is not None and not service.takes_instruct and not strict:
             body.instruct = None
-            ignored = ["instructions", *ignored]
+            ignored.append("instructions")
         if body.word_timestamps and body.stream_format != "sse":
             if strict:
                 raise ApiError(400, "no_place", "word_timestamps: expected stream_format: sse", "word_timestamps")
             body.word_timestamps = False
-            ignored = [*ignored, "word_timestamps"]
+            ignored.append("word_timestamps")
         if body.task_type not in (None, task):
             message = f"task_type: this checkpoint is for {task}, got {body.task_type}"
             raise ApiError(400, "wrong_task", message, "task_type")
-
-        async def usage() -> tuple[int, int]:
-            return len(await asyncio.to_thread(lambda: service.tokenizer.encode(body.input))), stream.frames
 
         format = body.response_format or "mp3"
         how: dict[str, Any] = {"speed": body.speed or 1.0, "sample_rate_hz": body.sample_rate or usual_rate_hz(format)}
@@ -108,7 +96,7 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
         except MkttsError as error:
             raise ApiError(400, "bad_format", str(error), "response_format") from None
         if body.stream_format == "sse":
-            how["usage"] = usage
+            how["tokens"] = lambda: len(service.tokenizer.encode(body.input))
         owner = owner_of_request(request.scope)
         voice = await brought_voice(body, owner)
         if whole and request.method == "GET":
@@ -122,8 +110,19 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
         layout = {None: None, True: "whole", False: "streaming"}[body.non_streaming_mode]
         stream = service.speak("openai_speech", body, body.input, voice=voice, layout=layout, owner=owner)
         return AudioResponse(
-            stream, encoder, limits.stall_s, model.random_weights, format=format, ignored_keys=ignored, **how
+            stream, encoder, limits.stall_s, model.random_weights, format=format, ignored_keys=sorted(ignored), **how
         )
+
+    @router.get(
+        SPEECH_PATH,
+        response_class=Response,
+        dependencies=[Depends(no_foreign_element)],
+        responses={**spoken, 206: {"description": "The part that Range asks for."}},
+    )
+    async def openai_speech_of_address(query: Annotated[OpenAISpeechQuery, Query()], request: Request) -> Response:
+        """As POST, for what has an address and no body, such as `<audio src>`. With `stream=false` the sound is kept
+        for a while, by its address and the caller's key, and Range is heeded."""
+        return await openai_speech(query, request)
 
     async def brought_voice(body: OpenAISpeechRequest, owner: str) -> Voice | None:
         """The voice of the recording that the request brings or names; None where it does neither. Raises ApiError."""

@@ -29,7 +29,6 @@ _OTHER_NAMES = {
     "do_sample": "greedy",
     "subtalker_dosample": "predictor_greedy",
 }
-_MAX_NAME_CHARS = 40
 _VALUE: TypeAdapter[Any] = TypeAdapter(bool | int | float | dict[str, str] | None, config=ConfigDict(strict=True))
 _TASKS = tuple(kind.upstream_name for kind in MODEL_TYPES.values())
 
@@ -177,12 +176,6 @@ class OpenAISpeechRequest(VoiceParams):
         if given.get("top_k") == -1:
             given["top_k"] = 0
         return given
-
-    @property
-    def ignored(self) -> list[str]:
-        """The unknown keys, except odd or long ones."""
-        names = self.model_extra or {}
-        return sorted(name for name in names if name.isidentifier() and name.isascii() and len(name) <= _MAX_NAME_CHARS)
 
 
 class OpenAISpeechQuery(OpenAISpeechRequest):

@@ -10,7 +10,7 @@ import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -82,36 +82,37 @@ class ServedStream:
         self._started_s = time.perf_counter()
         self._reason: str | None = None
         self._player = Player()
-        self._peeked: Chunk | None = None
-
-    async def begun(self) -> None:
-        """Waits for the first chunk, which `chunks` then begins with, or for the end. Raises ApiError where the stream
-        was refused, or failed."""
-        self._peeked = await self._take()
 
     async def chunks(self) -> AsyncGenerator[Chunk]:
         """Chunks as they are to be written, each within `sending`: at once, or several together where the listener has
         time. A write costs the event loop about the same whatever it holds, and the network a packet. Ends where the
-        stream does. Raises ApiError where the generation failed, behind what was held back."""
+        stream does. Raises ApiError where it failed, or the server ended it, behind what was held back."""
         held: list[Chunk] = []
-        ended, error = False, None
+        ended = False
         while not ended:
             late = False
             try:
-                chunk = await self._take(max(0.0, self._lead_s() - KEPT_LEAD_S) if held else None)
+                chunk = await self._stream.take(max(0.0, self._lead_s() - KEPT_LEAD_S) if held else None)
+                ended = chunk is None
+                held += [chunk] if chunk else []
             except TimeoutError:
                 late = True
-            except ApiError as raised:
-                ended, error = True, raised
-            else:
-                ended = chunk is None
-                held += [] if ended else [chunk]
+            except Exception as error:
+                ended = True
+                if self.error is None:
+                    self.error = from_error(error)
+                    if self.error.status >= 500:
+                        log.exception("stream %s failed", self.id)
             frames = sum(one.frames for one in held)
             if held and (late or ended or self._lead_s() <= KEPT_LEAD_S or frames >= MAX_HELD_FRAMES):
+                if self.first_audio_ms is None:
+                    self.first_audio_ms = round((time.perf_counter() - self._started_s) * 1_000, 3)
+                self.frames += frames
+                self._samples += sum(len(one.pcm) for one in held)
                 yield _joined(held)
                 held = []
-        if error is not None:
-            raise error
+        if self.error is not None:
+            raise self.error
 
     @contextlib.contextmanager
     def sending(self, duration_s: float) -> Iterator[None]:
@@ -130,56 +131,22 @@ class ServedStream:
     def _lead_s(self) -> float:
         return self._player.lead_s(time.perf_counter())
 
-    async def _take(self, within_s: float | None = None) -> Chunk | None:
-        """The next chunk as it is made; None at the end. Raises ApiError, and TimeoutError after `within_s`."""
-        if self._peeked is not None:
-            peeked, self._peeked = self._peeked, None
-            return peeked
+    def feed(self, text: str | None) -> None:
+        """More text of a session; None: no more comes. The stream fails where it cannot be spoken, or is too long. The
+        clock of the first audio starts with the first text that can be seen."""
+        if self._stream.idle:  # it waited for text: nothing is late until a frame's time after it
+            self._player.pause(time.perf_counter() + 1 / FRAME_RATE_HZ)
         try:
-            chunk = await self._stream.take(within_s)
-        except TimeoutError:
-            raise
-        except Exception as error:
-            if self.error is None:
-                self.error = from_error(error)
-                if self.error.status >= 500:
-                    log.exception("stream %s failed", self.id)
-            raise self.error from error
-        if chunk is None:
-            if self.error is not None:  # the server ended it
-                raise self.error
-            return None
-        if self.first_audio_ms is None:
-            self.first_audio_ms = round((time.perf_counter() - self._started_s) * 1_000, 3)
-        self.frames += chunk.frames
-        self._samples += len(chunk.pcm)
-        return chunk
-
-    def feed(self, text: str) -> None:
-        """More text of a session; the stream fails where it cannot be spoken, or is too long. The clock of the first
-        audio starts with the first text that can be seen."""
-        if self.chars == 0 and text.strip():
-            self._started_s = time.perf_counter()
-        self.chars += len(text)
-        self._forgive_lateness()
-        try:
+            if text is None:
+                self._stream.finish()
+                return
+            if self.chars == 0 and text.strip():
+                self._started_s = time.perf_counter()
+            self.chars += len(text)
             self._check_chars(self.chars)
             self._stream.feed(text)
         except MkttsError as error:
             self.fail(from_error(error))
-
-    def finish(self) -> None:
-        """No more text comes."""
-        self._forgive_lateness()
-        try:
-            self._stream.finish()
-        except MkttsError as error:
-            self.fail(from_error(error))
-
-    def _forgive_lateness(self) -> None:
-        """Where the stream waited for text, nothing is late until a frame's time after it."""
-        if self._stream.idle:
-            self._player.pause(time.perf_counter() + 1 / FRAME_RATE_HZ)
 
     def fail(self, error: ApiError) -> None:
         """Ends the generation for a reason that the client receives."""
@@ -194,18 +161,12 @@ class ServedStream:
         self._stream.cancel()
         self._reason = "error" if self.error is not None else self._stream.finish_reason or "cancelled"
         self._on_close(self)
-        log.info("stream %s: %s, %d characters, seed %d, %s", self.id, self.route, self.chars, self.seed, self._outcome)
-
-    @property
-    def _outcome(self) -> str:
-        """How it ended, for the log. Of an error's message only busy's, which has numbers in it: others may quote the
-        text, which is not logged."""
         error, first_ms = self.error, self.first_audio_ms
-        sent = "no audio" if first_ms is None else f"{self.frames} frames, first audio after {first_ms} ms"
-        if error is None:
-            return f"{sent}, {self._reason}"
-        why = f"{error.code}: {error}" if error.code == "busy" else error.code
-        return f"refused, {why}" if first_ms is None and error.status < 500 else f"{sent}, {self._reason}, {why}"
+        how = "no audio" if first_ms is None else f"{self.frames} frames, first audio after {first_ms} ms"
+        how = "refused" if error is not None and first_ms is None and error.status < 500 else f"{how}, {self._reason}"
+        if error is not None:  # of its message only busy's, which has numbers in it: others may quote the text
+            how += f", {error.code}: {error}" if error.code == "busy" else f", {error.code}"
+        log.info("stream %s: %s, %d characters, seed %d, %s", self.id, self.route, self.chars, self.seed, how)
 
     @property
     def words(self) -> list[WordTime] | None:
@@ -251,8 +212,8 @@ class AudioResponse(Response):
 
     encoder: makes the bytes; format, speed, sample_rate_hz: what of.
     stall_s: a client that takes no byte for this long is dropped.
-    usage: for server-sent events as OpenAI's (stream_format: sse): asked at the end for the tokens of the text and the
-        frames of the speech. None sends the bytes as they are. Words whose times are known have events between.
+    tokens: for server-sent events as OpenAI's (stream_format: sse): asked at the end, in a thread, how many the text
+        has. None sends the bytes as they are. Words whose times are known have events between.
     kept: makes the response, of headers and bytes, where the first bytes are all there is."""
 
     def __init__(
@@ -265,14 +226,14 @@ class AudioResponse(Response):
         format: StreamFormat = "pcm",
         speed: float = 1.0,
         sample_rate_hz: int = SAMPLE_RATE_HZ,
-        usage: Callable[[], Awaitable[tuple[int, int]]] | None = None,
+        tokens: Callable[[], int] | None = None,
         ignored_keys: Sequence[str] = (),
         kept: Callable[[Mapping[str, str], bytes], Response] | None = None,
     ) -> None:
         self.status_code = 200  # Response's own __init__ would announce an empty body
         self.background = None
         headers = {  # what is known before the first sample; the rest is at GET /tts/stream/{X-Request-Id}
-            "Content-Type": "text/event-stream" if usage else MEDIA_TYPES[format].format(rate_hz=sample_rate_hz),
+            "Content-Type": "text/event-stream" if tokens else MEDIA_TYPES[format].format(rate_hz=sample_rate_hz),
             REQUEST_ID_HEADER: stream.id,
             "X-Seed": str(stream.seed),
             "X-Sample-Rate-Hz": str(sample_rate_hz),
@@ -290,59 +251,28 @@ class AudioResponse(Response):
         self._encoder = encoder
         self._stall_s = stall_s
         self._speed = speed
-        self._usage = usage
+        self._tokens = tokens
         self._kept = kept
         self._words = 0  # that were sent
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        watch = asyncio.create_task(self._close_on_disconnect(receive))
-        try:
-            await self._send_all(scope, receive, send)
-        finally:
-            watch.cancel()
-            self._stream.close()
-
-    async def _close_on_disconnect(self, receive: Any) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._stream.close()
-
-    async def _encoded(self, chunk: Chunk | None) -> bytes:
-        """What can be sent once `chunk` is in, perhaps nothing yet; for None the rest. An encoder works in a thread."""
-        encoder = self._encoder
-        if isinstance(encoder, Samples):
-            data = encoder.finish() if chunk is None else encoder.feed_pcm16(chunk.pcm16)
-        elif chunk is None:
-            data = await asyncio.to_thread(encoder.finish)
-        else:
-            data = await asyncio.to_thread(encoder.feed, chunk.pcm)
-        if self._usage is None:
-            return data
-        if data:
-            data = _event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
-        if words := (self._stream.words or [])[self._words :] if chunk is None else chunk.words:
-            self._words += len(words)
-            data += _event({"type": "speech.audio.words", "words": [self._as_played(word) for word in words]})
-        if chunk is None:
-            tokens, frames = await self._usage()
-            usage = {"input_tokens": tokens, "output_tokens": frames, "total_tokens": tokens + frames}
-            data += _event({"type": "speech.audio.done", "usage": usage})
-        return data
-
-    def _as_played(self, word: WordTime) -> dict[str, Any]:
-        times = {"start_s": word.start_s / self._speed, "end_s": word.end_s / self._speed}
-        return asdict(word) | {name: round(time_s, 3) for name, time_s in times.items()}
-
-    async def _send_all(self, scope: Any, receive: Any, send: Any) -> None:
         stream, sound_s, started = self._stream, 0.0, False
+
+        async def close_on_disconnect() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            stream.close()
 
         async def write(data: bytes, more: bool = True) -> None:
             nonlocal started
             if not started:
                 started = True
+                if not more:
+                    self.headers["Content-Length"] = str(len(data))
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
+        watch = asyncio.create_task(close_on_disconnect())
         try:
             async with contextlib.aclosing(stream.chunks()) as chunks:
                 async for chunk in chunks:
@@ -353,30 +283,54 @@ class AudioResponse(Response):
                             async with asyncio.timeout(self._stall_s):
                                 await write(data)
                         sound_s = 0.0
-            rest = b"" if stream.closed else await self._encoded(None)
+            if stream.closed:  # the client went away
+                return
+            rest = await self._encoded(None)
+            if stream.closed:
+                return
+            stream.close()  # before the last byte: a client that has it all finds the record complete
+            if started or self._kept is None:
+                await write(rest, more=False)
+            else:
+                await self._kept(dict(self.headers), rest)(scope, receive, send)
         except ApiError as error:
+            stream.close()
             if not started:
-                stream.close()
-                if stream.route == "openai_speech":
-                    error = error.in_openai_terms()
-                await error.response({REQUEST_ID_HEADER: stream.id})(scope, receive, send)
-            elif self._usage is not None:
-                stream.close()
-                # OpenAI's clients raise it
+                shown = error.in_openai_terms() if stream.route == "openai_speech" else error
+                await shown.response()(scope, receive, send)
+            elif self._tokens is not None:  # OpenAI's clients raise it
                 await write(_event({"type": "error", "error": error.detail().shown()}), more=False)
-            return
         except TimeoutError:
             log.warning("stream %s: the client took nothing for %g s", stream.id, self._stall_s)
-            return
-        if stream.closed:  # the client went away
-            return
-        stream.close()  # before the last byte: a client that has it all finds the record complete
-        if not started and self._kept is not None:
-            await self._kept(dict(self.headers), rest)(scope, receive, send)
-            return
-        if not started:
-            self.headers["Content-Length"] = str(len(rest))
-        await write(rest, more=False)
+        finally:
+            watch.cancel()
+            stream.close()
+
+    async def _encoded(self, chunk: Chunk | None) -> bytes:
+        """What can be sent once `chunk` is in, perhaps nothing yet; for None the rest. An encoder works in a thread."""
+        encoder = self._encoder
+        if isinstance(encoder, Samples):
+            data = encoder.feed_pcm16(b"" if chunk is None else chunk.pcm16)
+        elif chunk is None:
+            data = await asyncio.to_thread(encoder.finish)
+        else:
+            data = await asyncio.to_thread(encoder.feed, chunk.pcm)
+        if self._tokens is None:
+            return data
+        if data:
+            data = _event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
+        if words := (self._stream.words or [])[self._words :] if chunk is None else chunk.words:
+            self._words += len(words)
+            data += _event({"type": "speech.audio.words", "words": [self._as_played(word) for word in words]})
+        if chunk is None:
+            tokens, frames = await asyncio.to_thread(self._tokens), self._stream.frames
+            usage = {"input_tokens": tokens, "output_tokens": frames, "total_tokens": tokens + frames}
+            data += _event({"type": "speech.audio.done", "usage": usage})
+        return data
+
+    def _as_played(self, word: WordTime) -> dict[str, Any]:
+        times = {"start_s": word.start_s / self._speed, "end_s": word.end_s / self._speed}
+        return asdict(word) | {name: round(time_s, 3) for name, time_s in times.items()}
 
 
 class KeptSounds:

@@ -106,8 +106,8 @@ class SpeechService:
         the one that `params` names. layout: of the prompt; None takes the checkpoint's. owner: whose uploaded voices
         may be named."""
         self.admit()
-        settings = self._settings(params, voice, owner)
         try:
+            settings = self._settings(params, voice, owner)
             if text is None:
                 stream = self.synthesizer.open(**settings)
             else:
@@ -134,7 +134,7 @@ class SpeechService:
             raise ApiError(422, f"{key}_too_long", message, key)
 
     def _settings(self, params: VoiceParams, voice: Voice | None, owner: str) -> dict[str, Any]:
-        """The keyword arguments of Synthesizer.stream and open. Raises ApiError."""
+        """The keyword arguments of Synthesizer.stream and open. Raises ApiError and SamplingError."""
         limits = self.limits
         if params.instruct is not None:
             self.check_chars(len(params.instruct), "instruct")
@@ -152,10 +152,6 @@ class SpeechService:
         speaker = None
         if voice is None:
             speaker, voice = self._speaker_or_voice(params.speaker, owner)
-        try:
-            sampling = self.synthesizer.sampling.with_flat(params.sampling())
-        except Exception as error:
-            raise from_error(error) from None
         return {
             "language": language,
             "speaker": speaker,
@@ -163,7 +159,7 @@ class SpeechService:
             "voices": self._voices,
             "instruct": params.instruct,
             "seed": params.seed,
-            "sampling": sampling,
+            "sampling": self.synthesizer.sampling.with_flat(params.sampling()),
             "max_frames": params.max_frames or limits.max_frames,
             "pronunciations": params.pronunciations,
             "options": StreamOptions(
@@ -176,24 +172,22 @@ class SpeechService:
 
     def _speaker_or_voice(self, wanted: str | None, owner: str) -> tuple[str | None, Voice | None]:
         """The built-in speaker or the saved voice of that name or alias; the default for None. Raises ApiError."""
-        name = (wanted or DEFAULT).lower()
+        name: str | None = (wanted or DEFAULT).lower()
         name = self.aliases.get(name, name)
         if name == DEFAULT and name not in self.speakers:
-            if self.model.clones and not self.speakers:
-                message = "speaker: this server has no voice: send ref_audio, or start it with --voice NAME=FILE"
-                raise ApiError(422, "no_voice", message, "speaker")
             name = self.default_speaker
-        elif name not in self.speakers:
-            if (uploaded := self.saved_voice(name, owner)) is not None:
-                return None, uploaded
+        if name is None and self.model.clones:
+            message = "speaker: this server has no voice: send ref_audio, or start it with --voice NAME=FILE"
+            raise ApiError(422, "no_voice", message, "speaker")
+        if name is None or (name in self.speakers and name not in self._voices):
+            return name, None
+        if (voice := self.saved_voice(name, owner)) is None:
             known = ", ".join(self.speakers) or f"none: a {self.model.type} checkpoint has no built-in speakers"
             raise ApiError(422, "unknown_speaker", f"speaker must be one of {known}; got {name!r}", "speaker")
-        voice = self._voices.get(name) if name else None
-        return (None if voice is not None else name), voice
+        return None, voice
 
     def saved_voice(self, name: str, owner: str = NO_OWNER) -> Voice | None:
-        """A saved voice by its name or by an alias of it, or one that `owner` has uploaded; None where there is
-        none."""
+        """A saved voice by its name or alias, or one that `owner` has uploaded; None where there is none."""
         saved = self._voices.get(self.aliases.get(name.lower(), name.lower()))
         return saved if saved is not None or self.uploads is None else self.uploads.find(owner, name)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hashlib
 import logging
 import os
@@ -88,8 +87,18 @@ class References:
     async def make(self, data: bytes, transcript: str | None, key: str = "ref_audio") -> Voice:
         """The voice of a recording's bytes, which is not kept here, in-context where `transcript` is given. key: what
         the caller calls it. Raises ApiError."""
-        async with self._lock:
-            return await asyncio.to_thread(self._made, data, transcript, key)
+
+        def made() -> Voice:
+            pcm, rate_hz = decode_untrusted(data, self._decoding)
+            return clone_voice(self._checkpoint, pcm, rate_hz, transcript)
+
+        try:
+            async with self._lock:
+                return await asyncio.to_thread(made)
+        except BackendUnavailable as error:
+            raise ApiError(400, "cloning_unavailable", f"this server cannot clone a voice: {error}", key) from None
+        except MkttsError as error:
+            raise ApiError(400, "bad_reference", f"{key}: {error}", key) from None
 
     async def voice(self, recording: str, transcript: str | None) -> Voice:
         """As `make`, of a recording as a request brings it; the same voice again for the same one."""
@@ -102,33 +111,19 @@ class References:
             self._voices.popitem(last=False)
         return self._voices[key]
 
-    def _made(self, data: bytes, transcript: str | None, key: str) -> Voice:
-        try:
-            pcm, rate_hz = decode_untrusted(data, self._decoding)
-            return clone_voice(self._checkpoint, pcm, rate_hz, transcript)
-        except BackendUnavailable as error:
-            raise ApiError(400, "cloning_unavailable", f"this server cannot clone a voice: {error}", key) from None
-        except MkttsError as error:
-            raise ApiError(400, "bad_reference", f"{key}: {error}", key) from None
-
 
 def _read(recording: str) -> bytes:
-    """The bytes of a recording as a request brings it. A server that opened what a request names could be sent to files
-    and addresses that only it can reach. Raises ApiError."""
+    """The bytes of a recording as a request brings it: base64 of either alphabet, with or without its padding. A server
+    that opened what a request names could be sent to files and addresses that only it can reach. Raises ApiError."""
     if recording[:64].partition(":")[0].lower() == "data":
-        return _from_base64(recording.partition(",")[2])
-    if len(recording) >= _SHORTEST_BASE64 and _BASE64_TEXT.fullmatch(recording):
-        return _from_base64(recording)
-    message = "ref_audio: expected the recording in base64 or a data: URL, or the name of a voice; nothing else is read"
-    raise ApiError(400, "reference_not_allowed", message, "ref_audio")
-
-
-def _from_base64(text: str) -> bytes:
-    """Of either alphabet, with or without its padding. Raises ApiError."""
-    plain = "".join(text.split()).replace("-", "+").replace("_", "/").rstrip("=")
+        recording = recording.partition(",")[2]
+    elif len(recording) < _SHORTEST_BASE64 or not _BASE64_TEXT.fullmatch(recording):
+        message = "expected the recording in base64 or a data: URL, or the name of a voice; nothing else is read"
+        raise ApiError(400, "reference_not_allowed", f"ref_audio: {message}", "ref_audio")
+    plain = "".join(recording.split()).replace("-", "+").replace("_", "/").rstrip("=")
     try:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         message = "ref_audio: expected base64, found other characters"
         raise ApiError(400, "bad_reference", message, "ref_audio") from None
 

@@ -17,9 +17,10 @@ from typing import Any
 from fastapi import WebSocket, WebSocketDisconnect
 from pydantic import TypeAdapter, ValidationError
 
+from mktts.engine.options import Chunk
 from mktts.server.access import owner_of_request
 from mktts.server.api_errors import ApiError, from_validation
-from mktts.server.schemas import Cancel, ClientMessage, Finish, Start, StrictModel, Text
+from mktts.server.schemas import Cancel, ClientMessage, Start, Text
 from mktts.server.served_stream import ServedStream
 from mktts.server.service import SpeechService
 from mktts.spec import SAMPLE_RATE_HZ
@@ -27,6 +28,7 @@ from mktts.spec import SAMPLE_RATE_HZ
 _MESSAGES: TypeAdapter[Any] = TypeAdapter(ClientMessage)
 _MAX_WAITING = 8  # utterances started and cancelled while the client has read none of their ends
 _POLICY_VIOLATION = 1008  # RFC 6455, 7.4.1
+_GONE = (RuntimeError, WebSocketDisconnect, TimeoutError)  # what sending raises where the client is, or reads nothing
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +50,12 @@ class SpeechSocket:
         answering = asyncio.create_task(self._answer())
         try:
             while True:
-                self._handle(await self._message())
+                await self._take_message()
         except WebSocketDisconnect:
             pass
         except ApiError as error:  # a message that makes no sense
             self._end()
-            with contextlib.suppress(RuntimeError, WebSocketDisconnect, TimeoutError):
+            with contextlib.suppress(*_GONE):
                 await self._refuse(error)
                 await self._socket.close(_POLICY_VIOLATION, error.code)
         finally:
@@ -61,61 +63,49 @@ class SpeechSocket:
             answering.cancel()
 
     async def _answer(self) -> None:
-        with contextlib.suppress(RuntimeError, WebSocketDisconnect, TimeoutError):  # gone: the receiving task sees it
+        with contextlib.suppress(*_GONE):  # the receiving task sees it
             while True:
                 await (await self._answers.get())()
 
-    async def _message(self) -> Any:
-        """The next message. Raises ApiError, and WebSocketDisconnect at the end of the connection."""
-        while True:
-            try:
-                async with asyncio.timeout(self._limits.idle_s if self._takes_text() else None):
-                    text = await self._socket.receive_text()
-                return _MESSAGES.validate_json(text)
-            except TimeoutError:
-                self._writing = False
-                self._stream.fail(ApiError(408, "idle", f"no text for {self._limits.idle_s:g} s"))
-            except KeyError:
-                raise ApiError(422, "not_text", "expected a JSON message, got a binary one") from None
-            except ValidationError as error:
-                raise from_validation(error.errors(include_input=False), tagged=True) from None
-
-    def _handle(self, message: StrictModel) -> None:
+    async def _take_message(self) -> None:
+        """Does what the next message says. Raises ApiError, and WebSocketDisconnect at the end of the connection."""
+        try:
+            async with asyncio.timeout(self._limits.idle_s if self._takes_text() else None):
+                text = await self._socket.receive_text()
+            message = _MESSAGES.validate_json(text)
+        except TimeoutError:
+            self._writing = False
+            self._stream.fail(ApiError(408, "idle", f"no text for {self._limits.idle_s:g} s"))
+            return
+        except KeyError:
+            raise ApiError(422, "not_text", "expected a JSON message, got a binary one") from None
+        except ValidationError as error:
+            raise from_validation(error.errors(include_input=False), tagged=True) from None
         if isinstance(message, Start):
             self._start(message)
         elif not self._begun:
             raise ApiError(422, "not_started", "expected start before anything else")
         elif isinstance(message, Cancel):
             self._end()
-        elif not self._takes_text():
-            pass  # it ended, or was refused, before the client could know
-        elif isinstance(message, Text):
-            self._stream.feed(message.text)
-        elif isinstance(message, Finish):
-            self._writing = False
-            self._stream.finish()
+        elif self._takes_text():  # otherwise it ended, or was refused, before the client could know
+            self._writing = isinstance(message, Text)
+            self._stream.feed(message.text if self._writing else None)
 
     def _start(self, message: Start) -> None:
         if self._stream is not None and not self._stream.closed:
             raise ApiError(422, "not_finished", "expected cancel, or finish and its finished, before another start")
+        if self._answers.full():
+            raise ApiError(422, "too_many_starts", f"{_MAX_WAITING} answers wait to be read: read them")
         self._begun = True
         owner = owner_of_request(self._socket.scope)
         try:
-            self._stream = self._service.speak("tts_ws", message, message.text, owner=owner)
+            self._stream = stream = self._service.speak("tts_ws", message, message.text, owner=owner)
         except ApiError as error:
             self._service.meters.refused.labels(error.code).inc()
-            self._answer_with(partial(self._refuse, error))
+            self._answers.put_nowait(partial(self._refuse, error))
             return
         self._writing = message.text is None
-        self._answer_with(partial(self._send_all, self._stream, known=not self._writing))
-
-    def _answer_with(self, send: Callable[[], Awaitable[None]]) -> None:
-        """Sends behind all that is being sent. Raises ApiError when a client that does not read asks for ever more."""
-        try:
-            self._answers.put_nowait(send)
-        except asyncio.QueueFull:
-            message = f"{_MAX_WAITING} answers wait to be read: read them"
-            raise ApiError(422, "too_many_starts", message) from None
+        self._answers.put_nowait(partial(self._send_all, stream, begun=self._writing))
 
     def _takes_text(self) -> bool:
         return self._writing and not self._stream.closed
@@ -126,51 +116,53 @@ class SpeechSocket:
         if self._stream is not None:
             self._stream.close()
 
-    async def _send_all(self, stream: ServedStream, known: bool) -> None:
-        """known: the whole text is there; the stream is then admitted, or refused, before anything is said of it."""
+    async def _send_all(self, stream: ServedStream, begun: bool) -> None:
+        """begun: `started` is sent at once, as text may still come; otherwise with the first sound, or the end: a
+        stream for which there is no place is refused instead."""
+        started = partial(
+            self._send,
+            "started",
+            id=stream.id,
+            seed=stream.seed,
+            sample_rate_hz=SAMPLE_RATE_HZ,
+            sample_format="s16le",
+            channels=1,
+            random_weights=self._service.model.random_weights,
+        )
         try:
-            if known:
-                try:
-                    await stream.begun()
-                except ApiError as error:  # what else is wrong the state holds
-                    if error.code == "busy":
-                        stream.close()
-                        await self._refuse(error)
-                        return
-            await self._send(
-                "started",
-                id=stream.id,
-                seed=stream.seed,
-                sample_rate_hz=SAMPLE_RATE_HZ,
-                sample_format="s16le",
-                channels=1,
-                random_weights=self._service.model.random_weights,
-            )
-            with contextlib.suppress(ApiError):  # the state holds it
+            if begun:
+                await started()
+            try:
                 async with contextlib.aclosing(stream.chunks()) as chunks:
                     async for chunk in chunks:
-                        words = {"words": [asdict(word) for word in chunk.words]} if stream.words is not None else {}
-                        with stream.sending(chunk.duration_s):
-                            await self._send(
-                                "chunk",
-                                id=stream.id,
-                                start_s=chunk.start_s,
-                                duration_s=chunk.duration_s,
-                                frames=chunk.frames,
-                                timings=asdict(chunk.timings),
-                                **words,
-                            )
-                            async with asyncio.timeout(self._limits.stall_s):
-                                await self._socket.send_bytes(chunk.pcm16)
+                        if not begun:
+                            begun = True
+                            await started()
+                        await self._send_chunk(stream, chunk)
+            except ApiError as error:  # what else is wrong the state holds
+                if error.code == "busy" and not begun:
+                    stream.close()
+                    await self._refuse(error)
+                    return
+            if not begun:
+                await started()
             stream.close()
             await self._send("finished", **stream.state.model_dump())
         except TimeoutError:
             log.warning("stream %s: the client took nothing for %g s", stream.id, self._limits.stall_s)
-            with contextlib.suppress(RuntimeError, WebSocketDisconnect, TimeoutError):
+            with contextlib.suppress(*_GONE):
                 async with asyncio.timeout(1):
                     await self._socket.close(_POLICY_VIOLATION, "stalled")
         finally:
             stream.close()
+
+    async def _send_chunk(self, stream: ServedStream, chunk: Chunk) -> None:
+        words = {} if stream.words is None else {"words": [asdict(word) for word in chunk.words]}
+        about = {"start_s": chunk.start_s, "duration_s": chunk.duration_s, "frames": chunk.frames}
+        with stream.sending(chunk.duration_s):
+            await self._send("chunk", id=stream.id, **about, timings=asdict(chunk.timings), **words)
+            async with asyncio.timeout(self._limits.stall_s):
+                await self._socket.send_bytes(chunk.pcm16)
 
     async def _send(self, type: str, **fields: Any) -> None:
         """Sends a message in JSON, in ASCII: what it quotes may have half a surrogate pair in it."""

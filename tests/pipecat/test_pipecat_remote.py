@@ -7,9 +7,10 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from http import HTTPStatus
-from typing import Any, Self
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pipecat.frames.frames import LLMFullResponseEndFrame, TTSAudioRawFrame, TTSSpeakFrame, TTSStoppedFrame
@@ -71,42 +72,33 @@ def failure(code: str) -> dict[str, Any]:
     return {"message": "told by the server", "type": "server_error", "param": None, "code": code}
 
 
-class FakeServer:
-    """Plays `script` for each connection, which ends with it. health: what `GET /health` says beside the usual."""
+@contextlib.asynccontextmanager
+async def fake_server(script: Callable[[Client], Awaitable[None]], **health: Any) -> AsyncIterator[SimpleNamespace]:
+    """Its url and clients. It plays `script` for each connection, which ends with it. health: what `GET /health` says
+    beside the usual."""
+    clients: list[Client] = []
+    said = {
+        "status": "ok",
+        "model": {"checkpoint": "fake", "type": "custom_voice", "random_weights": True},
+        "sample_rate_hz": SAMPLE_RATE_HZ,
+        "speakers": ["vivian"],
+        "languages": ["auto"],
+        **health,
+    }
 
-    def __init__(self, script: Callable[[Client], Awaitable[None]], **health: Any) -> None:
-        self.clients: list[Client] = []
-        self._script = script
-        self._health = {
-            "status": "ok",
-            "model": {"checkpoint": "fake", "type": "custom_voice", "random_weights": True},
-            "sample_rate_hz": SAMPLE_RATE_HZ,
-            "speakers": ["vivian"],
-            "languages": ["auto"],
-            **health,
-        }
-
-    async def __aenter__(self) -> Self:
-        self._server = await serve(self._play, "127.0.0.1", 0, process_request=self._answer, close_timeout=0.1)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        await self._server.wait_closed()
-
-    def _answer(self, connection: ServerConnection, request: Request) -> Response | None:
+    def answer(connection: ServerConnection, request: Request) -> Response | None:
         if request.path != "/health":
             return None
-        status = HTTPStatus.OK if self._health["status"] == "ok" else HTTPStatus.SERVICE_UNAVAILABLE
-        return connection.respond(status, json.dumps(self._health))
+        status = HTTPStatus.OK if said["status"] == "ok" else HTTPStatus.SERVICE_UNAVAILABLE
+        return connection.respond(status, json.dumps(said))
 
-    async def _play(self, socket: ServerConnection) -> None:
-        self.clients.append(Client(socket))
-        try:
-            await self._script(self.clients[-1])
-        except ConnectionClosed:
-            pass
+    async def play(socket: ServerConnection) -> None:
+        clients.append(Client(socket))
+        with contextlib.suppress(ConnectionClosed):
+            await script(clients[-1])
+
+    async with serve(play, "127.0.0.1", 0, process_request=answer, close_timeout=0.1) as server:
+        yield SimpleNamespace(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", clients=clients)
 
 
 async def forever(client: Client) -> None:
@@ -140,7 +132,7 @@ async def test_a_server_lost_in_mid_utterance_ends_it_and_the_context_is_true(fa
             await client.socket.send("[1, 2]")
         await forever(client)
 
-    async with FakeServer(script) as server:
+    async with fake_server(script) as server:
         tts = MkttsTTSService(
             source=RemoteSource(server.url, silence_s=0.1), text_aggregation_mode=mode, stop_frame_timeout_s=TOO_LATE_S
         )
@@ -166,7 +158,7 @@ async def test_a_slow_server_that_answers_pings_is_waited_for():
         await client.finished()
         await forever(client)
 
-    async with FakeServer(slow) as server:
+    async with fake_server(slow) as server:
         source = RemoteSource(server.url, silence_s=0.3)
         assert await taken(await source.speak("Hello.", Style())) == PIECE
         await source.disconnect()
@@ -183,7 +175,7 @@ async def test_a_cancel_ends_the_connection_and_the_next_utterance_has_one_that_
         await client.finished()
         await forever(client)
 
-    async with FakeServer(script) as server:
+    async with fake_server(script) as server:
         source = RemoteSource(server.url)
         await source.connect()
         first = await source.speak("One.", Style())
@@ -210,7 +202,7 @@ async def test_a_slow_consumer_stops_the_server_and_loses_nothing():
         await client.finished()
         await forever(client)
 
-    async with FakeServer(fast) as server:
+    async with fake_server(fast) as server:
         source = RemoteSource(server.url, silence_s=0.1)
         speech = await source.speak("Hello.", Style())
         await anext(speech)
@@ -245,7 +237,7 @@ async def test_errors_of_the_server_are_those_of_a_source_in_process(code, error
         await client.finished("error", code)
         await forever(client)
 
-    async with FakeServer(refuse) as server:
+    async with fake_server(refuse) as server:
         source = RemoteSource(server.url)
         refused = await source.open(Style())
         refused.feed("Hello.")
@@ -262,7 +254,7 @@ async def test_errors_of_the_server_are_those_of_a_source_in_process(code, error
 
 @pytest.mark.parametrize("by", ["source", "task"])
 async def test_disconnecting_and_cancelling_the_task_that_waits_end_the_generation(by):
-    async with FakeServer(forever) as server:
+    async with fake_server(forever) as server:
         source = RemoteSource(server.url)
         waiting = asyncio.create_task(taken(await source.speak("Hello.", Style())))
         await asyncio.sleep(0.05)  # it waits
@@ -288,7 +280,7 @@ async def test_disconnecting_and_cancelling_the_task_that_waits_end_the_generati
 )
 async def test_a_server_that_is_none_or_stops_is_an_error_at_the_start_and_the_pipeline_ends_in_order(health, message):
     async with contextlib.AsyncExitStack() as running:
-        url = (await running.enter_async_context(FakeServer(forever, **health or {}))).url
+        url = (await running.enter_async_context(fake_server(forever, **health or {}))).url
         if health is None:
             await running.aclose()
             with pytest.raises(errors.EngineError, match=message):
@@ -414,7 +406,7 @@ async def test_an_utterance_of_which_nothing_was_heard_begins_again(fed, how):
         await client.finished()
         await forever(client)
 
-    async with FakeServer(script) as server:
+    async with fake_server(script) as server:
         source = RemoteSource(server.url)
         if fed:
             speech = await source.open(Style())
@@ -431,7 +423,7 @@ async def test_an_utterance_of_which_nothing_was_heard_begins_again(fed, how):
 
 
 async def test_tries_have_an_end_and_a_cancel_ends_them():
-    async with FakeServer(lambda client: client.read("start")) as server:  # and breaks off
+    async with fake_server(lambda client: client.read("start")) as server:  # and breaks off
         source = RemoteSource(server.url)
         with pytest.raises(errors.ConnectionLost):
             await taken(await source.speak("Hello.", Style()))

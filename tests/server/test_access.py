@@ -57,7 +57,10 @@ def test_without_the_key_nothing_but_health_is_answered(locked, headers):
     assert locked.synth.streams == []
 
 
-def test_with_a_key_everything_is_answered(locked):
+def test_with_a_key_everything_is_answered_and_a_browser_may_send_it_in_the_address_of_a_websocket(locked):
+    for query in ("?key=a%2Fkey%3Dof-the%2Btests", "?x=1&key=another-key"):
+        with locked.open_socket(f"/tts/ws{query}"):
+            pass
     assert locked.post("/tts/stream", headers=BEARER, json={"text": "Hello.", "max_frames": 1}).status_code == 200
     assert locked.get("/metrics", headers={"Authorization": f"bearer  {OTHER}"}).status_code == 200
     assert locked.get("/health", headers={"Host": "bot.example"}).status_code == 200  # a key guards it
@@ -67,12 +70,6 @@ def test_with_a_key_everything_is_answered(locked):
     document = locked.get("/openapi.json").json()
     assert "HTTPBearer" in document["components"]["securitySchemes"]
     locked.synth.streams.clear()
-
-
-@pytest.mark.parametrize("query", ["?key=a%2Fkey%3Dof-the%2Btests", "?x=1&key=another-key"])
-def test_a_browser_may_send_its_key_in_the_address_of_a_websocket(locked, query):
-    with locked.open_socket(f"/tts/ws{query}"):
-        pass
 
 
 def test_a_file_holds_a_key_a_line_and_an_owner_does_not_tell_it(tmp_path):
@@ -169,7 +166,7 @@ def test_origins_and_hosts_are_taken_as_browsers_write_them():
         ("http://[::1]:3000", "http://[::1]:3000"),
     ):
         assert checked_origins([word]) == (origin,)
-    with pytest.raises(ServerError, match="must end after the host and port, as http://localhost:3000,"):
+    with pytest.raises(ServerError, match="must be like https://app.example or http://localhost:3000, and end there"):
         checked_origins(["http://localhost:3000/"])
     for word in ("", *"* null app.example https://*.example ftp://app.example http://a:b //a http://u@a".split()):
         with pytest.raises(ServerError, match="--allow-origin"):
