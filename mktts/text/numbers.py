@@ -9,7 +9,6 @@ from num2words import num2words
 
 from mktts.text.letters import WORDS, letters, read_alone
 
-NUMBER = re.compile(WORDS["fragments"]["number"])  # 7, 1,234.56, .5
 _ONES = "oh one two three four five six seven eight nine".split()
 _MOST_DIGITS = 15  # more have no name that a listener would know: they are read one by one
 _YEARS = range(1_100, 2_100)  # four digits without a comma that are read in pairs
@@ -17,121 +16,122 @@ _WHOLE_PARTS = (2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64)  # of an inch, a cup, a cla
 _PIECE = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+|[^\w\s]|_", re.ASCII)
 
 
-def _named(written: str, to: str = "cardinal") -> str:
+def cardinal(written: str, to: str = "cardinal") -> str:
     """21 -> "twenty-one", "twenty-first", as is said in America."""
     return num2words(int(written.replace(",", "")), to=to).replace(",", "").replace(" and ", " ")
 
 
-def _ordinal(written: str) -> str:
-    return _named(written, "ordinal")
+def ordinal(written: str) -> str:
+    return cardinal(written, "ordinal")
 
 
-def _year(written: str) -> str:
+def year(written: str) -> str:
     """1984 -> "nineteen eighty-four", 1905 -> "nineteen oh five", 2005 -> "two thousand five", 65 -> 1965."""
     century = "" if len(written) > 2 else "20" if written < "50" else "19"
-    return _named(century + written, "year").replace("oh-", "oh ")
+    return cardinal(century + written, "year").replace("oh-", "oh ")
 
 
-def _singly(digits: str, zero: str = "oh") -> str:
+def singly(digits: str, zero: str = "oh") -> str:
     """Digit by digit; what is no digit is left out."""
     return " ".join(zero if digit == "0" else _ONES[int(digit)] for digit in digits if digit.isdigit())
 
 
-def _in_pairs(digits: str) -> str:
+def in_pairs(digits: str) -> str:
     """How rooms, flights and models are called: 305 "three oh five", 747 "seven forty-seven", 1200 "twelve hundred"."""
     if digits.startswith("0") or len(digits) > 4:
-        return _singly(digits)
+        return singly(digits)
     if len(digits) < 3 or digits.endswith("000"):
-        return _named(digits)
-    first, rest = _named(digits[:-2]), digits[-2:]
-    return f"{first} {'hundred' if rest == '00' else _in_pairs(rest)}"
+        return cardinal(digits)
+    first, rest = cardinal(digits[:-2]), digits[-2:]
+    return f"{first} {'hundred' if rest == '00' else in_pairs(rest)}"
 
 
-def _number(written: str) -> str:
+def number(written: str) -> str:
     """What `NUMBER` matches, as an amount: "1,234.5" -> "one thousand two hundred thirty-four point five"."""
-    whole, point, fraction = written.replace(",", "").partition(".")
-    words = [] if not whole else [_singly(whole, "zero") if len(whole) > _MOST_DIGITS else _named(whole)]
-    return " ".join([*words, "point", _singly(fraction, "zero")] if point else words)
+    whole, point, part = written.replace(",", "").partition(".")
+    words = [] if not whole else [singly(whole, "zero") if len(whole) > _MOST_DIGITS else cardinal(whole)]
+    return " ".join([*words, "point", singly(part, "zero")] if point else words)
 
 
-def _bare(written: str) -> str:
+def bare(written: str) -> str:
     """A number that nothing around it explains: a year, an amount, or a code that is read digit by digit."""
     if not written.isdigit():
-        return _number(written)
+        return number(written)
     if len(written) == 4 and int(written) in _YEARS:
-        return _year(written)
-    code = len(written) > 4 and not written.endswith("00")  # an amount of five digits would be written with a comma
-    return _singly(written) if code or (written[0] == "0" and len(written) > 1) else _number(written)
+        return year(written)
+    # An amount of five digits would be written with a comma.
+    code = not written.endswith("00") if len(written) > 4 else written[0] == "0" and len(written) > 1
+    return singly(written) if code else number(written)
 
 
-def _years(written: str) -> str:
+def years(written: str) -> str:
     """A decade: 1990 -> "nineteen nineties", 00 -> "two thousands"."""
-    words = _named("2000") if written == "00" else _year(written) if len(written) == 4 else _named(written)
+    words = cardinal("2000") if written == "00" else year(written) if len(written) == 4 else cardinal(written)
     return re.sub(r"y$", "ie", words) + ("es" if words.endswith("x") else "s")
 
 
-def _groups(written: str) -> str:
+def groups(written: str) -> str:
     """A telephone number and its like, a pause between groups: "1-800-555" -> "one, eight hundred, five five five"."""
     found = re.findall(r"\d+", written)
-    said = (_in_pairs(group) if group in ("800", "900") else _singly(group) for group in found)
+    said = (in_pairs(group) if group in ("800", "900") else singly(group) for group in found)
     return ("plus " if written[0] == "+" else "") + ", ".join(said)
 
 
-def _dotted(written: str) -> str:
+def dotted(written: str) -> str:
     """3.2.1 -> "three point two point one"; of four numbers an address, with "dot"."""
-    return (" dot " if written.count(".") == 3 else " point ").join(map(_bare, written.split(".")))
+    return (" dot " if written.count(".") == 3 else " point ").join(map(bare, written.split(".")))
 
 
-def _roman(written: str, read: Callable[[str], str] | None = None) -> str:
+def roman(written: str) -> str:
+    """XIV -> "14"."""
     values = [{"i": 1, "v": 5, "x": 10, "l": 50, "c": 100, "d": 500, "m": 1_000}[letter] for letter in written.lower()]
-    value = sum(-one if any(other > one for other in values[i + 1 :]) else one for i, one in enumerate(values))
-    return (read or (_year if 1_500 < value < 2_100 else _named))(str(value))
+    return str(sum(-one if any(other > one for other in values[i + 1 :]) else one for i, one in enumerate(values)))
 
 
-def _typed(address: str) -> str:
+def typed(address: str) -> str:
     """An address or a path: "bob.smith99@mail.org" -> "bob dot smith ninety-nine at mail dot org"."""
     words = []
     for piece in map(str.lower, _PIECE.findall(address)):
         if piece.isalpha():
             words.append(WORDS["paths"].get(piece) or read_alone(piece))
         else:
-            words.append(_bare(piece) if piece.isdigit() else WORDS["marks"].get(piece, ""))
+            words.append(bare(piece) if piece.isdigit() else WORDS["marks"].get(piece, ""))
     return " ".join(filter(None, words))
 
 
-def _money(sign: str, written: str, scale: str | None, thing: str | None) -> str:
+def money(sign: str, written: str, scale: str | None, thing: str | None) -> str:
     """scale: such as "million". thing: what costs that much, "a $5 bill", or the rest of "a $20-a-day habit"."""
     one, many, cent, cents = WORDS["money"][sign].split()
     whole, _, part = written.replace(",", "").partition(".")
-    amount = " ".join([_number(written), *([look_up("scales", scale)] if scale else [])])
+    amount = " ".join([number(written), *([look_up("scales", scale)] if scale else [])])
     if thing is not None:
         return f"{amount} {one}{thing.replace('-', ' ')}"
     if scale or len(part) not in (0, 2):
         return f"{amount} {many}"
     words = []
     if whole.strip("0") or not part.strip("0"):
-        words.append(f"{_number(whole)} {one if whole == '1' else many}")
+        words.append(f"{number(whole)} {one if whole == '1' else many}")
     if part.strip("0"):
-        words.append(f"{_named(part)} {cent if part == '01' else cents}")
+        words.append(f"{cardinal(part)} {cent if part == '01' else cents}")
     return " and ".join(words)
 
 
-def _measure(amount: str, gap: str, unit: str) -> str:
+def measure(amount: str, gap: str, unit: str) -> str:
     """A unit in words, and the amount where it is no fraction."""
     one, _, many = WORDS["units"][unit.lower()].partition("|")
     single = amount == "1" or gap == "-" or ("/" in amount and " " not in amount)
-    return f"{amount if '/' in amount else _number(amount)} {one if single else many or one + 's'}"
+    return f"{amount if '/' in amount else number(amount)} {one if single else many or one + 's'}"
 
 
-def _fraction(above: str, below: str, whole: str | None) -> str:
+def fraction(above: str, below: str, whole: str | None) -> str:
     """3/4 -> "three quarters", 2 1/2 -> "two and a half", 7/10 -> "seven out of ten", 24/7 -> "24 7"."""
     part, parts = int(above), int(below)
     fits = parts in (*_WHOLE_PARTS, 10) if whole else parts in _WHOLE_PARTS or (part == 1 and parts in (9, 10, 100))
     if fits and 0 < part < parts:
-        name = {2: "half", 4: "quarter"}.get(parts) or _ordinal(below)
+        name = {2: "half", 4: "quarter"}.get(parts) or ordinal(below)
         if whole:
-            return f"{_number(whole)} and {'a' if part == 1 else _named(above)} {name}{'s' if part > 1 else ''}"
-        return f"{_named(above)} {name}{'s' if part > 1 else ''}"
+            return f"{number(whole)} and {'a' if part == 1 else cardinal(above)} {name}{'s' if part > 1 else ''}"
+        return f"{cardinal(above)} {name}{'s' if part > 1 else ''}"
     if parts in (10, 100) and part <= parts and not whole:
         return f"{above} out of {below}"
     return f"{whole or ''} {above} {below}"
@@ -144,23 +144,7 @@ def look_up(table: str, written: str) -> str:
 
 
 READERS: dict[str, Callable[..., str]] = {
-    "s": _singly,
-    "z": lambda digits: _singly(digits, "zero"),
-    "p": _in_pairs,
-    "n": _number,
-    "c": _named,
-    "o": _ordinal,
-    "y": _year,
-    "t": _typed,
-    "bare": _bare,
-    "dotted": _dotted,
-    "fraction": _fraction,
-    "groups": _groups,
-    "letters": letters,
-    "many": lambda sign: WORDS["money"][sign].split()[1],
-    "measure": _measure,
-    "money": _money,
-    "roman": _roman,
-    "roman_th": lambda written: _roman(written, _ordinal),
-    "years": _years,
+    reader.__name__: reader
+    for reader in (cardinal, ordinal, year, years, singly, in_pairs, number, bare, groups, dotted, roman, letters)
+    + (typed, money, measure, fraction)
 }
