@@ -48,7 +48,7 @@ def spell_letters(text: str, shouted: bool) -> str:
     def read(match: re.Match[str]) -> str:
         written, tail = match.groups()
         word = written.lower()
-        if len(word) > 2 and not tail and word[-1] == "s":  # "GPUs", "cpus"
+        if len(word) > 2 and not tail and word[-1] == "s" and word not in _SPELLED:  # "GPUs", "cpus"
             if (written[:-1].isupper() and written[-1] == "s") or (word[:-1] in _SPELLED and len(word) > 3):
                 written, word, tail = written[:-1], word[:-1], "s"
         capitals = len(word) > 1 and written.isupper() and tail in ("", "s", "'s")
