@@ -11,7 +11,7 @@ from pathlib import Path
 from mktts.errors import OptionsError
 from mktts.text.letters import WORDS
 from mktts.text.markup import MarkupFeed
-from mktts.text.split import check_length, clean_piece, is_wide
+from mktts.text.split import Chain, check_length, clean_piece, is_wide
 
 MAX_ENTRY_CHARS = 100  # of a word, and of what is said for it
 _APOSTROPHES = "'’"
@@ -44,13 +44,13 @@ class Lexicon:
 
     def say(self, text: str) -> str:
         """`text` with what is said. Raises TextError where it becomes longer than a text may be."""
-        feed = LexiconFeed(self) if self._tables else None
-        return text if feed is None else feed.push(text) + feed.finish()
+        feed = self.feed()
+        return feed.push(text) + feed.finish()
 
-    def feed(self, markup: str = "speak") -> LexiconFeed | MarkupFeed | None:
-        """For a text that arrives in pieces; None where it stays as it is. markup: of `mktts.engine.options.Markup`."""
-        source = MarkupFeed() if markup == "strip" else None
-        return LexiconFeed(self, source) if self._tables else source
+    def feed(self, markup: str = "speak") -> Chain:
+        """For a text that arrives in pieces. markup: of `mktts.engine.options.Markup`."""
+        stripped = (MarkupFeed(),) if markup == "strip" else ()
+        return Chain(*stripped, *((LexiconFeed(self),) if self._tables else ()))
 
     def find(self, text: str, at: int, final: bool) -> tuple[int, str] | None:
         """The end of the word at `at` and what is said for it, (at, "") for none; None where more text decides."""
@@ -84,20 +84,19 @@ class LexiconFeed:
     """A text that arrives in pieces; what `push` and `finish` return, joined, depends on the text alone. Held back is
     what may yet become a word of the lexicon, and no more."""
 
-    def __init__(self, lexicon: Lexicon, markup: MarkupFeed | None = None) -> None:
-        """markup: what the text goes through before."""
-        self._lexicon, self._markup = lexicon, markup
+    def __init__(self, lexicon: Lexicon) -> None:
+        self._lexicon = lexicon
         self._text = ""  # what is held back, behind the last characters before it
         self._at = 0  # where it begins
         self._chars = 0  # handed on
 
     def push(self, piece: str) -> str:
         """What is certain by now, perhaps "". Raises TextError where the text has become too long."""
-        return self._say(piece if self._markup is None else self._markup.push(piece), final=False)
+        return self._say(piece, final=False)
 
     def finish(self) -> str:
-        """The rest. Raises TextError as `push`, and where the whole text was markup."""
-        return self._say("" if self._markup is None else self._markup.finish(), final=True)
+        """The rest. Raises TextError as `push`."""
+        return self._say("", final=True)
 
     def _say(self, piece: str, final: bool) -> str:
         text, at, said = self._text + piece, self._at, []

@@ -9,6 +9,7 @@ from xml.parsers import expat
 
 from mktts.errors import TextError
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.text.split import Chain
 
 DEFAULT_PAUSE_S = 0.5
 MAX_PAUSE_S = 10.0
@@ -45,9 +46,9 @@ class TextFeed:
     """A text that arrives in pieces, as what is to be made of it: words, a `Pause`, and what `named` gives. What `push`
     and `finish` return depends on the text alone, not on the pieces. One that begins with <speak is SSML."""
 
-    def __init__(self, named: Callable[[str], Any | None], new_reader: Callable[[], Any]) -> None:
+    def __init__(self, named: Callable[[str], Any | None], new_reader: Callable[[], Any] = Chain) -> None:
         """named: what stands for a name in brackets, None where that is text. new_reader: gives what reads the words
-        between two tags, such as a `FrontEndFeed`, or None for words that stay as they stand."""
+        between two tags, such as a `FrontEndFeed`."""
         self._named, self._new_reader = named, new_reader
         self._ssml: _Ssml | None = None
         self._begun = False  # whether the text is SSML is known
@@ -66,7 +67,7 @@ class TextFeed:
         """The rest. Raises TextError where nothing is to be heard, of SSML also where an element was not ended."""
         made = self._take(*self._found("", final=True))
         if self._signs and not self._said:
-            made.append(self._read(self._signs))  # its reader says what becomes of signs
+            made.append(self._reader.push(self._signs))  # its reader says what becomes of signs
             self._signs = None
         made.append(self._end_part(last=True))
         if not self._said:
@@ -87,13 +88,13 @@ class TextFeed:
             pieces = self._ssml.push(pieces[0], final)
         found: list[Any] = []
         for part in pieces:
-            if isinstance(part, Pause):
+            if isinstance(part, str):
+                rest += part
+            else:
                 found += [*self._tags(rest, final=True)[0], part]
                 rest = ""
-            else:
-                more, rest = self._tags(rest + part, final=False)
-                found += more
-        return (found + self._tags(rest, final=True)[0], "") if final else (found, rest)
+        more, rest = self._tags(rest, final)
+        return found + more, rest
 
     def _tags(self, text: str, final: bool) -> tuple[list[Any], str]:
         found, start, at = [], 0, 0
@@ -138,21 +139,18 @@ class TextFeed:
     def _words(self, text: str) -> str:
         """What is spoken of a piece of the present part: signs before its first letter wait for that."""
         if self._signs is None:
-            return self._read(text)
+            return self._reader.push(text)
         self._signs += text
         if not any(map(str.isalnum, text)):
             return ""
         begun, self._signs = self._signs, None
-        return self._read(_MARK.sub("", begun) if self._said else begun)
-
-    def _read(self, text: str) -> str:
-        return text if self._reader is None else self._reader.push(text)
+        return self._reader.push(_MARK.sub("", begun) if self._said else begun)
 
     def _end_part(self, last: bool = False) -> str:
         words = ""
         if self._signs is None:
             try:
-                words = "" if self._reader is None else self._reader.finish()
+                words = self._reader.finish()
                 self._said = True
             except TextError:  # its markup was all that it had
                 if last and not self._said:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from enum import IntEnum
+from typing import Any
 
 from mktts.errors import TextError
 from mktts.text.letters import LISTS
@@ -77,6 +78,26 @@ def check_length(chars: int, what: str = "text") -> None:
     """Raises TextError when `chars` is over MAX_TEXT_CHARS."""
     if chars > MAX_TEXT_CHARS:
         raise TextError(f"{what} may have {MAX_TEXT_CHARS} characters, got {chars}: send it in several requests")
+
+
+class Chain:
+    """Feeds one behind another: a text that arrives in pieces goes through all of them, through none as it is."""
+
+    def __init__(self, *feeds: Any) -> None:
+        self._feeds = feeds
+
+    def push(self, piece: str) -> str:
+        """What is certain by now, perhaps "". Raises what a feed raises."""
+        for feed in self._feeds:
+            piece = feed.push(piece)
+        return piece
+
+    def finish(self) -> str:
+        """The rest. Raises what a feed raises."""
+        rest = ""
+        for feed in self._feeds:
+            rest = feed.push(rest) + feed.finish()
+        return rest
 
 
 def segment_chars(longest: int | None, fed: bool) -> int:

@@ -68,10 +68,10 @@ def test_what_is_said_is_not_looked_up_again_and_an_entry_of_the_request_comes_b
 @example("ab ab.b", {"ab": "X", "ab ab b": "X"}, [2, 4, 6])
 def test_pieces_are_said_as_their_whole_is(text, words, cuts):
     lexicon = Lexicon(words)
-    feed = Lexicon(words).feed()
+    feed = lexicon.feed()
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
-    fed = "".join(map(feed.push, pieces)) + feed.finish() if feed else text
+    fed = "".join(map(feed.push, pieces)) + feed.finish()
     assert fed == lexicon.say(text)
 
 

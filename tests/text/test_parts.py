@@ -13,6 +13,7 @@ from mktts.errors import TextError
 from mktts.text import FrontEnd
 from mktts.text.markup import MarkupFeed
 from mktts.text.parts import Pause, TextFeed, said_as
+from mktts.text.split import Chain
 
 ENGLISH = FrontEnd.ready("english", ["auto", "english"])
 HALF = Pause(12_000)
@@ -74,12 +75,12 @@ def test_pieces_give_what_the_whole_gives(pieces):
         except TextError as error:
             return str(error)
 
-    for new_reader in (lambda: None, ENGLISH.feed, MarkupFeed):
+    for new_reader in (Chain, ENGLISH.feed, MarkupFeed):
         assert said(pieces, new_reader) == said(["".join(pieces)], new_reader)
 
 
 def test_without_a_front_end_the_words_stay_and_only_markup_goes_where_that_is_asked_for():
-    assert parts(["Say 5 [pause] **7** <3"], lambda: None) == ["Say 5", HALF, "**7** <3"]
+    assert parts(["Say 5 [pause] **7** <3"], Chain) == ["Say 5", HALF, "**7** <3"]
     assert parts(["Say 5 [pause] **7** [Ryan] `x`"], MarkupFeed) == ["Say 5", HALF, "7", CUT, ("ryan",), "x"]
 
 
