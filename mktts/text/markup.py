@@ -95,44 +95,40 @@ class MarkupFeed:
 
     def _words(self, final: bool) -> str:
         """Of the present line what is certain; all of it when it is final."""
-        said = []
+        begun = ""
         if not self._begun:
             kind = _KIND.match(self._rest)
             self._begun, self._item = True, kind["item"] is not None
             self._rest = self._rest[kind.end() :]
-            said.append("\n" if self._item else "")
-        text, at = self._last + self._rest, 1
-        while at < len(text):
-            start = _STARTS.search(text, at)
-            plain = text[at : start.start() if start else len(text)]
-            said.append(plain)
-            at += len(plain)
-            if start is None:
-                break
-            found = _FOUND.match(text, at)
-            if not final and ((found and found.end() == len(text)) or (not found and _OPEN.fullmatch(text, at))):
-                break
-            said.append(_words_of(found) if found else text[at])
-            at = found.end() if found else at + 1
+            begun = "\n" if self._item else ""
+        text = self._last + self._rest
+        words, at = _without(text, 1, final)
         self._last, self._rest = text[at - 1], text[at:]
-        words = "".join(said)
+        words = begun + words
         self._said = (self._said + words.rstrip())[-1]
         return words
+
+
+def _without(text: str, at: int, final: bool) -> tuple[str, int]:
+    """What remains of `text` from `at` on, and where that begins which may yet become markup."""
+    said = ""
+    while (start := _STARTS.search(text, at)) is not None:
+        said, at = said + text[at : start.start()], start.start()
+        found = _FOUND.match(text, at)
+        if not final and (found.end() == len(text) if found else _OPEN.fullmatch(text, at)):
+            return said, at
+        said += _words_of(found) if found else text[at]
+        at = found.end() if found else at + 1
+    return said + text[at:], len(text)
 
 
 def _words_of(found: re.Match[str]) -> str:
     kind, text = found.lastgroup, found[found.lastgroup]
     if kind == "link":
-        return _inline(text)
+        return _without("\n" + text, 1, True)[0]
     if kind == "tex":
         return _formula(text)
     return {"gone": "", "space": " ", "entity": html.unescape(text)}.get(kind, text)
-
-
-def _inline(text: str) -> str:
-    feed = MarkupFeed()
-    feed._begun, feed._rest = True, text
-    return feed._words(final=True)
 
 
 def _formula(text: str) -> str:

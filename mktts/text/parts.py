@@ -16,12 +16,16 @@ MAX_PAUSE_S = 10.0
 MAX_PAUSES_S = 300.0  # of one text: silence costs no frames, which bound what is made ahead of its reader
 
 _SPEAK = re.compile(r"<speak[\s/>]")
-_STARTS = re.compile(r"[\[<]")
-_TAG = re.compile(r"\[(?P<inner>[^\[\]\n]{1,64})\]|<break(?P<attributes>[\s/][^<>]{0,100})?>", re.IGNORECASE)
-_OPEN = re.compile(r"\[[^\[\]\n]{0,64}\]?|<(?:b|br|bre|brea|break(?:[\s/][^<>]{0,100})?)?", re.IGNORECASE)
 _LENGTH = r"(\d{0,12}(?:\.\d{1,12})?(?<=\d))\s?(ms|s)"
 _MARK = re.compile(r"\A\s*[.,;:!?…]+(?=\s)")  # of a sentence that ended with the pause before it
-_PAUSE = re.compile(rf"pause(?:\s+{_LENGTH})?", re.IGNORECASE)
+_BREAK = r"<break(?P<attributes>[\s/][^<>]{0,100})?>"
+_PAUSE = rf"\[(?P<pause>pause(?:[^\S\n]{{1,40}}{_LENGTH})?)\]"
+_OPEN = r"(?P<open>(?:\[[^\[\]\n]{0,64}\]?|<(?:b|br|bre|brea|break(?:[\s/][^<>]{0,100})?)?)\Z)"
+_NAME = r"\[(?P<name>[^\[\]\n]{1,64})\](?!\()"  # else a link
+_TAG = {  # by whether the text ends here
+    False: re.compile(f"{_BREAK}|{_PAUSE}|{_OPEN}|{_NAME}", re.IGNORECASE),
+    True: re.compile(f"{_BREAK}|{_PAUSE}|{_NAME}", re.IGNORECASE),
+}
 _TIME = re.compile(rf"(?:time\s*=\s*[\"']\s*{_LENGTH}\s*[\"'])?", re.IGNORECASE)
 _ELEMENTS = ("speak", "p", "s", "break", "sub", "say-as")
 _MOST_DIGITS = 15  # of a number that has a name
@@ -98,28 +102,24 @@ class TextFeed:
 
     def _tags(self, text: str, final: bool) -> tuple[list[Any], str]:
         found, start, at = [], 0, 0
-        while (next_start := _STARTS.search(text, at)) is not None:
-            at = next_start.start()
-            tag = _TAG.match(text, at)
-            open_name = tag and tag["inner"] and tag.end() == len(text) and not _PAUSE.fullmatch(tag["inner"])
-            if not final and (open_name or (tag is None and _OPEN.fullmatch(text, at))):
-                return [*found, text[start:at]], text[at:]
-            meant = None if tag is None else self._meant(tag)
-            at = at + 1 if meant is None else tag.end()
-            if meant is not None:
-                found += [text[start : next_start.start()], *meant]
+        while (tag := _TAG[final].search(text, at)) is not None:
+            if tag.lastgroup == "open":
+                return [*found, text[start : tag.start()]], text[tag.start() :]
+            meant = self._meant(tag)
+            at = tag.end() if meant else tag.start() + 1
+            if meant:
+                found += [text[start : tag.start()], *meant]
                 start = at
         return [*found, text[start:]], ""
 
-    def _meant(self, tag: re.Match[str]) -> list[Any] | None:
-        """What stands for it; None where it is text."""
-        if tag["inner"] is None:
+    def _meant(self, tag: re.Match[str]) -> list[Any]:
+        """What stands for it; nothing where it is text."""
+        if tag.lastgroup == "pause":
+            return [pause_of(*tag.groups()[2:4])]
+        if tag.lastgroup != "name":
             return [_break((tag["attributes"] or "").strip("/ \n"))]
-        if found := _PAUSE.fullmatch(tag["inner"]):
-            return [pause_of(*found.groups())]
-        link = tag.string.startswith("(", tag.end())
-        named = None if link else self._named(tag["inner"].strip())
-        return None if named is None else [Pause(0), named]
+        named = self._named(tag["name"].strip())
+        return [] if named is None else [Pause(0), named]
 
     def _take(self, found: list[Any], rest: str) -> list[Any]:
         silent_s = self._silent_s + sum(part.samples for part in found if isinstance(part, Pause)) / SAMPLE_RATE_HZ
@@ -233,7 +233,5 @@ def said_as(kind: str, written: str) -> str:
     if kind not in ("cardinal", "ordinal") or not digits.isdecimal() or len(digits) > _MOST_DIGITS:
         return written
     number = int(digits)
-    if kind == "cardinal":
-        return f"{number:,}"
     ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number:,}{ending}"
+    return f"{number:,}{ending if kind == 'ordinal' else ''}"

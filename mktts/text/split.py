@@ -23,7 +23,8 @@ _REMOVED = re.compile(
     "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff]"
 )
-_SPACES = re.compile("[\t\r\x0b\x0c\x1c-\x1f]")
+_TABS = re.compile("[\t\r\x0b\x0c\x1c-\x1f]")
+_SPACE = re.compile(r"\s*")
 _NEWLINES = re.compile("[\x85\u2028\u2029]")
 
 _CLOSERS = "\"'”’»›)]}」』）】》〉"
@@ -61,7 +62,7 @@ def clean_piece(piece: str, what: str = "text") -> str:
     marks, byte-order marks and lone surrogates disappear. Raises TextError when `piece` is not a str."""
     if not isinstance(piece, str):
         raise TextError(f"{what} must be a str, got {type(piece).__name__}")
-    return _REMOVED.sub("", _NEWLINES.sub("\n", _SPACES.sub(" ", piece)))
+    return _REMOVED.sub("", _NEWLINES.sub("\n", _TABS.sub(" ", piece)))
 
 
 def clean_text(text: str, what: str = "text") -> str:
@@ -117,7 +118,7 @@ def split_text(text: str, max_chars: int) -> list[str]:
     while len(text) - start > max_chars:
         end = _best_end(text, start, start + max_chars)
         pieces.append(text[start:end])
-        start = _skip_spaces(text, end)
+        start = _SPACE.match(text, end).end()
     if start < len(text):
         pieces.append(text[start:])
     return pieces
@@ -201,12 +202,12 @@ def _goes_on(core: str, after: str, quoted: bool) -> bool:
 
 
 def _best_end(text: str, start: int, stop: int) -> int:
-    best, best_end = Cut.NONE, _character_end(text, start, stop)
-    for end in range(stop, start, -1):
-        if text[end - 1].isspace():
-            continue
-        after = _skip_spaces(text, end)
-        if after == len(text):
+    ends = range(stop, start, -1)
+    best = Cut.NONE
+    best_end = next((end for end in ends if not _inside_character(text[end - 1], text[end])), stop)
+    for end in ends:
+        after = _SPACE.match(text, end).end()
+        if text[end - 1].isspace() or after == len(text):
             continue
         cut = boundary(text[max(start, end - _LOOK_BACK_CHARS) : end], text[end:after], text[after])
         if cut > best:
@@ -214,20 +215,6 @@ def _best_end(text: str, start: int, stop: int) -> int:
         if best == Cut.SENTENCE:
             break
     return best_end
-
-
-def _skip_spaces(text: str, position: int) -> int:
-    while position < len(text) and text[position].isspace():
-        position += 1
-    return position
-
-
-def _character_end(text: str, start: int, stop: int) -> int:
-    """The last place up to `stop` that is not inside what a reader sees as one character; `stop` if there is none."""
-    for end in range(stop, start, -1):
-        if not _inside_character(text[end - 1], text[end]):
-            return end
-    return stop
 
 
 def _inside_character(before: str, after: str) -> bool:
