@@ -8,8 +8,8 @@ import re
 import unicodedata
 from functools import partial
 
+from mktts.text import numbers
 from mktts.text.letters import GREEK, LISTS, WORDS, all_capitals, read_alone, spell_letters
-from mktts.text.numbers import READERS, look_up
 
 
 def _table(name: str) -> dict[int, str]:
@@ -30,7 +30,7 @@ def plain_characters(text: str) -> str:
     """`text` in ASCII, but for signs that the rules read ($ and its like): one form of each mark, no accents."""
     if text.isascii():
         return text.replace("`", "'")
-    text = re.sub(r"(?<=\d)×(?=\d)", "x", re.sub(r"(?<=[\d\w)])\s?[·⋅]\s?(?=\d)", "*", text)).replace("·", " ")
+    text = re.sub(r"(?<=\d)×(?=\d)", "x", re.sub(r"(?<=[\d\w)])\s?[·⋅]\s?(?=\d)", "*", text))
     text = _RAISED.sub(lambda m: "^" + unicodedata.normalize("NFKC", m[0]).replace("−", "-"), text)
     text = unicodedata.normalize("NFKC", _VULGAR.sub(" ", text.translate(_BEFORE))).translate(_BEFORE)
     apart = unicodedata.normalize("NFD", text.translate(_LETTERS))
@@ -80,7 +80,7 @@ def _filled(words: str, match: re.Match[str]) -> str:
     def read(hole: re.Match[str]) -> str:
         before, name, groups = hole.groups("")
         found = [match[int(group)] for group in groups]
-        return "" if found[0] is None else before + (READERS.get(name) or partial(look_up, name))(*found)
+        return "" if found[0] is None else before + getattr(numbers, name, partial(numbers.look_up, name))(*found)
 
     return _HOLE.sub(read, match.expand(words))
 

@@ -58,26 +58,17 @@ class Lexicon:
         if at and _goes_on_before(text, at):
             return found
         for end in range(at + 1, len(text) + 1):
-            said = self._said(text[at:end])
-            if said is None:
+            forms = (text[at:end], text[at:end].casefold())
+            known = [table[form] for table in self._tables for form in forms if form in table]
+            if not known:
                 return found
+            said = next(filter(None, known), "")
             goes_on = _goes_on_after(text, end) if said else False
             if goes_on is None and not final:
                 return None
             if said and not goes_on:
                 found = (end, said)
         return found if final else None
-
-    def _said(self, written: str) -> str | None:
-        """What is said for a word; "" for the beginning of one; None for neither."""
-        begins = None
-        for table in self._tables:
-            for form in (written, written.casefold()):
-                said = table.get(form)
-                if said:
-                    return said
-                begins = begins if said is None else said
-        return begins
 
 
 class LexiconFeed:
@@ -90,15 +81,8 @@ class LexiconFeed:
         self._at = 0  # where it begins
         self._chars = 0  # handed on
 
-    def push(self, piece: str) -> str:
+    def push(self, piece: str, final: bool = False) -> str:
         """What is certain by now, perhaps "". Raises TextError where the text has become too long."""
-        return self._say(piece, final=False)
-
-    def finish(self) -> str:
-        """The rest. Raises TextError as `push`."""
-        return self._say("", final=True)
-
-    def _say(self, piece: str, final: bool) -> str:
         text, at, said = self._text + piece, self._at, []
         while at < len(text) and (found := self._lexicon.find(text, at, final)) is not None:
             end, words = found
@@ -111,6 +95,10 @@ class LexiconFeed:
         check_length(self._chars)
         return words
 
+    def finish(self) -> str:
+        """The rest. Raises TextError as `push`."""
+        return self.push("", final=True)
+
 
 def read_lexicon(path: Path) -> dict[str, str]:
     """The entries of a file in UTF-8: a line is a word, a tab, and what is said for it. Raises OptionsError naming the
@@ -122,13 +110,14 @@ def read_lexicon(path: Path) -> dict[str, str]:
     except UnicodeDecodeError as error:
         raise OptionsError(f"{path}: expected UTF-8, found other bytes at {error.start}") from None
     words: dict[str, str] = {}
-    for number, line in enumerate((line.strip("\r ") for line in lines), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            if line.count("\t") != 1:
-                raise OptionsError(f"expected a word, a tab and what is said for it, found {line.count(chr(9))} tabs")
-            word, said = _entry(*line.split("\t"))
+            written, *said = line.strip("\r ").split("\t")
+            if len(said) != 1:
+                raise OptionsError(f"expected a word, a tab and what is said for it, found {len(said)} tabs")
+            word, said = _entry(written, *said)
             if word in words:
                 raise OptionsError(f"{word!r} stands in a line before already: leave one of them out")
         except OptionsError as error:
@@ -177,8 +166,7 @@ def _table(words: Mapping[str, str]) -> dict[str, str]:
 
 
 def _in_word(char: str) -> bool:
-    """Of one character, or of none."""
-    return char.isalnum() or char == "_" or (char != "" and unicodedata.category(char).startswith("M"))
+    return char.isalnum() or char == "_" or unicodedata.category(char).startswith("M")
 
 
 def _goes_on_before(text: str, at: int) -> bool:
@@ -192,14 +180,9 @@ def _goes_on_before(text: str, at: int) -> bool:
 def _goes_on_after(text: str, end: int) -> bool | None:
     """Whether the word goes on behind what ends at `end`; None where the text does not say."""
     last, after = text[end - 1], text[end : end + 3]
-    if not after:
-        return None
-    if _in_word(after[0]):
+    if after and _in_word(after[0]):
         return unicodedata.category(after[0]).startswith("M") or not (is_wide(last) or is_wide(after[0]))
-    if after[0] not in _JOINERS or not _in_word(last):
+    if after and not (after[0] in _JOINERS and _in_word(last)):
         return False
-    if len(after) == 1:
-        return None
-    if after[0] in _APOSTROPHES and after[1] in "sS":
-        return None if len(after) == 2 else _in_word(after[2])
-    return _in_word(after[1])
+    rest = after[2:] if after[:1] in _APOSTROPHES and after[1:2].lower() == "s" else after[1:]
+    return _in_word(rest[0]) if rest else None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from num2words import num2words
 
-from mktts.text.letters import WORDS, letters, read_alone
+from mktts.text.letters import WORDS, letters, read_alone  # noqa: F401 (rules name `letters`)
 
 _ONES = "oh one two three four five six seven eight nine".split()
 _MOST_DIGITS = 15  # more have no name that a listener would know: they are read one by one
@@ -85,17 +84,15 @@ def dotted(written: str) -> str:
 def roman(written: str) -> str:
     """XIV -> "14"."""
     values = [{"i": 1, "v": 5, "x": 10, "l": 50, "c": 100, "d": 500, "m": 1_000}[letter] for letter in written.lower()]
-    return str(sum(-one if any(other > one for other in values[i + 1 :]) else one for i, one in enumerate(values)))
+    return str(sum(-one if one < max(values[i:]) else one for i, one in enumerate(values)))
 
 
 def typed(address: str) -> str:
     """An address or a path: "bob.smith99@mail.org" -> "bob dot smith ninety-nine at mail dot org"."""
     words = []
     for piece in map(str.lower, _PIECE.findall(address)):
-        if piece.isalpha():
-            words.append(WORDS["paths"].get(piece) or read_alone(piece))
-        else:
-            words.append(bare(piece) if piece.isdigit() else WORDS["marks"].get(piece, ""))
+        said = bare(piece) if piece.isdigit() else read_alone(piece) if piece.isalpha() else ""
+        words.append(WORDS["typed"].get(piece, said))
     return " ".join(filter(None, words))
 
 
@@ -141,10 +138,3 @@ def look_up(table: str, written: str) -> str:
     """What a table of english.json has for what is written, in any case; itself where it has nothing."""
     words, lower = WORDS[table], written.lower()
     return words.get(written) or words.get(lower) or words.get(lower.lstrip("0"), lower)
-
-
-READERS: dict[str, Callable[..., str]] = {
-    reader.__name__: reader
-    for reader in (cardinal, ordinal, year, years, singly, in_pairs, number, bare, groups, dotted, roman, letters)
-    + (typed, money, measure, fraction)
-}
