@@ -80,25 +80,14 @@ class TextFeed:
 
     def _found(self, piece: str, final: bool) -> tuple[list[Any], str]:
         """Text, and what stands for tags in it; and what may yet become one."""
-        rest, pieces = self._rest, [piece]
+        rest = self._rest
         if not self._begun:
-            text = (rest + piece).lstrip()
-            if not final and "<speak".startswith(text):
-                return [], text
-            rest, pieces = "", [text]
-            if _SPEAK.match(text):
+            piece, rest = (rest + piece).lstrip(), ""
+            if not final and "<speak".startswith(piece):
+                return [], piece
+            if _SPEAK.match(piece):
                 self._begun, self._ssml = True, _Ssml()
-        if self._ssml is not None:
-            pieces = self._ssml.push(pieces[0], final)
-        found: list[Any] = []
-        for part in pieces:
-            if isinstance(part, str):
-                rest += part
-            else:
-                found += [*self._tags(rest, final=True)[0], part]
-                rest = ""
-        more, rest = self._tags(rest, final)
-        return found + more, rest
+        return self._tags(rest + (self._ssml.push(piece, final) if self._ssml else piece), final)
 
     def _tags(self, text: str, final: bool) -> tuple[list[Any], str]:
         found, start, at = [], 0, 0
@@ -117,7 +106,7 @@ class TextFeed:
         if tag.lastgroup == "pause":
             return [pause_of(*tag.groups()[2:4])]
         if tag.lastgroup != "name":
-            return [_break((tag["attributes"] or "").strip("/ \n"))]
+            return [pause_of(*_time((tag["attributes"] or "").strip("/ \n")))]
         named = self._named(tag["name"].strip())
         return [] if named is None else [Pause(0), named]
 
@@ -129,9 +118,9 @@ class TextFeed:
         for part in found:
             if isinstance(part, str):
                 made.append(self._words(part))
-                continue
-            made += [self._end_part(), part]
-            self._said = self._said or (isinstance(part, Pause) and part.samples > 0)
+            else:
+                made += [self._end_part(), part]
+                self._said = self._said or (isinstance(part, Pause) and part.samples > 0)
         self._begun = self._begun or bool(found)
         self._rest, self._silent_s = rest, silent_s
         return [part for part in made if part != ""]
@@ -159,28 +148,29 @@ class TextFeed:
         return words
 
 
-def _break(attributes: str) -> Pause:
+def _time(attributes: str) -> tuple[str | None, str | None]:
+    """Of a break: number and unit, or None."""
     found = _TIME.fullmatch(attributes)
     if found is None:
         raise TextError(f'expected <break/> or <break time="500ms"/>, got <break {attributes}>')
-    return pause_of(*found.groups())
+    return found.groups()
 
 
 class _Ssml:
-    """SSML as text and pauses."""
+    """SSML as text with pauses in brackets."""
 
     def __init__(self) -> None:
         self._parser = expat.ParserCreate()
         self._parser.StartElementHandler, self._parser.EndElementHandler = self._begin, self._end
         self._parser.CharacterDataHandler = self._text
         self._parser.StartDoctypeDeclHandler = self._refuse
-        self._found: list[str | Pause] = []
+        self._found = ""
         self._subs = 0  # that are open
         self._kind, self._held = "", ""  # of the present say-as
 
-    def push(self, piece: str, final: bool) -> list[str | Pause]:
+    def push(self, piece: str, final: bool) -> str:
         """Raises TextError for what is no SSML, or not known here."""
-        self._found = []
+        self._found = ""
         try:
             self._parser.Parse(piece, final)
         except expat.ExpatError as error:
@@ -194,13 +184,14 @@ class _Ssml:
         if name not in _ELEMENTS:
             raise TextError(f"SSML: <{name}> cannot be spoken here, expected {', '.join(_ELEMENTS[1:])}: leave it out")
         if name == "break":
-            self._found.append(_break(" ".join(f'{key}="{value}"' for key, value in attributes.items())))
+            time = _time(" ".join(f'{key}="{value}"' for key, value in attributes.items()))
+            self._found += f"[{' '.join(['pause', *filter(None, time)])}]"
         elif name in ("p", "s"):
-            self._found.append(Pause(0))
+            self._found += "[pause 0s]"
         elif name == "sub":
             if "alias" not in attributes:
                 raise TextError('SSML: expected <sub alias="what is said">, got no alias')
-            self._found.append(attributes["alias"])
+            self._found += attributes["alias"]
             self._subs += 1
         elif name == "say-as":
             self._kind, self._held = attributes.get("interpret-as", ""), ""
@@ -209,18 +200,18 @@ class _Ssml:
 
     def _end(self, name: str) -> None:
         if name in ("p", "s"):
-            self._found.append(Pause(0))
+            self._found += "[pause 0s]"
         elif name == "sub":
             self._subs -= 1
         elif name == "say-as":
-            self._found.append(said_as(self._kind, self._held.strip()))
+            self._found += said_as(self._kind, self._held.strip())
             self._kind = ""
 
     def _text(self, text: str) -> None:
         if self._kind:
             self._held += text
         elif not self._subs:
-            self._found.append(text)
+            self._found += text
 
 
 def said_as(kind: str, written: str) -> str:
