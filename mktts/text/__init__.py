@@ -4,6 +4,6 @@
 holds for all: text in a script that the voice's languages are not written in, and text without a letter or digit, raise
 TextError."""
 
-from mktts.text.front_end import FRONT_ENDS, FrontEnd, FrontEndFeed, spoken
+from mktts.text.front_end import FrontEnd, spoken
 
-__all__ = ["FRONT_ENDS", "FrontEnd", "FrontEndFeed", "spoken"]
+__all__ = ["FrontEnd", "spoken"]

@@ -1,20 +1,18 @@
-"""A front end by the name that a checkpoint's generation_config.json gives it."""
+"""The front end called "english" in a checkpoint's generation_config.json: English is read, other languages pass."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cache
 
-from mktts.errors import OptionsError, TextError
+from mktts.errors import TextError
 from mktts.text.letters import GREEK
 from mktts.text.lexicon import Lexicon
 from mktts.text.split import Chain
 
 ENGLISH = "english"
-FRONT_ENDS = (ENGLISH,)  # by the language that each of them reads
 AUTO = "auto"
 _LATIN = frozenset({"LATIN"})
 _JAPANESE = frozenset({"CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA"})
@@ -39,12 +37,12 @@ class FrontEndFeed:
     """A text that arrives in pieces; what `push` and `finish` return depends on the text alone, not on the pieces. Read
     and joined, it is one sentence after another, each begun with a capital and ended by a mark."""
 
-    def __init__(self, languages: Sequence[str], reads: bool) -> None:
-        """reads: whether English is read; else text stays as it is."""
+    def __init__(self, languages: tuple[str, ...]) -> None:
+        """languages: that the text may be in. English alone is read, other text stays as it is."""
         self._languages = languages
         self._scripts = frozenset().union(*(_SCRIPTS.get(language, _LATIN) for language in languages))
         self._english = None
-        if reads:  # not before: it imports num2words
+        if languages == (ENGLISH,):  # not before: it imports num2words
             from mktts.text import english
 
             self._english = english
@@ -140,29 +138,24 @@ def _script(char: str) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
 class FrontEnd:
-    """name: one of FRONT_ENDS. languages: those that the checkpoint speaks; where it is one, "auto" means it. Raises
-    OptionsError for another name."""
+    """How a checkpoint reads text."""
 
-    name: str
-    languages: tuple[str, ...] = (ENGLISH,)
-
-    def __post_init__(self) -> None:
-        if self.name not in FRONT_ENDS:
-            raise OptionsError(f"front end: expected one of {', '.join(FRONT_ENDS)}, got {self.name!r}")
+    def __init__(self, languages: Iterable[str] = (ENGLISH,)) -> None:
+        """languages: those that the checkpoint speaks; where it is one beside "auto", "auto" means it."""
+        self.languages = tuple(language for language in languages if language != AUTO)
 
     @classmethod
-    def ready(cls, name: str, spoken_languages: Iterable[str]) -> FrontEnd:
-        """Loaded, so that no text waits for that. spoken_languages: as `ModelConfig.spoken_languages`."""
-        made = cls(name, tuple(language for language in spoken_languages if language != AUTO))
-        made.read("1", name)
+    def ready(cls, languages: Iterable[str]) -> FrontEnd:
+        """Loaded, so that no text waits for that."""
+        made = cls(languages)
+        made.read("1", ENGLISH)
         return made
 
     def feed(self, language: str = AUTO, markup: str = "speak", lexicon: Lexicon | None = None) -> Chain:
         """Of one text in `language`. markup: of `mktts.engine.options.Markup`. lexicon: what is said for words."""
         known = self.languages if language == AUTO else (language,)
-        return Chain((lexicon or Lexicon()).feed(markup), FrontEndFeed(known, known == (self.name,)))
+        return Chain((lexicon or Lexicon()).feed(markup), FrontEndFeed(known))
 
     def read(self, text: str, language: str = AUTO, markup: str = "speak") -> str:
         """`text` as it is spoken. Raises TextError for a script that `language` is not written in, and for text
@@ -182,4 +175,4 @@ class FrontEnd:
 def spoken(text: str, language: str = ENGLISH, markup: str = "strip") -> str:
     """`text` as the front end of `language` reads it; for a language without one as it stands. markup: as of
     `FrontEnd.read`, which says what this raises."""
-    return FrontEnd(ENGLISH, (language,)).read(text, language, markup)
+    return FrontEnd((language,)).read(text, language, markup)

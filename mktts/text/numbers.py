@@ -100,11 +100,9 @@ def money(sign: str, written: str, scale: str | None, thing: str | None) -> str:
     """scale: such as "million". thing: what costs that much, "a $5 bill", or the rest of "a $20-a-day habit"."""
     one, many, cent, cents = WORDS["money"][sign].split()
     whole, _, part = written.replace(",", "").partition(".")
-    amount = " ".join([number(written), *([look_up("scales", scale)] if scale else [])])
-    if thing is not None:
-        return f"{amount} {one}{thing.replace('-', ' ')}"
-    if scale or len(part) not in (0, 2):
-        return f"{amount} {many}"
+    if scale or thing is not None or len(part) not in (0, 2):
+        amount = f"{number(written)} {look_up('scales', scale)}" if scale else number(written)
+        return f"{amount} {many if thing is None else one + thing.replace('-', ' ')}"
     words = []
     if whole.strip("0") or not part.strip("0"):
         words.append(f"{number(whole)} {one if whole == '1' else many}")
@@ -126,9 +124,8 @@ def fraction(above: str, below: str, whole: str | None) -> str:
     fits = parts in (*_WHOLE_PARTS, 10) if whole else parts in _WHOLE_PARTS or (part == 1 and parts in (9, 10, 100))
     if fits and 0 < part < parts:
         name = {2: "half", 4: "quarter"}.get(parts) or ordinal(below)
-        if whole:
-            return f"{number(whole)} and {'a' if part == 1 else cardinal(above)} {name}{'s' if part > 1 else ''}"
-        return f"{cardinal(above)} {name}{'s' if part > 1 else ''}"
+        count = f"{number(whole)} and {'a' if part == 1 else cardinal(above)}" if whole else cardinal(above)
+        return f"{count} {name}{'s' if part > 1 else ''}"
     if parts in (10, 100) and part <= parts and not whole:
         return f"{above} out of {below}"
     return f"{whole or ''} {above} {below}"

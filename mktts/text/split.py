@@ -155,13 +155,10 @@ class FeedSplitter:
         return texts
 
     def _cuts_before(self, char: str) -> bool:
-        over = self._chars / self._max_chars
-        if over < 1:
+        needed = 5 - 2 * self._chars // self._max_chars  # one grade less for each half of `max_chars` over it
+        if needed > Cut.SENTENCE:
             return False
-        needed = (
-            Cut.SENTENCE if over < 1.5 else Cut.CLAUSE if over < 2 else Cut.SPACE if over < self.LONGEST else Cut.NONE
-        )
-        if needed == Cut.NONE and not self._gap:
+        if needed <= Cut.NONE and not self._gap:
             return not _inside_character(self._tail[-1], char)
         return boundary(self._tail, self._gap, char) >= needed
 

@@ -138,7 +138,7 @@ def test_a_text_that_becomes_too_long_is_refused():
 
 def test_a_front_end_reads_what_is_said_and_whole_and_fed_text_alike():
     lexicon = Lexicon({"nginx": "engine $5", "東京": "Tokyo", "worm": "蟲"})
-    front_end = FrontEnd("english")
+    front_end = FrontEnd()
     for markup in ("speak", "strip"):
         feed = front_end.feed("english", markup, lexicon)
         fed = "".join(map(feed.push, ("In 東", "京 ngi", "nx cost $1", "2."))) + feed.finish()

@@ -15,7 +15,7 @@ from mktts.text.markup import MarkupFeed
 from mktts.text.parts import Pause, TextFeed, said_as
 from mktts.text.split import Chain
 
-ENGLISH = FrontEnd.ready("english", ["auto", "english"])
+ENGLISH = FrontEnd.ready(["auto", "english"])
 HALF = Pause(12_000)
 CUT = Pause(0)
 
