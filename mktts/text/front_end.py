@@ -14,17 +14,14 @@ from mktts.text.split import Chain
 
 ENGLISH = "english"
 AUTO = "auto"
-_LATIN = frozenset({"LATIN"})
-_JAPANESE = frozenset({"CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA"})
+_LATIN = "LATIN"
 # Of the model's languages, those that are not written in Latin letters alone.
 _SCRIPTS = {
-    "chinese": _LATIN | {"CJK"},
-    "japanese": _LATIN | _JAPANESE,
-    "korean": _LATIN | {"HANGUL", "CJK"},
-    "russian": _LATIN | {"CYRILLIC"},
+    "chinese": {"CJK"},
+    "japanese": {"CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA"},
+    "korean": {"HANGUL", "CJK"},
+    "russian": {"CYRILLIC"},
 }
-
-
 _LONGEST_CHARS = 240  # held back at most: a text without a plain word is cut at a space
 _ENDS = ".!?"
 _PAUSES = ",;:"
@@ -40,7 +37,7 @@ class FrontEndFeed:
     def __init__(self, languages: tuple[str, ...]) -> None:
         """languages: that the text may be in. English alone is read, other text stays as it is."""
         self._languages = languages
-        self._scripts = frozenset().union(*(_SCRIPTS.get(language, _LATIN) for language in languages))
+        self._scripts = {_LATIN}.union(*(_SCRIPTS.get(language, ()) for language in languages))
         self._english = None
         if languages == (ENGLISH,):  # not before: it imports num2words
             from mktts.text import english
@@ -58,12 +55,11 @@ class FrontEndFeed:
         """The words that `piece` makes certain, in front of them the space that joins them to what came before. Raises
         TextError for letters of another script; the piece is then not taken."""
         for place, char in enumerate("" if piece.isascii() else piece):
-            script = _script(char)
-            if script is not None and script not in self._scripts:
+            if _script(char) not in self._scripts:
                 raise TextError(
                     f"expected text that a voice of {', '.join(self._languages)} can speak, in the letters "
-                    f"{', '.join(sorted(self._scripts))}, got {script} in {piece[place : place + 20]!r}: leave it out, "
-                    "or take a checkpoint of that language"
+                    f"{', '.join(sorted(self._scripts))}, got {_script(char)} in {piece[place : place + 20]!r}: "
+                    "leave it out, or take a checkpoint of that language"
                 )
         self._letters = self._letters or any(map(str.isalnum, piece))
         if self._english is None:
@@ -88,16 +84,15 @@ class FrontEndFeed:
 
     def _complete(self, follows: str) -> str:
         """Books the last word. Returns what was held before it, where there is a cut."""
-        word, said = self._word, ""
+        word, self._word, said = self._word, "", ""
         if not word:
-            return said
+            return ""
         plain = self._english.is_plain(word)
         if self._held and ((plain and self._plain) or len(self._held) + len(word) > _LONGEST_CHARS):
             said = self._hand_on()
         self._held += f"{word} "
-        self._plain, self._word = plain, ""
-        line = "\n" in self._gap and (self._gap.count("\n") > 1 or _ITEM.match(follows))
-        if line and follows:
+        self._plain = plain
+        if follows and "\n" in self._gap and (self._gap.count("\n") > 1 or _ITEM.match(follows)):
             said += self._hand_on() + self._end()
         elif self._english.ends_sentence(word):
             said += self._hand_on()
@@ -105,7 +100,7 @@ class FrontEndFeed:
 
     def _hand_on(self) -> str:
         text, self._held = self._held.rstrip(), ""
-        begins = not self._said or self._said in _ENDS
+        begins = self._said in _ENDS
         text = self._english.reading(_BULLET.sub("", text, count=1) if begins else text)
         if begins or self._pause:
             text = text.lstrip(_MARKS + " ")
@@ -122,20 +117,20 @@ class FrontEndFeed:
     def _end(self) -> str:
         """The mark that ends what was handed on, where it has none."""
         self._pause = ""
-        if not self._said or self._said in _ENDS:
+        if self._said in _ENDS:
             return ""
         self._said = "."
         return "."
 
 
 @cache
-def _script(char: str) -> str | None:
-    """None: a sign, or a letter that every language may use."""
+def _script(char: str) -> str:
+    """Latin also for a sign, and for a letter that every language may use."""
     for part in unicodedata.normalize("NFKC", char):
         letter = unicodedata.category(part) in ("Lu", "Ll", "Lt", "Lo", "Nd")
         if letter and not part.isascii() and part not in GREEK:
             return unicodedata.name(part, "UNKNOWN").split()[0]
-    return None
+    return _LATIN
 
 
 class FrontEnd:

@@ -39,8 +39,31 @@ class Lexicon:
 
     @classmethod
     def of(cls, source: Mapping[str, str] | str | Path | None) -> Lexicon:
-        """source: a mapping, or a file as `read_lexicon` takes it. Raises OptionsError."""
-        return cls(read_lexicon(Path(source)) if isinstance(source, str | Path) else source)
+        """source: a mapping, or a file in UTF-8: a line is a word, a tab, and what is said for it. Raises OptionsError,
+        for a file naming the line of what is none."""
+        if not isinstance(source, str | Path):
+            return cls(source)
+        if not Path(source).is_file():
+            raise OptionsError(f"{source}: expected a lexicon, found no file of that name")
+        try:
+            lines = Path(source).read_bytes().removeprefix(codecs.BOM_UTF8).decode().split("\n")
+        except UnicodeDecodeError as error:
+            raise OptionsError(f"{source}: expected UTF-8, found other bytes at {error.start}") from None
+        words: dict[str, str] = {}
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                written, *said = line.strip("\r ").split("\t")
+                if len(said) != 1:
+                    raise OptionsError(f"expected a word, a tab and what is said for it, found {len(said)} tabs")
+                word, said = _entry(written, *said)
+                if word in words:
+                    raise OptionsError(f"{word!r} stands in a line before already: leave one of them out")
+            except OptionsError as error:
+                raise OptionsError(f"{source}, line {number}: {error}") from None
+            words[word] = said
+        return cls(words)
 
     def say(self, text: str) -> str:
         """`text` with what is said. Raises TextError where it becomes longer than a text may be."""
@@ -49,8 +72,7 @@ class Lexicon:
 
     def feed(self, markup: str = "speak") -> Chain:
         """For a text that arrives in pieces. markup: of `mktts.engine.options.Markup`."""
-        stripped = (MarkupFeed(),) if markup == "strip" else ()
-        return Chain(*stripped, *((LexiconFeed(self),) if self._tables else ()))
+        return Chain(MarkupFeed() if markup == "strip" else None, LexiconFeed(self) if self._tables else None)
 
     def find(self, text: str, at: int, final: bool) -> tuple[int, str] | None:
         """The end of the word at `at` and what is said for it, (at, "") for none; None where more text decides."""
@@ -98,32 +120,6 @@ class LexiconFeed:
     def finish(self) -> str:
         """The rest. Raises TextError as `push`."""
         return self.push("", final=True)
-
-
-def read_lexicon(path: Path) -> dict[str, str]:
-    """The entries of a file in UTF-8: a line is a word, a tab, and what is said for it. Raises OptionsError naming the
-    line of what is none."""
-    if not path.is_file():
-        raise OptionsError(f"{path}: expected a lexicon, found no file of that name")
-    try:
-        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).decode().split("\n")
-    except UnicodeDecodeError as error:
-        raise OptionsError(f"{path}: expected UTF-8, found other bytes at {error.start}") from None
-    words: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            written, *said = line.strip("\r ").split("\t")
-            if len(said) != 1:
-                raise OptionsError(f"expected a word, a tab and what is said for it, found {len(said)} tabs")
-            word, said = _entry(written, *said)
-            if word in words:
-                raise OptionsError(f"{word!r} stands in a line before already: leave one of them out")
-        except OptionsError as error:
-            raise OptionsError(f"{path}, line {number}: {error}") from None
-        words[word] = said
-    return words
 
 
 def respelled(ipa: str) -> str | None:

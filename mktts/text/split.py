@@ -82,10 +82,10 @@ def check_length(chars: int, what: str = "text") -> None:
 
 
 class Chain:
-    """Feeds one behind another: a text that arrives in pieces goes through all of them, through none as it is."""
+    """Feeds one behind another: a text that arrives in pieces goes through all of them that are not None."""
 
     def __init__(self, *feeds: Any) -> None:
-        self._feeds = feeds
+        self._feeds = [feed for feed in feeds if feed is not None]
 
     def push(self, piece: str) -> str:
         """What is certain by now, perhaps "". Raises what a feed raises."""
