@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
-from random import Random
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from record_cases import cases, words, wrong
 
@@ -19,10 +18,6 @@ SEEN = cases(files("mktts.training.judge").joinpath("written_numbers.tsv").read_
 TABLE = cases()
 SENTENCES = [text for text, _ in SEEN + TABLE[:40]]
 PLAIN = files("mktts.training.data").joinpath("held_out.txt").read_text(encoding="utf-8").splitlines()
-MIXED = "the cat NASA $1 2.50 , . - ' Jan. 5 km Henry VIII 10:30 am St. James \n & % I II 1/2 é 😀"
-PIECES = st.lists(
-    st.one_of(st.sampled_from(MIXED.split(" ")), st.text(alphabet="aBI 15.,:/-$%'\n", max_size=5)), max_size=14
-)
 
 
 def title(text: str) -> str:
@@ -32,33 +27,6 @@ def title(text: str) -> str:
 def test_numbers_prices_times_dates_and_titles_and_at_least_245_of_250_written_forms_are_read_as_listed():
     assert len(SEEN) == 60 and wrong(SEEN) == []
     assert len(TABLE) >= 250 and len(wrong(TABLE)) <= len(TABLE) * 5 // 250, wrong(TABLE)
-
-
-def test_each_written_form_in_random_pieces_gives_what_the_whole_gives():
-    random = Random(90210)
-    for text, _ in TABLE:
-        for _ in range(3):
-            feed, start, said = FrontEnd().feed(markup="strip"), 0, ""
-            while start < len(text):
-                end = start + random.randint(1, 9)
-                said += feed.push(text[start:end])
-                start = end
-            assert said + feed.finish() == spoken(text)
-
-
-@given(st.text(alphabet="ab1 *_[]()`~<>&;$|#-^:\\\n!x.=/", max_size=40), st.lists(st.integers(0, 40), max_size=6))
-@example("[^1]: note", [5])
-@example("see [a [b]](c(d)) **e** `f`", [7, 9])
-def test_markup_is_taken_out_of_pieces_as_of_the_whole(text, cuts):
-    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    feed = MarkupFeed()
-    said = "".join(feed.push(text[a:b]) for a, b in zip(edges, edges[1:], strict=False))
-    at_once = MarkupFeed()
-    try:
-        whole = at_once.push(text) + at_once.finish()
-    except TextError:
-        return
-    assert said + feed.finish() == whole
 
 
 def test_a_block_of_code_is_left_out_or_named():
@@ -77,25 +45,6 @@ def test_case_and_the_final_mark_change_no_word(form):
 @pytest.mark.parametrize("text", PLAIN[::25])
 def test_a_plain_sentence_keeps_its_words_and_marks(text):
     assert spoken(text).lower() == text.lower()
-
-
-@given(PIECES, st.lists(st.integers(0, 60), max_size=6))
-@example(["$1", "2.50"], [2])
-@example(["a 5", " km"], [3])
-def test_pieces_give_what_the_whole_gives(parts, cuts):
-    text = " ".join(parts)
-    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    feed = FrontEnd().feed(markup="strip")
-    try:
-        whole = spoken(text)
-    except TextError:
-        whole = None
-    said = "".join(feed.push(text[a:b]) for a, b in zip(edges, edges[1:], strict=False))
-    if whole is None:
-        with pytest.raises(TextError):
-            feed.finish()
-    else:
-        assert said + feed.finish() == whole
 
 
 @given(st.text(max_size=60))

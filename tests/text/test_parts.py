@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from mktts.errors import TextError
 from mktts.text import FrontEnd
@@ -63,20 +61,6 @@ def parts(pieces: list[str], new_reader: Callable[[], Any] = ENGLISH.feed) -> li
 def test_a_text_becomes_words_pauses_and_turns(text, expected):
     assert parts([text]) == ([ENGLISH.read(text)] if expected is None else expected)
     assert parts(list(text)) == parts([text])
-
-
-@given(st.lists(st.sampled_from(["[pause", " 1s]", "[Ryan]", "(x)", "<bre", "ak/>", "a ", "<", "[", ".", " 3", "]"])))
-@example(["[", "Ryan", "]", "("])
-@example([" ", "<spea", "k>", "<s>hi</s", "></speak>"])
-def test_pieces_give_what_the_whole_gives(pieces):
-    def said(pieces: list[str], new_reader: Callable[[], Any]) -> object:
-        try:
-            return parts(pieces, new_reader)
-        except TextError as error:
-            return str(error)
-
-    for new_reader in (Chain, ENGLISH.feed, MarkupFeed):
-        assert said(pieces, new_reader) == said(["".join(pieces)], new_reader)
 
 
 def test_without_a_front_end_the_words_stay_and_only_markup_goes_where_that_is_asked_for():
