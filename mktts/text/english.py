@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from functools import partial
+from functools import cache, partial
 
-from mktts.text import numbers
-from mktts.text.letters import GREEK, LISTS, WORDS, all_capitals, read_alone, spell_letters
+from mktts.text import readers
+from mktts.text.readers import GREEK, LISTS, WORDS, all_capitals, read_alone, spell_letters
 
 
 def _table(name: str) -> dict[int, str]:
@@ -70,7 +70,9 @@ def _whole(pattern: str) -> str:
     return _FRAGMENT.sub(fragment, pattern)
 
 
-_RULES = [(re.compile(_whole(pattern)), words) for pattern, words in WORDS["rules"]]
+@cache
+def _rules() -> list[tuple[re.Pattern[str], str]]:
+    return [(re.compile(_whole(pattern)), words) for pattern, words in WORDS["rules"]]
 
 
 def _filled(words: str, match: re.Match[str]) -> str:
@@ -80,7 +82,7 @@ def _filled(words: str, match: re.Match[str]) -> str:
     def read(hole: re.Match[str]) -> str:
         before, name, groups = hole.groups("")
         found = [match[int(group)] for group in groups]
-        return "" if found[0] is None else before + getattr(numbers, name, partial(numbers.look_up, name))(*found)
+        return "" if found[0] is None else before + getattr(readers, name, partial(readers.look_up, name))(*found)
 
     return _HOLE.sub(read, match.expand(words))
 
@@ -107,7 +109,7 @@ def reading(text: str) -> str:
     if not all(map(is_plain, text.split())):
         text = plain_characters(text)
         shouted = all_capitals(text)
-        for pattern, words in _RULES:
+        for pattern, words in _rules():
             text = pattern.sub(partial(_filled, words), text)
         text = spell_letters(text, shouted)
     return _one_case(plain_marks(text))

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from functools import cache
 
 from mktts.errors import TextError
-from mktts.text.letters import GREEK
+from mktts.text import english
 from mktts.text.lexicon import Lexicon
+from mktts.text.readers import GREEK
 from mktts.text.split import Chain
 
 ENGLISH = "english"
@@ -38,11 +39,7 @@ class FrontEndFeed:
         """languages: that the text may be in. English alone is read, other text stays as it is."""
         self._languages = languages
         self._scripts = {_LATIN}.union(*(_SCRIPTS.get(language, ()) for language in languages))
-        self._english = None
-        if languages == (ENGLISH,):  # not before: it imports num2words
-            from mktts.text import english
-
-            self._english = english
+        self._reads = languages == (ENGLISH,)
         self._letters = False  # one came, or a digit
         self._held = ""  # words that may belong together, a space behind each
         self._word = ""  # the last one, perhaps not complete
@@ -62,7 +59,7 @@ class FrontEndFeed:
                     "leave it out, or take a checkpoint of that language"
                 )
         self._letters = self._letters or any(map(str.isalnum, piece))
-        if self._english is None:
+        if not self._reads:
             return piece
         said = ""
         for part in re.findall(r"\s+|\S+", piece):
@@ -77,8 +74,8 @@ class FrontEndFeed:
 
     def finish(self) -> str:
         """The rest, with the mark that ends it. Raises TextError where no letter or digit came."""
-        rest = "" if self._english is None else self._complete("") + self._hand_on() + self._end()
-        if not self._letters or (self._english and not self._said):
+        rest = self._complete("") + self._hand_on() + self._end() if self._reads else ""
+        if not self._letters or (self._reads and not self._said):
             raise TextError("expected text with a letter or a digit, got none of them: marks and signs have no words")
         return rest
 
@@ -87,21 +84,21 @@ class FrontEndFeed:
         word, self._word, said = self._word, "", ""
         if not word:
             return ""
-        plain = self._english.is_plain(word)
+        plain = english.is_plain(word)
         if self._held and ((plain and self._plain) or len(self._held) + len(word) > _LONGEST_CHARS):
             said = self._hand_on()
         self._held += f"{word} "
         self._plain = plain
         if follows and "\n" in self._gap and (self._gap.count("\n") > 1 or _ITEM.match(follows)):
             said += self._hand_on() + self._end()
-        elif self._english.ends_sentence(word):
+        elif english.ends_sentence(word):
             said += self._hand_on()
         return said
 
     def _hand_on(self) -> str:
         text, self._held = self._held.rstrip(), ""
         begins = self._said in _ENDS
-        text = self._english.reading(_BULLET.sub("", text, count=1) if begins else text)
+        text = english.reading(_BULLET.sub("", text, count=1) if begins else text)
         if begins or self._pause:
             text = text.lstrip(_MARKS + " ")
         if not text:

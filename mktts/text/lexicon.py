@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mktts.errors import OptionsError
-from mktts.text.letters import WORDS
 from mktts.text.markup import MarkupFeed
+from mktts.text.readers import WORDS
 from mktts.text.split import Chain, check_length, clean_piece, is_wide
 
 MAX_ENTRY_CHARS = 100  # of a word, and of what is said for it

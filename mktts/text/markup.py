@@ -6,7 +6,7 @@ import html
 import re
 
 from mktts.errors import TextError
-from mktts.text.letters import WORDS
+from mktts.text.readers import WORDS
 
 _TEX = WORDS["tex"]
 _IN_BRACES = r"\{(?:[^{}\n]|\{[^{}\n]{0,80}\}){0,120}\}"
@@ -43,9 +43,7 @@ _KIND_OPEN = re.compile(r"[\s>#*+•=_:|-]*(?:\[[^\]\n]{0,80}(?:\](?::.*)?)?|\d{
 class MarkupFeed:
     """A text that arrives in pieces; what `push` and `finish` return, joined, depends on the text alone."""
 
-    def __init__(self, code: str = "") -> None:
-        """code: what stands for a block of code."""
-        self._code = code
+    def __init__(self) -> None:
         self._rest = ""  # of the present line, not handed on
         self._last = "\n"  # the character before it
         self._begun = self._item = False  # the line's kind is known; it is a sentence of its own
@@ -80,7 +78,7 @@ class MarkupFeed:
             return ""
         if fence:
             self._fence = fence[1]
-            return self._code
+            return ""
         if not self._begun and _NO_WORDS.fullmatch(line):
             return ""
         if not self._begun and line.lstrip().startswith("|"):  # a row of a table, read as a heading

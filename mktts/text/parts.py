@@ -23,8 +23,8 @@ _PAUSE = rf"\[(?P<pause>pause(?:[^\S\n]{{1,40}}{_LENGTH})?)\]"
 _OPEN = r"(?P<open>(?:\[[^\[\]\n]{0,64}\]?|<(?:b|br|bre|brea|break(?:[\s/][^<>]{0,100})?)?)\Z)"
 _NAME = r"\[(?P<name>[^\[\]\n]{1,64})\](?!\()"  # else a link
 _TAG = {  # by whether the text ends here
-    False: re.compile(f"{_BREAK}|{_PAUSE}|{_OPEN}|{_NAME}", re.IGNORECASE),
-    True: re.compile(f"{_BREAK}|{_PAUSE}|{_NAME}", re.IGNORECASE),
+    final: re.compile("|".join([_BREAK, _PAUSE, *([] if final else [_OPEN]), _NAME]), re.IGNORECASE)
+    for final in (False, True)
 }
 _TIME = re.compile(rf"(?:time\s*=\s*[\"']\s*{_LENGTH}\s*[\"'])?", re.IGNORECASE)
 _ELEMENTS = ("speak", "p", "s", "break", "sub", "say-as")

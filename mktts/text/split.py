@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import Any
 
 from mktts.errors import TextError
-from mktts.text.letters import LISTS
+from mktts.text.readers import LISTS
 
 SEGMENT_CHARS = 300  # of one generation, where nothing says otherwise: about 20 s of speech
 MAX_TEXT_CHARS = 100_000  # about two hours of speech; a limit against mistakes, not one of the model
