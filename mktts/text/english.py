@@ -9,17 +9,12 @@ import unicodedata
 from functools import cache, partial
 
 from mktts.text import readers
-from mktts.text.readers import GREEK, LISTS, WORDS, all_capitals, read_alone, spell_letters
+from mktts.text.readers import LISTS, WORDS, all_capitals, read_alone, spell_letters
 
-
-def _table(name: str) -> dict[int, str]:
-    """For str.translate, of a table of words: what stands for each of some characters."""
-    return {ord(char): words for words, chars in WORDS[name].items() for char in chars}
-
-
-_BEFORE = _table("characters")
-# Letters that do not come apart into a plain letter and an accent; μ and Ω stand in units.
-_LETTERS = _table("plain_letters") | {ord(char): f" {name} " for char, name in GREEK.items() if char not in "μΩ"}
+# Also Greek letters that stand as signs; μ and Ω stand in units.
+_CHARACTERS = str.maketrans(
+    WORDS["characters"] | {char: f" {name} " for char, name in WORDS["greek"].items() if char not in "μΩ"}
+)
 _VULGAR = re.compile("(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")  # 2½ is two and a half, not 21/2
 _RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+")
 _DROPPED = re.compile(r"[^A-Za-z0-9\s.,;:?!'-]")
@@ -32,8 +27,8 @@ def plain_characters(text: str) -> str:
         return text.replace("`", "'")
     text = re.sub(r"(?<=\d)×(?=\d)", "x", re.sub(r"(?<=[\d\w)])\s?[·⋅]\s?(?=\d)", "*", text))
     text = _RAISED.sub(lambda m: "^" + unicodedata.normalize("NFKC", m[0]).replace("−", "-"), text)
-    text = unicodedata.normalize("NFKC", _VULGAR.sub(" ", text.translate(_BEFORE))).translate(_BEFORE)
-    apart = unicodedata.normalize("NFD", text.translate(_LETTERS))
+    text = unicodedata.normalize("NFKC", _VULGAR.sub(" ", text.translate(_CHARACTERS))).translate(_CHARACTERS)
+    apart = unicodedata.normalize("NFD", text)
     plain = "".join(char for char in apart if char.isascii() or char in _CURRENCIES or char == "—")
     return re.sub(r"(?<=\S) {2,}", " ", plain)
 

@@ -10,7 +10,7 @@ from functools import cache
 from mktts.errors import TextError
 from mktts.text import english
 from mktts.text.lexicon import Lexicon
-from mktts.text.readers import GREEK
+from mktts.text.readers import WORDS
 from mktts.text.split import Chain
 
 ENGLISH = "english"
@@ -125,7 +125,7 @@ def _script(char: str) -> str:
     """Latin also for a sign, and for a letter that every language may use."""
     for part in unicodedata.normalize("NFKC", char):
         letter = unicodedata.category(part) in ("Lu", "Ll", "Lt", "Lo", "Nd")
-        if letter and not part.isascii() and part not in GREEK:
+        if letter and not part.isascii() and part not in WORDS["greek"]:
             return unicodedata.name(part, "UNKNOWN").split()[0]
     return _LATIN
 

@@ -7,11 +7,8 @@ import json
 import re
 from pathlib import Path
 
-# Tables of words that the rules read and write, of English and of signs in any language.
+# Tables of words that the rules read and write, of English and of signs in any language, such as Greek letters.
 WORDS = json.loads(Path(__file__).with_name("english.json").read_text(encoding="utf-8"))
-# Greek letters that stand in texts of any language as signs; a Greek word has others beside them.
-GREEK = WORDS["greek"]
-
 LISTS = {name: frozenset(words.split()) for name, words in WORDS["lists"].items()}
 
 _AS_WORDS = LISTS["acronyms_as_words"]
