@@ -113,11 +113,9 @@ class FrontEndFeed:
 
     def _end(self) -> str:
         """The mark that ends what was handed on, where it has none."""
-        self._pause = ""
-        if self._said in _ENDS:
-            return ""
-        self._said = "."
-        return "."
+        ends = "" if self._said in _ENDS else "."
+        self._said, self._pause = ends or self._said, ""
+        return ends
 
 
 @cache

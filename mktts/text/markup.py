@@ -71,25 +71,22 @@ class MarkupFeed:
 
     def _line(self, line: str) -> str:
         """What remains of a line to its end."""
-        fence = None if self._begun else _FENCE.match(line)
-        if self._fence:
-            if fence and fence[1] == self._fence:
-                self._fence = ""
-            return ""
-        if fence:
-            self._fence = fence[1]
-            return ""
-        if not self._begun and _NO_WORDS.fullmatch(line):
-            return ""
-        if not self._begun and line.lstrip().startswith("|"):  # a row of a table, read as a heading
-            line = "# " + ", ".join(cell.strip() for cell in line.split("|") if cell.strip())
+        if not self._begun:
+            fence = _FENCE.match(line)
+            if fence and self._fence in ("", fence[1]):
+                self._fence = "" if self._fence else fence[1]
+                return ""
+            if self._fence or _NO_WORDS.fullmatch(line):
+                return ""
+            if line.lstrip().startswith("|"):  # a row of a table, read as a heading
+                line = "# " + ", ".join(cell.strip() for cell in line.split("|") if cell.strip())
         self._rest = line
         said = self._words(final=True)
-        last = self._said
-        ends = "." if self._item and (last.isalnum() or last in ")\"'%") else ""
+        if self._item and (self._said.isalnum() or self._said in ")\"'%"):
+            said += "."
         self._begun = self._item = False
         self._last = self._said = "\n"
-        return said + ends
+        return said
 
     def _words(self, final: bool) -> str:
         """Of the present line what is certain; all of it when it is final."""

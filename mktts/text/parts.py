@@ -65,11 +65,11 @@ class TextFeed:
     def push(self, piece: str) -> list[Any]:
         """What is certain by now. Raises TextError for a pause that is too long, an element of SSML that is not known
         here, and what a reader raises; the piece is then not spoken."""
-        return self._take(*self._found(piece, final=False))
+        return self._take(piece, final=False)
 
     def finish(self) -> list[Any]:
         """The rest. Raises TextError where nothing is to be heard, of SSML also where an element was not ended."""
-        made = self._take(*self._found("", final=True))
+        made = self._take("", final=True)
         if self._signs and not self._said:
             made.append(self._reader.push(self._signs))  # its reader says what becomes of signs
             self._signs = None
@@ -78,18 +78,8 @@ class TextFeed:
             raise TextError("expected text to speak, got none beside its tags")
         return made
 
-    def _found(self, piece: str, final: bool) -> tuple[list[Any], str]:
-        """Text, and what stands for tags in it; and what may yet become one."""
-        rest = self._rest
-        if not self._begun:
-            piece, rest = (rest + piece).lstrip(), ""
-            if not final and "<speak".startswith(piece):
-                return [], piece
-            if _SPEAK.match(piece):
-                self._begun, self._ssml = True, _Ssml()
-        return self._tags(rest + (self._ssml.push(piece, final) if self._ssml else piece), final)
-
     def _tags(self, text: str, final: bool) -> tuple[list[Any], str]:
+        """Text, and what stands for tags in it; and what may yet become one."""
         found, start, at = [], 0, 0
         while (tag := _TAG[final].search(text, at)) is not None:
             if tag.lastgroup == "open":
@@ -110,7 +100,16 @@ class TextFeed:
         named = self._named(tag["name"].strip())
         return [] if named is None else [Pause(0), named]
 
-    def _take(self, found: list[Any], rest: str) -> list[Any]:
+    def _take(self, piece: str, final: bool) -> list[Any]:
+        rest = self._rest
+        if not self._begun:
+            piece, rest = (rest + piece).lstrip(), ""
+            if not final and "<speak".startswith(piece):
+                self._rest = piece
+                return []
+            if _SPEAK.match(piece):
+                self._begun, self._ssml = True, _Ssml()
+        found, rest = self._tags(rest + (self._ssml.push(piece, final) if self._ssml else piece), final)
         silent_s = self._silent_s + sum(part.samples for part in found if isinstance(part, Pause)) / SAMPLE_RATE_HZ
         if silent_s > MAX_PAUSES_S:
             raise TextError(f"the pauses of a text may have {MAX_PAUSES_S:g} s together, got {silent_s:g}")
@@ -121,8 +120,7 @@ class TextFeed:
             else:
                 made += [self._end_part(), part]
                 self._said = self._said or (isinstance(part, Pause) and part.samples > 0)
-        self._begun = self._begun or bool(found)
-        self._rest, self._silent_s = rest, silent_s
+        self._begun, self._rest, self._silent_s = True, rest, silent_s
         return [part for part in made if part != ""]
 
     def _words(self, text: str) -> str:

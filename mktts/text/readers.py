@@ -126,8 +126,7 @@ def years(written: str) -> str:
 
 def groups(written: str) -> str:
     """A telephone number and its like, a pause between groups: "1-800-555" -> "one, eight hundred, five five five"."""
-    found = re.findall(r"\d+", written)
-    said = (in_pairs(group) if group in ("800", "900") else singly(group) for group in found)
+    said = (in_pairs(group) if group in ("800", "900") else singly(group) for group in re.findall(r"\d+", written))
     return ("plus " if written[0] == "+" else "") + ", ".join(said)
 
 
