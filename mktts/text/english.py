@@ -40,9 +40,8 @@ def plain_marks(text: str) -> str:
     text = re.sub(r"\.{2,}(?=\s+[a-z])", ",", text)
     text = _DROPPED.sub(" ", text)
     text = re.sub(r"(?<![A-Za-z])['-]+|['-]+(?![A-Za-z])", " ", text)
-    text = re.sub(r"\s+([.,;:?!])", r"\1", " ".join(text.split()))
-    text = re.sub(r"(?<=[.,;:?!]) (?=[.,;:?!])", "", text)
-    return re.sub(r"[.,;:?!]{2,}", lambda m: next(mark for mark in "?!.:;," if mark in m[0]), text)
+    text = " ".join(text.split())
+    return re.sub(r"(?:\s*[.,;:?!])+", lambda m: next(mark for mark in "?!.:;," if mark in m[0]), text)
 
 
 _PLAIN = re.compile(r"[\"'(]*(?P<core>[A-Za-z]?[a-z]*(?:'[a-z]+)?(?:-[a-z]+)*)[,;:.!?\"')]*")

@@ -75,8 +75,9 @@ class Lexicon:
         return Chain(MarkupFeed() if markup == "strip" else None, LexiconFeed(self) if self._tables else None)
 
     def find(self, text: str, at: int, final: bool) -> tuple[int, str] | None:
-        """The end of the word at `at` and what is said for it, (at, "") for none; None where more text decides."""
-        found = (at, "")
+        """The end of the word at `at` and what is said for it, of a character where none is; None where more text
+        decides."""
+        found = (at + 1, text[at])
         if at and _goes_on_before(text, at):
             return found
         for end in range(at + 1, len(text) + 1):
@@ -107,9 +108,8 @@ class LexiconFeed:
         """What is certain by now, perhaps "". Raises TextError where the text has become too long."""
         text, at, said = self._text + piece, self._at, []
         while at < len(text) and (found := self._lexicon.find(text, at, final)) is not None:
-            end, words = found
-            said.append(words or text[at])
-            at = max(end, at + 1)
+            at, words = found
+            said.append(words)
         kept = max(0, at - _KEPT_CHARS)
         self._text, self._at = text[kept:], at - kept
         words = "".join(said)

@@ -54,11 +54,10 @@ class MarkupFeed:
     def push(self, piece: str) -> str:
         """What is certain by now, perhaps ""."""
         *lines, last = (self._rest + piece).split("\n")
-        said = [self._line(line) + "\n" for line in lines]
+        words = "".join(f"{self._line(line)}\n" for line in lines)
         self._rest = last
         if not self._fence and (self._begun or not _KIND_OPEN.fullmatch(last)):
-            said.append(self._words(final=False))
-        words = "".join(said)
+            words += self._words(final=False)
         self._spoken = self._spoken or bool(words.strip())
         return words
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 # Tables of words that the rules read and write, of English and of signs in any language, such as Greek letters.
@@ -39,7 +40,7 @@ def read_alone(word: str) -> str:
 def all_capitals(text: str) -> bool:
     """Whether every word is in capitals, and one at least is no acronym."""
     words = [word for word in re.findall(r"[A-Za-z']{2,}", text) if len(word.replace("'", "")) > 1]
-    if not words or any(word != word.upper() for word in words):
+    if any(word != word.upper() for word in words):
         return False
     plain = [word for word in map(str.lower, words) if read_alone(word) == word and word not in _AS_WORDS]
     return len(plain) > 1 or any(len(word) > _LONGEST_SPELLED or word in _RAISED for word in plain)
@@ -55,7 +56,7 @@ def spell_letters(text: str, shouted: bool) -> str:
             if (written[:-1].isupper() and written[-1] == "s") or (word[:-1] in _SPELLED and len(word) > 3):
                 written, word, tail = written[:-1], word[:-1], "s"
         capitals = len(word) > 1 and written.isupper() and tail in ("", "s", "'s")
-        if len(word) < 2 or (capitals and word in _AS_WORDS):
+        if capitals and word in _AS_WORDS:
             return match[0]
         said = read_alone(word)
         if said == word and capitals and not shouted and word not in _RAISED:
@@ -75,8 +76,7 @@ def cardinal(written: str, to: str = "cardinal") -> str:
     return num2words(int(written.replace(",", "")), to=to).replace(",", "").replace(" and ", " ")
 
 
-def ordinal(written: str) -> str:
-    return cardinal(written, "ordinal")
+ordinal = partial(cardinal, to="ordinal")
 
 
 def year(written: str) -> str:

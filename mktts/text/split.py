@@ -119,9 +119,7 @@ def split_text(text: str, max_chars: int) -> list[str]:
         end = _best_end(text, start, start + max_chars)
         pieces.append(text[start:end])
         start = _SPACE.match(text, end).end()
-    if start < len(text):
-        pieces.append(text[start:])
-    return pieces
+    return [*pieces, text[start:]] if start < len(text) else pieces
 
 
 class FeedSplitter:
@@ -187,10 +185,8 @@ def boundary(before: str, gap: str, after: str) -> Cut:
 
 def _goes_on(core: str, after: str, quoted: bool) -> bool:
     """Whether the mark at the end of `core` is inside a sentence: an abbreviation, an ordinal, a quotation."""
-    if core[-1] in "!?":
-        return quoted and after.islower()
     if after.islower():
-        return True
+        return quoted or core[-1] not in "!?"
     if core[-1] != "." or core.endswith(".."):
         return False
     words = core[:-1].split()
