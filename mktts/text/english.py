@@ -18,7 +18,7 @@ _CHARACTERS = str.maketrans(
 _VULGAR = re.compile("(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")  # 2½ is two and a half, not 21/2
 _RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+")
 _DROPPED = re.compile(r"[^A-Za-z0-9\s.,;:?!'-]")
-_CURRENCIES = "$€£¥₹₩¢°µμΩ"
+_SIGNS = "$€£¥₹₩¢°µμΩ—"
 
 
 def plain_characters(text: str) -> str:
@@ -28,8 +28,7 @@ def plain_characters(text: str) -> str:
     text = re.sub(r"(?<=\d)×(?=\d)", "x", re.sub(r"(?<=[\d\w)])\s?[·⋅]\s?(?=\d)", "*", text))
     text = _RAISED.sub(lambda m: "^" + unicodedata.normalize("NFKC", m[0]).replace("−", "-"), text)
     text = unicodedata.normalize("NFKC", _VULGAR.sub(" ", text.translate(_CHARACTERS))).translate(_CHARACTERS)
-    apart = unicodedata.normalize("NFD", text)
-    plain = "".join(char for char in apart if char.isascii() or char in _CURRENCIES or char == "—")
+    plain = "".join(char for char in unicodedata.normalize("NFD", text) if char.isascii() or char in _SIGNS)
     return re.sub(r"(?<=\S) {2,}", " ", plain)
 
 
@@ -84,9 +83,7 @@ def _filled(words: str, match: re.Match[str]) -> str:
 def is_plain(token: str) -> bool:
     """Whether a word is read as it is written, and says nothing about how its neighbours are read."""
     found = _PLAIN.fullmatch(token)
-    if not found:
-        return False
-    core = found["core"].lower()
+    core = found["core"].lower() if found else ""
     if len(core) < 2 or token == "in.":
         return core in ("a", "i")
     return core not in _BOUND and read_alone(core) == core

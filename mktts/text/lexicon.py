@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import re
 import unicodedata
 from collections.abc import Mapping
@@ -46,7 +45,7 @@ class Lexicon:
         if not Path(source).is_file():
             raise OptionsError(f"{source}: expected a lexicon, found no file of that name")
         try:
-            lines = Path(source).read_bytes().removeprefix(codecs.BOM_UTF8).decode().split("\n")
+            lines = Path(source).read_bytes().decode("utf-8-sig").split("\n")
         except UnicodeDecodeError as error:
             raise OptionsError(f"{source}: expected UTF-8, found other bytes at {error.start}") from None
         words: dict[str, str] = {}
@@ -75,8 +74,7 @@ class Lexicon:
         return Chain(MarkupFeed() if markup == "strip" else None, LexiconFeed(self) if self._tables else None)
 
     def find(self, text: str, at: int, final: bool) -> tuple[int, str] | None:
-        """The end of the word at `at` and what is said for it, of a character where none is; None where more text
-        decides."""
+        """The end of the word at `at` and its words, or of the character there; None where more text decides."""
         found = (at + 1, text[at])
         if at and _goes_on_before(text, at):
             return found

@@ -1,5 +1,4 @@
-"""Tables of words, and readers: what a rule of english.json asks for by name, made of the digits and letters that it
-found."""
+"""Tables of words, and readers of digits and letters: what a rule of english.json asks for by name."""
 
 from __future__ import annotations
 

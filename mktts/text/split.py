@@ -39,15 +39,8 @@ _LOOK_BACK_CHARS = 24  # enough for the longest abbreviation and its closers
 _ABBREVIATIONS = LISTS["abbreviations"]
 _INITIALS = re.compile(r"(?:\w\.)*\w", re.UNICODE)  # "J" in "J. R. R. Tolkien", "U.S" in "U.S."
 _ORDINAL = re.compile(r"\d{1,2}")  # "3" in "3. Mai", "1" in "1. Open the lid"
-
-
-class Cut(IntEnum):
-    """How good a place is for a cut; a larger value is a better place."""
-
-    NONE = 0
-    SPACE = 1
-    CLAUSE = 2
-    SENTENCE = 3
+# How good a place is for a cut; a larger value is a better place.
+Cut = IntEnum("Cut", "NONE SPACE CLAUSE SENTENCE", start=0)
 
 
 def is_wide(char: str) -> bool:
