@@ -140,7 +140,7 @@ class SpokenText:
     """
 
     def __init__(self, spoken: Callable[[str], str], sample_rate_hz: int) -> None:
-        self.words = WordTimes(TextFeed(lambda name: None, lambda: None), spoken, sample_rate_hz)
+        self.words = WordTimes(TextFeed(lambda name: None), spoken, sample_rate_hz)
         self.heard = AudioTimes()
         self.speech: Speech | None = None
         self.task: asyncio.Task[None] | None = None

@@ -94,8 +94,8 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         longest = checkpoint.longest_text_chars() if checkpoint else None
         self._whole_chars = segment_chars(longest, fed=False)
         self._fed_chars = segment_chars(longest, fed=True)
-        name = checkpoint.text_front_end() if checkpoint else None
-        self.front_end = None if name is None else FrontEnd.ready(name, checkpoint.config.spoken_languages)
+        reads = checkpoint and checkpoint.text_front_end()
+        self.front_end = FrontEnd.ready(checkpoint.config.spoken_languages) if reads else None
         self.lexicon = lexicon or Lexicon()
         self._prompts = prompts
 

@@ -1,9 +1,6 @@
-"""The text front end of checkpoints that name one: what is written becomes what is spoken.
+"""The text front end: what is written becomes what is spoken. English is what there is; other languages pass as they
+are written, and text that a voice cannot speak raises TextError."""
 
-`spoken` is all of it for one text. English is what there is; another language passes through as it is written. What
-holds for all: text in a script that the voice's languages are not written in, and text without a letter or digit, raise
-TextError."""
+from mktts.text.front_end import FrontEnd, spoken
 
-from mktts.text.front_end import FRONT_ENDS, FrontEnd, FrontEndFeed, spoken
-
-__all__ = ["FRONT_ENDS", "FrontEnd", "FrontEndFeed", "spoken"]
+__all__ = ["FrontEnd", "spoken"]

@@ -1,50 +1,34 @@
 """A few words of English as they are spoken: numbers, signs and short forms in words, one case, plain marks. The rules
-run from the particular to the general, each on what those before it left: an address is no number, a date no fraction,
-a price no measure."""
+stand in english.json. They run from the particular to the general, each on what those before it left: an address is no
+number, a date no fraction, a price no measure."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from functools import cache, partial
 
-from mktts.text.dates import SHORT_NAMES, spell_dates, spell_times
-from mktts.text.letters import (
-    GREEK,
-    WORDS,
-    all_capitals,
-    is_known,
-    spell_dotted,
-    spell_letters,
-    split_camel,
-    split_mixed,
+from mktts.text import readers
+from mktts.text.readers import LISTS, WORDS, all_capitals, read_alone, spell_letters
+
+# Also Greek letters that stand as signs; μ and Ω stand in units.
+_CHARACTERS = str.maketrans(
+    WORDS["characters"] | {char: f" {name} " for char, name in WORDS["greek"].items() if char not in "μΩ"}
 )
-from mktts.text.names import ABBREVIATIONS, BINDERS, ROMANS, spell_addresses, spell_names, typed
-from mktts.text.numbers import NUMBER, bare, in_pairs, number, ordinal, singly, spell_measures, spell_money, year
-
-
-def _table(name: str) -> dict[int, str]:
-    """For str.translate, of a table of words: what stands for each of some characters."""
-    return {ord(char): words for words, chars in WORDS[name].items() for char in chars}
-
-
-_BEFORE = _table("characters")
-# Letters that do not come apart into a plain letter and an accent; μ and Ω stand in units.
-_LETTERS = _table("plain_letters") | {ord(char): f" {name} " for char, name in GREEK.items() if char not in "μΩ"}
 _VULGAR = re.compile("(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")  # 2½ is two and a half, not 21/2
 _RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+")
 _DROPPED = re.compile(r"[^A-Za-z0-9\s.,;:?!'-]")
-_CURRENCIES = "$€£¥₹₩¢°µμΩ"
+_SIGNS = "$€£¥₹₩¢°µμΩ—"
 
 
 def plain_characters(text: str) -> str:
     """`text` in ASCII, but for signs that the rules read ($ and its like): one form of each mark, no accents."""
     if text.isascii():
         return text.replace("`", "'")
-    text = re.sub(r"(?<=\d)×(?=\d)", "x", re.sub(r"(?<=[\d\w)])\s?[·⋅]\s?(?=\d)", "*", text)).replace("·", " ")
+    text = re.sub(r"(?<=\d)×(?=\d)", "x", re.sub(r"(?<=[\d\w)])\s?[·⋅]\s?(?=\d)", "*", text))
     text = _RAISED.sub(lambda m: "^" + unicodedata.normalize("NFKC", m[0]).replace("−", "-"), text)
-    text = unicodedata.normalize("NFKC", _VULGAR.sub(" ", text.translate(_BEFORE))).translate(_BEFORE)
-    apart = unicodedata.normalize("NFD", text.translate(_LETTERS))
-    plain = "".join(char for char in apart if char.isascii() or char in _CURRENCIES or char == "—")
+    text = unicodedata.normalize("NFKC", _VULGAR.sub(" ", text.translate(_CHARACTERS))).translate(_CHARACTERS)
+    plain = "".join(char for char in unicodedata.normalize("NFD", text) if char.isascii() or char in _SIGNS)
     return re.sub(r"(?<=\S) {2,}", " ", plain)
 
 
@@ -55,55 +39,54 @@ def plain_marks(text: str) -> str:
     text = re.sub(r"\.{2,}(?=\s+[a-z])", ",", text)
     text = _DROPPED.sub(" ", text)
     text = re.sub(r"(?<![A-Za-z])['-]+|['-]+(?![A-Za-z])", " ", text)
-    text = re.sub(r"\s+([.,;:?!])", r"\1", " ".join(text.split()))
-    text = re.sub(r"(?<=[.,;:?!]) (?=[.,;:?!])", "", text)
-    return re.sub(r"[.,;:?!]{2,}", lambda m: next(mark for mark in "?!.:;," if mark in m[0]), text)
+    text = " ".join(text.split())
+    return re.sub(r"(?:\s*[.,;:?!])+", lambda m: next(mark for mark in "?!.:;," if mark in m[0]), text)
 
 
 _PLAIN = re.compile(r"[\"'(]*(?P<core>[A-Za-z]?[a-z]*(?:'[a-z]+)?(?:-[a-z]+)*)[,;:.!?\"')]*")
 _SENTENCE_END = re.compile(r"[\"'(]*(?P<core>[A-Za-z]{3,}|[A-Za-z]+'[A-Za-z]+)[.!?]+[\"')]*")
+_TABLES = ("titles", "short_forms", "stopped_short_forms", "before_numbers", "units", "days")
 # They belong to what stands beside them.
-_BOUND = ABBREVIATIONS | BINDERS | ROMANS | SHORT_NAMES | frozenset(WORDS["binders"].split()) | WORDS["units"].keys()
-_ORDINAL = re.compile(r"(?<![\w.,])(\d{1,3}(?:,\d{3}){1,4}|\d{1,15})(?:st|nd|rd|th)\b", re.IGNORECASE)
-_HASH = re.compile(r"#\s?(?=\d)")
-_MINUS = re.compile(r"(?<![\w.)])-(?=\.?\d)")
-_SPAN = re.compile(rf"(?<![\w.,-])({NUMBER})\s?-\s?({NUMBER})(?![\w-])")
-_NUMBER = re.compile(NUMBER)
-_NAME = re.compile(rf"\b(?:{'|'.join(WORDS['names'])})(?=s?\b)")
-_HOW = {  # of a group, in a rule's words
-    "s": singly,
-    "z": lambda digits: singly(digits, "zero"),
-    "p": in_pairs,
-    "n": number,
-    "y": lambda digits: year(int(digits)),
-    "t": typed,
-}
+_BOUND = LISTS["binders"].union(LISTS["numbered"], *(WORDS[name] for name in _TABLES), {m[:3] for m in WORDS["months"]})
+_FRAGMENT = re.compile(r"(?<!P)<(\w+)>")
+_HOLE = re.compile(r"\{(?:([^{}|]*)\|)?([a-z_]+)(\d+)\}")
 
 
-_RULES = {
-    name: [(re.compile(pattern), words) for pattern, words in WORDS[name]]
-    for name in ("early", "codes", "operators", "latin", "labels", "signs")
-}
+def _whole(pattern: str) -> str:
+    """`pattern` with what "<name>" stands for: a fragment, the words of a list, or the keys of a table."""
+
+    def fragment(match: re.Match[str]) -> str:
+        words = LISTS.get(match[1]) or WORDS.get(match[1], ())
+        written = WORDS["fragments"].get(match[1])
+        return _whole(written or "|".join(map(re.escape, sorted(words, key=len, reverse=True))))
+
+    return _FRAGMENT.sub(fragment, pattern)
 
 
-def _apply(name: str, text: str) -> str:
-    """Each rule of a list in turn. "{s1}" in its words is the first group, read as _HOW["s"] does."""
-    for pattern, words in _RULES[name]:
-        text = pattern.sub(
-            lambda m, w=words: re.sub(r"\{(\w)(\d)\}", lambda hole: _HOW[hole[1]](m[int(hole[2])]), m.expand(w)), text
-        )
-    return text
+@cache
+def _rules() -> list[tuple[re.Pattern[str], str]]:
+    return [(re.compile(_whole(pattern)), words) for pattern, words in WORDS["rules"]]
+
+
+def _filled(words: str, match: re.Match[str]) -> str:
+    """A rule's words for what it found. "{s12}" is what the reader "s", else the table of that name, makes of groups 1
+    and 2; "{, |s1}" has a comma before it; both are nothing where the first group has found nothing."""
+
+    def read(hole: re.Match[str]) -> str:
+        before, name, groups = hole.groups("")
+        found = [match[int(group)] for group in groups]
+        return "" if found[0] is None else before + getattr(readers, name, partial(readers.look_up, name))(*found)
+
+    return _HOLE.sub(read, match.expand(words))
 
 
 def is_plain(token: str) -> bool:
     """Whether a word is read as it is written, and says nothing about how its neighbours are read."""
     found = _PLAIN.fullmatch(token)
-    if not found:
-        return False
-    core = found["core"].lower()
+    core = found["core"].lower() if found else ""
     if len(core) < 2 or token == "in.":
         return core in ("a", "i")
-    return core not in _BOUND and not is_known(core)
+    return core not in _BOUND and read_alone(core) == core
 
 
 def ends_sentence(token: str) -> bool:
@@ -115,30 +98,12 @@ def ends_sentence(token: str) -> bool:
 def reading(text: str) -> str:
     """Some words of a sentence as they are spoken, in lower case but for "I" and single letters; perhaps ""."""
     if not all(map(is_plain, text.split())):
-        text = _rewritten(plain_characters(text))
+        text = plain_characters(text)
+        shouted = all_capitals(text)
+        for pattern, words in _rules():
+            text = pattern.sub(partial(_filled, words), text)
+        text = spell_letters(text, shouted)
     return _one_case(plain_marks(text))
-
-
-def _rewritten(text: str) -> str:
-    shouted = all_capitals(text)
-    text = _NAME.sub(lambda m: WORDS["names"][m[0]], text)
-    text = _apply("early", text)
-    text = _apply("codes", spell_addresses(text))
-    text = spell_dates(text)
-    text = spell_times(text)
-    text = _apply("operators", text)
-    text = spell_money(text)
-    text = spell_names(_apply("latin", text))
-    text = spell_measures(text)
-    text = spell_dotted(text)
-    text = _HASH.sub("number ", text)
-    text = _ORDINAL.sub(lambda m: ordinal(int(m[1].replace(",", ""))), text)
-    text = _apply("labels", text)
-    text = _SPAN.sub(r"\1 to \2", text)
-    text = _MINUS.sub("minus ", text)
-    text = split_mixed(split_camel(_apply("signs", text)))
-    text = _NUMBER.sub(lambda m: f" {bare(m[0])} ", text)
-    return spell_letters(text, shouted)
 
 
 def _one_case(text: str) -> str:

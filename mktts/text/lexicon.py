@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import codecs
 import re
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 
 from mktts.errors import OptionsError
-from mktts.text.letters import WORDS
 from mktts.text.markup import MarkupFeed
-from mktts.text.split import check_length, clean_piece, is_wide
+from mktts.text.readers import WORDS
+from mktts.text.split import Chain, check_length, clean_piece, is_wide
 
 MAX_ENTRY_CHARS = 100  # of a word, and of what is said for it
 _APOSTROPHES = "'’"
@@ -39,28 +38,52 @@ class Lexicon:
 
     @classmethod
     def of(cls, source: Mapping[str, str] | str | Path | None) -> Lexicon:
-        """source: a mapping, or a file as `read_lexicon` takes it. Raises OptionsError."""
-        return cls(read_lexicon(Path(source)) if isinstance(source, str | Path) else source)
+        """source: a mapping, or a file in UTF-8: a line is a word, a tab, and what is said for it. Raises OptionsError,
+        for a file naming the line of what is none."""
+        if not isinstance(source, str | Path):
+            return cls(source)
+        if not Path(source).is_file():
+            raise OptionsError(f"{source}: expected a lexicon, found no file of that name")
+        try:
+            lines = Path(source).read_bytes().decode("utf-8-sig").split("\n")
+        except UnicodeDecodeError as error:
+            raise OptionsError(f"{source}: expected UTF-8, found other bytes at {error.start}") from None
+        words: dict[str, str] = {}
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                written, *said = line.strip("\r ").split("\t")
+                if len(said) != 1:
+                    raise OptionsError(f"expected a word, a tab and what is said for it, found {len(said)} tabs")
+                word, said = _entry(written, *said)
+                if word in words:
+                    raise OptionsError(f"{word!r} stands in a line before already: leave one of them out")
+            except OptionsError as error:
+                raise OptionsError(f"{source}, line {number}: {error}") from None
+            words[word] = said
+        return cls(words)
 
     def say(self, text: str) -> str:
         """`text` with what is said. Raises TextError where it becomes longer than a text may be."""
-        feed = LexiconFeed(self) if self._tables else None
-        return text if feed is None else feed.push(text) + feed.finish()
+        feed = self.feed()
+        return feed.push(text) + feed.finish()
 
-    def feed(self, markup: str = "speak") -> LexiconFeed | MarkupFeed | None:
-        """For a text that arrives in pieces; None where it stays as it is. markup: of `mktts.engine.options.Markup`."""
-        source = MarkupFeed() if markup == "strip" else None
-        return LexiconFeed(self, source) if self._tables else source
+    def feed(self, markup: str = "speak") -> Chain:
+        """For a text that arrives in pieces. markup: of `mktts.engine.options.Markup`."""
+        return Chain(MarkupFeed() if markup == "strip" else None, LexiconFeed(self) if self._tables else None)
 
     def find(self, text: str, at: int, final: bool) -> tuple[int, str] | None:
-        """The end of the word at `at` and what is said for it, (at, "") for none; None where more text decides."""
-        found = (at, "")
+        """The end of the word at `at` and its words, or of the character there; None where more text decides."""
+        found = (at + 1, text[at])
         if at and _goes_on_before(text, at):
             return found
         for end in range(at + 1, len(text) + 1):
-            said = self._said(text[at:end])
-            if said is None:
+            forms = (text[at:end], text[at:end].casefold())
+            known = [table[form] for table in self._tables for form in forms if form in table]
+            if not known:
                 return found
+            said = next(filter(None, known), "")
             goes_on = _goes_on_after(text, end) if said else False
             if goes_on is None and not final:
                 return None
@@ -68,43 +91,23 @@ class Lexicon:
                 found = (end, said)
         return found if final else None
 
-    def _said(self, written: str) -> str | None:
-        """What is said for a word; "" for the beginning of one; None for neither."""
-        begins = None
-        for table in self._tables:
-            for form in (written, written.casefold()):
-                said = table.get(form)
-                if said:
-                    return said
-                begins = begins if said is None else said
-        return begins
-
 
 class LexiconFeed:
     """A text that arrives in pieces; what `push` and `finish` return, joined, depends on the text alone. Held back is
     what may yet become a word of the lexicon, and no more."""
 
-    def __init__(self, lexicon: Lexicon, markup: MarkupFeed | None = None) -> None:
-        """markup: what the text goes through before."""
-        self._lexicon, self._markup = lexicon, markup
+    def __init__(self, lexicon: Lexicon) -> None:
+        self._lexicon = lexicon
         self._text = ""  # what is held back, behind the last characters before it
         self._at = 0  # where it begins
         self._chars = 0  # handed on
 
-    def push(self, piece: str) -> str:
+    def push(self, piece: str, final: bool = False) -> str:
         """What is certain by now, perhaps "". Raises TextError where the text has become too long."""
-        return self._say(piece if self._markup is None else self._markup.push(piece), final=False)
-
-    def finish(self) -> str:
-        """The rest. Raises TextError as `push`, and where the whole text was markup."""
-        return self._say("" if self._markup is None else self._markup.finish(), final=True)
-
-    def _say(self, piece: str, final: bool) -> str:
         text, at, said = self._text + piece, self._at, []
         while at < len(text) and (found := self._lexicon.find(text, at, final)) is not None:
-            end, words = found
-            said.append(words or text[at])
-            at = max(end, at + 1)
+            at, words = found
+            said.append(words)
         kept = max(0, at - _KEPT_CHARS)
         self._text, self._at = text[kept:], at - kept
         words = "".join(said)
@@ -112,30 +115,9 @@ class LexiconFeed:
         check_length(self._chars)
         return words
 
-
-def read_lexicon(path: Path) -> dict[str, str]:
-    """The entries of a file in UTF-8: a line is a word, a tab, and what is said for it. Raises OptionsError naming the
-    line of what is none."""
-    if not path.is_file():
-        raise OptionsError(f"{path}: expected a lexicon, found no file of that name")
-    try:
-        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).decode().split("\n")
-    except UnicodeDecodeError as error:
-        raise OptionsError(f"{path}: expected UTF-8, found other bytes at {error.start}") from None
-    words: dict[str, str] = {}
-    for number, line in enumerate((line.strip("\r ") for line in lines), 1):
-        if not line.strip():
-            continue
-        try:
-            if line.count("\t") != 1:
-                raise OptionsError(f"expected a word, a tab and what is said for it, found {line.count(chr(9))} tabs")
-            word, said = _entry(*line.split("\t"))
-            if word in words:
-                raise OptionsError(f"{word!r} stands in a line before already: leave one of them out")
-        except OptionsError as error:
-            raise OptionsError(f"{path}, line {number}: {error}") from None
-        words[word] = said
-    return words
+    def finish(self) -> str:
+        """The rest. Raises TextError as `push`."""
+        return self.push("", final=True)
 
 
 def respelled(ipa: str) -> str | None:
@@ -178,8 +160,7 @@ def _table(words: Mapping[str, str]) -> dict[str, str]:
 
 
 def _in_word(char: str) -> bool:
-    """Of one character, or of none."""
-    return char.isalnum() or char == "_" or (char != "" and unicodedata.category(char).startswith("M"))
+    return char.isalnum() or char == "_" or unicodedata.category(char).startswith("M")
 
 
 def _goes_on_before(text: str, at: int) -> bool:
@@ -193,14 +174,9 @@ def _goes_on_before(text: str, at: int) -> bool:
 def _goes_on_after(text: str, end: int) -> bool | None:
     """Whether the word goes on behind what ends at `end`; None where the text does not say."""
     last, after = text[end - 1], text[end : end + 3]
-    if not after:
-        return None
-    if _in_word(after[0]):
+    if after and _in_word(after[0]):
         return unicodedata.category(after[0]).startswith("M") or not (is_wide(last) or is_wide(after[0]))
-    if after[0] not in _JOINERS or not _in_word(last):
+    if after and not (after[0] in _JOINERS and _in_word(last)):
         return False
-    if len(after) == 1:
-        return None
-    if after[0] in _APOSTROPHES and after[1] in "sS":
-        return None if len(after) == 2 else _in_word(after[2])
-    return _in_word(after[1])
+    rest = after[2:] if after[:1] in _APOSTROPHES and after[1:2].lower() == "s" else after[1:]
+    return _in_word(rest[0]) if rest else None

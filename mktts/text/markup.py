@@ -6,7 +6,7 @@ import html
 import re
 
 from mktts.errors import TextError
-from mktts.text.letters import WORDS
+from mktts.text.readers import WORDS
 
 _TEX = WORDS["tex"]
 _IN_BRACES = r"\{(?:[^{}\n]|\{[^{}\n]{0,80}\}){0,120}\}"
@@ -43,9 +43,7 @@ _KIND_OPEN = re.compile(r"[\s>#*+•=_:|-]*(?:\[[^\]\n]{0,80}(?:\](?::.*)?)?|\d{
 class MarkupFeed:
     """A text that arrives in pieces; what `push` and `finish` return, joined, depends on the text alone."""
 
-    def __init__(self, code: str = "") -> None:
-        """code: what stands for a block of code."""
-        self._code = code
+    def __init__(self) -> None:
         self._rest = ""  # of the present line, not handed on
         self._last = "\n"  # the character before it
         self._begun = self._item = False  # the line's kind is known; it is a sentence of its own
@@ -56,11 +54,10 @@ class MarkupFeed:
     def push(self, piece: str) -> str:
         """What is certain by now, perhaps ""."""
         *lines, last = (self._rest + piece).split("\n")
-        said = [self._line(line) + "\n" for line in lines]
+        words = "".join(f"{self._line(line)}\n" for line in lines)
         self._rest = last
         if not self._fence and (self._begun or not _KIND_OPEN.fullmatch(last)):
-            said.append(self._words(final=False))
-        words = "".join(said)
+            words += self._words(final=False)
         self._spoken = self._spoken or bool(words.strip())
         return words
 
@@ -73,66 +70,59 @@ class MarkupFeed:
 
     def _line(self, line: str) -> str:
         """What remains of a line to its end."""
-        fence = None if self._begun else _FENCE.match(line)
-        if self._fence:
-            if fence and fence[1] == self._fence:
-                self._fence = ""
-            return ""
-        if fence:
-            self._fence = fence[1]
-            return self._code
-        if not self._begun and _NO_WORDS.fullmatch(line):
-            return ""
-        if not self._begun and line.lstrip().startswith("|"):  # a row of a table, read as a heading
-            line = "# " + ", ".join(cell.strip() for cell in line.split("|") if cell.strip())
+        if not self._begun:
+            fence = _FENCE.match(line)
+            if fence and self._fence in ("", fence[1]):
+                self._fence = "" if self._fence else fence[1]
+                return ""
+            if self._fence or _NO_WORDS.fullmatch(line):
+                return ""
+            if line.lstrip().startswith("|"):  # a row of a table, read as a heading
+                line = "# " + ", ".join(cell.strip() for cell in line.split("|") if cell.strip())
         self._rest = line
         said = self._words(final=True)
-        last = self._said
-        ends = "." if self._item and (last.isalnum() or last in ")\"'%") else ""
+        if self._item and (self._said.isalnum() or self._said in ")\"'%"):
+            said += "."
         self._begun = self._item = False
         self._last = self._said = "\n"
-        return said + ends
+        return said
 
     def _words(self, final: bool) -> str:
         """Of the present line what is certain; all of it when it is final."""
-        said = []
+        begun = ""
         if not self._begun:
             kind = _KIND.match(self._rest)
             self._begun, self._item = True, kind["item"] is not None
             self._rest = self._rest[kind.end() :]
-            said.append("\n" if self._item else "")
-        text, at = self._last + self._rest, 1
-        while at < len(text):
-            start = _STARTS.search(text, at)
-            plain = text[at : start.start() if start else len(text)]
-            said.append(plain)
-            at += len(plain)
-            if start is None:
-                break
-            found = _FOUND.match(text, at)
-            if not final and ((found and found.end() == len(text)) or (not found and _OPEN.fullmatch(text, at))):
-                break
-            said.append(_words_of(found) if found else text[at])
-            at = found.end() if found else at + 1
+            begun = "\n" if self._item else ""
+        text = self._last + self._rest
+        words, at = _without(text, 1, final)
         self._last, self._rest = text[at - 1], text[at:]
-        words = "".join(said)
+        words = begun + words
         self._said = (self._said + words.rstrip())[-1]
         return words
+
+
+def _without(text: str, at: int, final: bool) -> tuple[str, int]:
+    """What remains of `text` from `at` on, and where that begins which may yet become markup."""
+    said = ""
+    while (start := _STARTS.search(text, at)) is not None:
+        said, at = said + text[at : start.start()], start.start()
+        found = _FOUND.match(text, at)
+        if not final and (found.end() == len(text) if found else _OPEN.fullmatch(text, at)):
+            return said, at
+        said += _words_of(found) if found else text[at]
+        at = found.end() if found else at + 1
+    return said + text[at:], len(text)
 
 
 def _words_of(found: re.Match[str]) -> str:
     kind, text = found.lastgroup, found[found.lastgroup]
     if kind == "link":
-        return _inline(text)
+        return _without("\n" + text, 1, True)[0]
     if kind == "tex":
         return _formula(text)
     return {"gone": "", "space": " ", "entity": html.unescape(text)}.get(kind, text)
-
-
-def _inline(text: str) -> str:
-    feed = MarkupFeed()
-    feed._begun, feed._rest = True, text
-    return feed._words(final=True)
 
 
 def _formula(text: str) -> str:

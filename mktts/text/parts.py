@@ -9,18 +9,23 @@ from xml.parsers import expat
 
 from mktts.errors import TextError
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.text.split import Chain
 
 DEFAULT_PAUSE_S = 0.5
 MAX_PAUSE_S = 10.0
 MAX_PAUSES_S = 300.0  # of one text: silence costs no frames, which bound what is made ahead of its reader
 
 _SPEAK = re.compile(r"<speak[\s/>]")
-_STARTS = re.compile(r"[\[<]")
-_TAG = re.compile(r"\[(?P<inner>[^\[\]\n]{1,64})\]|<break(?P<attributes>[\s/][^<>]{0,100})?>", re.IGNORECASE)
-_OPEN = re.compile(r"\[[^\[\]\n]{0,64}\]?|<(?:b|br|bre|brea|break(?:[\s/][^<>]{0,100})?)?", re.IGNORECASE)
 _LENGTH = r"(\d{0,12}(?:\.\d{1,12})?(?<=\d))\s?(ms|s)"
 _MARK = re.compile(r"\A\s*[.,;:!?…]+(?=\s)")  # of a sentence that ended with the pause before it
-_PAUSE = re.compile(rf"pause(?:\s+{_LENGTH})?", re.IGNORECASE)
+_BREAK = r"<break(?P<attributes>[\s/][^<>]{0,100})?>"
+_PAUSE = rf"\[(?P<pause>pause(?:[^\S\n]{{1,40}}{_LENGTH})?)\]"
+_OPEN = r"(?P<open>(?:\[[^\[\]\n]{0,64}\]?|<(?:b|br|bre|brea|break(?:[\s/][^<>]{0,100})?)?)\Z)"
+_NAME = r"\[(?P<name>[^\[\]\n]{1,64})\](?!\()"  # else a link
+_TAG = {  # by whether the text ends here
+    final: re.compile("|".join([_BREAK, _PAUSE, *([] if final else [_OPEN]), _NAME]), re.IGNORECASE)
+    for final in (False, True)
+}
 _TIME = re.compile(rf"(?:time\s*=\s*[\"']\s*{_LENGTH}\s*[\"'])?", re.IGNORECASE)
 _ELEMENTS = ("speak", "p", "s", "break", "sub", "say-as")
 _MOST_DIGITS = 15  # of a number that has a name
@@ -45,9 +50,9 @@ class TextFeed:
     """A text that arrives in pieces, as what is to be made of it: words, a `Pause`, and what `named` gives. What `push`
     and `finish` return depends on the text alone, not on the pieces. One that begins with <speak is SSML."""
 
-    def __init__(self, named: Callable[[str], Any | None], new_reader: Callable[[], Any]) -> None:
+    def __init__(self, named: Callable[[str], Any | None], new_reader: Callable[[], Any] = Chain) -> None:
         """named: what stands for a name in brackets, None where that is text. new_reader: gives what reads the words
-        between two tags, such as a `FrontEndFeed`, or None for words that stay as they stand."""
+        between two tags, such as a `FrontEndFeed`."""
         self._named, self._new_reader = named, new_reader
         self._ssml: _Ssml | None = None
         self._begun = False  # whether the text is SSML is known
@@ -60,67 +65,51 @@ class TextFeed:
     def push(self, piece: str) -> list[Any]:
         """What is certain by now. Raises TextError for a pause that is too long, an element of SSML that is not known
         here, and what a reader raises; the piece is then not spoken."""
-        return self._take(*self._found(piece, final=False))
+        return self._take(piece, final=False)
 
     def finish(self) -> list[Any]:
         """The rest. Raises TextError where nothing is to be heard, of SSML also where an element was not ended."""
-        made = self._take(*self._found("", final=True))
+        made = self._take("", final=True)
         if self._signs and not self._said:
-            made.append(self._read(self._signs))  # its reader says what becomes of signs
+            made.append(self._reader.push(self._signs))  # its reader says what becomes of signs
             self._signs = None
         made.append(self._end_part(last=True))
         if not self._said:
             raise TextError("expected text to speak, got none beside its tags")
         return made
 
-    def _found(self, piece: str, final: bool) -> tuple[list[Any], str]:
-        """Text, and what stands for tags in it; and what may yet become one."""
-        rest, pieces = self._rest, [piece]
-        if not self._begun:
-            text = (rest + piece).lstrip()
-            if not final and "<speak".startswith(text):
-                return [], text
-            rest, pieces = "", [text]
-            if _SPEAK.match(text):
-                self._begun, self._ssml = True, _Ssml()
-        if self._ssml is not None:
-            pieces = self._ssml.push(pieces[0], final)
-        found: list[Any] = []
-        for part in pieces:
-            if isinstance(part, Pause):
-                found += [*self._tags(rest, final=True)[0], part]
-                rest = ""
-            else:
-                more, rest = self._tags(rest + part, final=False)
-                found += more
-        return (found + self._tags(rest, final=True)[0], "") if final else (found, rest)
-
     def _tags(self, text: str, final: bool) -> tuple[list[Any], str]:
+        """Text, and what stands for tags in it; and what may yet become one."""
         found, start, at = [], 0, 0
-        while (next_start := _STARTS.search(text, at)) is not None:
-            at = next_start.start()
-            tag = _TAG.match(text, at)
-            open_name = tag and tag["inner"] and tag.end() == len(text) and not _PAUSE.fullmatch(tag["inner"])
-            if not final and (open_name or (tag is None and _OPEN.fullmatch(text, at))):
-                return [*found, text[start:at]], text[at:]
-            meant = None if tag is None else self._meant(tag)
-            at = at + 1 if meant is None else tag.end()
-            if meant is not None:
-                found += [text[start : next_start.start()], *meant]
+        while (tag := _TAG[final].search(text, at)) is not None:
+            if tag.lastgroup == "open":
+                return [*found, text[start : tag.start()]], text[tag.start() :]
+            meant = self._meant(tag)
+            at = tag.end() if meant else tag.start() + 1
+            if meant:
+                found += [text[start : tag.start()], *meant]
                 start = at
         return [*found, text[start:]], ""
 
-    def _meant(self, tag: re.Match[str]) -> list[Any] | None:
-        """What stands for it; None where it is text."""
-        if tag["inner"] is None:
-            return [_break((tag["attributes"] or "").strip("/ \n"))]
-        if found := _PAUSE.fullmatch(tag["inner"]):
-            return [pause_of(*found.groups())]
-        link = tag.string.startswith("(", tag.end())
-        named = None if link else self._named(tag["inner"].strip())
-        return None if named is None else [Pause(0), named]
+    def _meant(self, tag: re.Match[str]) -> list[Any]:
+        """What stands for it; nothing where it is text."""
+        if tag.lastgroup == "pause":
+            return [pause_of(*tag.groups()[2:4])]
+        if tag.lastgroup != "name":
+            return [pause_of(*_time((tag["attributes"] or "").strip("/ \n")))]
+        named = self._named(tag["name"].strip())
+        return [] if named is None else [Pause(0), named]
 
-    def _take(self, found: list[Any], rest: str) -> list[Any]:
+    def _take(self, piece: str, final: bool) -> list[Any]:
+        rest = self._rest
+        if not self._begun:
+            piece, rest = (rest + piece).lstrip(), ""
+            if not final and "<speak".startswith(piece):
+                self._rest = piece
+                return []
+            if _SPEAK.match(piece):
+                self._begun, self._ssml = True, _Ssml()
+        found, rest = self._tags(rest + (self._ssml.push(piece, final) if self._ssml else piece), final)
         silent_s = self._silent_s + sum(part.samples for part in found if isinstance(part, Pause)) / SAMPLE_RATE_HZ
         if silent_s > MAX_PAUSES_S:
             raise TextError(f"the pauses of a text may have {MAX_PAUSES_S:g} s together, got {silent_s:g}")
@@ -128,31 +117,27 @@ class TextFeed:
         for part in found:
             if isinstance(part, str):
                 made.append(self._words(part))
-                continue
-            made += [self._end_part(), part]
-            self._said = self._said or (isinstance(part, Pause) and part.samples > 0)
-        self._begun = self._begun or bool(found)
-        self._rest, self._silent_s = rest, silent_s
+            else:
+                made += [self._end_part(), part]
+                self._said = self._said or (isinstance(part, Pause) and part.samples > 0)
+        self._begun, self._rest, self._silent_s = True, rest, silent_s
         return [part for part in made if part != ""]
 
     def _words(self, text: str) -> str:
         """What is spoken of a piece of the present part: signs before its first letter wait for that."""
         if self._signs is None:
-            return self._read(text)
+            return self._reader.push(text)
         self._signs += text
         if not any(map(str.isalnum, text)):
             return ""
         begun, self._signs = self._signs, None
-        return self._read(_MARK.sub("", begun) if self._said else begun)
-
-    def _read(self, text: str) -> str:
-        return text if self._reader is None else self._reader.push(text)
+        return self._reader.push(_MARK.sub("", begun) if self._said else begun)
 
     def _end_part(self, last: bool = False) -> str:
         words = ""
         if self._signs is None:
             try:
-                words = "" if self._reader is None else self._reader.finish()
+                words = self._reader.finish()
                 self._said = True
             except TextError:  # its markup was all that it had
                 if last and not self._said:
@@ -161,28 +146,29 @@ class TextFeed:
         return words
 
 
-def _break(attributes: str) -> Pause:
+def _time(attributes: str) -> tuple[str | None, str | None]:
+    """Of a break: number and unit, or None."""
     found = _TIME.fullmatch(attributes)
     if found is None:
         raise TextError(f'expected <break/> or <break time="500ms"/>, got <break {attributes}>')
-    return pause_of(*found.groups())
+    return found.groups()
 
 
 class _Ssml:
-    """SSML as text and pauses."""
+    """SSML as text with pauses in brackets."""
 
     def __init__(self) -> None:
         self._parser = expat.ParserCreate()
         self._parser.StartElementHandler, self._parser.EndElementHandler = self._begin, self._end
         self._parser.CharacterDataHandler = self._text
         self._parser.StartDoctypeDeclHandler = self._refuse
-        self._found: list[str | Pause] = []
+        self._found = ""
         self._subs = 0  # that are open
         self._kind, self._held = "", ""  # of the present say-as
 
-    def push(self, piece: str, final: bool) -> list[str | Pause]:
+    def push(self, piece: str, final: bool) -> str:
         """Raises TextError for what is no SSML, or not known here."""
-        self._found = []
+        self._found = ""
         try:
             self._parser.Parse(piece, final)
         except expat.ExpatError as error:
@@ -196,13 +182,14 @@ class _Ssml:
         if name not in _ELEMENTS:
             raise TextError(f"SSML: <{name}> cannot be spoken here, expected {', '.join(_ELEMENTS[1:])}: leave it out")
         if name == "break":
-            self._found.append(_break(" ".join(f'{key}="{value}"' for key, value in attributes.items())))
+            time = _time(" ".join(f'{key}="{value}"' for key, value in attributes.items()))
+            self._found += f"[{' '.join(['pause', *filter(None, time)])}]"
         elif name in ("p", "s"):
-            self._found.append(Pause(0))
+            self._found += "[pause 0s]"
         elif name == "sub":
             if "alias" not in attributes:
                 raise TextError('SSML: expected <sub alias="what is said">, got no alias')
-            self._found.append(attributes["alias"])
+            self._found += attributes["alias"]
             self._subs += 1
         elif name == "say-as":
             self._kind, self._held = attributes.get("interpret-as", ""), ""
@@ -211,18 +198,18 @@ class _Ssml:
 
     def _end(self, name: str) -> None:
         if name in ("p", "s"):
-            self._found.append(Pause(0))
+            self._found += "[pause 0s]"
         elif name == "sub":
             self._subs -= 1
         elif name == "say-as":
-            self._found.append(said_as(self._kind, self._held.strip()))
+            self._found += said_as(self._kind, self._held.strip())
             self._kind = ""
 
     def _text(self, text: str) -> None:
         if self._kind:
             self._held += text
         elif not self._subs:
-            self._found.append(text)
+            self._found += text
 
 
 def said_as(kind: str, written: str) -> str:
@@ -235,7 +222,5 @@ def said_as(kind: str, written: str) -> str:
     if kind not in ("cardinal", "ordinal") or not digits.isdecimal() or len(digits) > _MOST_DIGITS:
         return written
     number = int(digits)
-    if kind == "cardinal":
-        return f"{number:,}"
     ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number:,}{ending}"
+    return f"{number:,}{ending if kind == 'ordinal' else ''}"

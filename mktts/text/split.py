@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 import unicodedata
 from enum import IntEnum
+from typing import Any
 
 from mktts.errors import TextError
-from mktts.text.letters import LISTS
+from mktts.text.readers import LISTS
 
 SEGMENT_CHARS = 300  # of one generation, where nothing says otherwise: about 20 s of speech
 MAX_TEXT_CHARS = 100_000  # about two hours of speech; a limit against mistakes, not one of the model
@@ -22,7 +23,8 @@ _REMOVED = re.compile(
     "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff]"
 )
-_SPACES = re.compile("[\t\r\x0b\x0c\x1c-\x1f]")
+_TABS = re.compile("[\t\r\x0b\x0c\x1c-\x1f]")
+_SPACE = re.compile(r"\s*")
 _NEWLINES = re.compile("[\x85\u2028\u2029]")
 
 _CLOSERS = "\"'”’»›)]}」』）】》〉"
@@ -37,15 +39,8 @@ _LOOK_BACK_CHARS = 24  # enough for the longest abbreviation and its closers
 _ABBREVIATIONS = LISTS["abbreviations"]
 _INITIALS = re.compile(r"(?:\w\.)*\w", re.UNICODE)  # "J" in "J. R. R. Tolkien", "U.S" in "U.S."
 _ORDINAL = re.compile(r"\d{1,2}")  # "3" in "3. Mai", "1" in "1. Open the lid"
-
-
-class Cut(IntEnum):
-    """How good a place is for a cut; a larger value is a better place."""
-
-    NONE = 0
-    SPACE = 1
-    CLAUSE = 2
-    SENTENCE = 3
+# How good a place is for a cut; a larger value is a better place.
+Cut = IntEnum("Cut", "NONE SPACE CLAUSE SENTENCE", start=0)
 
 
 def is_wide(char: str) -> bool:
@@ -60,7 +55,7 @@ def clean_piece(piece: str, what: str = "text") -> str:
     marks, byte-order marks and lone surrogates disappear. Raises TextError when `piece` is not a str."""
     if not isinstance(piece, str):
         raise TextError(f"{what} must be a str, got {type(piece).__name__}")
-    return _REMOVED.sub("", _NEWLINES.sub("\n", _SPACES.sub(" ", piece)))
+    return _REMOVED.sub("", _NEWLINES.sub("\n", _TABS.sub(" ", piece)))
 
 
 def clean_text(text: str, what: str = "text") -> str:
@@ -77,6 +72,26 @@ def check_length(chars: int, what: str = "text") -> None:
     """Raises TextError when `chars` is over MAX_TEXT_CHARS."""
     if chars > MAX_TEXT_CHARS:
         raise TextError(f"{what} may have {MAX_TEXT_CHARS} characters, got {chars}: send it in several requests")
+
+
+class Chain:
+    """Feeds one behind another: a text that arrives in pieces goes through all of them that are not None."""
+
+    def __init__(self, *feeds: Any) -> None:
+        self._feeds = [feed for feed in feeds if feed is not None]
+
+    def push(self, piece: str) -> str:
+        """What is certain by now, perhaps "". Raises what a feed raises."""
+        for feed in self._feeds:
+            piece = feed.push(piece)
+        return piece
+
+    def finish(self) -> str:
+        """The rest. Raises what a feed raises."""
+        rest = ""
+        for feed in self._feeds:
+            rest = feed.push(rest) + feed.finish()
+        return rest
 
 
 def segment_chars(longest: int | None, fed: bool) -> int:
@@ -96,10 +111,8 @@ def split_text(text: str, max_chars: int) -> list[str]:
     while len(text) - start > max_chars:
         end = _best_end(text, start, start + max_chars)
         pieces.append(text[start:end])
-        start = _skip_spaces(text, end)
-    if start < len(text):
-        pieces.append(text[start:])
-    return pieces
+        start = _SPACE.match(text, end).end()
+    return [*pieces, text[start:]] if start < len(text) else pieces
 
 
 class FeedSplitter:
@@ -133,13 +146,10 @@ class FeedSplitter:
         return texts
 
     def _cuts_before(self, char: str) -> bool:
-        over = self._chars / self._max_chars
-        if over < 1:
+        needed = 5 - 2 * self._chars // self._max_chars  # one grade less for each half of `max_chars` over it
+        if needed > Cut.SENTENCE:
             return False
-        needed = (
-            Cut.SENTENCE if over < 1.5 else Cut.CLAUSE if over < 2 else Cut.SPACE if over < self.LONGEST else Cut.NONE
-        )
-        if needed == Cut.NONE and not self._gap:
+        if needed <= Cut.NONE and not self._gap:
             return not _inside_character(self._tail[-1], char)
         return boundary(self._tail, self._gap, char) >= needed
 
@@ -168,10 +178,8 @@ def boundary(before: str, gap: str, after: str) -> Cut:
 
 def _goes_on(core: str, after: str, quoted: bool) -> bool:
     """Whether the mark at the end of `core` is inside a sentence: an abbreviation, an ordinal, a quotation."""
-    if core[-1] in "!?":
-        return quoted and after.islower()
     if after.islower():
-        return True
+        return quoted or core[-1] not in "!?"
     if core[-1] != "." or core.endswith(".."):
         return False
     words = core[:-1].split()
@@ -180,12 +188,12 @@ def _goes_on(core: str, after: str, quoted: bool) -> bool:
 
 
 def _best_end(text: str, start: int, stop: int) -> int:
-    best, best_end = Cut.NONE, _character_end(text, start, stop)
-    for end in range(stop, start, -1):
-        if text[end - 1].isspace():
-            continue
-        after = _skip_spaces(text, end)
-        if after == len(text):
+    ends = range(stop, start, -1)
+    best = Cut.NONE
+    best_end = next((end for end in ends if not _inside_character(text[end - 1], text[end])), stop)
+    for end in ends:
+        after = _SPACE.match(text, end).end()
+        if text[end - 1].isspace() or after == len(text):
             continue
         cut = boundary(text[max(start, end - _LOOK_BACK_CHARS) : end], text[end:after], text[after])
         if cut > best:
@@ -193,20 +201,6 @@ def _best_end(text: str, start: int, stop: int) -> int:
         if best == Cut.SENTENCE:
             break
     return best_end
-
-
-def _skip_spaces(text: str, position: int) -> int:
-    while position < len(text) and text[position].isspace():
-        position += 1
-    return position
-
-
-def _character_end(text: str, start: int, stop: int) -> int:
-    """The last place up to `stop` that is not inside what a reader sees as one character; `stop` if there is none."""
-    for end in range(stop, start, -1):
-        if not _inside_character(text[end - 1], text[end]):
-            return end
-    return stop
 
 
 def _inside_character(before: str, after: str) -> bool:

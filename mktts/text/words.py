@@ -27,8 +27,7 @@ def split_words(text: str) -> list[str]:
     spans: list[tuple[int, int]] = []
     opening: int | None = None  # where marks began that wait for their word
     for match in _WORD.finditer(text):
-        begin, end = match.span()
-        begin = begin if opening is None else opening
+        begin, end = match.start() if opening is None else opening, match.end()
         if any(map(str.isalnum, match.group())):
             spans.append((begin, end))
             opening = None
@@ -37,8 +36,7 @@ def split_words(text: str) -> list[str]:
         else:
             opening = begin
     if opening is not None:  # no word came any more
-        begin = spans.pop()[0] if spans else opening
-        spans.append((begin, len(text.rstrip())))
+        spans[-1:] = [(spans[-1][0] if spans else opening, len(text.rstrip()))]
     return [text[begin:end] for begin, end in spans]
 
 
@@ -55,11 +53,14 @@ def pauses_after(word: str) -> bool:
 def sounds(said: str) -> list[str]:
     """The kinds of sounds of words as they are spoken, "stopped" -> sibilant, stop, vowel, stop, voiced."""
     found: list[str] = []
-    for word in re.findall(r"[^\W_]+", unicodedata.normalize("NFC", said).lower()):
+    said = unicodedata.normalize("NFC", said).lower()
+    # Latin letters without their accents; Hangul and kana stay whole.
+    plain = "".join(unicodedata.normalize("NFD", char)[0] if char < "\u0370" else char for char in said)
+    for word in re.findall(r"[^\W_]+", plain):
         if word[0] == "y" and len(word) > 1:
             found.append("liquid")
             word = word[1:]
-        for part in _SOUNDS.finditer(_SILENT_E.sub(r"\1", _base(word))):
+        for part in _SOUNDS.finditer(_SILENT_E.sub(r"\1", word)):
             letter = part.group()
             if letter.isdigit():
                 found += _DIGIT
@@ -70,8 +71,3 @@ def sounds(said: str) -> list[str]:
             if letter == "x":
                 found.append("sibilant")
     return found
-
-
-def _base(word: str) -> str:
-    """Latin letters without their accents; Hangul and kana stay whole."""
-    return "".join(unicodedata.normalize("NFD", char)[0] if char < "\u0370" else char for char in word)

@@ -24,7 +24,7 @@ RANDOM = np.random.default_rng(0)
 
 
 def new_times() -> WordTimes:
-    return WordTimes(TextFeed(lambda name: None, lambda: None), str)
+    return WordTimes(TextFeed(lambda name: None), str)
 
 
 def vowel(seconds: float) -> np.ndarray:

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
-from random import Random
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from record_cases import cases, words, wrong
 
-from mktts.checkpoint.open import FRONT_ENDS as NAMED
-from mktts.errors import OptionsError, TextError
-from mktts.text import FRONT_ENDS, FrontEnd, spoken
+from mktts.errors import TextError
+from mktts.text import FrontEnd, spoken
 from mktts.text.markup import MarkupFeed
 
 SEEN = cases(files("mktts.training.judge").joinpath("written_numbers.tsv").read_text(encoding="utf-8"))
 TABLE = cases()
 SENTENCES = [text for text, _ in SEEN + TABLE[:40]]
 PLAIN = files("mktts.training.data").joinpath("held_out.txt").read_text(encoding="utf-8").splitlines()
-MIXED = "the cat NASA $1 2.50 , . - ' Jan. 5 km Henry VIII 10:30 am St. James \n & % I II 1/2 é 😀"
-PIECES = st.lists(
-    st.one_of(st.sampled_from(MIXED.split(" ")), st.text(alphabet="aBI 15.,:/-$%'\n", max_size=5)), max_size=14
-)
 
 
 def title(text: str) -> str:
@@ -35,38 +29,9 @@ def test_numbers_prices_times_dates_and_titles_and_at_least_245_of_250_written_f
     assert len(TABLE) >= 250 and len(wrong(TABLE)) <= len(TABLE) * 5 // 250, wrong(TABLE)
 
 
-def test_each_written_form_in_random_pieces_gives_what_the_whole_gives():
-    random = Random(90210)
-    for text, _ in TABLE:
-        for _ in range(3):
-            feed, start, said = FrontEnd("english").feed(markup="strip"), 0, ""
-            while start < len(text):
-                end = start + random.randint(1, 9)
-                said += feed.push(text[start:end])
-                start = end
-            assert said + feed.finish() == spoken(text)
-
-
-@given(st.text(alphabet="ab1 *_[]()`~<>&;$|#-^:\\\n!x.=/", max_size=40), st.lists(st.integers(0, 40), max_size=6))
-@example("[^1]: note", [5])
-@example("see [a [b]](c(d)) **e** `f`", [7, 9])
-def test_markup_is_taken_out_of_pieces_as_of_the_whole(text, cuts):
-    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+def test_a_block_of_code_is_left_out():
     feed = MarkupFeed()
-    said = "".join(feed.push(text[a:b]) for a, b in zip(edges, edges[1:], strict=False))
-    at_once = MarkupFeed()
-    try:
-        whole = at_once.push(text) + at_once.finish()
-    except TextError:
-        return
-    assert said + feed.finish() == whole
-
-
-def test_a_block_of_code_is_left_out_or_named():
-    for code in ("", "Code left out."):
-        feed = MarkupFeed(code)
-        said = feed.push("Run:\n```sh\nls **\n```\nDone.") + feed.finish()
-        assert said.split() == ["Run:", *code.split(), "Done."]
+    assert (feed.push("Run:\n```sh\nls **\n```\nDone.") + feed.finish()).split() == ["Run:", "Done."]
 
 
 @pytest.mark.parametrize("form", [str.upper, str.lower, title, lambda text: text.rstrip(".")])
@@ -80,25 +45,6 @@ def test_a_plain_sentence_keeps_its_words_and_marks(text):
     assert spoken(text).lower() == text.lower()
 
 
-@given(PIECES, st.lists(st.integers(0, 60), max_size=6))
-@example(["$1", "2.50"], [2])
-@example(["a 5", " km"], [3])
-def test_pieces_give_what_the_whole_gives(parts, cuts):
-    text = " ".join(parts)
-    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    feed = FrontEnd("english").feed(markup="strip")
-    try:
-        whole = spoken(text)
-    except TextError:
-        whole = None
-    said = "".join(feed.push(text[a:b]) for a, b in zip(edges, edges[1:], strict=False))
-    if whole is None:
-        with pytest.raises(TextError):
-            feed.finish()
-    else:
-        assert said + feed.finish() == whole
-
-
 @given(st.text(max_size=60))
 def test_what_is_spoken_has_letters_and_plain_marks_only(text):
     try:
@@ -110,13 +56,13 @@ def test_what_is_spoken_has_letters_and_plain_marks_only(text):
 
 
 def test_a_plain_word_is_handed_on_when_the_next_one_is_complete():
-    feed = FrontEnd("english").feed()
+    feed = FrontEnd().feed()
     assert [feed.push(piece) for piece in ("The cat", " ran", " down", " today")] == ["", "The", " cat", " ran"]
     assert feed.finish() == " down today."
 
 
 def test_a_number_waits_for_its_unit_and_a_title_for_its_name():
-    feed = FrontEnd("english").feed()
+    feed = FrontEnd().feed()
     assert feed.push("It costs $1") == "It"
     assert feed.push("2.50 or ") == ""
     assert feed.push("more. Dr") == " costs twelve dollars and fifty cents or more."
@@ -125,7 +71,7 @@ def test_a_number_waits_for_its_unit_and_a_title_for_its_name():
 
 
 def test_little_is_held_back_however_long_the_text_has_no_plain_words():
-    feed = FrontEnd("english").feed()
+    feed = FrontEnd().feed()
     given_out = [len(feed.push(f"{n} KM, ")) > 0 for n in range(1, 400)]
     longest = max(len(run) for run in re.findall("0+", "".join(str(int(out)) for out in given_out)))
     assert longest < 60
@@ -149,7 +95,7 @@ def test_what_an_english_voice_cannot_say_is_refused(text, named):
 
 
 def test_a_refused_piece_is_not_taken():
-    feed = FrontEnd("english").feed()
+    feed = FrontEnd().feed()
     feed.push("Good ")
     with pytest.raises(TextError):
         feed.push("你好")
@@ -166,8 +112,8 @@ def test_other_languages_pass_as_they_stand_unless_their_script_differs():
 
 
 def test_auto_means_the_only_language_and_with_several_reads_nothing():
-    assert FrontEnd("english", ("english",)).read("5 km") == "Five kilometers."
-    several = FrontEnd("english", ("chinese", "english"))
+    assert FrontEnd().read("5 km") == "Five kilometers."
+    several = FrontEnd(("chinese", "english"))
     assert several.read("5 km 你好") == "5 km 你好"
     assert several.read("5 km", "english") == "Five kilometers."
     with pytest.raises(TextError, match="CYRILLIC"):
@@ -193,9 +139,3 @@ def test_auto_means_the_only_language_and_with_several_reads_nothing():
 )
 def test_words_that_look_like_short_forms_signs_accents_and_lists(text, said):
     assert spoken(text) == said
-
-
-def test_front_ends_are_named_once_for_checkpoints_and_here():
-    assert FRONT_ENDS == NAMED
-    with pytest.raises(OptionsError, match="klingon"):
-        FrontEnd("klingon")

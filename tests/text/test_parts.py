@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from mktts.errors import TextError
 from mktts.text import FrontEnd
 from mktts.text.markup import MarkupFeed
 from mktts.text.parts import Pause, TextFeed, said_as
+from mktts.text.split import Chain
 
-ENGLISH = FrontEnd.ready("english", ["auto", "english"])
+ENGLISH = FrontEnd.ready(["auto", "english"])
 HALF = Pause(12_000)
 CUT = Pause(0)
 
@@ -64,22 +63,8 @@ def test_a_text_becomes_words_pauses_and_turns(text, expected):
     assert parts(list(text)) == parts([text])
 
 
-@given(st.lists(st.sampled_from(["[pause", " 1s]", "[Ryan]", "(x)", "<bre", "ak/>", "a ", "<", "[", ".", " 3", "]"])))
-@example(["[", "Ryan", "]", "("])
-@example([" ", "<spea", "k>", "<s>hi</s", "></speak>"])
-def test_pieces_give_what_the_whole_gives(pieces):
-    def said(pieces: list[str], new_reader: Callable[[], Any]) -> object:
-        try:
-            return parts(pieces, new_reader)
-        except TextError as error:
-            return str(error)
-
-    for new_reader in (lambda: None, ENGLISH.feed, MarkupFeed):
-        assert said(pieces, new_reader) == said(["".join(pieces)], new_reader)
-
-
 def test_without_a_front_end_the_words_stay_and_only_markup_goes_where_that_is_asked_for():
-    assert parts(["Say 5 [pause] **7** <3"], lambda: None) == ["Say 5", HALF, "**7** <3"]
+    assert parts(["Say 5 [pause] **7** <3"], Chain) == ["Say 5", HALF, "**7** <3"]
     assert parts(["Say 5 [pause] **7** [Ryan] `x`"], MarkupFeed) == ["Say 5", HALF, "7", CUT, ("ryan",), "x"]
 
 
