@@ -8,7 +8,7 @@ from typing import Any
 
 from pipecat.audio.turn.smart_turn.base_smart_turn import SmartTurnParams
 from pipecat.audio.vad.silero import SileroVADAnalyzer
-from pipecat.frames.frames import EndFrame, InterruptionFrame, LLMMessagesAppendFrame, TTSSpeakFrame
+from pipecat.frames.frames import InterruptionFrame, LLMMessagesAppendFrame, TTSSpeakFrame
 from pipecat.observers.base_observer import BaseObserver
 from pipecat.pipeline.pipeline import Pipeline
 from pipecat.pipeline.worker import PipelineParams, PipelineWorker
@@ -69,10 +69,6 @@ class Conversation:
         await self.worker.queue_frame(
             LLMMessagesAppendFrame(messages=[{"role": "user", "content": text}], run_llm=True)
         )
-
-    async def end(self) -> None:
-        """Ends it once everything queued has been said."""
-        await self.worker.queue_frame(EndFrame())
 
 
 def load_voice(settings: AgentSettings) -> Synthesizer:

@@ -112,7 +112,7 @@ async def converse(
     running = asyncio.create_task(conversation.run())
     try:
         await _talk(conversation, transport, script, speech)
-        await conversation.end()
+        await conversation.worker.stop_when_done()
     except BaseException as error:
         await conversation.worker.cancel()
         if isinstance(error, AgentError) and settings.elsewhere():

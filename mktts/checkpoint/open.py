@@ -15,7 +15,7 @@ from torch import Tensor
 from mktts.checkpoint import files as weight_files
 from mktts.checkpoint.files import WeightFiles
 from mktts.checkpoint.tensors import check, expected_codec_tensors, expected_tensors
-from mktts.common import read_object
+from mktts.common import one_of, read_object
 from mktts.errors import CheckpointError, SamplingError
 from mktts.model.sampling import Sampling
 from mktts.spec import CodecConfig, ModelConfig
@@ -104,11 +104,8 @@ class Checkpoint:
         CheckpointError for a name that is not one of FRONT_ENDS."""
         path = self.folder / "generation_config.json"
         name = read_object(path).get("text_front_end")
-        if name is not None and name not in FRONT_ENDS:
-            raise CheckpointError(
-                f"{path}: text_front_end: expected one of {', '.join(FRONT_ENDS)}, got {name!r}: name one of these, or "
-                "leave the line out"
-            )
+        if name is not None:
+            one_of(f"{path}: text_front_end", name, FRONT_ENDS, CheckpointError)
         return name
 
     def tensors(self) -> dict[str, Tensor]:

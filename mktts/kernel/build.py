@@ -11,7 +11,7 @@ import re
 import struct
 import sys
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -158,11 +158,9 @@ def _number(name: str) -> int:
 
 @dataclass(frozen=True)
 class Build:
-    """A compiled kernel and what the assembler said of it."""
+    """image: machine code (cubin), or PTX, which the driver translates. log: what the assembler said of it."""
 
-    image: bytes  # machine code (cubin), or PTX, which the driver translates
-    registers: int  # 0 of PTX, as the next
-    spill_bytes: int  # stores and loads of spilled registers, all functions
+    image: bytes
     log: str
 
     @property
@@ -225,16 +223,13 @@ def compile_kernel(defines: dict[str, int], arch: str, unit: str = "frame.cu") -
     code = source(unit)
     key = hashlib.sha256(json.dumps([code, arch, flags, nvrtc()[1]]).encode()).hexdigest()[:24]
     kept = cache_folder() / "kernels" / f"{arch}-{key}"
-    if kept.with_suffix(".json").exists():
-        return Build(kept.with_suffix(".image").read_bytes(), **json.loads(kept.with_suffix(".json").read_text()))
+    if kept.with_suffix(".log").exists():
+        return Build(kept.with_suffix(".image").read_bytes(), kept.with_suffix(".log").read_text(encoding="utf-8"))
     with announced(f"mktts: compiling {unit} for {arch}, once"):
-        image, log = compile_source(code, unit, arch, flags)
-    registers = max(map(int, re.findall(r"Used (\d+) registers", log)), default=0)
-    build = Build(image, registers, sum(map(int, re.findall(r"(\d+) bytes spill", log))), log)
-    about = {name: value for name, value in asdict(build).items() if name != "image"}
+        build = Build(*compile_source(code, unit, arch, flags))
     try:
         write_whole(kept.with_suffix(".image"), build.image)
-        write_whole(kept.with_suffix(".json"), json.dumps(about).encode())
+        write_whole(kept.with_suffix(".log"), build.log.encode())
     except OSError as error:  # a full or read-only cache costs seconds at the next start, not this one
         print(f"mktts: the compiled kernel could not be kept: {error}", file=sys.stderr)
     return build

@@ -101,16 +101,6 @@ async def test_the_script_streams_tokens_between_start_and_end(messages, words):
     assert said == words or (words is None and "did not understand" in "".join(said))
 
 
-async def test_an_interruption_ends_the_scripts_writing(monkeypatch):
-    monkeypatch.setattr("mktts.agent.llm.SCRIPT_TOKENS_PER_S", 10)  # seconds of margin on a busy machine
-    async with Talk(ScriptedLLMService()) as talk:
-        await talk.say(frames.LLMContextFrame(LLMContext([{"role": "user", "content": "tell me a story"}])))
-        await talk.until(lambda: len(talk.of(frames.LLMTextFrame)) > 2)
-        await talk.say(frames.InterruptionFrame())
-        await talk.until(lambda: talk.of(frames.InterruptionFrame))
-    assert len(talk.of(frames.LLMTextFrame)) < len(STORY.split()) / 2
-
-
 @pytest.mark.parametrize(
     ("environment", "stt", "llm", "words"),
     [

@@ -63,7 +63,6 @@ def test_marks_cost_nothing_where_they_are_off_and_work_where_they_are_on(arch):
 def test_the_frame_kernel_with_marks_compiles_for_every_target(arch, still):
     defines = {**choose_shape(config_at("0.6b"), 132).defines, "RING": 2, "TRACE": 9_897}
     build = compile_kernel({**defines, **still}, arch)
-    assert 0 < build.registers <= 255
     assert build.constants["params_bytes"] == compile_kernel(defines, arch, SHARED).constants["params_bytes"]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from upstream_models import loaded
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.errors import CheckpointError, TextError
@@ -129,9 +128,3 @@ def test_ids_come_as_soon_as_nothing_can_change_them(tokenizer: TextTokenizer) -
     assert incremental.finish() == tokenizer.encode(".")
     with pytest.raises(TextError, match="finished"):
         incremental.push("more")
-
-
-def test_upstreams_processor_gives_these_ids(tokenizer: TextTokenizer, tiny: Checkpoint) -> None:
-    _, model = loaded("random:tiny")
-    for text in TEXTS[:6]:
-        assert model.processor(text=text)["input_ids"][0] == tokenizer.encode(text)
