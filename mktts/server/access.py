@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -54,7 +54,7 @@ class AccessMiddleware:
     key_in_query: whether ?key= is accepted over HTTP, as it is for WebSockets."""
 
     app: Any
-    api_key: str | Sequence[str] | None
+    api_key: InitVar[str | Sequence[str] | None]
     origins: Collection[str]
     max_body_bytes: int
     on_refusal: Callable[[str], None]
@@ -64,9 +64,9 @@ class AccessMiddleware:
     is_open: Callable[[str], bool] = needs_no_key
     key_in_query: bool = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, api_key: str | Sequence[str] | None) -> None:
         self.hosts = frozenset(self.hosts)
-        self._owners = frozenset(map(owner_of, [self.api_key] if isinstance(self.api_key, str) else self.api_key or ()))
+        self._owners = frozenset(map(owner_of, [api_key] if isinstance(api_key, str) else api_key or ()))
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket"):
