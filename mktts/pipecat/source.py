@@ -22,8 +22,6 @@ from mktts.model.voice import Voice
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.synth.synthesizer import BackendName, StreamSettings, Synthesizer
 
-_KEPT_VOICES = 8
-
 
 @dataclass(frozen=True)
 class Style:
@@ -118,7 +116,7 @@ class LocalSource(SpeechSource):
         self._options = options or StreamOptions(markup="strip")
         self._layout = layout
         # The same object every time: the codec's state after a reference is kept by the identity of its codes.
-        self._voice = lru_cache(_KEPT_VOICES)(Voice.load)
+        self._voice = lru_cache(maxsize=8)(Voice.load)
         checkpoint = synthesizer.checkpoint
         self.name = name or (checkpoint.folder.name if checkpoint else "qwen3-tts")
         self.default_voice = checkpoint.config.default_speaker if checkpoint else None

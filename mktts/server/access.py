@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -38,6 +38,7 @@ def owner_of_request(scope: Any) -> str:
     return scope.get("state", {}).get(_OWNER) or NO_OWNER
 
 
+@dataclass
 class AccessMiddleware:
     """ASGI middleware that gives every request an id and refuses those that may not pass.
 
@@ -52,34 +53,24 @@ class AccessMiddleware:
     is_open: whether a path is answered without a key.
     key_in_query: whether ?key= is accepted over HTTP, as it is for WebSockets."""
 
-    def __init__(
-        self,
-        app: Any,
-        api_key: str | Sequence[str] | None,
-        origins: Collection[str],
-        max_body_bytes: int,
-        on_refusal: Callable[[str], None],
-        larger_bodies: Mapping[str, int] = MappingProxyType({}),
-        hosts: Collection[str] = (),
-        body_s: float = 20.0,
-        is_open: Callable[[str], bool] = needs_no_key,
-        key_in_query: bool = False,
-    ) -> None:
-        self._app = app
-        keys = [api_key] if isinstance(api_key, str) else list(api_key or ())
-        self._owners = frozenset(map(owner_of, keys))
-        self._origins = frozenset(origins)
-        self._hosts = frozenset(hosts)
-        self._max_body_bytes = max_body_bytes
-        self._on_refusal = on_refusal
-        self._larger_bodies = larger_bodies
-        self._body_s = body_s
-        self._is_open = is_open
-        self._key_in_query = key_in_query
+    app: Any
+    api_key: InitVar[str | Sequence[str] | None]
+    origins: Collection[str]
+    max_body_bytes: int
+    on_refusal: Callable[[str], None]
+    larger_bodies: Mapping[str, int] = field(default_factory=dict)
+    hosts: Collection[str] = ()
+    body_s: float = 20.0
+    is_open: Callable[[str], bool] = needs_no_key
+    key_in_query: bool = False
+
+    def __post_init__(self, api_key: str | Sequence[str] | None) -> None:
+        self.hosts = frozenset(self.hosts)
+        self._owners = frozenset(map(owner_of, [api_key] if isinstance(api_key, str) else api_key or ()))
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         id = new_id()
         current_id.set(id)  # not reset: an outer error handler answers in this task and needs it
@@ -99,30 +90,30 @@ class AccessMiddleware:
             if receive is None:
                 return
         except ApiError as error:
-            self._on_refusal(error.code)
+            self.on_refusal(error.code)
             headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
             if error.status in (408, 413):
                 headers["Connection"] = "close"  # what is left of the body will not be read
             await error.response(headers)(scope, receive, send_with_id)  # a WebSocket's handshake is refused, too
         else:
-            await self._app(scope, receive, send_with_id)
+            await self.app(scope, receive, send_with_id)
 
     def _check(self, scope: Any) -> str | None:
         """Checks host, origin and key; returns the owner. Raises ApiError."""
         headers = Headers(scope=scope)
         host, origin = headers.get("host"), headers.get("origin")
-        if host is not None and (self._hosts or not self._owners) and not is_own_name(host, self._hosts):
+        if host is not None and (self.hosts or not self._owners) and not is_own_name(host, self.hosts):
             raise ApiError(403, "foreign_host", "this server is called by another name; --allow-host gives it one more")
-        if not (origin is None or origin in self._origins or self._owners or re.fullmatch(LOOPBACK_ORIGIN, origin)):
+        if not (origin is None or origin in self.origins or self._owners or re.fullmatch(LOOPBACK_ORIGIN, origin)):
             message = "web pages from elsewhere may use this server only with --allow-origin"
             raise ApiError(403, "foreign_origin", message)
         if not self._owners:
             return NO_OWNER
-        in_query = self._key_in_query or scope["type"] == "websocket"
+        in_query = self.key_in_query or scope["type"] == "websocket"
         for key in _keys_of(scope, in_query):
             if (owner := owner_of(key)) in self._owners:  # digests: the time it takes tells nothing of a key
                 return owner
-        if not self._is_open(scope["path"]):
+        if not self.is_open(scope["path"]):
             where = ", or ?key=KEY" if in_query else ""
             message = f"expected the header Authorization: Bearer KEY{where} with a key of this server's"
             raise ApiError(401, "invalid_api_key", message)
@@ -131,13 +122,13 @@ class AccessMiddleware:
     async def _whole_body(self, scope: Any, receive: Any) -> Any:
         """Reads the body within its limits of size and time; returns a `receive` that gives it at once, None where the
         client left meanwhile. Raises ApiError."""
-        at_most = self._larger_bodies.get(scope["path"], self._max_body_bytes)
+        at_most = self.larger_bodies.get(scope["path"], self.max_body_bytes)
         length = Headers(scope=scope).get("content-length", "")
         found_bytes = int(length) if length.isdigit() else 0
         body = bytearray()
         more = True
         try:
-            async with asyncio.timeout(self._body_s + at_most / _SLOWEST_BYTES_PER_S):
+            async with asyncio.timeout(self.body_s + at_most / _SLOWEST_BYTES_PER_S):
                 while more and found_bytes <= at_most:
                     message = await receive()
                     if message["type"] == "http.disconnect":

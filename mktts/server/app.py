@@ -72,16 +72,13 @@ def make_app(
     app = FastAPIOffline(title="mktts", redoc_url=None, static_url="/page/docs", lifespan=lifespan, responses=ERRORS)
     limits = service.limits
 
-    def refused(code: str) -> None:
-        service.meters.refused.labels(code).inc()
-
     with_recording = limits.max_body_bytes + limits.max_reference_bytes * 4 // 3
     app.add_middleware(
         AccessMiddleware,
         api_key=api_key,
         origins=origins,
         max_body_bytes=limits.max_body_bytes,
-        on_refusal=refused,
+        on_refusal=service.meters.refuse,
         larger_bodies=dict.fromkeys((SPEECH_PATH, VOICES_PATH), with_recording) if service.model.clones else {},
         hosts=hosts,
         body_s=limits.body_s,
@@ -106,7 +103,7 @@ def make_app(
             if error.status_code == 405:
                 headers = {"Allow": _allowed(app, request)}
             error = ApiError(error.status_code, _CODES.get(error.status_code, "bad_request"), str(error.detail))
-        refused(error.code)
+        service.meters.refuse(error.code)
         return (error.in_openai_terms() if request.url.path.startswith(PREFIX) else error).response(headers)
 
     @app.exception_handler(Exception)

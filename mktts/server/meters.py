@@ -40,7 +40,7 @@ class Meters(Collector):
         gauge("mktts_capacity", "Listeners that are admitted at once.").set_function(capacity)
         self.open_streams = gauge("mktts_streams_open", "Streams being generated.")
         self.streams = counter("mktts_streams", "Streams ended, by route and finish reason.", ("route", "reason"))
-        self.refused = counter("mktts_refused", "Requests refused, by code.", ("code",))
+        self._refused = counter("mktts_refused", "Requests refused, by code.", ("code",))
         self.audio_s = counter("mktts_audio_seconds", "Audio handed to connections.")
         self.first_audio_s = seconds(
             "mktts_first_audio_seconds", "From the request (or the first text) to the first PCM on the host."
@@ -56,6 +56,9 @@ class Meters(Collector):
         self.late_s = counter("mktts_late_seconds", "By which those writes were late.")
         self._stats = stats
         registry.register(self)
+
+    def refuse(self, code: str) -> None:
+        self._refused.labels(code).inc()
 
     def page(self) -> bytes:
         return generate_latest(self._registry)

@@ -96,7 +96,7 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
         except MkttsError as error:
             raise ApiError(400, "bad_format", str(error), "response_format") from None
         if body.stream_format == "sse":
-            how["tokens"] = lambda: len(service.tokenizer.encode(body.input))
+            how["tokens"] = lambda: len(service.tokenizer().encode(body.input))
         owner = owner_of_request(request.scope)
         voice = await brought_voice(body, owner)
         if whole and request.method == "GET":

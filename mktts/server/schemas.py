@@ -15,7 +15,6 @@ from mktts.model.sampling import MAX_SEED, Sampling
 from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
 
 Route = Literal["tts_stream", "openai_speech", "tts_ws"]
-State = Literal["running", "ended"]
 EndReason = Literal["eos", "max_frames", "runaway", "cancelled", "error"]
 DEFAULT = "default"  # the name of the voice that speaks where none is named
 SAMPLE_RATES_HZ = (8_000, 12_000, 16_000, 22_050, SAMPLE_RATE_HZ, 32_000, 44_100, 48_000)
@@ -250,7 +249,7 @@ class StreamState(StrictModel):
 
     id: str
     route: Route
-    state: State
+    state: Literal["running", "ended"]
     finish_reason: EndReason | None
     seed: int
     frames: int

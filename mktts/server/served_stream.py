@@ -11,7 +11,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -48,37 +48,30 @@ MEDIA_TYPES: dict[StreamFormat, str] = {
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class ServedStream:
     """Belongs to the event loop's thread. `close` must be called, once or more; it ends what still runs.
 
     stream: what makes the speech. chars: of the text, so far. check_chars: raises ApiError for too many of them.
     on_close: called once, with this. word_times: the stream finds them. error: what ended it; None otherwise."""
 
-    def __init__(
-        self,
-        route: Route,
-        stream: Stream | Session,
-        chars: int,
-        meters: Meters,
-        check_chars: Callable[[int], None],
-        on_close: Callable[[ServedStream], None],
-        word_times: bool = False,
-    ) -> None:
+    route: Route
+    stream: Stream | Session
+    chars: int
+    meters: Meters
+    check_chars: Callable[[int], None]
+    on_close: Callable[[ServedStream], None]
+    word_times: bool = False
+
+    def __post_init__(self) -> None:
         # A request over HTTP speaks once; its id is that of its stream.
-        self.id = new_id() if route == "tts_ws" else (current_id.get() or new_id())
-        self.route: Route = route
-        self.seed = stream.seed
+        self.id = new_id() if self.route == "tts_ws" else (current_id.get() or new_id())
+        self.seed = self.stream.seed
         self.error: ApiError | None = None
         self.closed = False
-        self.chars = chars
         self.frames = 0  # handed to the connection so far
         self.first_audio_ms: float | None = None
         self._samples = 0
-        self._stream = stream
-        self._meters = meters
-        self._check_chars = check_chars
-        self._on_close = on_close
-        self._word_times = word_times
         self._started_s = time.perf_counter()
         self._reason: str | None = None
         self._player = Player()
@@ -92,7 +85,7 @@ class ServedStream:
         while not ended:
             late = False
             try:
-                chunk = await self._stream.take(max(0.0, self._lead_s() - KEPT_LEAD_S) if held else None)
+                chunk = await self.stream.take(max(0.0, self._lead_s() - KEPT_LEAD_S) if held else None)
                 ended = chunk is None
                 held += [chunk] if chunk else []
             except TimeoutError:
@@ -119,11 +112,11 @@ class ServedStream:
         """Around a write of sound of so many seconds. One that waits for the client makes nothing late."""
         began_s = time.perf_counter()
         if self._player.dry_s is None:
-            self._meters.first_byte_s.labels(self.route).observe(began_s - self._started_s)
+            self.meters.first_byte_s.labels(self.route).observe(began_s - self._started_s)
         _, late_s = self._player.play(began_s, duration_s)
         if late_s > 0:
-            self._meters.underruns.inc()
-            self._meters.late_s.inc(late_s)
+            self.meters.underruns.inc()
+            self.meters.late_s.inc(late_s)
         yield
         if (now_s := time.perf_counter()) - began_s > _HELD_UP_S:
             self._player.pause(now_s)
@@ -134,17 +127,17 @@ class ServedStream:
     def feed(self, text: str | None) -> None:
         """More text of a session; None: no more comes. The stream fails where it cannot be spoken, or is too long. The
         clock of the first audio starts with the first text that can be seen."""
-        if self._stream.idle:  # it waited for text: nothing is late until a frame's time after it
+        if self.stream.idle:  # it waited for text: nothing is late until a frame's time after it
             self._player.pause(time.perf_counter() + 1 / FRAME_RATE_HZ)
         try:
             if text is None:
-                self._stream.finish()
+                self.stream.finish()
                 return
             if self.chars == 0 and text.strip():
                 self._started_s = time.perf_counter()
             self.chars += len(text)
-            self._check_chars(self.chars)
-            self._stream.feed(text)
+            self.check_chars(self.chars)
+            self.stream.feed(text)
         except MkttsError as error:
             self.fail(from_error(error))
 
@@ -158,9 +151,9 @@ class ServedStream:
         if self.closed:
             return
         self.closed = True
-        self._stream.cancel()
-        self._reason = "error" if self.error is not None else self._stream.finish_reason or "cancelled"
-        self._on_close(self)
+        self.stream.cancel()
+        self._reason = "error" if self.error is not None else self.stream.finish_reason or "cancelled"
+        self.on_close(self)
         error, first_ms = self.error, self.first_audio_ms
         how = "no audio" if first_ms is None else f"{self.frames} frames, first audio after {first_ms} ms"
         how = "refused" if error is not None and first_ms is None and error.status < 500 else f"{how}, {self._reason}"
@@ -171,7 +164,7 @@ class ServedStream:
     @property
     def words(self) -> list[WordTime] | None:
         """Those whose times are known; None where nobody asked."""
-        return list(self._stream.words) if self._word_times else None
+        return list(self.stream.words) if self.word_times else None
 
     @property
     def state(self) -> StreamState:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ from mktts.spec import SAMPLE_RATE_HZ, language_named
 
 if TYPE_CHECKING:
     from mktts.model.prompt import Layout
-    from mktts.model.tokenizer import TextTokenizer
     from mktts.model.voice import Voice
     from mktts.server.voices import VoiceFolder
     from mktts.synth import Synthesizer
@@ -53,19 +52,19 @@ class SpeechService:
         uploads: VoiceFolder | None = None,
         strict: bool = False,
     ) -> None:
-        self.limits = limits or Limits()
+        self.limits = limits = limits or Limits()
         self.stopping = False
         self.uploads = uploads
         self.strict = strict
         if uploads is not None:
             uploads.on_gone = synthesizer.forget
         self.synthesizer = synthesizer
-        limits = self.limits
         synthesizer.set_limits(
             AdmissionLimits(limits.max_streams, limits.min_streams, limits.max_waiting, limits.wait_s)
         )
         self._voices = {name.lower(): voice for name, voice in (voices or {}).items()}
         self.checkpoint = checkpoint = synthesizer.checkpoint
+        self.tokenizer = cache(checkpoint.tokenizer)  # its first call reads it: too long for the event loop
         config = checkpoint.config
         self.speakers = [*self._voices, *sorted(config.speakers)]
         self.default_speaker = next(iter(self._voices), config.default_speaker)
@@ -191,11 +190,6 @@ class SpeechService:
         saved = self._voices.get(self.aliases.get(name.lower(), name.lower()))
         return saved if saved is not None or self.uploads is None else self.uploads.find(owner, name)
 
-    @cached_property
-    def tokenizer(self) -> TextTokenizer:
-        """Of the checkpoint. The first call reads it: too long for the event loop."""
-        return self.checkpoint.tokenizer()
-
     def find(self, id: str) -> StreamState:
         """Raises ApiError 404 for one that never was, or ended too many streams ago."""
         if id in self._open:
@@ -254,7 +248,7 @@ class SpeechService:
         meters = self.meters
         meters.open_streams.set(len(self._open))
         if state.error is not None and state.error.code == "busy":
-            meters.refused.labels("busy").inc()
+            meters.refuse("busy")
             return
         meters.streams.labels(stream.route, state.finish_reason).inc()
         meters.audio_s.inc(state.audio_s)

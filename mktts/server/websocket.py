@@ -101,7 +101,7 @@ class SpeechSocket:
         try:
             self._stream = stream = self._service.speak("tts_ws", message, message.text, owner=owner)
         except ApiError as error:
-            self._service.meters.refused.labels(error.code).inc()
+            self._service.meters.refuse(error.code)
             self._answers.put_nowait(partial(self._refuse, error))
             return
         self._writing = message.text is None

@@ -182,10 +182,10 @@ def test_a_failure_is_told_with_the_record(api):
 
 def test_the_documented_client_speaks(tiny, tmp_path):
     (code,) = re.findall(r"```py\n(import asyncio.*?)```", DOCUMENT, re.DOTALL)
-    with served(FakeSynthesizer(tiny), Limits(max_duration_s=8 / FRAME_RATE_HZ)) as server:
+    with served(FakeSynthesizer(tiny), Limits(max_duration_s=16 / FRAME_RATE_HZ)) as server:
         code = code.replace("ws://127.0.0.1:8000", server.url.replace("http", "ws"))
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         assert server.watched.streams[0]._fed == "Good morning, everyone."
     with wave.open(str(tmp_path / "speech.wav")) as spoken:
-        assert (spoken.getframerate(), spoken.readframes(100_000)) == (SAMPLE_RATE_HZ, to_pcm16(noise(7, 8)))
+        assert (spoken.getframerate(), spoken.readframes(100_000)) == (SAMPLE_RATE_HZ, to_pcm16(noise(7, 16)))
