@@ -133,6 +133,7 @@ def test_auto_means_the_only_language_and_with_several_reads_nothing():
         ("It is a mix. He had the IV drip.", "It is a mix. He had the I V drip."),
         ("On Sat. 5 May at 9 a.m. Then we go", "On saturday may fifth at nine A M. Then we go."),
         ("He lost 5 in a row", "He lost five in a row."),
+        ("Pay $5 - $10, 5% - 10 km off", "Pay five to ten dollars, five percent, ten kilometers off."),
         ("Ａ café — π is 3.14…", "A cafe, pi is three point one four."),
         ("You need:\n- 2 eggs\n- milk\n\n1. Mix them", "You need. Two eggs. Milk. One. Mix them."),
         ("The 5G phone, 4K video, a 3D film", "The five G phone, four K video, a three D film."),
