@@ -45,7 +45,7 @@ def made_of(new_feed, text: str, cuts: list[int]) -> list | None:
     return made
 
 
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 @given(FEEDS_AND_TEXTS, st.lists(st.integers(0, 60), max_size=6))
 @example((MarkupFeed, "[^1]: note"), [5])
 @example((MarkupFeed, "see [a [b]](c(d)) **e** `f`"), [7, 9])

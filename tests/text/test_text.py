@@ -66,7 +66,7 @@ def test_clean_text_stays_clean(text):
         pytest.param("One. Two. Three.", ["One. Two. Three."], id="what-fits-is-one-piece"),
         pytest.param("First one here. Second one.", ["First one here.", "Second one."], id="full-stop"),
         pytest.param("Is it so? Yes! Go on now.", ["Is it so? Yes!", "Go on now."], id="last-sentence-end-that-fits"),
-        pytest.param('"Stop!" he said. "Come back."', ['"Stop!" he said.', '"Come back."'], id="quotation-goes-on"),
+        pytest.param('"Stop it!" he said so.', ['"Stop it!" he said', "so."], id="quotation-goes-on"),
         pytest.param("He said “enough.” Then he left.", ["He said “enough.”", "Then he left."], id="closing-quote"),
         pytest.param(
             "他说：「好的。」然后他就走了，没有回头看。",

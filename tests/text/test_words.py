@@ -47,6 +47,7 @@ def test_no_visible_character_is_lost_or_said_twice(text):
         ("the Çay", "fricative vowel stop vowel"),
         ("где", "voiced vowel"),
         ("世", "any vowel"),
+        ("7", "any vowel any"),
         ("...", ""),
     ],
 )
