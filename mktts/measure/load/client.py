@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import math
 import re
@@ -125,7 +124,6 @@ def hold(
     Raises MetricsError once another thread has set `stopped`. source: its `stream(text, **settings)` gives an
     asynchronous iterator of chunks: a Synthesizer, or an HttpSource."""
     client = _Client(source, texts, settings, settings.arrivals(listeners), stopped or threading.Event())
-    gc.collect()  # nothing is, while they play
     with many_streams():
         asyncio.run(client.run())
     return client.seen
