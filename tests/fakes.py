@@ -444,12 +444,10 @@ def fake_single(
     admission: Admission | None = None,
 ) -> Runner:
     """What makes a frame of one stream a tick. prefix: see FakePrompts."""
-    lanes = SingleLanes(backend or FakeBackend(), codec or FakeCodec(), positions)
-    prompts = FakePrompts(prefix)
-    return Runner(lanes, prompts, admission or Admission(PATIENT), open_prompt=prompts.open)
+    return fake_batch(SingleLanes(backend or FakeBackend(), codec or FakeCodec(), positions), admission, prefix)
 
 
-def fake_batch(lanes: FakeLanes, admission: Admission | None = None, prefix: str = "") -> Runner:
+def fake_batch(lanes: FakeLanes | SingleLanes, admission: Admission | None = None, prefix: str = "") -> Runner:
     """What makes many streams together. prefix: see FakePrompts."""
     prompts = FakePrompts(prefix)
     return Runner(lanes, prompts, admission or Admission(PATIENT), open_prompt=prompts.open)
@@ -489,11 +487,6 @@ ONE = replace(OFF, schedule=(1,))
 
 def speak(synth: Synthesizer, seed: int, frames: int | None = 6, options: StreamOptions = ONE) -> Stream:
     return synth.stream("Hello.", seed=seed, max_frames=frames, options=options)
-
-
-def open_streams(synth: Synthesizer) -> int:
-    """Streams that have begun and are not over."""
-    return sum(counters.open for counters in synth.engine._counters.values())
 
 
 def settle(synth: Synthesizer) -> None:

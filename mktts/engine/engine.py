@@ -365,15 +365,18 @@ _contexts = 0  # that want the settings; under the lock
 
 
 @contextlib.contextmanager
-def many_streams() -> Iterator[None]:
+def many_streams(collect: bool = True) -> Iterator[None]:
     """For as long as the context lasts, other threads wait SWITCH_S for the interpreter instead of 5 ms, and nothing is
     collected but where YOUNG_OBJECTS came to what was there: what a stream held is free without the collector, which
     stops every thread for up to 66 ms. With 1,600 listeners of an engine without a device, on two cores, p99 first PCM
     was 218 ms with the long interval and 71 ms with this.
 
     The settings are the process's: the first of several contexts sets them, the last to end puts back what was before.
+    collect: whether the garbage of before is collected first: not where streams play already.
     """
     global _contexts
+    if collect:
+        gc.collect()
     with _LOCK:
         _contexts += 1
         if _contexts == 1:
@@ -405,7 +408,7 @@ class ManyStreams:
         """So many are open now."""
         if self._held is None and open_streams > MANY:
             self._held = contextlib.ExitStack()
-            self._held.enter_context(many_streams())
+            self._held.enter_context(many_streams(collect=False))
         elif self._held is not None and open_streams <= FEW:
             self._held.close()
             self._held = None

@@ -533,7 +533,7 @@ class Runner:
             # A copy of its own: the stream's codes may be kept for long, and should not keep the whole tick's.
             codes = None if ended else made.codes[index].copy()
             pcm = None
-            if made.pcm is not None:  # bytearray: not `copy`, for which numpy would release the interpreter's lock
+            if made.pcm is not None and not ended:  # not `copy`, for which numpy would release the interpreter's lock
                 pcm = bytearray(made.pcm[index]), None if pcm16 is None else pcm16[index]
             before = stream.made_frames
             try:

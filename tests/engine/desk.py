@@ -20,6 +20,7 @@ from mktts.engine.script import FedScript, Script
 from mktts.engine.stream import Notifier, Utterance
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
+from mktts.synth import Synthesizer
 
 
 class Desk:
@@ -150,6 +151,11 @@ class Desk:
         if isinstance(lanes, SingleLanes):
             return not lanes._slots
         return pages.free + pages.kept == len(pages._users) - 1 and not (lanes.codecs or lanes.segments)
+
+
+def open_streams(synth: Synthesizer) -> int:
+    """Streams that have begun and are not over."""
+    return sum(counters.open for counters in synth.engine._counters.values())
 
 
 @dataclass

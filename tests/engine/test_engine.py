@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fakes import OFF, ONE, WAIT_S, FakeBackend, in_thread, joined, launched_ahead, open_streams, settle, speak
+from desk import open_streams
+from fakes import OFF, ONE, WAIT_S, FakeBackend, in_thread, joined, launched_ahead, settle, speak
 
 from mktts.engine import stream as streams
 from mktts.errors import EngineError, TextError

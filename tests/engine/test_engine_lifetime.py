@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import ONE, WAIT_S, FakeBackend, fake_synthesizer, in_thread, joined, open_streams, settle, speak
+from desk import open_streams
+from fakes import ONE, WAIT_S, FakeBackend, fake_synthesizer, in_thread, joined, settle, speak
 from served import until
 
 from mktts.engine.engine import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, Engine, many_streams

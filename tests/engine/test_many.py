@@ -8,7 +8,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from fakes import FAKE_ENGINES, ONE, FakeBackend, fake_synthesizer, open_streams, settle
+from desk import open_streams
+from fakes import FAKE_ENGINES, ONE, FakeBackend, fake_synthesizer, settle
 
 from mktts.engine.many import SayRequest
 from mktts.errors import EngineError, OptionsError, TextError

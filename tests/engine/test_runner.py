@@ -48,26 +48,6 @@ def test_a_stream_that_could_never_have_its_pages_is_refused_at_once(desk):
     assert at.all_free()
 
 
-@pytest.mark.parametrize(
-    ("of_the_desk", "reason"), [({"slots": 1}, "slots"), ({"limits": AdmissionLimits(max_streams=1)}, "max_streams")]
-)
-def test_who_finds_no_place_waits_in_line_and_comes_in_when_there_is_one(desk, of_the_desk, reason):
-    at = desk(**of_the_desk)
-    first = at.say(seed=1, frames=50, options=HELD)
-    at.run(until_s=0.1)
-    second = at.say(seed=2, frames=50, options=HELD)
-    at.run(until_s=0.2)
-    queue = at.batch._queue
-    assert queue.names == [second] and queue.obstacle(queue._paced[0], at.lanes.model, at.now_s) == reason
-    assert len(first.codes) == 2
-    first.cancel()
-    at.run(until_s=0.3)
-    assert queue.names == [] and len(chunks_of(second)) == 2
-    second.cancel()
-    at.run()
-    assert at.all_free()
-
-
 def test_who_has_waited_too_long_is_told_without_any_news(desk):
     at = desk(slots=1, limits=AdmissionLimits(max_wait_s=0.25))
     at.say(frames=50, options=HELD)
@@ -94,9 +74,6 @@ def test_a_stream_that_nobody_listens_to_is_patient_and_costs_no_turns(desk):
     at.run()
     assert [sum(chunk.frames for chunk in chunks_of(job)) for job in patient] == [3, 3]
     assert at.all_free()
-
-
-# ---- what each is given
 
 
 # ---- who waits for what

@@ -7,7 +7,6 @@ was stands in the result: figures of a late client are not the server's."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import math
 import re
@@ -121,7 +120,6 @@ def hold(
     Raises MetricsError once another thread has set `stopped`. source: its `stream(text, **settings)` gives an
     asynchronous iterator of chunks: a Synthesizer, or an HttpSource."""
     client = _Client(source, texts, settings, settings.arrivals(listeners), stopped or threading.Event())
-    gc.collect()  # nothing is, while they play
     with many_streams():
         asyncio.run(client.run())
     return client.seen
