@@ -107,8 +107,7 @@ class Device(RuleBasedStateMachine):
         if hasattr(self, "book"):
             for slot in list(self.held):
                 self.book.close(slot)
-            for key in PREFIX_ROWS:
-                self.book.forget(key.__eq__)
+            self.book.forget(PREFIX_ROWS.__contains__)
             assert self.book.free == self.total
 
 
