@@ -11,7 +11,7 @@ from mktts.errors import TextError
 from mktts.text import english
 from mktts.text.lexicon import Lexicon
 from mktts.text.readers import WORDS
-from mktts.text.split import Chain
+from mktts.text.split import Chain, Feed
 
 ENGLISH = "english"
 AUTO = "auto"
@@ -31,9 +31,8 @@ _ITEM = re.compile(r"[-*•]|\d{1,2}[.)]")  # what begins a line of a list
 _BULLET = re.compile(r"^(?:[-*•>]|#{1,6})(?=\s|$)\s*")
 
 
-class FrontEndFeed:
-    """A text that arrives in pieces; what `push` and `finish` return depends on the text alone, not on the pieces. Read
-    and joined, it is one sentence after another, each begun with a capital and ended by a mark."""
+class FrontEndFeed(Feed):
+    """What is read, joined, is one sentence after another, each begun with a capital and ended by a mark."""
 
     def __init__(self, languages: tuple[str, ...]) -> None:
         """languages: that the text may be in. English alone is read, other text stays as it is."""
@@ -48,9 +47,9 @@ class FrontEndFeed:
         self._said = ""  # the last mark or letter that was handed on
         self._pause = ""  # a mark after it that is handed on only if words follow
 
-    def push(self, piece: str) -> str:
-        """The words that `piece` makes certain, in front of them the space that joins them to what came before. Raises
-        TextError for letters of another script; the piece is then not taken."""
+    def take(self, piece: str, final: bool) -> str:
+        """The words that are certain, in front of them the space that joins them to what came before. Raises TextError
+        for letters of another script, the piece is then not taken; at the end where no letter or digit came."""
         for place, char in enumerate("" if piece.isascii() else piece):
             if _script(char) not in self._scripts:
                 raise TextError(
@@ -59,25 +58,20 @@ class FrontEndFeed:
                     "leave it out, or take a checkpoint of that language"
                 )
         self._letters = self._letters or any(map(str.isalnum, piece))
-        if not self._reads:
-            return piece
+        said = self._read(piece, final) if self._reads else piece
+        if final and not (self._letters and (self._said or not self._reads)):
+            raise TextError("expected text with a letter or a digit, got none of them: marks and signs have no words")
+        return said
+
+    def _read(self, piece: str, final: bool) -> str:
         said = ""
-        for part in re.findall(r"\s+|\S+", piece):
-            if part.isspace():
-                self._gap += part
-                continue
-            if self._gap:
+        for gap, part in re.findall(r"(\s*)(\S*)", piece):
+            self._gap += gap
+            if self._gap and part:
                 said += self._complete(part)
                 self._gap = ""
             self._word += part
-        return said
-
-    def finish(self) -> str:
-        """The rest, with the mark that ends it. Raises TextError where no letter or digit came."""
-        rest = self._complete("") + self._hand_on() + self._end() if self._reads else ""
-        if not self._letters or (self._reads and not self._said):
-            raise TextError("expected text with a letter or a digit, got none of them: marks and signs have no words")
-        return rest
+        return said + self._complete("") + self._hand_on() + self._end() if final else said
 
     def _complete(self, follows: str) -> str:
         """Books the last word. Returns what was held before it, where there is a cut."""
@@ -150,8 +144,7 @@ class FrontEnd:
     def read(self, text: str, language: str = AUTO, markup: str = "speak") -> str:
         """`text` as it is spoken. Raises TextError for a script that `language` is not written in, and for text
         without a letter or digit."""
-        feed = self.feed(language, markup)
-        return feed.push(text) + feed.finish()
+        return self.feed(language, markup).take(text, final=True)
 
     def word(self, written: str, language: str = AUTO) -> str:
         """One word of a text as it is spoken, apart from its neighbours; what cannot be spoken stays as it stands."""

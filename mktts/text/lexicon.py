@@ -10,7 +10,7 @@ from pathlib import Path
 from mktts.errors import OptionsError
 from mktts.text.markup import MarkupFeed
 from mktts.text.readers import WORDS
-from mktts.text.split import Chain, check_length, clean_piece, is_wide
+from mktts.text.split import Chain, Feed, check_length, clean_piece, is_wide
 
 MAX_ENTRY_CHARS = 100  # of a word, and of what is said for it
 _APOSTROPHES = "'’"
@@ -66,8 +66,7 @@ class Lexicon:
 
     def say(self, text: str) -> str:
         """`text` with what is said. Raises TextError where it becomes longer than a text may be."""
-        feed = self.feed()
-        return feed.push(text) + feed.finish()
+        return self.feed().take(text, final=True)
 
     def feed(self, markup: str = "speak") -> Chain:
         """For a text that arrives in pieces. markup: of `mktts.engine.options.Markup`."""
@@ -92,9 +91,8 @@ class Lexicon:
         return found if final else None
 
 
-class LexiconFeed:
-    """A text that arrives in pieces; what `push` and `finish` return, joined, depends on the text alone. Held back is
-    what may yet become a word of the lexicon, and no more."""
+class LexiconFeed(Feed):
+    """Holds back what may yet become a word of the lexicon, and no more."""
 
     def __init__(self, lexicon: Lexicon) -> None:
         self._lexicon = lexicon
@@ -102,8 +100,8 @@ class LexiconFeed:
         self._at = 0  # where it begins
         self._chars = 0  # handed on
 
-    def push(self, piece: str, final: bool = False) -> str:
-        """What is certain by now, perhaps "". Raises TextError where the text has become too long."""
+    def take(self, piece: str, final: bool) -> str:
+        """Raises TextError where the text has become too long."""
         text, at, said = self._text + piece, self._at, []
         while at < len(text) and (found := self._lexicon.find(text, at, final)) is not None:
             at, words = found
@@ -114,10 +112,6 @@ class LexiconFeed:
         self._chars += len(words)
         check_length(self._chars)
         return words
-
-    def finish(self) -> str:
-        """The rest. Raises TextError as `push`."""
-        return self.push("", final=True)
 
 
 def respelled(ipa: str) -> str | None:

@@ -7,6 +7,7 @@ import re
 
 from mktts.errors import TextError
 from mktts.text.readers import WORDS
+from mktts.text.split import Feed
 
 _TEX = WORDS["tex"]
 _IN_BRACES = r"\{(?:[^{}\n]|\{[^{}\n]{0,80}\}){0,120}\}"
@@ -40,8 +41,8 @@ _KIND = re.compile(r"[\s>]*(?P<item>#{1,6}\s+|[-*+•]\s+(?:\[[ xX]\]\s+)?|(?=\d
 _KIND_OPEN = re.compile(r"[\s>#*+•=_:|-]*(?:\[[^\]\n]{0,80}(?:\](?::.*)?)?|\d{1,3}[.)]?)?|[\s>]*(?:[|]|``?`?|~~?~?).*")
 
 
-class MarkupFeed:
-    """A text that arrives in pieces; what `push` and `finish` return, joined, depends on the text alone."""
+class MarkupFeed(Feed):
+    """What a person would read out of a text with markup."""
 
     def __init__(self) -> None:
         self._rest = ""  # of the present line, not handed on
@@ -51,22 +52,19 @@ class MarkupFeed:
         self._said = "\n"  # the last visible character of the line that was handed on
         self._spoken = False  # something visible was handed on
 
-    def push(self, piece: str) -> str:
-        """What is certain by now, perhaps ""."""
+    def take(self, piece: str, final: bool) -> str:
+        """Raises TextError where the whole text was markup."""
         *lines, last = (self._rest + piece).split("\n")
         words = "".join(f"{self._line(line)}\n" for line in lines)
         self._rest = last
-        if not self._fence and (self._begun or not _KIND_OPEN.fullmatch(last)):
+        if final:
+            words += self._line(last)
+        elif not self._fence and (self._begun or not _KIND_OPEN.fullmatch(last)):
             words += self._words(final=False)
         self._spoken = self._spoken or bool(words.strip())
-        return words
-
-    def finish(self) -> str:
-        """The rest. Raises TextError where the whole text was markup."""
-        rest = self._line(self._rest)
-        if not self._spoken and not rest.strip():
+        if final and not self._spoken:
             raise TextError("expected text with a letter or a digit, got none beside its markup")
-        return rest
+        return words
 
     def _line(self, line: str) -> str:
         """What remains of a line to its end."""

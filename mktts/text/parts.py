@@ -9,7 +9,7 @@ from xml.parsers import expat
 
 from mktts.errors import TextError
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.text.split import Chain
+from mktts.text.split import Chain, Feed
 
 DEFAULT_PAUSE_S = 0.5
 MAX_PAUSE_S = 10.0
@@ -46,9 +46,8 @@ def pause_of(number: str | None, unit: str | None) -> Pause:
     return Pause(round(seconds * SAMPLE_RATE_HZ))
 
 
-class TextFeed:
-    """A text that arrives in pieces, as what is to be made of it: words, a `Pause`, and what `named` gives. What `push`
-    and `finish` return depends on the text alone, not on the pieces. One that begins with <speak is SSML."""
+class TextFeed(Feed):
+    """A text as what is to be made of it: words, a `Pause`, and what `named` gives. What begins with <speak is SSML."""
 
     def __init__(self, named: Callable[[str], Any | None], new_reader: Callable[[], Any] = Chain) -> None:
         """named: what stands for a name in brackets, None where that is text. new_reader: gives what reads the words
@@ -61,22 +60,6 @@ class TextFeed:
         self._signs: str | None = ""  # of the present part; None once it has a letter or a digit
         self._silent_s = 0.0
         self._said = False  # something is to be heard
-
-    def push(self, piece: str) -> list[Any]:
-        """What is certain by now. Raises TextError for a pause that is too long, an element of SSML that is not known
-        here, and what a reader raises; the piece is then not spoken."""
-        return self._take(piece, final=False)
-
-    def finish(self) -> list[Any]:
-        """The rest. Raises TextError where nothing is to be heard, of SSML also where an element was not ended."""
-        made = self._take("", final=True)
-        if self._signs and not self._said:
-            made.append(self._reader.push(self._signs))  # its reader says what becomes of signs
-            self._signs = None
-        made.append(self._end_part(last=True))
-        if not self._said:
-            raise TextError("expected text to speak, got none beside its tags")
-        return made
 
     def _tags(self, text: str, final: bool) -> tuple[list[Any], str]:
         """Text, and what stands for tags in it; and what may yet become one."""
@@ -100,7 +83,9 @@ class TextFeed:
         named = self._named(tag["name"].strip())
         return [] if named is None else [Pause(0), named]
 
-    def _take(self, piece: str, final: bool) -> list[Any]:
+    def take(self, piece: str, final: bool) -> list[Any]:
+        """Raises TextError for a pause that is too long, an element of SSML that is not known here, and what a reader
+        raises, the piece is then not spoken; at the end where nothing is to be heard or an element is open."""
         rest = self._rest
         if not self._begun:
             piece, rest = (rest + piece).lstrip(), ""
@@ -121,6 +106,13 @@ class TextFeed:
                 made += [self._end_part(), part]
                 self._said = self._said or (isinstance(part, Pause) and part.samples > 0)
         self._begun, self._rest, self._silent_s = True, rest, silent_s
+        if final:
+            if self._signs and not self._said:
+                made.append(self._reader.push(self._signs))  # its reader says what becomes of signs
+                self._signs = None
+            made.append(self._end_part(last=True))
+            if not self._said:
+                raise TextError("expected text to speak, got none beside its tags")
         return [part for part in made if part != ""]
 
     def _words(self, text: str) -> str:

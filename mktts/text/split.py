@@ -74,24 +74,30 @@ def check_length(chars: int, what: str = "text") -> None:
         raise TextError(f"{what} may have {MAX_TEXT_CHARS} characters, got {chars}: send it in several requests")
 
 
-class Chain:
-    """Feeds one behind another: a text that arrives in pieces goes through all of them that are not None."""
+class Feed:
+    """A text that arrives in pieces. What is made of it depends on the text alone, not on the pieces."""
 
-    def __init__(self, *feeds: Any) -> None:
+    def take(self, piece: str, final: bool) -> Any:
+        """What `piece` makes certain; where it is the last one, all that is left. Raises TextError."""
+        raise NotImplementedError
+
+    def push(self, piece: str) -> Any:
+        return self.take(piece, final=False)
+
+    def finish(self) -> Any:
+        return self.take("", final=True)
+
+
+class Chain(Feed):
+    """Feeds one behind another: a text goes through all of them that are not None."""
+
+    def __init__(self, *feeds: Feed | None) -> None:
         self._feeds = [feed for feed in feeds if feed is not None]
 
-    def push(self, piece: str) -> str:
-        """What is certain by now, perhaps "". Raises what a feed raises."""
+    def take(self, piece: str, final: bool) -> str:
         for feed in self._feeds:
-            piece = feed.push(piece)
+            piece = feed.take(piece, final)
         return piece
-
-    def finish(self) -> str:
-        """The rest. Raises what a feed raises."""
-        rest = ""
-        for feed in self._feeds:
-            rest = feed.push(rest) + feed.finish()
-        return rest
 
 
 def segment_chars(longest: int | None, fed: bool) -> int:
