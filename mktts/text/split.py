@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 from mktts.errors import TextError
@@ -23,9 +24,8 @@ _REMOVED = re.compile(
     "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff]"
 )
-_TABS = re.compile("[\t\r\x0b\x0c\x1c-\x1f]")
+_SPACES = str.maketrans(dict.fromkeys("\t\r\x0b\x0c\x1c\x1d\x1e\x1f", " ") | dict.fromkeys("\x85\u2028\u2029", "\n"))
 _SPACE = re.compile(r"\s*")
-_NEWLINES = re.compile("[\x85\u2028\u2029]")
 
 _CLOSERS = "\"'”’»›)]}」』）】》〉"
 _WIDE_SENTENCE = "。！？｡．"
@@ -55,7 +55,7 @@ def clean_piece(piece: str, what: str = "text") -> str:
     marks, byte-order marks and lone surrogates disappear. Raises TextError when `piece` is not a str."""
     if not isinstance(piece, str):
         raise TextError(f"{what} must be a str, got {type(piece).__name__}")
-    return _REMOVED.sub("", _NEWLINES.sub("\n", _TABS.sub(" ", piece)))
+    return _REMOVED.sub("", piece.translate(_SPACES))
 
 
 def clean_text(text: str, what: str = "text") -> str:
@@ -115,7 +115,7 @@ def split_text(text: str, max_chars: int) -> list[str]:
     pieces = []
     start = 0
     while len(text) - start > max_chars:
-        end = _best_end(text, start, start + max_chars)
+        end = max(range(start + max_chars, start, -1), key=partial(_goodness, text, start))  # the last of the best
         pieces.append(text[start:end])
         start = _SPACE.match(text, end).end()
     return [*pieces, text[start:]] if start < len(text) else pieces
@@ -193,23 +193,14 @@ def _goes_on(core: str, after: str, quoted: bool) -> bool:
     return word in _ABBREVIATIONS or bool(_INITIALS.fullmatch(word) or _ORDINAL.fullmatch(word))
 
 
-def _best_end(text: str, start: int, stop: int) -> int:
-    ends = range(stop, start, -1)
-    best = Cut.NONE
-    best_end = next((end for end in ends if not _inside_character(text[end - 1], text[end])), stop)
-    for end in ends:
-        after = _SPACE.match(text, end).end()
-        if text[end - 1].isspace() or after == len(text):
-            continue
+def _goodness(text: str, start: int, end: int) -> int:
+    """Of a cut at `end`; what is worse than NONE parts a character."""
+    after, cut = _SPACE.match(text, end).end(), Cut.NONE
+    if after < len(text) and not text[end - 1].isspace():
         cut = boundary(text[max(start, end - _LOOK_BACK_CHARS) : end], text[end:after], text[after])
-        if cut > best:
-            best, best_end = cut, end
-        if best == Cut.SENTENCE:
-            break
-    return best_end
+    return cut or -_inside_character(text[end - 1], text[end])
 
 
 def _inside_character(before: str, after: str) -> bool:
-    joiner, first_skin_tone, last_skin_tone = "\u200d", "\U0001f3fb", "\U0001f3ff"
-    combining = unicodedata.category(after).startswith("M") or first_skin_tone <= after <= last_skin_tone
-    return joiner in (before, after) or combining
+    joiner, skin_tones = "\u200d", "\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"
+    return joiner in (before, after) or after in skin_tones or unicodedata.category(after).startswith("M")
