@@ -17,7 +17,6 @@ _APOSTROPHES = "'’"
 _JOINERS = _APOSTROPHES + ".@"  # between two letters they make one word of them
 _IPA = WORDS["ipa"]
 _SOUND = re.compile("|".join(sorted(_IPA, key=len, reverse=True)))
-_SOUNDS = re.compile(rf"(?:{_SOUND.pattern}|\s)+")
 _SILENT = re.compile(r"[ˈˌ.‿/\[\]\u0329\u0361]")  # stress, syllables, brackets, ties
 _OPEN = re.compile("ɑ(?=[bdfgɡklmnpstvzðŋɾʃθ])")  # of "lot"
 _SHORT = re.compile("(?<![aeɔ])([æɒɛɪʌ])([bdfgɡklmnpstvz])(?=[aeiouæɐɑɒɔəɚɛɜɝɪʊʌ])")  # "dinner" is no "diner"
@@ -83,10 +82,10 @@ class Lexicon:
             if not known:
                 return found
             said = next(filter(None, known), "")
-            goes_on = _goes_on_after(text, end) if said else False
+            goes_on = not said or _goes_on_after(text, end)
             if goes_on is None and not final:
                 return None
-            if said and not goes_on:
+            if not goes_on:
                 found = (end, said)
         return found if final else None
 
@@ -117,7 +116,7 @@ class LexiconFeed(Feed):
 def respelled(ipa: str) -> str | None:
     """What is written in IPA in English letters, as near as they come; None for a sound that English does not have."""
     sounds = _SILENT.sub("", unicodedata.normalize("NFC", ipa)).strip()
-    if not _SOUNDS.fullmatch(sounds):
+    if not sounds or _SOUND.sub("", sounds).strip():
         return None
     sounds = _SHORT.sub(r"\1\2\2", _OPEN.sub("ɒ", sounds))
     return _SOUND.sub(lambda sound: _IPA[sound[0]], sounds)

@@ -16,7 +16,7 @@ MAX_PAUSE_S = 10.0
 MAX_PAUSES_S = 300.0  # of one text: silence costs no frames, which bound what is made ahead of its reader
 
 _SPEAK = re.compile(r"<speak[\s/>]")
-_LENGTH = r"(\d{0,12}(?:\.\d{1,12})?(?<=\d))\s?(ms|s)"
+_LENGTH = r"(?P<number>\d{0,12}(?:\.\d{1,12})?(?<=\d))\s?(?P<unit>ms|s)"
 _MARK = re.compile(r"\A\s*[.,;:!?…]+(?=\s)")  # of a sentence that ended with the pause before it
 _BREAK = r"<break(?P<attributes>[\s/][^<>]{0,100})?>"
 _PAUSE = rf"\[(?P<pause>pause(?:[^\S\n]{{1,40}}{_LENGTH})?)\]"
@@ -38,14 +38,6 @@ class Pause(NamedTuple):
     samples: int
 
 
-def pause_of(number: str | None, unit: str | None) -> Pause:
-    """ "500", "ms"; None is the default. Raises TextError for more than MAX_PAUSE_S."""
-    seconds = DEFAULT_PAUSE_S if number is None else float(number) / (1_000 if unit.lower() == "ms" else 1)
-    if seconds > MAX_PAUSE_S:
-        raise TextError(f"a pause may have {MAX_PAUSE_S:g} s, got {number} {unit}: write a shorter one")
-    return Pause(round(seconds * SAMPLE_RATE_HZ))
-
-
 class TextFeed(Feed):
     """A text as what is to be made of it: words, a `Pause`, and what `named` gives. What begins with <speak is SSML."""
 
@@ -63,25 +55,25 @@ class TextFeed(Feed):
 
     def _tags(self, text: str, final: bool) -> tuple[list[Any], str]:
         """Text, and what stands for tags in it; and what may yet become one."""
-        found, start, at = [], 0, 0
-        while (tag := _TAG[final].search(text, at)) is not None:
-            if tag.lastgroup == "open":
-                return [*found, text[start : tag.start()]], text[tag.start() :]
+        found, at = [], 0
+        while (tag := _TAG[final].search(text, at)) is not None and tag.lastgroup != "open":
             meant = self._meant(tag)
+            found += [text[at : tag.start()], *(meant or tag[0][0])]
             at = tag.end() if meant else tag.start() + 1
-            if meant:
-                found += [text[start : tag.start()], *meant]
-                start = at
-        return [*found, text[start:]], ""
+        end = tag.start() if tag else len(text)
+        return [*found, text[at:end]], text[end:]
 
     def _meant(self, tag: re.Match[str]) -> list[Any]:
         """What stands for it; nothing where it is text."""
-        if tag.lastgroup == "pause":
-            return [pause_of(*tag.groups()[2:4])]
-        if tag.lastgroup != "name":
-            return [pause_of(*_time((tag["attributes"] or "").strip("/ \n")))]
-        named = self._named(tag["name"].strip())
-        return [] if named is None else [Pause(0), named]
+        if tag.lastgroup == "name":
+            named = self._named(tag["name"].strip())
+            return [] if named is None else [Pause(0), named]
+        written = tag.lastgroup == "pause"
+        number, unit = tag.group("number", "unit") if written else _time((tag["attributes"] or "").strip("/ \n"))
+        seconds = DEFAULT_PAUSE_S if number is None else float(number) / (1_000 if unit.lower() == "ms" else 1)
+        if seconds > MAX_PAUSE_S:
+            raise TextError(f"a pause may have {MAX_PAUSE_S:g} s, got {number} {unit}: write a shorter one")
+        return [Pause(round(seconds * SAMPLE_RATE_HZ))]
 
     def take(self, piece: str, final: bool) -> list[Any]:
         """Raises TextError for a pause that is too long, an element of SSML that is not known here, and what a reader

@@ -143,7 +143,7 @@ class FeedSplitter:
                 continue
             if self._tail and self._cuts_before(char):
                 texts.append("")
-                self._chars, self._tail, self._gap = 0, "", ""
+                self._chars, self._tail = 0, ""
             added = self._gap + char if self._tail else char
             texts[-1] += added
             self._chars += len(added)
@@ -173,9 +173,8 @@ def boundary(before: str, gap: str, after: str) -> Cut:
         return Cut.SENTENCE
     if before[-1:] in _WIDE_CLAUSE:
         return Cut.CLAUSE
-    if not gap and not is_wide(after):
-        return Cut.NONE
-    if mark and mark in _SENTENCE and not _goes_on(core, after, quoted=core != before):
+    ends = mark and mark in _SENTENCE and not _goes_on(core, after, quoted=core != before)
+    if ends and (gap or is_wide(after)):
         return Cut.SENTENCE
     if not gap:
         return Cut.NONE
