@@ -23,8 +23,6 @@ _SIGNS = "$€£¥₹₩¢°µμΩ—"
 
 def plain_characters(text: str) -> str:
     """`text` in ASCII, but for signs that the rules read ($ and its like): one form of each mark, no accents."""
-    if text.isascii():
-        return text.replace("`", "'")
     text = re.sub(r"(?<=\d)×(?=\d)", "x", re.sub(r"(?<=[\d\w)])\s?[·⋅]\s?(?=\d)", "*", text))
     text = _RAISED.sub(lambda m: "^" + unicodedata.normalize("NFKC", m[0]).replace("−", "-"), text)
     text = unicodedata.normalize("NFKC", _VULGAR.sub(" ", text.translate(_CHARACTERS))).translate(_CHARACTERS)
@@ -96,7 +94,7 @@ def ends_sentence(token: str) -> bool:
 
 
 def reading(text: str) -> str:
-    """Some words of a sentence as they are spoken, in lower case but for "I" and single letters; perhaps ""."""
+    """Some words of a sentence as they are spoken, in lower case but for "I" and single letters."""
     if not all(map(is_plain, text.split())):
         text = plain_characters(text)
         shouted = all_capitals(text)

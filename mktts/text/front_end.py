@@ -43,7 +43,6 @@ class FrontEndFeed(Feed):
         self._held = ""  # words that may belong together, a space behind each
         self._word = ""  # the last one, perhaps not complete
         self._gap = ""  # whitespace after it
-        self._plain = False  # of the last complete word
         self._said = ""  # the last mark or letter that was handed on
         self._pause = ""  # a mark after it that is handed on only if words follow
 
@@ -78,12 +77,11 @@ class FrontEndFeed(Feed):
         word, self._word, said = self._word, "", ""
         if not word:
             return ""
-        plain = english.is_plain(word)
-        if self._held and ((plain and self._plain) or len(self._held) + len(word) > _LONGEST_CHARS):
+        last_two = (*self._held.split()[-1:], word)
+        if self._held and (all(map(english.is_plain, last_two)) or len(self._held) + len(word) > _LONGEST_CHARS):
             said = self._hand_on()
         self._held += f"{word} "
-        self._plain = plain
-        if follows and "\n" in self._gap and (self._gap.count("\n") > 1 or _ITEM.match(follows)):
+        if self._gap.count("\n") > 1 or ("\n" in self._gap and _ITEM.match(follows)):
             said += self._hand_on() + self._end()
         elif english.ends_sentence(word):
             said += self._hand_on()

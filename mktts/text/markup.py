@@ -17,7 +17,7 @@ _EMOJI = "\U0001f000-\U0001faff\U000e0020-\U000e007f\u2600-\u27bf\u2b00-\u2bff\u
 _IN_BRACKETS = r"(?:[^\[\]\n]|\[[^\[\]\n]{0,100}\]){0,300}"
 _IN_PARENTHESES = r"(?:[^()\n]|\([^()\n]{0,100}\)){0,600}"
 _CITED = r"\^[^\]\n]{1,40}|[1-9]\d{0,2}(?:,\s?\d{1,3}){0,9}"
-_FOUND = re.compile(
+_FOUND = (
     rf"!?\[(?P<link>{_IN_BRACKETS})\](?:\({_IN_PARENTHESES}\)|\[[^\]\n]{{0,80}}\])|`(?P<code>[^`\n]{{1,240}})`"
     rf"|<(?P<address>https?://[^\s<>]{{1,600}}|[^\s<>@]{{1,80}}@[^\s<>]{{1,80}})>|(?P<entity>&(?:#\d+|#x[\da-fA-F]+|\w+);)"
     rf"|(?P<space></?(?:br|p|div|li|td|th|tr|h\d)(?:\s[^<>\n]{{0,600}})?/?>)|\\(?P<escaped>[*_`#\[\]~$<>|!])"
@@ -28,13 +28,16 @@ _FOUND = re.compile(
     r"(?<![\s(/-])\$(?![\w$])|(?<![\w$])\$\d[^$\s]{0,80}(?<![\s(/.,-])\$(?![\w$])"
     rf"|\\(?:[dt]?frac\s?{_IN_BRACES}\s?{_IN_BRACES}|(?:sqrt|text\w*|math\w+)\s?{_IN_BRACES}|(?:{'|'.join(_TEX)})(?![A-Za-z{{])))"
 )
-_STARTS = re.compile(rf"[\s!\[<&~\\$*_=`\x1b{_EMOJI}]")
 # What may yet become one of them when more of the line is there.
-_OPEN = re.compile(
+_OPEN = (
     rf"\s?!?\[{_IN_BRACKETS}(?:\[[^\]\n]{{0,100}}|\](?:\({_IN_PARENTHESES}(?:\([^)\n]{{0,100}})?|\[[^\]\n]{{0,80}})?)?"
     rf"|<[^>\n]{{0,640}}>?|&[#\w]*|\s?~(?:~[^~\n]{{0,240}}~?)?|\\(?:[(\[][^\n]{{0,244}}|[A-Za-z]{{0,16}}(?:\s?\{{[^\n]{{0,240}})?)"
     rf"|\$(?:\$?[^\d$\n][^$\n]{{0,240}}|[^\s]{{0,82}})\$?|`[^`\n]{{0,240}}|\x1b(?:\[[\d;]*)?|[*_]{{1,4}}|={{1,2}}[\s\w]*|!|\s|\s?[{_EMOJI}]+"
 )
+_NEXT = {  # by whether the line ends here; the first character only saves time
+    final: re.compile(rf"(?=[\s!\[<&~\\$*_=`\x1b{_EMOJI}])(?:{found})")
+    for final, found in ((True, _FOUND), (False, rf"{_FOUND}|(?:{_OPEN})\Z"))
+}
 _FENCE = re.compile(r"[\s>]*(```|~~~)")
 _NO_WORDS = re.compile(r"[\s|:*_=-]*(?:-\s?-|\*\s?\*\s?\*|_\s?_\s?_|==)[\s|:*_=-]*|\s*\[[^\]\n]{1,80}\]:\s.*")
 _KIND = re.compile(r"[\s>]*(?P<item>#{1,6}\s+|[-*+•]\s+(?:\[[ xX]\]\s+)?|(?=\d{1,3}[.)]\s))?")
@@ -104,13 +107,11 @@ class MarkupFeed(Feed):
 def _without(text: str, at: int, final: bool) -> tuple[str, int]:
     """What remains of `text` from `at` on, and where that begins which may yet become markup."""
     said = ""
-    while (start := _STARTS.search(text, at)) is not None:
-        said, at = said + text[at : start.start()], start.start()
-        found = _FOUND.match(text, at)
-        if not final and (found.end() == len(text) if found else _OPEN.fullmatch(text, at)):
-            return said, at
-        said += _words_of(found) if found else text[at]
-        at = found.end() if found else at + 1
+    while (found := _NEXT[final].search(text, at)) is not None:
+        said, at = said + text[at : found.start()], found.end()
+        if not final and at == len(text):
+            return said, found.start()
+        said += _words_of(found)
     return said + text[at:], len(text)
 
 

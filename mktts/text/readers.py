@@ -58,11 +58,11 @@ def spell_letters(text: str, shouted: bool) -> str:
         if capitals and word in _AS_WORDS:
             return match[0]
         said = read_alone(word)
-        if said == word and capitals and not shouted and word not in _RAISED:
-            if len(word) <= 3 or (len(word) <= _LONGEST_SPELLED and _NO_WORD.search(word)):
-                said = letters(word)
-        if said == word and not capitals:
-            return match[0]
+        if said == word:
+            short = len(word) <= 3 or (len(word) <= _LONGEST_SPELLED and _NO_WORD.search(word))
+            if not (short and capitals and not shouted and word not in _RAISED):
+                return match[0]
+            said = letters(word)
         return said + ("'s" if tail == "s" and " " in said else tail)
 
     return _WORD.sub(read, text)
