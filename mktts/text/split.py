@@ -39,8 +39,8 @@ _LOOK_BACK_CHARS = 24  # enough for the longest abbreviation and its closers
 _ABBREVIATIONS = LISTS["abbreviations"]
 _INITIALS = re.compile(r"(?:\w\.)*\w", re.UNICODE)  # "J" in "J. R. R. Tolkien", "U.S" in "U.S."
 _ORDINAL = re.compile(r"\d{1,2}")  # "3" in "3. Mai", "1" in "1. Open the lid"
-# How good a place is for a cut; a larger value is a better place.
-Cut = IntEnum("Cut", "NONE SPACE CLAUSE SENTENCE", start=0)
+# How good a place is for a cut; a larger value is a better place. INSIDE: it would part one visible character.
+Cut = IntEnum("Cut", "INSIDE NONE SPACE CLAUSE SENTENCE", start=-1)
 
 
 def is_wide(char: str) -> bool:
@@ -115,7 +115,7 @@ def split_text(text: str, max_chars: int) -> list[str]:
     pieces = []
     start = 0
     while len(text) - start > max_chars:
-        end = max(range(start + max_chars, start, -1), key=partial(_goodness, text, start))  # the last of the best
+        end = max(range(start + max_chars, start, -1), key=partial(_boundary_at, text, start))  # the last of the best
         pieces.append(text[start:end])
         start = _SPACE.match(text, end).end()
     return [*pieces, text[start:]] if start < len(text) else pieces
@@ -130,8 +130,7 @@ class FeedSplitter:
 
     def __init__(self, max_chars: int) -> None:
         self._max_chars = max_chars
-        self._chars = 0  # of the present segment
-        self._tail = ""  # its end, as far as `boundary` looks back
+        self._segment = ""  # the present one
         self._gap = ""  # whitespace held back until the next visible character decides what it separates
 
     def push(self, piece: str) -> list[str]:
@@ -141,23 +140,16 @@ class FeedSplitter:
             if char.isspace():
                 self._gap += char
                 continue
-            if self._tail and self._cuts_before(char):
+            # One grade less for each half of `max_chars` over it.
+            needed = max(Cut.NONE, 5 - 2 * len(self._segment) // self._max_chars)
+            if needed <= Cut.SENTENCE and boundary(self._segment, self._gap, char) >= needed:
                 texts.append("")
-                self._chars, self._tail = 0, ""
-            added = self._gap + char if self._tail else char
+                self._segment = ""
+            added = self._gap + char if self._segment else char
             texts[-1] += added
-            self._chars += len(added)
-            self._tail = (self._tail + added)[-_LOOK_BACK_CHARS:]
+            self._segment += added
             self._gap = ""
         return texts
-
-    def _cuts_before(self, char: str) -> bool:
-        needed = 5 - 2 * self._chars // self._max_chars  # one grade less for each half of `max_chars` over it
-        if needed > Cut.SENTENCE:
-            return False
-        if needed <= Cut.NONE and not self._gap:
-            return not _inside_character(self._tail[-1], char)
-        return boundary(self._tail, self._gap, char) >= needed
 
 
 def boundary(before: str, gap: str, after: str) -> Cut:
@@ -165,6 +157,7 @@ def boundary(before: str, gap: str, after: str) -> Cut:
     whitespace between the two, which the cut would drop."""
     if gap.count("\n") > 1:
         return Cut.SENTENCE
+    before = before[-_LOOK_BACK_CHARS:]
     core = before.rstrip(_CLOSERS)
     mark = core[-1:]
     if not gap and after in _CLOSERS + _WIDE_SENTENCE + _WIDE_CLAUSE + _SENTENCE + _CLAUSE:
@@ -177,7 +170,7 @@ def boundary(before: str, gap: str, after: str) -> Cut:
     if ends and (gap or is_wide(after)):
         return Cut.SENTENCE
     if not gap:
-        return Cut.NONE
+        return Cut.INSIDE if _inside_character(before[-1], after) else Cut.NONE
     return Cut.CLAUSE if "\n" in gap or before[-1] in _CLAUSE else Cut.SPACE
 
 
@@ -192,12 +185,11 @@ def _goes_on(core: str, after: str, quoted: bool) -> bool:
     return word in _ABBREVIATIONS or bool(_INITIALS.fullmatch(word) or _ORDINAL.fullmatch(word))
 
 
-def _goodness(text: str, start: int, end: int) -> int:
-    """Of a cut at `end`; what is worse than NONE parts a character."""
-    after, cut = _SPACE.match(text, end).end(), Cut.NONE
-    if after < len(text) and not text[end - 1].isspace():
-        cut = boundary(text[max(start, end - _LOOK_BACK_CHARS) : end], text[end:after], text[after])
-    return cut or -_inside_character(text[end - 1], text[end])
+def _boundary_at(text: str, start: int, end: int) -> Cut:
+    after = _SPACE.match(text, end).end()
+    if after == len(text) or text[end - 1].isspace():
+        return Cut.NONE
+    return boundary(text[start:end], text[end:after], text[after])
 
 
 def _inside_character(before: str, after: str) -> bool:
