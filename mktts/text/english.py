@@ -30,15 +30,18 @@ def plain_characters(text: str) -> str:
     return re.sub(r"(?<=\S) {2,}", " ", plain)
 
 
-def plain_marks(text: str) -> str:
-    """Words and the marks . , ; : ? ! with one space between words: brackets and dashes become commas, the rest
-    falls away."""
+def _plain_words(text: str) -> str:
+    """Words in lower case and the marks . , ; : ? !: brackets and dashes become commas, the rest falls away."""
     text = re.sub(r"\s+-+\s+|—|--+|[()\[\]{}|]", ", ", text)
     text = re.sub(r"\.{2,}(?=\s+[a-z])", ",", text)
     text = _DROPPED.sub(" ", text)
     text = re.sub(r"(?<![A-Za-z])['-]+|['-]+(?![A-Za-z])", " ", text)
     text = " ".join(text.split())
-    return re.sub(r"(?:\s*[.,;:?!])+", lambda m: next(mark for mark in "?!.:;," if mark in m[0]), text)
+    text = re.sub(r"(?:\s*[.,;:?!])+", lambda m: next(mark for mark in "?!.:;," if mark in m[0]), text)
+    text = re.sub(r"[A-Za-z]*[A-Za-z][a-z][A-Za-z]*|[A-Z]{2,}", lambda m: m[0].lower(), text)
+    text = re.sub(r"(?<=[A-Za-z]')[A-Z]+\b|\b[A-Z](?='[a-z]{2})", lambda m: m[0].lower(), text)
+    text = re.sub(r"\bA(?= [a-z])", "a", re.sub(r"\bi\b", "I", text))
+    return re.sub(r"(?<=[.!?] )[a-z]", lambda m: m[0].upper(), text)
 
 
 _PLAIN = re.compile(r"[\"'(]*(?P<core>[A-Za-z]?[a-z]*(?:'[a-z]+)?(?:-[a-z]+)*)[,;:.!?\"')]*")
@@ -101,11 +104,4 @@ def reading(text: str) -> str:
         for pattern, words in _rules():
             text = pattern.sub(partial(_filled, words), text)
         text = spell_letters(text, shouted)
-    return _one_case(plain_marks(text))
-
-
-def _one_case(text: str) -> str:
-    text = re.sub(r"[A-Za-z]*[A-Za-z][a-z][A-Za-z]*|[A-Z]{2,}", lambda m: m[0].lower(), text)
-    text = re.sub(r"(?<=[A-Za-z]')[A-Z]+\b|\b[A-Z](?='[a-z]{2})", lambda m: m[0].lower(), text)
-    text = re.sub(r"\bA(?= [a-z])", "a", re.sub(r"\bi\b", "I", text))
-    return re.sub(r"(?<=[.!?] )[a-z]", lambda m: m[0].upper(), text)
+    return _plain_words(text)

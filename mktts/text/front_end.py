@@ -16,13 +16,7 @@ from mktts.text.split import Chain, Feed
 ENGLISH = "english"
 AUTO = "auto"
 _LATIN = "LATIN"
-# Of the model's languages, those that are not written in Latin letters alone.
-_SCRIPTS = {
-    "chinese": {"CJK"},
-    "japanese": {"CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA"},
-    "korean": {"HANGUL", "CJK"},
-    "russian": {"CYRILLIC"},
-}
+_SCRIPTS = WORDS["scripts"]  # of those of the model's languages that are not written in Latin letters alone
 _LONGEST_CHARS = 240  # held back at most: a text without a plain word is cut at a space
 _ENDS = ".!?"
 _PAUSES = ",;:"

@@ -101,16 +101,15 @@ class LexiconFeed(Feed):
 
     def take(self, piece: str, final: bool) -> str:
         """Raises TextError where the text has become too long."""
-        text, at, said = self._text + piece, self._at, []
+        text, at, said = self._text + piece, self._at, ""
         while at < len(text) and (found := self._lexicon.find(text, at, final)) is not None:
             at, words = found
-            said.append(words)
+            said += words
         kept = max(0, at - _KEPT_CHARS)
         self._text, self._at = text[kept:], at - kept
-        words = "".join(said)
-        self._chars += len(words)
+        self._chars += len(said)
         check_length(self._chars)
-        return words
+        return said
 
 
 def respelled(ipa: str) -> str | None:

@@ -119,13 +119,8 @@ def _words_of(found: re.Match[str]) -> str:
     kind, text = found.lastgroup, found[found.lastgroup]
     if kind == "link":
         return _without("\n" + text, 1, True)[0]
-    if kind == "tex":
-        return _formula(text)
+    if kind == "tex":  # "$\\frac{a}{b}$" is "a over b"
+        text = _FRACTION.sub(lambda m: f"{m[1]}{'/' if m[1][1:-1].isdigit() else ' over '}{m[2]}", text)
+        text = _COMMAND.sub(lambda m: f" {_TEX.get(m[1], '')} ", text)
+        return " ".join(re.sub(r"[${}]", "", text.replace("_", " ")).split())
     return {"gone": "", "space": " ", "entity": html.unescape(text)}.get(kind, text)
-
-
-def _formula(text: str) -> str:
-    """ "$\\frac{a}{b}$" -> "a over b"."""
-    text = _FRACTION.sub(lambda m: f"{m[1]}{'/' if m[1][1:-1].isdigit() else ' over '}{m[2]}", text)
-    text = _COMMAND.sub(lambda m: f" {_TEX[m[1]]} " if m[1] in _TEX else " ", text)
-    return " ".join(re.sub(r"[${}]", "", text.replace("_", " ")).split())

@@ -99,9 +99,6 @@ class TextFeed(Feed):
                 self._said = self._said or (isinstance(part, Pause) and part.samples > 0)
         self._begun, self._rest, self._silent_s = True, rest, silent_s
         if final:
-            if self._signs and not self._said:
-                made.append(self._reader.push(self._signs))  # its reader says what becomes of signs
-                self._signs = None
             made.append(self._end_part(last=True))
             if not self._said:
                 raise TextError("expected text to speak, got none beside its tags")
@@ -118,10 +115,10 @@ class TextFeed(Feed):
         return self._reader.push(_MARK.sub("", begun) if self._said else begun)
 
     def _end_part(self, last: bool = False) -> str:
-        words = ""
-        if self._signs is None:
+        words, signs = "", self._signs
+        if signs is None or (last and signs and not self._said):  # the reader says what becomes of signs alone
             try:
-                words = self._reader.finish()
+                words = self._reader.take(signs or "", final=True)
                 self._said = True
             except TextError:  # its markup was all that it had
                 if last and not self._said:
