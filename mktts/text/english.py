@@ -1,6 +1,5 @@
-"""A few words of English as they are spoken: numbers, signs and short forms in words, one case, plain marks. The rules
-stand in english.json. They run from the particular to the general, each on what those before it left: an address is no
-number, a date no fraction, a price no measure."""
+"""A few words of English as they are spoken. The rules of english.json run from the particular to the general, each on
+what those before it left: an address is no number, a date no fraction, a price no measure."""
 
 from __future__ import annotations
 

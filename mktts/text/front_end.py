@@ -69,8 +69,6 @@ class FrontEndFeed(Feed):
     def _complete(self, follows: str) -> str:
         """Books the last word. Returns what was held before it, where there is a cut."""
         word, self._word, said = self._word, "", ""
-        if not word:
-            return ""
         last_two = (*self._held.split()[-1:], word)
         if self._held and (all(map(english.is_plain, last_two)) or len(self._held) + len(word) > _LONGEST_CHARS):
             said = self._hand_on()
@@ -82,7 +80,7 @@ class FrontEndFeed(Feed):
         return said
 
     def _hand_on(self) -> str:
-        text, self._held = self._held.rstrip(), ""
+        text, self._held = self._held.strip(), ""
         begins = self._said in _ENDS
         text = english.reading(_BULLET.sub("", text, count=1) if begins else text)
         if begins or self._pause:
@@ -108,8 +106,8 @@ class FrontEndFeed(Feed):
 def _script(char: str) -> str:
     """Latin also for a sign, and for a letter that every language may use."""
     for part in unicodedata.normalize("NFKC", char):
-        letter = unicodedata.category(part) in ("Lu", "Ll", "Lt", "Lo", "Nd")
-        if letter and not part.isascii() and part not in WORDS["greek"]:
+        own = not part.isascii() and part not in WORDS["greek"]
+        if own and unicodedata.category(part) in ("Lu", "Ll", "Lt", "Lo", "Nd"):
             return unicodedata.name(part, "UNKNOWN").split()[0]
     return _LATIN
 
@@ -134,8 +132,7 @@ class FrontEnd:
         return Chain((lexicon or Lexicon()).feed(markup), FrontEndFeed(known))
 
     def read(self, text: str, language: str = AUTO, markup: str = "speak") -> str:
-        """`text` as it is spoken. Raises TextError for a script that `language` is not written in, and for text
-        without a letter or digit."""
+        """`text` as it is spoken. Raises TextError as `FrontEndFeed.take`."""
         return self.feed(language, markup).take(text, final=True)
 
     def word(self, written: str, language: str = AUTO) -> str:
@@ -148,6 +145,5 @@ class FrontEnd:
 
 
 def spoken(text: str, language: str = ENGLISH, markup: str = "strip") -> str:
-    """`text` as the front end of `language` reads it; for a language without one as it stands. markup: as of
-    `FrontEnd.read`, which says what this raises."""
+    """`text` as the front end of `language` reads it; for a language without one as it stands. Raises TextError."""
     return FrontEnd((language,)).read(text, language, markup)

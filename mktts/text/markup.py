@@ -34,10 +34,7 @@ _OPEN = (
     rf"|<[^>\n]{{0,640}}>?|&[#\w]*|\s?~(?:~[^~\n]{{0,240}}~?)?|\\(?:[(\[][^\n]{{0,244}}|[A-Za-z]{{0,16}}(?:\s?\{{[^\n]{{0,240}})?)"
     rf"|\$(?:\$?[^\d$\n][^$\n]{{0,240}}|[^\s]{{0,82}})\$?|`[^`\n]{{0,240}}|\x1b(?:\[[\d;]*)?|[*_]{{1,4}}|={{1,2}}[\s\w]*|!|\s|\s?[{_EMOJI}]+"
 )
-_NEXT = {  # by whether the line ends here; the first character only saves time
-    final: re.compile(rf"(?=[\s!\[<&~\\$*_=`\x1b{_EMOJI}])(?:{found})")
-    for final, found in ((True, _FOUND), (False, rf"{_FOUND}|(?:{_OPEN})\Z"))
-}
+_NEXT = {True: re.compile(_FOUND), False: re.compile(rf"{_FOUND}|(?:{_OPEN})\Z")}  # by whether the line ends here
 _FENCE = re.compile(r"[\s>]*(```|~~~)")
 _NO_WORDS = re.compile(r"[\s|:*_=-]*(?:-\s?-|\*\s?\*\s?\*|_\s?_\s?_|==)[\s|:*_=-]*|\s*\[[^\]\n]{1,80}\]:\s.*")
 _KIND = re.compile(r"[\s>]*(?P<item>#{1,6}\s+|[-*+•]\s+(?:\[[ xX]\]\s+)?|(?=\d{1,3}[.)]\s))?")
@@ -75,8 +72,7 @@ class MarkupFeed(Feed):
             fence = _FENCE.match(line)
             if fence and self._fence in ("", fence[1]):
                 self._fence = "" if self._fence else fence[1]
-                return ""
-            if self._fence or _NO_WORDS.fullmatch(line):
+            if fence or self._fence or _NO_WORDS.fullmatch(line):
                 return ""
             if line.lstrip().startswith("|"):  # a row of a table, read as a heading
                 line = "# " + ", ".join(cell.strip() for cell in line.split("|") if cell.strip())
@@ -99,9 +95,8 @@ class MarkupFeed(Feed):
         text = self._last + self._rest
         words, at = _without(text, 1, final)
         self._last, self._rest = text[at - 1], text[at:]
-        words = begun + words
         self._said = (self._said + words.rstrip())[-1]
-        return words
+        return begun + words
 
 
 def _without(text: str, at: int, final: bool) -> tuple[str, int]:

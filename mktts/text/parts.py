@@ -22,10 +22,8 @@ _BREAK = r"<break(?P<attributes>[\s/][^<>]{0,100})?>"
 _PAUSE = rf"\[(?P<pause>pause(?:[^\S\n]{{1,40}}{_LENGTH})?)\]"
 _OPEN = r"(?P<open>(?:\[[^\[\]\n]{0,64}\]?|<(?:b|br|bre|brea|break(?:[\s/][^<>]{0,100})?)?)\Z)"
 _NAME = r"\[(?P<name>[^\[\]\n]{1,64})\](?!\()"  # else a link
-_TAG = {  # by whether the text ends here
-    final: re.compile("|".join([_BREAK, _PAUSE, *([] if final else [_OPEN]), _NAME]), re.IGNORECASE)
-    for final in (False, True)
-}
+# By whether the text ends here.
+_TAG = [re.compile(f"{_BREAK}|{_PAUSE}|{begun}{_NAME}", re.IGNORECASE) for begun in (f"{_OPEN}|", "")]
 _TIME = re.compile(rf"(?:time\s*=\s*[\"']\s*{_LENGTH}\s*[\"'])?", re.IGNORECASE)
 _ELEMENTS = ("speak", "p", "s", "break", "sub", "say-as")
 _MOST_DIGITS = 15  # of a number that has a name
@@ -42,8 +40,7 @@ class TextFeed(Feed):
     """A text as what is to be made of it: words, a `Pause`, and what `named` gives. What begins with <speak is SSML."""
 
     def __init__(self, named: Callable[[str], Any | None], new_reader: Callable[[], Any] = Chain) -> None:
-        """named: what stands for a name in brackets, None where that is text. new_reader: gives what reads the words
-        between two tags, such as a `FrontEndFeed`."""
+        """named: what stands for a name in brackets, None for text. new_reader: gives a feed for words between tags."""
         self._named, self._new_reader = named, new_reader
         self._ssml: _Ssml | None = None
         self._begun = False  # whether the text is SSML is known
@@ -106,13 +103,12 @@ class TextFeed(Feed):
 
     def _words(self, text: str) -> str:
         """What is spoken of a piece of the present part: signs before its first letter wait for that."""
-        if self._signs is None:
-            return self._reader.push(text)
-        self._signs += text
-        if not any(map(str.isalnum, text)):
-            return ""
-        begun, self._signs = self._signs, None
-        return self._reader.push(_MARK.sub("", begun) if self._said else begun)
+        if self._signs is not None:
+            self._signs += text
+            if not any(map(str.isalnum, text)):
+                return ""
+            text, self._signs = _MARK.sub("", self._signs) if self._said else self._signs, None
+        return self._reader.push(text)
 
     def _end_part(self, last: bool = False) -> str:
         words, signs = "", self._signs

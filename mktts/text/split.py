@@ -1,7 +1,5 @@
-"""Text before it becomes tokens: what is removed, what is refused, and where long text is cut.
-
-Two cutters, because they know different things: `split_text` sees the whole text and looks back for the best place;
-`FeedSplitter` sees text as it is written, has already passed on what came before, and cuts at the next good place."""
+"""Text before it becomes tokens: what is removed, what is refused, and where long text is cut: of a whole text at the
+best place that fits, of text that is still written, whose beginning is already spoken, at the next good one."""
 
 from __future__ import annotations
 
@@ -37,8 +35,7 @@ _LOOK_BACK_CHARS = 24  # enough for the longest abbreviation and its closers
 
 # Words whose full stop does not end a sentence, without it and in lower case; the model's European languages.
 _ABBREVIATIONS = LISTS["abbreviations"]
-_INITIALS = re.compile(r"(?:\w\.)*\w", re.UNICODE)  # "J" in "J. R. R. Tolkien", "U.S" in "U.S."
-_ORDINAL = re.compile(r"\d{1,2}")  # "3" in "3. Mai", "1" in "1. Open the lid"
+_STOPPED = re.compile(r"(?:\w\.)*\w|\d{1,2}")  # "J" in "J. R. R. Tolkien", "U.S" in "U.S.", "10" in "10. Mai"
 # How good a place is for a cut; a larger value is a better place. INSIDE: it would part one visible character.
 Cut = IntEnum("Cut", "INSIDE NONE SPACE CLAUSE SENTENCE", start=-1)
 
@@ -49,10 +46,8 @@ def is_wide(char: str) -> bool:
 
 
 def clean_piece(piece: str, what: str = "text") -> str:
-    """Removes what cannot be spoken, character by character, so that clean(a) + clean(b) == clean(a + b).
-
-    Tabs and carriage returns become a space, Unicode line and paragraph ends a newline; control characters, direction
-    marks, byte-order marks and lone surrogates disappear. Raises TextError when `piece` is not a str."""
+    """Removes what cannot be spoken, character by character, so that clean(a) + clean(b) == clean(a + b). Tabs and
+    their like become a space, line and paragraph ends a newline. Raises TextError when `piece` is not a str."""
     if not isinstance(piece, str):
         raise TextError(f"{what} must be a str, got {type(piece).__name__}")
     return _REMOVED.sub("", piece.translate(_SPACES))
@@ -109,11 +104,9 @@ def segment_chars(longest: int | None, fed: bool) -> int:
 
 
 def split_text(text: str, max_chars: int) -> list[str]:
-    """Cuts a cleaned text into pieces of at most `max_chars`, at the last sentence end that fits; without one at the
-    last clause mark, then the last space, then anywhere. Only whitespace at the cuts is lost; a text that fits is
-    one piece."""
-    pieces = []
-    start = 0
+    """Cuts a cleaned text into pieces of at most `max_chars`, at the last sentence end that fits, else the last clause
+    mark, else the last space, else anywhere. Only whitespace at the cuts is lost."""
+    pieces, start = [], 0
     while len(text) - start > max_chars:
         end = max(range(start + max_chars, start, -1), key=partial(_boundary_at, text, start))  # the last of the best
         pieces.append(text[start:end])
@@ -180,9 +173,8 @@ def _goes_on(core: str, after: str, quoted: bool) -> bool:
         return quoted or core[-1] not in "!?"
     if core[-1] != "." or core.endswith(".."):
         return False
-    words = core[:-1].split()
-    word = words[-1].lstrip("(\"'“‘«[").lower() if words else ""
-    return word in _ABBREVIATIONS or bool(_INITIALS.fullmatch(word) or _ORDINAL.fullmatch(word))
+    word = (core[:-1].split() or [""])[-1].lstrip("(\"'“‘«[").lower()
+    return word in _ABBREVIATIONS or bool(_STOPPED.fullmatch(word))
 
 
 def _boundary_at(text: str, start: int, end: int) -> Cut:
