@@ -16,7 +16,6 @@ from mktts.text.split import Chain, Feed
 ENGLISH = "english"
 AUTO = "auto"
 _LATIN = "LATIN"
-_SCRIPTS = WORDS["scripts"]  # of those of the model's languages that are not written in Latin letters alone
 _LONGEST_CHARS = 240  # held back at most: a text without a plain word is cut at a space
 _ENDS = ".!?"
 _PAUSES = ",;:"
@@ -31,7 +30,7 @@ class FrontEndFeed(Feed):
     def __init__(self, languages: tuple[str, ...]) -> None:
         """languages: that the text may be in. English alone is read, other text stays as it is."""
         self._languages = languages
-        self._scripts = {_LATIN}.union(*(_SCRIPTS.get(language, ()) for language in languages))
+        self._scripts = {_LATIN}.union(*(WORDS["scripts"].get(language, ()) for language in languages))
         self._reads = languages == (ENGLISH,)
         self._letters = False  # one came, or a digit
         self._held = ""  # words that may belong together, a space behind each

@@ -25,7 +25,6 @@ _NAME = r"\[(?P<name>[^\[\]\n]{1,64})\](?!\()"  # else a link
 # By whether the text ends here.
 _TAG = [re.compile(f"{_BREAK}|{_PAUSE}|{begun}{_NAME}", re.IGNORECASE) for begun in (f"{_OPEN}|", "")]
 _TIME = re.compile(rf"(?:time\s*=\s*[\"']\s*{_LENGTH}\s*[\"'])?", re.IGNORECASE)
-_ELEMENTS = ("speak", "p", "s", "break", "sub", "say-as")
 _MOST_DIGITS = 15  # of a number that has a name
 _SAY_AS = ("characters", "date", "telephone", "cardinal", "ordinal")
 
@@ -152,8 +151,6 @@ class _Ssml:
         return self._found
 
     def _begin(self, name: str, attributes: dict[str, str]) -> None:
-        if name not in _ELEMENTS:
-            raise TextError(f"SSML: <{name}> cannot be spoken here, expected {', '.join(_ELEMENTS[1:])}: leave it out")
         if name == "break":
             time = _time(" ".join(f'{key}="{value}"' for key, value in attributes.items()))
             self._found += f"[{' '.join(['pause', *filter(None, time)])}]"
@@ -168,6 +165,8 @@ class _Ssml:
             self._kind, self._held = attributes.get("interpret-as", ""), ""
             if self._kind not in _SAY_AS:
                 raise TextError(f"SSML: interpret-as is one of {', '.join(_SAY_AS)}, got {self._kind!r}")
+        elif name != "speak":
+            raise TextError(f"SSML: <{name}> cannot be spoken here, expected p, s, break, sub, say-as: leave it out")
 
     def _end(self, name: str) -> None:
         if name in ("p", "s"):

@@ -33,8 +33,6 @@ _CLAUSE = ",;:—–"
 _FIRST_WIDE = 0x2E80  # East Asian scripts start here; they put no space after a mark
 _LOOK_BACK_CHARS = 24  # enough for the longest abbreviation and its closers
 
-# Words whose full stop does not end a sentence, without it and in lower case; the model's European languages.
-_ABBREVIATIONS = LISTS["abbreviations"]
 _STOPPED = re.compile(r"(?:\w\.)*\w|\d{1,2}")  # "J" in "J. R. R. Tolkien", "U.S" in "U.S.", "10" in "10. Mai"
 # How good a place is for a cut; a larger value is a better place. INSIDE: it would part one visible character.
 Cut = IntEnum("Cut", "INSIDE NONE SPACE CLAUSE SENTENCE", start=-1)
@@ -74,7 +72,6 @@ class Feed:
 
     def take(self, piece: str, final: bool) -> Any:
         """What `piece` makes certain; where it is the last one, all that is left. Raises TextError."""
-        raise NotImplementedError
 
     def push(self, piece: str) -> Any:
         return self.take(piece, final=False)
@@ -174,7 +171,7 @@ def _goes_on(core: str, after: str, quoted: bool) -> bool:
     if core[-1] != "." or core.endswith(".."):
         return False
     word = (core[:-1].split() or [""])[-1].lstrip("(\"'“‘«[").lower()
-    return word in _ABBREVIATIONS or bool(_STOPPED.fullmatch(word))
+    return word in LISTS["abbreviations"] or bool(_STOPPED.fullmatch(word))  # of the model's European languages
 
 
 def _boundary_at(text: str, start: int, end: int) -> Cut:

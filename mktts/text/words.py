@@ -19,8 +19,6 @@ _SOUNDS = re.compile(
     r"|(?P<fricative>th|ph|gh|[fvhфхв])|(?P<nasal>ng|[mnмн]+)|(?P<liquid>\Ay|wh|wr|[wlrлрй]+)"
     r"|(?P<stop>ck|qu|[kcptqпткx]+)|(?P<voiced>[bdgбдг]+)|(?P<any>.)"
 )
-_DIGIT = ("any", "vowel", "any")  # of a number that no front end reads: about a syllable a digit
-_SYLLABLE = ("any", "vowel")  # of a letter of a script without capitals
 
 
 def split_words(text: str) -> list[str]:
@@ -61,9 +59,9 @@ def sounds(said: str) -> list[str]:
         for part in _SOUNDS.finditer(_SILENT_E.sub(r"\1", word)):
             letter = part.group()
             if letter.isdigit():
-                found += _DIGIT
+                found += "any", "vowel", "any"  # no front end reads it: about a syllable a digit
             elif part.lastgroup == "any" and unicodedata.category(letter) == "Lo":
-                found += _SYLLABLE
+                found += "any", "vowel"  # a syllable of a script without capitals
             else:
                 found.append(part.lastgroup)
             if letter == "x":
