@@ -16,7 +16,6 @@ _CHARACTERS = str.maketrans(
 )
 _VULGAR = re.compile("(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")  # 2½ is two and a half, not 21/2
 _RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+")
-_DROPPED = re.compile(r"[^A-Za-z0-9\s.,;:?!'-]")
 _SIGNS = "$€£¥₹₩¢°µμΩ—"
 
 
@@ -33,7 +32,7 @@ def _plain_words(text: str) -> str:
     """Words in lower case and the marks . , ; : ? !: brackets and dashes become commas, the rest falls away."""
     text = re.sub(r"\s+-+\s+|—|--+|[()\[\]{}|]", ", ", text)
     text = re.sub(r"\.{2,}(?=\s+[a-z])", ",", text)
-    text = _DROPPED.sub(" ", text)
+    text = re.sub(r"[^A-Za-z0-9\s.,;:?!'-]", " ", text)
     text = re.sub(r"(?<![A-Za-z])['-]+|['-]+(?![A-Za-z])", " ", text)
     text = " ".join(text.split())
     text = re.sub(r"(?:\s*[.,;:?!])+", lambda m: next(mark for mark in "?!.:;," if mark in m[0]), text)

@@ -36,6 +36,7 @@ class FrontEndFeed(Feed):
         self._held = ""  # words that may belong together, a space behind each
         self._word = ""  # the last one, perhaps not complete
         self._gap = ""  # whitespace after it
+        self._begins_line = False  # the last word
         self._said = ""  # the last mark or letter that was handed on
         self._pause = ""  # a mark after it that is handed on only if words follow
 
@@ -60,19 +61,22 @@ class FrontEndFeed(Feed):
         for gap, part in re.findall(r"(\s*)(\S*)", piece):
             self._gap += gap
             if self._gap and part:
-                said += self._complete(part)
+                said += self._complete()
                 self._gap = ""
             self._word += part
-        return said + self._complete("") + self._hand_on() + self._end() if final else said
+        return said + self._complete() + self._hand_on() + self._end() if final else said
 
-    def _complete(self, follows: str) -> str:
+    def _complete(self) -> str:
         """Books the last word. Returns what was held before it, where there is a cut."""
         word, self._word, said = self._word, "", ""
         last_two = (*self._held.split()[-1:], word)
-        if self._held and (all(map(english.is_plain, last_two)) or len(self._held) + len(word) > _LONGEST_CHARS):
+        if self._begins_line and _ITEM.match(word):
+            said = self._hand_on() + self._end()
+        elif self._held and (all(map(english.is_plain, last_two)) or len(self._held) + len(word) > _LONGEST_CHARS):
             said = self._hand_on()
         self._held += f"{word} "
-        if self._gap.count("\n") > 1 or ("\n" in self._gap and _ITEM.match(follows)):
+        self._begins_line = "\n" in self._gap
+        if self._gap.count("\n") > 1:
             said += self._hand_on() + self._end()
         elif english.ends_sentence(word):
             said += self._hand_on()

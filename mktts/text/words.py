@@ -7,7 +7,6 @@ import unicodedata
 
 # Written without spaces, and a syllable or more a character: kana, ideographs, and the marks that go with them.
 _WIDE = re.compile(r"[\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef]")
-_OPENING = ("Ps", "Pi")  # Unicode's categories of opening brackets and quotation marks
 _WORD = re.compile(rf"{_WIDE.pattern}|(?:(?!{_WIDE.pattern})\S)+")
 _PAUSED = re.compile(r"[.,;:?!…—–。，、；：？！]\W*\Z")
 
@@ -30,7 +29,7 @@ def split_words(text: str) -> list[str]:
         if any(map(str.isalnum, match.group())):
             spans.append((begin, end))
             opening = None
-        elif spans and opening is None and unicodedata.category(match.group()[-1]) not in _OPENING:
+        elif spans and opening is None and unicodedata.category(match.group()[-1]) not in ("Ps", "Pi"):
             spans[-1] = (spans[-1][0], end)
         else:
             opening = begin
