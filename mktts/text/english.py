@@ -16,7 +16,6 @@ _CHARACTERS = str.maketrans(
 )
 _VULGAR = re.compile("(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")  # 2½ is two and a half, not 21/2
 _RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+")
-_SIGNS = "$€£¥₹₩¢°µμΩ—"
 
 
 def plain_characters(text: str) -> str:
@@ -24,7 +23,7 @@ def plain_characters(text: str) -> str:
     text = re.sub(r"(?<=\d)×(?=\d)", "x", re.sub(r"(?<=[\d\w)])\s?[·⋅]\s?(?=\d)", "*", text))
     text = _RAISED.sub(lambda m: "^" + unicodedata.normalize("NFKC", m[0]).replace("−", "-"), text)
     text = unicodedata.normalize("NFKC", _VULGAR.sub(" ", text.translate(_CHARACTERS))).translate(_CHARACTERS)
-    plain = "".join(char for char in unicodedata.normalize("NFD", text) if char.isascii() or char in _SIGNS)
+    plain = "".join(char for char in unicodedata.normalize("NFD", text) if char.isascii() or char in "$€£¥₹₩¢°µμΩ—")
     return re.sub(r"(?<=\S) {2,}", " ", plain)
 
 

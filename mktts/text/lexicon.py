@@ -137,7 +137,8 @@ def _entry(word: str, said: str) -> tuple[str, str]:
 def _table(words: Mapping[str, str]) -> dict[str, str]:
     """What is said for each word, "" for each beginning of one. Raises OptionsError."""
     if not isinstance(words, Mapping):
-        raise OptionsError(f"pronunciations must map words to what is said for them, got {type(words).__name__}")
+        kind = type(words).__name__
+        raise OptionsError(f"pronunciations must be a mapping of words to what is said for them, got {kind}")
     table: dict[str, str] = {}
     for word, said in words.items():
         word, said = _entry(word, said)

@@ -57,8 +57,8 @@ def sounds(said: str) -> list[str]:
     for word in re.findall(r"[^\W_]+", plain):
         for part in _SOUNDS.finditer(_SILENT_E.sub(r"\1", word)):
             letter = part.group()
-            if letter.isdigit():
-                found += "any", "vowel", "any"  # no front end reads it: about a syllable a digit
+            if letter.isdigit():  # no front end reads it: about a syllable a digit
+                found += "any", "vowel", "any"
             elif part.lastgroup == "any" and unicodedata.category(letter) == "Lo":
                 found += "any", "vowel"  # a syllable of a script without capitals
             else:
