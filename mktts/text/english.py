@@ -1,6 +1,5 @@
-"""A few words of English as they are spoken: numbers, signs and short forms in words, one case, plain marks. The rules
-stand in english.json. They run from the particular to the general, each on what those before it left: an address is no
-number, a date no fraction, a price no measure."""
+"""A few words of English as they are spoken. The rules of english.json run from the particular to the general, each on
+what those before it left: an address is no number, a date no fraction, a price no measure."""
 
 from __future__ import annotations
 
@@ -17,30 +16,29 @@ _CHARACTERS = str.maketrans(
 )
 _VULGAR = re.compile("(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")  # 2½ is two and a half, not 21/2
 _RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+")
-_DROPPED = re.compile(r"[^A-Za-z0-9\s.,;:?!'-]")
-_SIGNS = "$€£¥₹₩¢°µμΩ—"
 
 
 def plain_characters(text: str) -> str:
     """`text` in ASCII, but for signs that the rules read ($ and its like): one form of each mark, no accents."""
-    if text.isascii():
-        return text.replace("`", "'")
     text = re.sub(r"(?<=\d)×(?=\d)", "x", re.sub(r"(?<=[\d\w)])\s?[·⋅]\s?(?=\d)", "*", text))
     text = _RAISED.sub(lambda m: "^" + unicodedata.normalize("NFKC", m[0]).replace("−", "-"), text)
     text = unicodedata.normalize("NFKC", _VULGAR.sub(" ", text.translate(_CHARACTERS))).translate(_CHARACTERS)
-    plain = "".join(char for char in unicodedata.normalize("NFD", text) if char.isascii() or char in _SIGNS)
+    plain = "".join(char for char in unicodedata.normalize("NFD", text) if char.isascii() or char in "$€£¥₹₩¢°µμΩ—")
     return re.sub(r"(?<=\S) {2,}", " ", plain)
 
 
-def plain_marks(text: str) -> str:
-    """Words and the marks . , ; : ? ! with one space between words: brackets and dashes become commas, the rest
-    falls away."""
+def _plain_words(text: str) -> str:
+    """Words in lower case and the marks . , ; : ? !: brackets and dashes become commas, the rest falls away."""
     text = re.sub(r"\s+-+\s+|—|--+|[()\[\]{}|]", ", ", text)
     text = re.sub(r"\.{2,}(?=\s+[a-z])", ",", text)
-    text = _DROPPED.sub(" ", text)
+    text = re.sub(r"[^A-Za-z0-9\s.,;:?!'-]", " ", text)
     text = re.sub(r"(?<![A-Za-z])['-]+|['-]+(?![A-Za-z])", " ", text)
     text = " ".join(text.split())
-    return re.sub(r"(?:\s*[.,;:?!])+", lambda m: next(mark for mark in "?!.:;," if mark in m[0]), text)
+    text = re.sub(r"(?:\s*[.,;:?!])+", lambda m: next(mark for mark in "?!.:;," if mark in m[0]), text)
+    text = re.sub(r"[A-Za-z]*[A-Za-z][a-z][A-Za-z]*|[A-Z]{2,}", lambda m: m[0].lower(), text)
+    text = re.sub(r"(?<=[A-Za-z]')[A-Z]+\b|\b[A-Z](?='[a-z]{2})", lambda m: m[0].lower(), text)
+    text = re.sub(r"\bA(?= [a-z])", "a", re.sub(r"\bi\b", "I", text))
+    return re.sub(r"(?<=[.!?] )[a-z]", lambda m: m[0].upper(), text)
 
 
 _PLAIN = re.compile(r"[\"'(]*(?P<core>[A-Za-z]?[a-z]*(?:'[a-z]+)?(?:-[a-z]+)*)[,;:.!?\"')]*")
@@ -96,18 +94,11 @@ def ends_sentence(token: str) -> bool:
 
 
 def reading(text: str) -> str:
-    """Some words of a sentence as they are spoken, in lower case but for "I" and single letters; perhaps ""."""
+    """Some words of a sentence as they are spoken, in lower case but for "I" and single letters."""
     if not all(map(is_plain, text.split())):
         text = plain_characters(text)
         shouted = all_capitals(text)
         for pattern, words in _rules():
             text = pattern.sub(partial(_filled, words), text)
         text = spell_letters(text, shouted)
-    return _one_case(plain_marks(text))
-
-
-def _one_case(text: str) -> str:
-    text = re.sub(r"[A-Za-z]*[A-Za-z][a-z][A-Za-z]*|[A-Z]{2,}", lambda m: m[0].lower(), text)
-    text = re.sub(r"(?<=[A-Za-z]')[A-Z]+\b|\b[A-Z](?='[a-z]{2})", lambda m: m[0].lower(), text)
-    text = re.sub(r"\bA(?= [a-z])", "a", re.sub(r"\bi\b", "I", text))
-    return re.sub(r"(?<=[.!?] )[a-z]", lambda m: m[0].upper(), text)
+    return _plain_words(text)

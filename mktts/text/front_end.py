@@ -11,18 +11,11 @@ from mktts.errors import TextError
 from mktts.text import english
 from mktts.text.lexicon import Lexicon
 from mktts.text.readers import WORDS
-from mktts.text.split import Chain
+from mktts.text.split import Chain, Feed
 
 ENGLISH = "english"
 AUTO = "auto"
 _LATIN = "LATIN"
-# Of the model's languages, those that are not written in Latin letters alone.
-_SCRIPTS = {
-    "chinese": {"CJK"},
-    "japanese": {"CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA"},
-    "korean": {"HANGUL", "CJK"},
-    "russian": {"CYRILLIC"},
-}
 _LONGEST_CHARS = 240  # held back at most: a text without a plain word is cut at a space
 _ENDS = ".!?"
 _PAUSES = ",;:"
@@ -31,26 +24,25 @@ _ITEM = re.compile(r"[-*•]|\d{1,2}[.)]")  # what begins a line of a list
 _BULLET = re.compile(r"^(?:[-*•>]|#{1,6})(?=\s|$)\s*")
 
 
-class FrontEndFeed:
-    """A text that arrives in pieces; what `push` and `finish` return depends on the text alone, not on the pieces. Read
-    and joined, it is one sentence after another, each begun with a capital and ended by a mark."""
+class FrontEndFeed(Feed):
+    """What is read, joined, is one sentence after another, each begun with a capital and ended by a mark."""
 
     def __init__(self, languages: tuple[str, ...]) -> None:
         """languages: that the text may be in. English alone is read, other text stays as it is."""
         self._languages = languages
-        self._scripts = {_LATIN}.union(*(_SCRIPTS.get(language, ()) for language in languages))
+        self._scripts = {_LATIN}.union(*(WORDS["scripts"].get(language, ()) for language in languages))
         self._reads = languages == (ENGLISH,)
         self._letters = False  # one came, or a digit
         self._held = ""  # words that may belong together, a space behind each
         self._word = ""  # the last one, perhaps not complete
         self._gap = ""  # whitespace after it
-        self._plain = False  # of the last complete word
+        self._begins_line = False  # the last word
         self._said = ""  # the last mark or letter that was handed on
         self._pause = ""  # a mark after it that is handed on only if words follow
 
-    def push(self, piece: str) -> str:
-        """The words that `piece` makes certain, in front of them the space that joins them to what came before. Raises
-        TextError for letters of another script; the piece is then not taken."""
+    def take(self, piece: str, final: bool) -> str:
+        """The words that are certain, in front of them the space that joins them to what came before. Raises TextError
+        for letters of another script, the piece is then not taken; at the end where no letter or digit came."""
         for place, char in enumerate("" if piece.isascii() else piece):
             if _script(char) not in self._scripts:
                 raise TextError(
@@ -59,44 +51,39 @@ class FrontEndFeed:
                     "leave it out, or take a checkpoint of that language"
                 )
         self._letters = self._letters or any(map(str.isalnum, piece))
-        if not self._reads:
-            return piece
-        said = ""
-        for part in re.findall(r"\s+|\S+", piece):
-            if part.isspace():
-                self._gap += part
-                continue
-            if self._gap:
-                said += self._complete(part)
-                self._gap = ""
-            self._word += part
+        said = self._read(piece, final) if self._reads else piece
+        if final and not (self._letters and (self._said or not self._reads)):
+            raise TextError("expected text with a letter or a digit, got none of them: marks and signs have no words")
         return said
 
-    def finish(self) -> str:
-        """The rest, with the mark that ends it. Raises TextError where no letter or digit came."""
-        rest = self._complete("") + self._hand_on() + self._end() if self._reads else ""
-        if not self._letters or (self._reads and not self._said):
-            raise TextError("expected text with a letter or a digit, got none of them: marks and signs have no words")
-        return rest
+    def _read(self, piece: str, final: bool) -> str:
+        said = ""
+        for gap, part in re.findall(r"(\s*)(\S*)", piece):
+            self._gap += gap
+            if self._gap and part:
+                said += self._complete()
+                self._gap = ""
+            self._word += part
+        return said + self._complete() + self._hand_on() + self._end() if final else said
 
-    def _complete(self, follows: str) -> str:
+    def _complete(self) -> str:
         """Books the last word. Returns what was held before it, where there is a cut."""
         word, self._word, said = self._word, "", ""
-        if not word:
-            return ""
-        plain = english.is_plain(word)
-        if self._held and ((plain and self._plain) or len(self._held) + len(word) > _LONGEST_CHARS):
+        last_two = (*self._held.split()[-1:], word)
+        if self._begins_line and _ITEM.match(word):
+            said = self._hand_on() + self._end()
+        elif self._held and (all(map(english.is_plain, last_two)) or len(self._held) + len(word) > _LONGEST_CHARS):
             said = self._hand_on()
         self._held += f"{word} "
-        self._plain = plain
-        if follows and "\n" in self._gap and (self._gap.count("\n") > 1 or _ITEM.match(follows)):
+        self._begins_line = "\n" in self._gap
+        if self._gap.count("\n") > 1:
             said += self._hand_on() + self._end()
         elif english.ends_sentence(word):
             said += self._hand_on()
         return said
 
     def _hand_on(self) -> str:
-        text, self._held = self._held.rstrip(), ""
+        text, self._held = self._held.strip(), ""
         begins = self._said in _ENDS
         text = english.reading(_BULLET.sub("", text, count=1) if begins else text)
         if begins or self._pause:
@@ -122,8 +109,8 @@ class FrontEndFeed:
 def _script(char: str) -> str:
     """Latin also for a sign, and for a letter that every language may use."""
     for part in unicodedata.normalize("NFKC", char):
-        letter = unicodedata.category(part) in ("Lu", "Ll", "Lt", "Lo", "Nd")
-        if letter and not part.isascii() and part not in WORDS["greek"]:
+        own = not part.isascii() and part not in WORDS["greek"]
+        if own and unicodedata.category(part) in ("Lu", "Ll", "Lt", "Lo", "Nd"):
             return unicodedata.name(part, "UNKNOWN").split()[0]
     return _LATIN
 
@@ -148,10 +135,8 @@ class FrontEnd:
         return Chain((lexicon or Lexicon()).feed(markup), FrontEndFeed(known))
 
     def read(self, text: str, language: str = AUTO, markup: str = "speak") -> str:
-        """`text` as it is spoken. Raises TextError for a script that `language` is not written in, and for text
-        without a letter or digit."""
-        feed = self.feed(language, markup)
-        return feed.push(text) + feed.finish()
+        """`text` as it is spoken. Raises TextError as `FrontEndFeed.take`."""
+        return self.feed(language, markup).take(text, final=True)
 
     def word(self, written: str, language: str = AUTO) -> str:
         """One word of a text as it is spoken, apart from its neighbours; what cannot be spoken stays as it stands."""
@@ -163,6 +148,5 @@ class FrontEnd:
 
 
 def spoken(text: str, language: str = ENGLISH, markup: str = "strip") -> str:
-    """`text` as the front end of `language` reads it; for a language without one as it stands. markup: as of
-    `FrontEnd.read`, which says what this raises."""
+    """`text` as the front end of `language` reads it; for a language without one as it stands. Raises TextError."""
     return FrontEnd((language,)).read(text, language, markup)

@@ -10,14 +10,13 @@ from pathlib import Path
 from mktts.errors import OptionsError
 from mktts.text.markup import MarkupFeed
 from mktts.text.readers import WORDS
-from mktts.text.split import Chain, check_length, clean_piece, is_wide
+from mktts.text.split import Chain, Feed, check_length, clean_piece, is_wide
 
 MAX_ENTRY_CHARS = 100  # of a word, and of what is said for it
 _APOSTROPHES = "'’"
 _JOINERS = _APOSTROPHES + ".@"  # between two letters they make one word of them
 _IPA = WORDS["ipa"]
 _SOUND = re.compile("|".join(sorted(_IPA, key=len, reverse=True)))
-_SOUNDS = re.compile(rf"(?:{_SOUND.pattern}|\s)+")
 _SILENT = re.compile(r"[ˈˌ.‿/\[\]\u0329\u0361]")  # stress, syllables, brackets, ties
 _OPEN = re.compile("ɑ(?=[bdfgɡklmnpstvzðŋɾʃθ])")  # of "lot"
 _SHORT = re.compile("(?<![aeɔ])([æɒɛɪʌ])([bdfgɡklmnpstvz])(?=[aeiouæɐɑɒɔəɚɛɜɝɪʊʌ])")  # "dinner" is no "diner"
@@ -25,11 +24,9 @@ _KEPT_CHARS = 2  # of the text before: as far as a word's beginning looks back
 
 
 class Lexicon:
-    """Words and what is said in their place, whole words only; an entry may be several words with a space between.
-
-    A word with a capital stands for this spelling alone, any other for every case. Of words that begin at one place the
-    longest counts. "'s" may follow a word; Chinese, Japanese and Korean words stand for themselves wherever they are.
-    """
+    """What is said in place of whole words, or of several with a space between; the longest at one place counts. A word
+    with a capital stands for this spelling alone, any other for every case. "'s" may follow a word; Chinese, Japanese
+    and Korean words stand for themselves wherever they are."""
 
     def __init__(self, words: Mapping[str, str] | None = None, others: Lexicon | None = None) -> None:
         """words: what is said by what is written. others: for words that are not among them. Raises OptionsError."""
@@ -66,8 +63,7 @@ class Lexicon:
 
     def say(self, text: str) -> str:
         """`text` with what is said. Raises TextError where it becomes longer than a text may be."""
-        feed = self.feed()
-        return feed.push(text) + feed.finish()
+        return self.feed().take(text, final=True)
 
     def feed(self, markup: str = "speak") -> Chain:
         """For a text that arrives in pieces. markup: of `mktts.engine.options.Markup`."""
@@ -84,17 +80,16 @@ class Lexicon:
             if not known:
                 return found
             said = next(filter(None, known), "")
-            goes_on = _goes_on_after(text, end) if said else False
+            goes_on = not said or _goes_on_after(text, end)
             if goes_on is None and not final:
                 return None
-            if said and not goes_on:
+            if not goes_on:
                 found = (end, said)
         return found if final else None
 
 
-class LexiconFeed:
-    """A text that arrives in pieces; what `push` and `finish` return, joined, depends on the text alone. Held back is
-    what may yet become a word of the lexicon, and no more."""
+class LexiconFeed(Feed):
+    """Holds back what may yet become a word of the lexicon, and no more."""
 
     def __init__(self, lexicon: Lexicon) -> None:
         self._lexicon = lexicon
@@ -102,28 +97,23 @@ class LexiconFeed:
         self._at = 0  # where it begins
         self._chars = 0  # handed on
 
-    def push(self, piece: str, final: bool = False) -> str:
-        """What is certain by now, perhaps "". Raises TextError where the text has become too long."""
-        text, at, said = self._text + piece, self._at, []
+    def take(self, piece: str, final: bool) -> str:
+        """Raises TextError where the text has become too long."""
+        text, at, said = self._text + piece, self._at, ""
         while at < len(text) and (found := self._lexicon.find(text, at, final)) is not None:
             at, words = found
-            said.append(words)
+            said += words
         kept = max(0, at - _KEPT_CHARS)
         self._text, self._at = text[kept:], at - kept
-        words = "".join(said)
-        self._chars += len(words)
+        self._chars += len(said)
         check_length(self._chars)
-        return words
-
-    def finish(self) -> str:
-        """The rest. Raises TextError as `push`."""
-        return self.push("", final=True)
+        return said
 
 
 def respelled(ipa: str) -> str | None:
     """What is written in IPA in English letters, as near as they come; None for a sound that English does not have."""
     sounds = _SILENT.sub("", unicodedata.normalize("NFC", ipa)).strip()
-    if not _SOUNDS.fullmatch(sounds):
+    if not sounds or _SOUND.sub("", sounds).strip():
         return None
     sounds = _SHORT.sub(r"\1\2\2", _OPEN.sub("ɒ", sounds))
     return _SOUND.sub(lambda sound: _IPA[sound[0]], sounds)

@@ -7,6 +7,7 @@ import re
 
 from mktts.errors import TextError
 from mktts.text.readers import WORDS
+from mktts.text.split import Feed
 
 _TEX = WORDS["tex"]
 _IN_BRACES = r"\{(?:[^{}\n]|\{[^{}\n]{0,80}\}){0,120}\}"
@@ -16,7 +17,7 @@ _EMOJI = "\U0001f000-\U0001faff\U000e0020-\U000e007f\u2600-\u27bf\u2b00-\u2bff\u
 _IN_BRACKETS = r"(?:[^\[\]\n]|\[[^\[\]\n]{0,100}\]){0,300}"
 _IN_PARENTHESES = r"(?:[^()\n]|\([^()\n]{0,100}\)){0,600}"
 _CITED = r"\^[^\]\n]{1,40}|[1-9]\d{0,2}(?:,\s?\d{1,3}){0,9}"
-_FOUND = re.compile(
+_FOUND = (
     rf"!?\[(?P<link>{_IN_BRACKETS})\](?:\({_IN_PARENTHESES}\)|\[[^\]\n]{{0,80}}\])|`(?P<code>[^`\n]{{1,240}})`"
     rf"|<(?P<address>https?://[^\s<>]{{1,600}}|[^\s<>@]{{1,80}}@[^\s<>]{{1,80}})>|(?P<entity>&(?:#\d+|#x[\da-fA-F]+|\w+);)"
     rf"|(?P<space></?(?:br|p|div|li|td|th|tr|h\d)(?:\s[^<>\n]{{0,600}})?/?>)|\\(?P<escaped>[*_`#\[\]~$<>|!])"
@@ -27,21 +28,21 @@ _FOUND = re.compile(
     r"(?<![\s(/-])\$(?![\w$])|(?<![\w$])\$\d[^$\s]{0,80}(?<![\s(/.,-])\$(?![\w$])"
     rf"|\\(?:[dt]?frac\s?{_IN_BRACES}\s?{_IN_BRACES}|(?:sqrt|text\w*|math\w+)\s?{_IN_BRACES}|(?:{'|'.join(_TEX)})(?![A-Za-z{{])))"
 )
-_STARTS = re.compile(rf"[\s!\[<&~\\$*_=`\x1b{_EMOJI}]")
 # What may yet become one of them when more of the line is there.
-_OPEN = re.compile(
+_OPEN = (
     rf"\s?!?\[{_IN_BRACKETS}(?:\[[^\]\n]{{0,100}}|\](?:\({_IN_PARENTHESES}(?:\([^)\n]{{0,100}})?|\[[^\]\n]{{0,80}})?)?"
     rf"|<[^>\n]{{0,640}}>?|&[#\w]*|\s?~(?:~[^~\n]{{0,240}}~?)?|\\(?:[(\[][^\n]{{0,244}}|[A-Za-z]{{0,16}}(?:\s?\{{[^\n]{{0,240}})?)"
     rf"|\$(?:\$?[^\d$\n][^$\n]{{0,240}}|[^\s]{{0,82}})\$?|`[^`\n]{{0,240}}|\x1b(?:\[[\d;]*)?|[*_]{{1,4}}|={{1,2}}[\s\w]*|!|\s|\s?[{_EMOJI}]+"
 )
+_NEXT = {True: re.compile(_FOUND), False: re.compile(rf"{_FOUND}|(?:{_OPEN})\Z")}  # by whether the line ends here
 _FENCE = re.compile(r"[\s>]*(```|~~~)")
 _NO_WORDS = re.compile(r"[\s|:*_=-]*(?:-\s?-|\*\s?\*\s?\*|_\s?_\s?_|==)[\s|:*_=-]*|\s*\[[^\]\n]{1,80}\]:\s.*")
 _KIND = re.compile(r"[\s>]*(?P<item>#{1,6}\s+|[-*+•]\s+(?:\[[ xX]\]\s+)?|(?=\d{1,3}[.)]\s))?")
 _KIND_OPEN = re.compile(r"[\s>#*+•=_:|-]*(?:\[[^\]\n]{0,80}(?:\](?::.*)?)?|\d{1,3}[.)]?)?|[\s>]*(?:[|]|``?`?|~~?~?).*")
 
 
-class MarkupFeed:
-    """A text that arrives in pieces; what `push` and `finish` return, joined, depends on the text alone."""
+class MarkupFeed(Feed):
+    """What a person would read out of a text with markup."""
 
     def __init__(self) -> None:
         self._rest = ""  # of the present line, not handed on
@@ -51,22 +52,19 @@ class MarkupFeed:
         self._said = "\n"  # the last visible character of the line that was handed on
         self._spoken = False  # something visible was handed on
 
-    def push(self, piece: str) -> str:
-        """What is certain by now, perhaps ""."""
+    def take(self, piece: str, final: bool) -> str:
+        """Raises TextError where the whole text was markup."""
         *lines, last = (self._rest + piece).split("\n")
         words = "".join(f"{self._line(line)}\n" for line in lines)
         self._rest = last
-        if not self._fence and (self._begun or not _KIND_OPEN.fullmatch(last)):
+        if final:
+            words += self._line(last)
+        elif not self._fence and (self._begun or not _KIND_OPEN.fullmatch(last)):
             words += self._words(final=False)
         self._spoken = self._spoken or bool(words.strip())
-        return words
-
-    def finish(self) -> str:
-        """The rest. Raises TextError where the whole text was markup."""
-        rest = self._line(self._rest)
-        if not self._spoken and not rest.strip():
+        if final and not self._spoken:
             raise TextError("expected text with a letter or a digit, got none beside its markup")
-        return rest
+        return words
 
     def _line(self, line: str) -> str:
         """What remains of a line to its end."""
@@ -74,8 +72,7 @@ class MarkupFeed:
             fence = _FENCE.match(line)
             if fence and self._fence in ("", fence[1]):
                 self._fence = "" if self._fence else fence[1]
-                return ""
-            if self._fence or _NO_WORDS.fullmatch(line):
+            if fence or self._fence or _NO_WORDS.fullmatch(line):
                 return ""
             if line.lstrip().startswith("|"):  # a row of a table, read as a heading
                 line = "# " + ", ".join(cell.strip() for cell in line.split("|") if cell.strip())
@@ -98,21 +95,18 @@ class MarkupFeed:
         text = self._last + self._rest
         words, at = _without(text, 1, final)
         self._last, self._rest = text[at - 1], text[at:]
-        words = begun + words
         self._said = (self._said + words.rstrip())[-1]
-        return words
+        return begun + words
 
 
 def _without(text: str, at: int, final: bool) -> tuple[str, int]:
     """What remains of `text` from `at` on, and where that begins which may yet become markup."""
     said = ""
-    while (start := _STARTS.search(text, at)) is not None:
-        said, at = said + text[at : start.start()], start.start()
-        found = _FOUND.match(text, at)
-        if not final and (found.end() == len(text) if found else _OPEN.fullmatch(text, at)):
-            return said, at
-        said += _words_of(found) if found else text[at]
-        at = found.end() if found else at + 1
+    while (found := _NEXT[final].search(text, at)) is not None:
+        said, at = said + text[at : found.start()], found.end()
+        if not final and at == len(text):
+            return said, found.start()
+        said += _words_of(found)
     return said + text[at:], len(text)
 
 
@@ -120,13 +114,8 @@ def _words_of(found: re.Match[str]) -> str:
     kind, text = found.lastgroup, found[found.lastgroup]
     if kind == "link":
         return _without("\n" + text, 1, True)[0]
-    if kind == "tex":
-        return _formula(text)
+    if kind == "tex":  # "$\\frac{a}{b}$" is "a over b"
+        text = _FRACTION.sub(lambda m: f"{m[1]}{'/' if m[1][1:-1].isdigit() else ' over '}{m[2]}", text)
+        text = _COMMAND.sub(lambda m: f" {_TEX.get(m[1], '')} ", text)
+        return " ".join(re.sub(r"[${}]", "", text.replace("_", " ")).split())
     return {"gone": "", "space": " ", "entity": html.unescape(text)}.get(kind, text)
-
-
-def _formula(text: str) -> str:
-    """ "$\\frac{a}{b}$" -> "a over b"."""
-    text = _FRACTION.sub(lambda m: f"{m[1]}{'/' if m[1][1:-1].isdigit() else ' over '}{m[2]}", text)
-    text = _COMMAND.sub(lambda m: f" {_TEX[m[1]]} " if m[1] in _TEX else " ", text)
-    return " ".join(re.sub(r"[${}]", "", text.replace("_", " ")).split())

@@ -9,25 +9,22 @@ from xml.parsers import expat
 
 from mktts.errors import TextError
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.text.split import Chain
+from mktts.text.split import Chain, Feed
 
 DEFAULT_PAUSE_S = 0.5
 MAX_PAUSE_S = 10.0
 MAX_PAUSES_S = 300.0  # of one text: silence costs no frames, which bound what is made ahead of its reader
 
 _SPEAK = re.compile(r"<speak[\s/>]")
-_LENGTH = r"(\d{0,12}(?:\.\d{1,12})?(?<=\d))\s?(ms|s)"
+_LENGTH = r"(?P<number>\d{0,12}(?:\.\d{1,12})?(?<=\d))\s?(?P<unit>ms|s)"
 _MARK = re.compile(r"\A\s*[.,;:!?…]+(?=\s)")  # of a sentence that ended with the pause before it
 _BREAK = r"<break(?P<attributes>[\s/][^<>]{0,100})?>"
 _PAUSE = rf"\[(?P<pause>pause(?:[^\S\n]{{1,40}}{_LENGTH})?)\]"
 _OPEN = r"(?P<open>(?:\[[^\[\]\n]{0,64}\]?|<(?:b|br|bre|brea|break(?:[\s/][^<>]{0,100})?)?)\Z)"
 _NAME = r"\[(?P<name>[^\[\]\n]{1,64})\](?!\()"  # else a link
-_TAG = {  # by whether the text ends here
-    final: re.compile("|".join([_BREAK, _PAUSE, *([] if final else [_OPEN]), _NAME]), re.IGNORECASE)
-    for final in (False, True)
-}
+# By whether the text ends here.
+_TAG = [re.compile(f"{_BREAK}|{_PAUSE}|{begun}{_NAME}", re.IGNORECASE) for begun in (f"{_OPEN}|", "")]
 _TIME = re.compile(rf"(?:time\s*=\s*[\"']\s*{_LENGTH}\s*[\"'])?", re.IGNORECASE)
-_ELEMENTS = ("speak", "p", "s", "break", "sub", "say-as")
 _MOST_DIGITS = 15  # of a number that has a name
 _SAY_AS = ("characters", "date", "telephone", "cardinal", "ordinal")
 
@@ -38,21 +35,11 @@ class Pause(NamedTuple):
     samples: int
 
 
-def pause_of(number: str | None, unit: str | None) -> Pause:
-    """ "500", "ms"; None is the default. Raises TextError for more than MAX_PAUSE_S."""
-    seconds = DEFAULT_PAUSE_S if number is None else float(number) / (1_000 if unit.lower() == "ms" else 1)
-    if seconds > MAX_PAUSE_S:
-        raise TextError(f"a pause may have {MAX_PAUSE_S:g} s, got {number} {unit}: write a shorter one")
-    return Pause(round(seconds * SAMPLE_RATE_HZ))
-
-
-class TextFeed:
-    """A text that arrives in pieces, as what is to be made of it: words, a `Pause`, and what `named` gives. What `push`
-    and `finish` return depends on the text alone, not on the pieces. One that begins with <speak is SSML."""
+class TextFeed(Feed):
+    """A text as what is to be made of it: words, a `Pause`, and what `named` gives. What begins with <speak is SSML."""
 
     def __init__(self, named: Callable[[str], Any | None], new_reader: Callable[[], Any] = Chain) -> None:
-        """named: what stands for a name in brackets, None where that is text. new_reader: gives what reads the words
-        between two tags, such as a `FrontEndFeed`."""
+        """named: what stands for a name in brackets, None for text. new_reader: gives a feed for words between tags."""
         self._named, self._new_reader = named, new_reader
         self._ssml: _Ssml | None = None
         self._begun = False  # whether the text is SSML is known
@@ -62,45 +49,31 @@ class TextFeed:
         self._silent_s = 0.0
         self._said = False  # something is to be heard
 
-    def push(self, piece: str) -> list[Any]:
-        """What is certain by now. Raises TextError for a pause that is too long, an element of SSML that is not known
-        here, and what a reader raises; the piece is then not spoken."""
-        return self._take(piece, final=False)
-
-    def finish(self) -> list[Any]:
-        """The rest. Raises TextError where nothing is to be heard, of SSML also where an element was not ended."""
-        made = self._take("", final=True)
-        if self._signs and not self._said:
-            made.append(self._reader.push(self._signs))  # its reader says what becomes of signs
-            self._signs = None
-        made.append(self._end_part(last=True))
-        if not self._said:
-            raise TextError("expected text to speak, got none beside its tags")
-        return made
-
     def _tags(self, text: str, final: bool) -> tuple[list[Any], str]:
         """Text, and what stands for tags in it; and what may yet become one."""
-        found, start, at = [], 0, 0
-        while (tag := _TAG[final].search(text, at)) is not None:
-            if tag.lastgroup == "open":
-                return [*found, text[start : tag.start()]], text[tag.start() :]
+        found, at = [], 0
+        while (tag := _TAG[final].search(text, at)) is not None and tag.lastgroup != "open":
             meant = self._meant(tag)
+            found += [text[at : tag.start()], *(meant or tag[0][0])]
             at = tag.end() if meant else tag.start() + 1
-            if meant:
-                found += [text[start : tag.start()], *meant]
-                start = at
-        return [*found, text[start:]], ""
+        end = tag.start() if tag else len(text)
+        return [*found, text[at:end]], text[end:]
 
     def _meant(self, tag: re.Match[str]) -> list[Any]:
         """What stands for it; nothing where it is text."""
-        if tag.lastgroup == "pause":
-            return [pause_of(*tag.groups()[2:4])]
-        if tag.lastgroup != "name":
-            return [pause_of(*_time((tag["attributes"] or "").strip("/ \n")))]
-        named = self._named(tag["name"].strip())
-        return [] if named is None else [Pause(0), named]
+        if tag.lastgroup == "name":
+            named = self._named(tag["name"].strip())
+            return [] if named is None else [Pause(0), named]
+        written = tag.lastgroup == "pause"
+        number, unit = tag.group("number", "unit") if written else _time((tag["attributes"] or "").strip("/ \n"))
+        seconds = DEFAULT_PAUSE_S if number is None else float(number) / (1_000 if unit.lower() == "ms" else 1)
+        if seconds > MAX_PAUSE_S:
+            raise TextError(f"a pause may have {MAX_PAUSE_S:g} s, got {number} {unit}: write a shorter one")
+        return [Pause(round(seconds * SAMPLE_RATE_HZ))]
 
-    def _take(self, piece: str, final: bool) -> list[Any]:
+    def take(self, piece: str, final: bool) -> list[Any]:
+        """Raises TextError for a pause that is too long, an element of SSML that is not known here, and what a reader
+        raises, the piece is then not spoken; at the end where nothing is to be heard or an element is open."""
         rest = self._rest
         if not self._begun:
             piece, rest = (rest + piece).lstrip(), ""
@@ -121,23 +94,26 @@ class TextFeed:
                 made += [self._end_part(), part]
                 self._said = self._said or (isinstance(part, Pause) and part.samples > 0)
         self._begun, self._rest, self._silent_s = True, rest, silent_s
+        if final:
+            made.append(self._end_part(last=True))
+            if not self._said:
+                raise TextError("expected text to speak, got none beside its tags")
         return [part for part in made if part != ""]
 
     def _words(self, text: str) -> str:
         """What is spoken of a piece of the present part: signs before its first letter wait for that."""
-        if self._signs is None:
-            return self._reader.push(text)
-        self._signs += text
-        if not any(map(str.isalnum, text)):
-            return ""
-        begun, self._signs = self._signs, None
-        return self._reader.push(_MARK.sub("", begun) if self._said else begun)
+        if self._signs is not None:
+            self._signs += text
+            if not any(map(str.isalnum, text)):
+                return ""
+            text, self._signs = _MARK.sub("", self._signs) if self._said else self._signs, None
+        return self._reader.push(text)
 
     def _end_part(self, last: bool = False) -> str:
-        words = ""
-        if self._signs is None:
+        words, signs = "", self._signs
+        if signs is None or (last and signs and not self._said):  # the reader says what becomes of signs alone
             try:
-                words = self._reader.finish()
+                words = self._reader.take(signs or "", final=True)
                 self._said = True
             except TextError:  # its markup was all that it had
                 if last and not self._said:
@@ -175,8 +151,6 @@ class _Ssml:
         return self._found
 
     def _begin(self, name: str, attributes: dict[str, str]) -> None:
-        if name not in _ELEMENTS:
-            raise TextError(f"SSML: <{name}> cannot be spoken here, expected {', '.join(_ELEMENTS[1:])}: leave it out")
         if name == "break":
             time = _time(" ".join(f'{key}="{value}"' for key, value in attributes.items()))
             self._found += f"[{' '.join(['pause', *filter(None, time)])}]"
@@ -191,6 +165,8 @@ class _Ssml:
             self._kind, self._held = attributes.get("interpret-as", ""), ""
             if self._kind not in _SAY_AS:
                 raise TextError(f"SSML: interpret-as is one of {', '.join(_SAY_AS)}, got {self._kind!r}")
+        elif name != "speak":
+            raise TextError(f"SSML: <{name}> cannot be spoken here, expected p, s, break, sub, say-as: leave it out")
 
     def _end(self, name: str) -> None:
         if name in ("p", "s"):

@@ -54,15 +54,13 @@ def spell_letters(text: str, shouted: bool) -> str:
         if len(word) > 2 and not tail and word[-1] == "s" and word not in _SPELLED:  # "GPUs", "cpus"
             if (written[:-1].isupper() and written[-1] == "s") or (word[:-1] in _SPELLED and len(word) > 3):
                 written, word, tail = written[:-1], word[:-1], "s"
-        capitals = len(word) > 1 and written.isupper() and tail in ("", "s", "'s")
-        if capitals and word in _AS_WORDS:
-            return match[0]
         said = read_alone(word)
-        if said == word and capitals and not shouted and word not in _RAISED:
-            if len(word) <= 3 or (len(word) <= _LONGEST_SPELLED and _NO_WORD.search(word)):
-                said = letters(word)
-        if said == word and not capitals:
-            return match[0]
+        if said == word:
+            capitals = len(word) > 1 and written.isupper() and tail in ("", "s", "'s")
+            short = len(word) <= 3 or (len(word) <= _LONGEST_SPELLED and _NO_WORD.search(word))
+            if not (short and capitals) or shouted or word in _RAISED or word in _AS_WORDS:
+                return match[0]
+            said = letters(word)
         return said + ("'s" if tail == "s" and " " in said else tail)
 
     return _WORD.sub(read, text)

@@ -1,13 +1,12 @@
-"""Text before it becomes tokens: what is removed, what is refused, and where long text is cut.
-
-Two cutters, because they know different things: `split_text` sees the whole text and looks back for the best place;
-`FeedSplitter` sees text as it is written, has already passed on what came before, and cuts at the next good place."""
+"""Text before it becomes tokens: what is removed, what is refused, and where long text is cut: of a whole text at the
+best place that fits, of text that is still written, whose beginning is already spoken, at the next good one."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 from mktts.errors import TextError
@@ -23,9 +22,8 @@ _REMOVED = re.compile(
     "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff]"
 )
-_TABS = re.compile("[\t\r\x0b\x0c\x1c-\x1f]")
+_SPACES = str.maketrans(dict.fromkeys("\t\r\x0b\x0c\x1c\x1d\x1e\x1f", " ") | dict.fromkeys("\x85\u2028\u2029", "\n"))
 _SPACE = re.compile(r"\s*")
-_NEWLINES = re.compile("[\x85\u2028\u2029]")
 
 _CLOSERS = "\"'”’»›)]}」』）】》〉"
 _WIDE_SENTENCE = "。！？｡．"
@@ -35,12 +33,9 @@ _CLAUSE = ",;:—–"
 _FIRST_WIDE = 0x2E80  # East Asian scripts start here; they put no space after a mark
 _LOOK_BACK_CHARS = 24  # enough for the longest abbreviation and its closers
 
-# Words whose full stop does not end a sentence, without it and in lower case; the model's European languages.
-_ABBREVIATIONS = LISTS["abbreviations"]
-_INITIALS = re.compile(r"(?:\w\.)*\w", re.UNICODE)  # "J" in "J. R. R. Tolkien", "U.S" in "U.S."
-_ORDINAL = re.compile(r"\d{1,2}")  # "3" in "3. Mai", "1" in "1. Open the lid"
-# How good a place is for a cut; a larger value is a better place.
-Cut = IntEnum("Cut", "NONE SPACE CLAUSE SENTENCE", start=0)
+_STOPPED = re.compile(r"(?:\w\.)*\w|\d{1,2}")  # "J" in "J. R. R. Tolkien", "U.S" in "U.S.", "10" in "10. Mai"
+# How good a place is for a cut; a larger value is a better place. INSIDE: it would part one visible character.
+Cut = IntEnum("Cut", "INSIDE NONE SPACE CLAUSE SENTENCE", start=-1)
 
 
 def is_wide(char: str) -> bool:
@@ -49,13 +44,11 @@ def is_wide(char: str) -> bool:
 
 
 def clean_piece(piece: str, what: str = "text") -> str:
-    """Removes what cannot be spoken, character by character, so that clean(a) + clean(b) == clean(a + b).
-
-    Tabs and carriage returns become a space, Unicode line and paragraph ends a newline; control characters, direction
-    marks, byte-order marks and lone surrogates disappear. Raises TextError when `piece` is not a str."""
+    """Removes what cannot be spoken, character by character, so that clean(a) + clean(b) == clean(a + b). Tabs and
+    their like become a space, line and paragraph ends a newline. Raises TextError when `piece` is not a str."""
     if not isinstance(piece, str):
         raise TextError(f"{what} must be a str, got {type(piece).__name__}")
-    return _REMOVED.sub("", _NEWLINES.sub("\n", _TABS.sub(" ", piece)))
+    return _REMOVED.sub("", piece.translate(_SPACES))
 
 
 def clean_text(text: str, what: str = "text") -> str:
@@ -74,24 +67,29 @@ def check_length(chars: int, what: str = "text") -> None:
         raise TextError(f"{what} may have {MAX_TEXT_CHARS} characters, got {chars}: send it in several requests")
 
 
-class Chain:
-    """Feeds one behind another: a text that arrives in pieces goes through all of them that are not None."""
+class Feed:
+    """A text that arrives in pieces. What is made of it depends on the text alone, not on the pieces."""
 
-    def __init__(self, *feeds: Any) -> None:
+    def take(self, piece: str, final: bool) -> Any:
+        """What `piece` makes certain; where it is the last one, all that is left. Raises TextError."""
+
+    def push(self, piece: str) -> Any:
+        return self.take(piece, final=False)
+
+    def finish(self) -> Any:
+        return self.take("", final=True)
+
+
+class Chain(Feed):
+    """Feeds one behind another: a text goes through all of them that are not None."""
+
+    def __init__(self, *feeds: Feed | None) -> None:
         self._feeds = [feed for feed in feeds if feed is not None]
 
-    def push(self, piece: str) -> str:
-        """What is certain by now, perhaps "". Raises what a feed raises."""
+    def take(self, piece: str, final: bool) -> str:
         for feed in self._feeds:
-            piece = feed.push(piece)
+            piece = feed.take(piece, final)
         return piece
-
-    def finish(self) -> str:
-        """The rest. Raises what a feed raises."""
-        rest = ""
-        for feed in self._feeds:
-            rest = feed.push(rest) + feed.finish()
-        return rest
 
 
 def segment_chars(longest: int | None, fed: bool) -> int:
@@ -103,13 +101,11 @@ def segment_chars(longest: int | None, fed: bool) -> int:
 
 
 def split_text(text: str, max_chars: int) -> list[str]:
-    """Cuts a cleaned text into pieces of at most `max_chars`, at the last sentence end that fits; without one at the
-    last clause mark, then the last space, then anywhere. Only whitespace at the cuts is lost; a text that fits is
-    one piece."""
-    pieces = []
-    start = 0
+    """Cuts a cleaned text into pieces of at most `max_chars`, at the last sentence end that fits, else the last clause
+    mark, else the last space, else anywhere. Only whitespace at the cuts is lost."""
+    pieces, start = [], 0
     while len(text) - start > max_chars:
-        end = _best_end(text, start, start + max_chars)
+        end = max(range(start + max_chars, start, -1), key=partial(_boundary_at, text, start))  # the last of the best
         pieces.append(text[start:end])
         start = _SPACE.match(text, end).end()
     return [*pieces, text[start:]] if start < len(text) else pieces
@@ -124,8 +120,7 @@ class FeedSplitter:
 
     def __init__(self, max_chars: int) -> None:
         self._max_chars = max_chars
-        self._chars = 0  # of the present segment
-        self._tail = ""  # its end, as far as `boundary` looks back
+        self._segment = ""  # the present one
         self._gap = ""  # whitespace held back until the next visible character decides what it separates
 
     def push(self, piece: str) -> list[str]:
@@ -135,23 +130,16 @@ class FeedSplitter:
             if char.isspace():
                 self._gap += char
                 continue
-            if self._tail and self._cuts_before(char):
+            # One grade less for each half of `max_chars` over it.
+            needed = max(Cut.NONE, 5 - 2 * len(self._segment) // self._max_chars)
+            if needed <= Cut.SENTENCE and boundary(self._segment, self._gap, char) >= needed:
                 texts.append("")
-                self._chars, self._tail, self._gap = 0, "", ""
-            added = self._gap + char if self._tail else char
+                self._segment = ""
+            added = self._gap + char if self._segment else char
             texts[-1] += added
-            self._chars += len(added)
-            self._tail = (self._tail + added)[-_LOOK_BACK_CHARS:]
+            self._segment += added
             self._gap = ""
         return texts
-
-    def _cuts_before(self, char: str) -> bool:
-        needed = 5 - 2 * self._chars // self._max_chars  # one grade less for each half of `max_chars` over it
-        if needed > Cut.SENTENCE:
-            return False
-        if needed <= Cut.NONE and not self._gap:
-            return not _inside_character(self._tail[-1], char)
-        return boundary(self._tail, self._gap, char) >= needed
 
 
 def boundary(before: str, gap: str, after: str) -> Cut:
@@ -159,6 +147,7 @@ def boundary(before: str, gap: str, after: str) -> Cut:
     whitespace between the two, which the cut would drop."""
     if gap.count("\n") > 1:
         return Cut.SENTENCE
+    before = before[-_LOOK_BACK_CHARS:]
     core = before.rstrip(_CLOSERS)
     mark = core[-1:]
     if not gap and after in _CLOSERS + _WIDE_SENTENCE + _WIDE_CLAUSE + _SENTENCE + _CLAUSE:
@@ -167,12 +156,11 @@ def boundary(before: str, gap: str, after: str) -> Cut:
         return Cut.SENTENCE
     if before[-1:] in _WIDE_CLAUSE:
         return Cut.CLAUSE
-    if not gap and not is_wide(after):
-        return Cut.NONE
-    if mark and mark in _SENTENCE and not _goes_on(core, after, quoted=core != before):
+    ends = mark and mark in _SENTENCE and not _goes_on(core, after, quoted=core != before)
+    if ends and (gap or is_wide(after)):
         return Cut.SENTENCE
     if not gap:
-        return Cut.NONE
+        return Cut.INSIDE if _inside_character(before[-1], after) else Cut.NONE
     return Cut.CLAUSE if "\n" in gap or before[-1] in _CLAUSE else Cut.SPACE
 
 
@@ -182,28 +170,17 @@ def _goes_on(core: str, after: str, quoted: bool) -> bool:
         return quoted or core[-1] not in "!?"
     if core[-1] != "." or core.endswith(".."):
         return False
-    words = core[:-1].split()
-    word = words[-1].lstrip("(\"'“‘«[").lower() if words else ""
-    return word in _ABBREVIATIONS or bool(_INITIALS.fullmatch(word) or _ORDINAL.fullmatch(word))
+    word = (core[:-1].split() or [""])[-1].lstrip("(\"'“‘«[").lower()
+    return word in LISTS["abbreviations"] or bool(_STOPPED.fullmatch(word))  # of the model's European languages
 
 
-def _best_end(text: str, start: int, stop: int) -> int:
-    ends = range(stop, start, -1)
-    best = Cut.NONE
-    best_end = next((end for end in ends if not _inside_character(text[end - 1], text[end])), stop)
-    for end in ends:
-        after = _SPACE.match(text, end).end()
-        if text[end - 1].isspace() or after == len(text):
-            continue
-        cut = boundary(text[max(start, end - _LOOK_BACK_CHARS) : end], text[end:after], text[after])
-        if cut > best:
-            best, best_end = cut, end
-        if best == Cut.SENTENCE:
-            break
-    return best_end
+def _boundary_at(text: str, start: int, end: int) -> Cut:
+    after = _SPACE.match(text, end).end()
+    if after == len(text) or text[end - 1].isspace():
+        return Cut.NONE
+    return boundary(text[start:end], text[end:after], text[after])
 
 
 def _inside_character(before: str, after: str) -> bool:
-    joiner, first_skin_tone, last_skin_tone = "\u200d", "\U0001f3fb", "\U0001f3ff"
-    combining = unicodedata.category(after).startswith("M") or first_skin_tone <= after <= last_skin_tone
-    return joiner in (before, after) or combining
+    joiner, skin_tones = "\u200d", "\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"
+    return joiner in (before, after) or after in skin_tones or unicodedata.category(after).startswith("M")

@@ -7,19 +7,17 @@ import unicodedata
 
 # Written without spaces, and a syllable or more a character: kana, ideographs, and the marks that go with them.
 _WIDE = re.compile(r"[\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef]")
-_OPENING = ("Ps", "Pi")  # Unicode's categories of opening brackets and quotation marks
 _WORD = re.compile(rf"{_WIDE.pattern}|(?:(?!{_WIDE.pattern})\S)+")
 _PAUSED = re.compile(r"[.,;:?!…—–。，、；：？！]\W*\Z")
 
 _VOWELS = "aeiouyæœøıаеиоуыэюяαεηιουω"
-_SILENT_E = re.compile(rf"(?<=[{_VOWELS}])([^{_VOWELS}]+)e(?=[sd]?\Z)")
+_SILENT_E = re.compile(rf"(?<=[{_VOWELS}])(?<!\Ay)([^{_VOWELS}]+)e(?=[sd]?\Z)")
 # In English letters, which the others of the model's languages share mostly, and in Cyrillic ones.
 _SOUNDS = re.compile(
-    rf"(?P<vowel>[{_VOWELS}]+)|(?P<sibilant>t?s?ch|sh|dge|[szjß]+|c(?=[eiy])|[жшщцчсз])|(?P<fricative>th|ph|gh|[fvhфхв])"
-    r"|(?P<nasal>ng|[mnмн]+)|(?P<liquid>wh|wr|[wlrлрй]+)|(?P<stop>ck|qu|[kcptqпткx]+)|(?P<voiced>[bdgбдг]+)|(?P<any>.)"
+    rf"(?P<vowel>(?!\Ay.)[{_VOWELS}]+)|(?P<sibilant>t?s?ch|sh|dge|[szjß]+|c(?=[eiy])|[жшщцчсз])"
+    r"|(?P<fricative>th|ph|gh|[fvhфхв])|(?P<nasal>ng|[mnмн]+)|(?P<liquid>\Ay|wh|wr|[wlrлрй]+)"
+    r"|(?P<stop>ck|qu|[kcptqпткx]+)|(?P<voiced>[bdgбдг]+)|(?P<any>.)"
 )
-_DIGIT = ("any", "vowel", "any")  # of a number that no front end reads: about a syllable a digit
-_SYLLABLE = ("any", "vowel")  # of a letter of a script without capitals
 
 
 def split_words(text: str) -> list[str]:
@@ -31,7 +29,7 @@ def split_words(text: str) -> list[str]:
         if any(map(str.isalnum, match.group())):
             spans.append((begin, end))
             opening = None
-        elif spans and opening is None and unicodedata.category(match.group()[-1]) not in _OPENING:
+        elif spans and opening is None and unicodedata.category(match.group()[-1]) not in ("Ps", "Pi"):
             spans[-1] = (spans[-1][0], end)
         else:
             opening = begin
@@ -57,15 +55,12 @@ def sounds(said: str) -> list[str]:
     # Latin letters without their accents; Hangul and kana stay whole.
     plain = "".join(unicodedata.normalize("NFD", char)[0] if char < "\u0370" else char for char in said)
     for word in re.findall(r"[^\W_]+", plain):
-        if word[0] == "y" and len(word) > 1:
-            found.append("liquid")
-            word = word[1:]
         for part in _SOUNDS.finditer(_SILENT_E.sub(r"\1", word)):
             letter = part.group()
-            if letter.isdigit():
-                found += _DIGIT
+            if letter.isdigit():  # no front end reads it: about a syllable a digit
+                found += "any", "vowel", "any"
             elif part.lastgroup == "any" and unicodedata.category(letter) == "Lo":
-                found += _SYLLABLE
+                found += "any", "vowel"  # a syllable of a script without capitals
             else:
                 found.append(part.lastgroup)
             if letter == "x":

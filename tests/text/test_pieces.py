@@ -26,7 +26,7 @@ TAGGED = [partial(TextFeed, {"Ryan": ("ryan",)}.get, reader) for reader in (Chai
 LEXICONS = st.dictionaries(ENTRY, st.just("X"), max_size=5).map(lambda words: Lexicon(words).feed)
 FEEDS_AND_TEXTS = st.one_of(
     st.tuples(st.just(MarkupFeed), st.text(alphabet="ab1 *_[]()`~<>&;$|#-^:\\\n!x.=/", max_size=40)),
-    st.tuples(st.just(ENGLISH), st.lists(WORDS, max_size=14).map(" ".join)),
+    st.tuples(st.sampled_from([ENGLISH, FrontEnd().feed]), st.lists(WORDS, max_size=14).map(" ".join)),
     st.tuples(LEXICONS, st.text(alphabet="aAbB'’s.@ 重庆é\u0301+", max_size=30)),
     st.tuples(st.sampled_from(TAGGED), st.lists(st.sampled_from(TAGS)).map("".join)),
 )
@@ -51,6 +51,7 @@ def made_of(new_feed, text: str, cuts: list[int]) -> list | None:
 @example((MarkupFeed, "see [a [b]](c(d)) **e** `f`"), [7, 9])
 @example((ENGLISH, "$1 2.50"), [2])
 @example((ENGLISH, "a 5  km"), [3])
+@example((FrontEnd().feed, "eggs\n1. Mix"), [6])
 @example((Lexicon({"a": "X"}).feed, "a'sb"), [1, 2, 3])
 @example((Lexicon({"ab": "X", "ab ab b": "X"}).feed, "ab ab.b"), [2, 4, 6])
 @example((TAGGED[1], "[Ryan]("), [1, 5, 6])
