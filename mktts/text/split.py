@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import unicodedata
 from enum import IntEnum
-from functools import partial
 from typing import Any
 
 from mktts.errors import TextError
@@ -105,7 +104,15 @@ def split_text(text: str, max_chars: int) -> list[str]:
     mark, else the last space, else anywhere. Only whitespace at the cuts is lost."""
     pieces, start = [], 0
     while len(text) - start > max_chars:
-        end = max(range(start + max_chars, start, -1), key=partial(_boundary_at, text, start))  # the last of the best
+        end, best = start + max_chars, Cut.INSIDE
+        for place in range(end, start, -1):
+            after = _SPACE.match(text, place).end()
+            cannot = after == len(text) or text[place - 1].isspace()
+            grade = Cut.NONE if cannot else boundary(text[start:place], text[place:after], text[after])
+            if grade > best:
+                end, best = place, grade
+            if best is Cut.SENTENCE:
+                break
         pieces.append(text[start:end])
         start = _SPACE.match(text, end).end()
     return [*pieces, text[start:]] if start < len(text) else pieces
@@ -172,13 +179,6 @@ def _goes_on(core: str, after: str, quoted: bool) -> bool:
         return False
     word = (core[:-1].split() or [""])[-1].lstrip("(\"'“‘«[").lower()
     return word in LISTS["abbreviations"] or bool(_STOPPED.fullmatch(word))  # of the model's European languages
-
-
-def _boundary_at(text: str, start: int, end: int) -> Cut:
-    after = _SPACE.match(text, end).end()
-    if after == len(text) or text[end - 1].isspace():
-        return Cut.NONE
-    return boundary(text[start:end], text[end:after], text[after])
 
 
 def _inside_character(before: str, after: str) -> bool:
