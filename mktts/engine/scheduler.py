@@ -443,6 +443,10 @@ class StreamTable:
         ready = (self.prompt_rows > 0) | (self.context_rows > 0)
         return np.flatnonzero(self.open & self.text_known & ~self.full & ready)
 
+    def more_of_chunk(self, slots: np.ndarray) -> np.ndarray:
+        """Frames (n,) of each stream's chunk behind the next one."""
+        return np.maximum(self.chunk_end[slots] - self.frames_made[slots] - 1, 0)
+
     def lead_s(self, slots: np.ndarray, now_s: float, unpaced_s: float) -> np.ndarray:
         """Seconds (n,) from now until each stream's next frame is wanted; what the reader has not taken is certainly
         ahead. An unpaced stream's is wanted `unpaced_s` after its last one, or at once (-inf)."""
@@ -465,18 +469,20 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     waiting = table.prompt_rows[able] > 0
     arrivals = bool(waiting.any())
     speaking = np.flatnonzero(~waiting)
+    context_rows = float(table.context_rows[able].mean())
+    most = settings.most_lanes(model, context_rows)
+    # With as many listeners as the capacity a tick of them all ends in time.
+    everyone = max(most, settings.size(len(speaking)))
+    longest_s = model.predict(everyone, settings.max_rows if arrivals else 0, len(able) * context_rows)
+    # A chunk is heard when its last frame is made: the tick that makes the next one must end earlier by the others'.
+    lead_s[speaking] -= longest_s * table.more_of_chunk(able[speaking])
     resumed = speaking[table.resumed[able[speaking]]]
     lead_s[resumed] = lead_s[speaking].min(initial=np.inf) - _TOLERANCE_S
     speaking = speaking[np.argsort(lead_s[speaking], kind="stable")]
     leads_s = lead_s[speaking]
 
-    context_rows = float(table.context_rows[able].mean())
-    most = settings.most_lanes(model, context_rows)
-    # Late, perhaps, if the next tick were their first: a chunk is heard when its last frame is made. They are in this
-    # one, however long it is then: with as many listeners as the capacity says a tick of them all ends in time.
-    everyone = max(most, settings.size(len(speaking)))
-    longest_s = model.predict(everyone, settings.max_rows if arrivals else 0, len(able) * context_rows)
-    pressed = int(np.searchsorted(leads_s, (1 + settings.chunks[-1]) * longest_s))
+    # Late, perhaps, if the next tick were their first: they are in this one, however long it is then.
+    pressed = int(np.searchsorted(leads_s, 2 * longest_s))
     most = max(most, settings.size(pressed + arrivals))  # and one that arrives, beside them
     due = min(int(np.searchsorted(leads_s, limit_s)), most)
     pieces: list[Piece] = []

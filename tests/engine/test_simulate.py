@@ -17,7 +17,7 @@ import pytest
 import torch
 from desk import Desk, chunks_of
 from fakes import OFF, FakeBackend, FakeCodec, FakeLanes
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mktts.engine import admission, runner
@@ -210,6 +210,7 @@ def test_at_twice_the_capacity_those_who_are_admitted_hear_no_gap(prompt_rows, f
 
 
 @settings(max_examples=8, deadline=None)
+@example(0.98, 32, 0, 0.0, (2e-3, 39.3e-6, 4.9e-6, 2.4e-6), 0)  # leads alone, without what a chunk still needs: late
 @given(
     load=st.floats(0.05, 1.3),
     prompt_rows=st.sampled_from([8, 32, 200, 700]),
