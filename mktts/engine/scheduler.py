@@ -473,7 +473,8 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     most = settings.most_lanes(model, context_rows)
     # With as many listeners as the capacity a tick of them all ends in time.
     everyone = max(most, settings.size(len(speaking)))
-    longest_s = model.predict(everyone, settings.max_rows if arrivals else 0, len(able) * context_rows)
+    most_rows, attended = settings.max_rows if arrivals else 0, len(able) * context_rows
+    longest_s = model.predict(everyone, most_rows, attended)
     # A chunk is heard when its last frame is made: the tick that makes the next one must end earlier by the others'.
     lead_s[speaking] -= longest_s * table.more_of_chunk(able[speaking])
     resumed = speaking[table.resumed[able[speaking]]]
@@ -481,9 +482,12 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     speaking = speaking[np.argsort(lead_s[speaking], kind="stable")]
     leads_s = lead_s[speaking]
 
-    # Late, perhaps, if the next tick were their first: they are in this one, however long it is then.
-    pressed = int(np.searchsorted(leads_s, 2 * longest_s))
-    most = max(most, settings.size(pressed + arrivals))  # and one that arrives, beside them
+    # Late, perhaps, if the next tick were their first: they are in this one, however long it is then, and one that
+    # arrives beside them.
+    for most in [size for size in settings.sizes if size >= most]:
+        pressed = int(np.searchsorted(leads_s, model.predict(most, most_rows, attended) + longest_s))
+        if pressed + arrivals <= most:
+            break
     due = min(int(np.searchsorted(leads_s, limit_s)), most)
     pieces: list[Piece] = []
     if arrivals:

@@ -42,7 +42,7 @@ run() {
     ) >> teacher.log 2>&1 &
     local teacher=$!
     if [ ! -f codec/frozen ]; then
-        codec $JOINT --plan $(left 1) --joint-steps 100000000
+        codec $JOINT --plan $(python3 -c "print($JOINT + ${TUNE:-$(left 1) - $JOINT})") --joint-steps 100000000
         python3 -c "import json; print(json.load(open('codec/state.json'))['step'])" > codec/frozen
     fi
     rm -rf frozen && cp -r codec frozen
@@ -56,7 +56,7 @@ run() {
 pack() { # what `train` wrote, once no file of it changes meanwhile
     for attempt in 1 2 3 4 5; do
         rm -rf light && mkdir -p light/codec light/talker/prepared
-        cp codec/light/* codec/frozen light/codec/
+        cp codec/light/* light/codec/ && cp codec/frozen light/codec/
         cp talker/light/* light/talker/ && cp talker/prepared/* light/talker/prepared/
         PYTHONPATH=repo python3 -c "
 from pathlib import Path
@@ -66,7 +66,7 @@ for path in Path('light').glob('*/state.json'):
         sleep 1
     done 2> /dev/null
     cp *.log light/
-    tar cJ -C light . | split -d -a 1 -b 15000000 - $OUT/voice-state.
+    tar c -C light . | xz -3 -T0 | split -d -a 1 -b 15000000 - $OUT/voice-state.
     cp natural/shard0000[${NATURAL:-01}].npz $OUT/
 }
 
