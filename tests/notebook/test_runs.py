@@ -190,25 +190,18 @@ def test_a_grid_records_each_run_and_goes_on_after_a_failure(grid):
     assert table.loc[grid.runs[1].name, "status"] == "error" and table["env.python"].notna().all()
 
 
-def test_what_succeeded_is_not_run_again_until_the_notebook_or_a_value_changes(grid, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(grid.home)
-    out = Path("outputs/runs")
-    before = (out / grid.runs[0].name / "metrics.json").stat().st_mtime_ns
-    assert run(grid.path, "--set", "SEED=1", "--out", out, "--resume") == 0
-    assert (out / grid.runs[0].name / "metrics.json").stat().st_mtime_ns == before
-    assert capsys.readouterr().out.count("done before") == 1
-    assert [runs.is_done(out, one) for one in grid.runs] == [True, False, False, False]
-    assert not runs.is_done(out, runs.NotebookRun(grid.runs[0].notebook, {"SEED": True}))
-    (changed,) = runs.plan([notebook(tmp_path / "n.ipynb", "1 + 1")], ["SEED=1"])
-    assert changed.name == grid.runs[0].name and not runs.is_done(out, changed)
-    (killed := out / "n-SEED=9").mkdir()
-    for name in ("parameters", "metrics"):
-        (killed / f"{name}.json").write_text("{}")  # of a run that was killed: no row
-    (killed / "environment.json").write_text("{}")
-    (killed / "parameters.json").write_text('{"notebook": "n", "parameters": {}}')
-    runs.collect(out, table := tmp_path / "t.parquet")
+def test_a_run_that_was_killed_has_no_row(grid, tmp_path):
     import pandas
 
+    out = grid.home / "outputs/runs"
+    (killed := out / "n-SEED=9").mkdir()
+    for name, text in {
+        "parameters": '{"notebook": "n", "parameters": {}}',
+        "metrics": "{}",
+        "environment": "{}",
+    }.items():
+        (killed / f"{name}.json").write_text(text)
+    runs.collect(out, table := tmp_path / "t.parquet")
     assert len(pandas.read_parquet(table)) == 4
     shutil.rmtree(killed)
 
