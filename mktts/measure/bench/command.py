@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -145,21 +144,19 @@ def measure(settings: BenchSettings, names: Sequence[str], output: Path | None =
 
 def run_section(words: list[str], timeout_s: float = TIMEOUT_S) -> tuple[dict[str, Any], dict[str, Any], str | None]:
     """Runs a program that prints JSON lines: its figures, its notes, and why it failed (None: it did not)."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
-        try:
-            done = subprocess.run(words, **files, env={**os.environ, **python_path()}, timeout=timeout_s)
-            reason = f"exit status {done.returncode}" if done.returncode else None
-        except subprocess.TimeoutExpired:
-            reason = f"stopped after {timeout_s:.0f} s"
-        out.seek(0)
-        err.seek(0)
-        said, messages = out.readlines(), [line.rstrip() for line in err if line.strip()]
+    how = {"stdin": subprocess.DEVNULL, "env": {**os.environ, **python_path()}, "timeout": timeout_s}
+    try:
+        done = subprocess.run(words, capture_output=True, **how)
+        reason = f"exit status {done.returncode}" if done.returncode else None
+    except subprocess.TimeoutExpired as late:
+        done, reason = late, f"stopped after {timeout_s:.0f} s"
+    said, messages = ((part or b"").decode(errors="replace") for part in (done.stdout, done.stderr))
+    messages = [line.rstrip() for line in messages.splitlines() if line.strip()]
     if reason is not None:
         reason = ": ".join([reason, *messages[-1:]])
         print(f"{words[-2]}: {reason}", *messages[-_TAIL_LINES:], sep="\n    ", file=sys.stderr, flush=True)
     found: dict[str, dict[str, Any]] = {"figures": {}, "notes": {}}
-    for line in said:
+    for line in said.splitlines():
         if (value := object_of(line)) is not None:  # None: of a library that writes to standard output
             for kind, known in found.items():
                 known |= value.get(kind, {})
