@@ -21,12 +21,12 @@ import numpy as np
 from mktts.arguments import add_options, given
 from mktts.checkpoint import DEFAULT_CHECKPOINT
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.common import whole_numbers
+from mktts.common import require_writable, whole_numbers
 from mktts.errors import MetricsError
 from mktts.measure.bench.sections import WORDS
 from mktts.measure.environment import head
 from mktts.measure.load import client, record
-from mktts.measure.load.settings import LoadSettings, LoadTexts, spoken, texts_for
+from mktts.measure.load.settings import HELD_S, LoadSettings, LoadTexts, spoken, texts_for
 from mktts.measure.metrics import cell, object_of
 
 if TYPE_CHECKING:
@@ -66,7 +66,11 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     with closing(Server(arguments) if arguments.url else Subject(settings_of(arguments))) as subject:
         settings, gpu, into = subject.settings, subject.settings.device.startswith("cuda"), arguments.into
         if into is not None:
-            record.require_place(into, settings)
+            if not settings.recordable:
+                least, got = f"a load is held for at least {HELD_S:g} s to be kept", f"--seconds {settings.seconds:g}"
+                raise MetricsError(f"{least}, got {got}: leave --into out")
+            into.parent.mkdir(parents=True, exist_ok=True)
+            require_writable(into)
         default = _GPU_LISTENERS if gpu else _CPU_LISTENERS
         listeners = whole_numbers("--listeners", default if arguments.listeners is None else arguments.listeners)
         if arguments.capacity and not arguments.load:

@@ -11,10 +11,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from mktts.common import read_object, require_writable, write_json
+from mktts.common import read_object, write_json
 from mktts.errors import MetricsError
 from mktts.measure.load.client import clean
-from mktts.measure.load.settings import HELD_S, LoadSettings
 
 FIRST_PCM_MS = 100.0  # p99, of a load that counts as carried on a GPU
 FIRST_BYTE_MS = 120.0  # p99, of a server's
@@ -32,17 +31,6 @@ _BESIDE = (
 _NEAR = 1.15  # a figure at N listeners is read off a point of N to so many times N
 _LARGE = "1b7"
 _SERVER = "server"  # the engine that a server's listeners know
-
-
-def require_place(path: Path, settings: LoadSettings) -> None:
-    """Before anything is measured: makes the folder. Raises MetricsError where the loads are not held long enough to be
-    recorded, or nothing can be written there."""
-    if not settings.recordable:
-        raise MetricsError(
-            f"a load is held for at least {HELD_S:g} s to be kept, got --seconds {settings.seconds:g}: leave --into out"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    require_writable(path)
 
 
 def read(path: Path) -> dict[str, Any]:
