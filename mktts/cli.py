@@ -2,8 +2,7 @@
 
 Only the module of the command that was asked for is imported. Exit status: 0 done; 1 what was asked for failed
 (a run, a stream, a comparison, the machine, a full disk); 2 bad input, said in one line; 130 interrupted (SIGINT);
-141 the reader of standard output went away (SIGPIPE); 143 ended by SIGTERM.
-"""
+141 the reader of standard output went away (SIGPIPE); 143 ended by SIGTERM."""
 
 from __future__ import annotations
 

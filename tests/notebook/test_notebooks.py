@@ -1,7 +1,6 @@
 """The notebooks: how they are written, and that the cells of each run from small parameters and record.
 
-They run in this process, which has imported what a kernel imports for seconds; test_runs executes others in kernels.
-"""
+They run in this process, which has imported what a kernel imports for seconds; test_runs executes others in kernels."""
 
 import ast
 import io
