@@ -34,7 +34,7 @@ GROUPS: dict[str, Group] = {
     "look and measure": {
         "inspect": ("mktts.measure.inspection", "show what is in a checkpoint"),
         "parity": ("mktts.measure.parity.command", "prove a checkpoint on this machine: prompt, codes, codec, kernel"),
-        "bench": ("mktts.measure.bench.command", "measure speed, memory, and how many listeners are served in time"),
+        "bench": ("mktts.measure.bench.command", "measure speed, and how many listeners are served in time"),
         "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
     },
     "for developers": {

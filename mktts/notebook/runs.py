@@ -16,7 +16,7 @@ import csv
 import glob
 import hashlib
 import html
-import importlib.util
+import importlib
 import itertools
 import json
 import logging
@@ -38,7 +38,7 @@ from mktts.measure.metrics import record
 from mktts.notebook.nb import as_mp3
 from mktts.notebook.records import TABLE, verdicts
 
-PACKAGES = ("ipykernel", "pandas", "papermill", "pyarrow", "tqdm")  # that a run needs from its first to its last step
+PACKAGES = ("ipykernel", "papermill", "pandas", "pyarrow")  # that a run needs from its first to its last step
 RUN_DIR = "RUN_DIR"  # the one parameter the runner fills itself
 CELL_LIMIT_S = 1_800  # of a cell
 LONGEST_NAME = 100  # characters of a run folder's name
@@ -209,8 +209,8 @@ def main(arguments: argparse.Namespace) -> int:
     runs, out = plan(arguments.notebooks, arguments.set), arguments.out
     if arguments.publish and arguments.set:
         raise BatchError("--publish keeps the runs of the notebooks' own parameters: expected no --set beside it")
-    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        raise BatchError(f"running notebooks needs {', '.join(missing)}, which is not installed: make setup")
+    for name in PACKAGES:
+        importlib.import_module(name)  # before anything runs: the command line says which one is missing
     from tqdm import tqdm
 
     table, machine = out.parent / TABLE, environment()
