@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mktts.measure.load.record import merge
+from mktts.measure.load.command import merge
 
 BESIDE = {
     "revision": "abc",
