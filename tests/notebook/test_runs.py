@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -162,6 +161,9 @@ def grid(tmp_path_factory):
         stale = home / "outputs/runs" / planned[2].name / "stale.txt"
         stale.parent.mkdir(parents=True)
         stale.touch()
+        (killed := home / "outputs/runs/n-SEED=9").mkdir()
+        for name in ("parameters", "metrics", "environment"):
+            (killed / f"{name}.json").write_text("{}")
         status = run(path, "--set", "SEED=1,2,3,4", "--out", Path("outputs/runs"))
     return SimpleNamespace(home=home, path=path, status=status, runs=planned, stale=stale, printed=printed.getvalue())
 
@@ -171,7 +173,7 @@ def test_a_grid_records_each_run_and_goes_on_after_a_failure(grid):
 
     out = grid.home / "outputs/runs"
     assert grid.status == 1 and "1 of 4 runs succeeded, 1 skipped" in grid.printed
-    assert sorted(os.listdir(out)) == sorted(r.name for r in grid.runs) and not grid.stale.exists()
+    assert set(os.listdir(out)) == {"n-SEED=9", *(r.name for r in grid.runs)} and not grid.stale.exists()
     found = [read(out / r.name / "metrics.json") for r in grid.runs]
     assert [one["status"] for one in found] == ["ok", "error", "error", "skipped"]
     assert found[0]["seed_squared"] == 1 and (found[1]["ename"], found[1]["evalue"]) == (
@@ -186,24 +188,9 @@ def test_a_grid_records_each_run_and_goes_on_after_a_failure(grid):
     executed = (ok / "executed.ipynb").read_text()
     assert str(grid.home) not in executed and f"../outputs/runs/{ok.name}" in executed
     table = pandas.read_parquet(grid.home / "outputs/metrics.parquet").set_index("run")
+    assert set(table.index) == {r.name for r in grid.runs}  # none of the run that was killed
     assert table.loc[ok.name, "seed_squared"] == 1 and table.loc[ok.name, "param.SEED"] == 1
     assert table.loc[grid.runs[1].name, "status"] == "error" and table["env.python"].notna().all()
-
-
-def test_a_run_that_was_killed_has_no_row(grid, tmp_path):
-    import pandas
-
-    out = grid.home / "outputs/runs"
-    (killed := out / "n-SEED=9").mkdir()
-    for name, text in {
-        "parameters": '{"notebook": "n", "parameters": {}}',
-        "metrics": "{}",
-        "environment": "{}",
-    }.items():
-        (killed / f"{name}.json").write_text(text)
-    runs.collect(out, table := tmp_path / "t.parquet")
-    assert len(pandas.read_parquet(table)) == 4
-    shutil.rmtree(killed)
 
 
 def test_a_published_run_has_links_to_sound_and_no_page_of_a_dead_process(grid, tmp_path, monkeypatch):
