@@ -23,7 +23,7 @@ import torch
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.engine.metrics import summarise
-from mktts.engine.options import StreamOptions
+from mktts.engine.options import Chunk, Guard, StreamOptions
 from mktts.errors import BackendUnavailable, MetricsError
 from mktts.measure.environment import provided_by
 from mktts.measure.recogniser import Aligner
@@ -134,7 +134,6 @@ def steady_frame_ms(chunks: Sequence[tuple[int, float]]) -> list[float]:
 
 def streams(settings: BenchSettings, suffix: str = "") -> Measured:
     """First PCM of a few words and of a sentence, frame with codec and RTF, through the synthesizer."""
-    from mktts.engine.options import Chunk, Guard, StreamOptions
     from mktts.synth import Synthesizer
 
     checkpoint = settings.open()

@@ -272,8 +272,6 @@ def _summary(document: dict[str, Any]) -> str:
             figures = {key: v for key, v in found.items() if key not in ("status", "seconds", "reason", "rows")}
             said = found.get("reason") or json.dumps(figures)
             lines.append(f"  {name:8}{found['status']:9}{found['seconds']:6.1f} s  {said}")
-        for name in ("divergence", "exact"):
-            lines += [f"  {name}: {json.dumps(result[name])}"] if result.get(name) else []
     return "\n".join(lines)
 
 
