@@ -16,7 +16,6 @@ import numpy as np
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint.arguments import add_checkpoint_arguments
 from mktts.common import require_writable, write_json
-from mktts.errors import MetricsError
 from mktts.kernel.trace import Marks, frame_points, phases_of, steady, talker_points
 from mktts.measure.environment import head
 from mktts.measure.inspection import bytes_per_frame, components
@@ -35,22 +34,14 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint_arguments(parser, "random:0.6b")
-    parser.add_argument("--device", default="cuda", help="the GPU (default: %(default)s)")
-    parser.add_argument(
-        "--launches", type=int, default=20, help="of eight frames, of each build (default: %(default)s)"
-    )
-    parser.add_argument("--context", type=int, default=200, help="positions before them (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the document there")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Writes the document, and prints what a frame takes as one line of JSON."""
-    if arguments.launches < 1:
-        raise MetricsError(f"--launches must be at least 1, got {arguments.launches}")
     if arguments.output:
         require_writable(arguments.output)
-    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
-    found = record(checkpoint, arguments.device, arguments.launches, arguments.context)
+    found = record(open_checkpoint(arguments.checkpoint, arguments.revision))
     if arguments.output:
         write_json(arguments.output, found)
     print(json.dumps(found["frame_us"], sort_keys=True))

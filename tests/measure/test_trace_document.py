@@ -85,8 +85,6 @@ def test_recording_takes_turns_and_says_what_was_recorded(tiny, monkeypatch):
     assert waits[0] > 0 == waits[1] and json.loads(json.dumps(found, allow_nan=False)) == found
 
 
-def test_what_cannot_be_recorded_has_its_name(capsys):
+def test_where_there_is_no_device_nothing_is_recorded(capsys):
     assert main(["lab", "trace", "--checkpoint", "random:tiny"]) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
-    assert main(["lab", "trace", "--launches", "0"]) == 2
-    assert "--launches must be at least 1" in capsys.readouterr().err
