@@ -87,7 +87,7 @@ size: ## lines, Python tokens and files by folder, into outputs/reference/size.j
 lab: setup ## JupyterLab on the notebooks
 	$(BIN)/python -m jupyterlab --LabApp.app_settings_dir=notebooks/.lab notebooks/README.md
 
-site: $(STAMP) ## executed notebooks as one static site, with sound and search: outputs/site/index.html
+site: $(STAMP) ## executed notebooks as one static site, with sound: outputs/site/index.html
 	$(BIN)/python -m mktts lab site --out outputs/site
 
 load: $(STAMP) ## real-time listeners of the voice in the box on this CPU, into outputs/reference/load_cpu.json

@@ -5,8 +5,7 @@
     pcm = Synthesizer.load().say("Hello.")
     write_audio("hello.wav", pcm)
 
-A name is imported from its module when it is first used, so that `import mktts` takes no time.
-"""
+A name is imported from its module when it is first used, so that `import mktts` takes no time."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ def option(default: Any, text: str, *, name: str | None = None, metavar: str | N
     """A field of a settings dataclass that is a command-line option too.
 
     default: the field's. text: its help, to which a default that says something is added. name: of the option, where
-    it is not the field's with dashes. metavar: what the help calls the value, where not its type's.
-    """
+    it is not the field's with dashes. metavar: what the help calls the value, where not its type's."""
     return dataclasses.field(default=default, metadata={"help": text, "name": name, "metavar": metavar})
 
 
@@ -21,8 +20,7 @@ def add_options(parser: Any, settings: type, *, unset: bool = False) -> None:
     """Adds an option for every field of `settings` that `option` made.
 
     parser: a parser or a group of one. unset: what is not given is None, and the help says what happens then.
-    A Literal becomes choices, a bool a switch with its opposite, and None is the default where the type has it.
-    """
+    A Literal becomes choices, a bool a switch with its opposite, and None is the default where the type has it."""
     hints = get_type_hints(settings)
     for field in _options(settings):
         parser.add_argument(_flag(field), **_keywords(field, hints[field.name], unset))

@@ -2,8 +2,7 @@
 
 Only the module of the command that was asked for is imported. Exit status: 0 done; 1 what was asked for failed
 (a run, a stream, a comparison, the machine, a full disk); 2 bad input, said in one line; 130 interrupted (SIGINT);
-141 the reader of standard output went away (SIGPIPE); 143 ended by SIGTERM.
-"""
+141 the reader of standard output went away (SIGPIPE); 143 ended by SIGTERM."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ GROUPS: dict[str, Group] = {
     "look and measure": {
         "inspect": ("mktts.measure.inspection", "show what is in a checkpoint"),
         "parity": ("mktts.measure.parity.command", "prove a checkpoint on this machine: prompt, codes, codec, kernel"),
-        "bench": ("mktts.measure.bench.command", "measure speed, memory, and how many listeners are served in time"),
+        "bench": ("mktts.measure.bench.command", "measure speed, and how many listeners are served in time"),
         "run": ("mktts.notebook.runs", "run notebooks headless over a grid of parameters"),
     },
     "for developers": {

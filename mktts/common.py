@@ -24,8 +24,7 @@ def write_whole(path: Path | str, data: bytes, mode: int = 0o644) -> Path:
     """Writes `data` beside `path` first and then puts it in place, so that no reader ever sees a part of it.
 
     mode: of a new file; nobody may read more of it meanwhile. A symbolic link stays, and what it points to is replaced.
-    A device or a FIFO stays, and is written to.
-    """
+    A device or a FIFO stays, and is written to."""
     path = Path(path)
     try:
         if is_special(path):
@@ -102,8 +101,7 @@ def cache_folder(cache: str | Path | None = None) -> Path:
     """Where random checkpoints and compiled kernels are kept: `cache`, else $MKTTS_CACHE, else ~/.cache/mktts, else,
     where there is no home to write to, a folder among the temporary files that belongs to this user.
 
-    Raises CheckpointError where that last folder is somebody else's: what it holds is loaded and run.
-    """
+    Raises CheckpointError where that last folder is somebody else's: what it holds is loaded and run."""
     if named := cache or os.environ.get("MKTTS_CACHE"):
         return Path(named).expanduser()
     try:

@@ -2,8 +2,7 @@
 
 from mktts.livekit import TTS
 
-session = AgentSession(tts=TTS("http://127.0.0.1:8000", voice="vivian"), ...)
-"""
+session = AgentSession(tts=TTS("http://127.0.0.1:8000", voice="vivian"), ...)"""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ class TTS(framework.TTS):
         source: the address that a server prints, or a synthesizer, which its caller loads and closes. api_key: of the
         server. voice: the name of a speaker, of a server any of its voices, or with a synthesizer a `Voice`; None takes
         the first. language, instruct, seed: as `StreamSettings`. Markup is taken out of the text.
-        Raises OptionsError for what is no address.
-        """
+        Raises OptionsError for what is no address."""
         super().__init__(capabilities=framework.TTSCapabilities(streaming=True, aligned_transcript=True), **_PCM)
         style = {"language": language, "instruct": instruct, "seed": seed}
         self._synthesizer = None if isinstance(source, str) else source

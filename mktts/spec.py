@@ -1,8 +1,7 @@
 """Facts of Qwen3-TTS 12 Hz, and the configuration of one checkpoint read from its `config.json`.
 
 The constants are properties of the 12 Hz speech tokenizer (Qwen3-TTS model card and
-`speech_tokenizer/config.json`); nothing else in the package repeats them.
-"""
+`speech_tokenizer/config.json`); nothing else in the package repeats them."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class ModelType:
     speakers: it has built-in speakers, one of which speaks where none is named.
     clones: it speaks with the voice of a reference, which every request must bring.
     designs: `instruct` says what the voice is like. instruct_sizes: the model sizes that heed `instruct`.
-    layout: of a prompt, where the request names none.
-    """
+    layout: of a prompt, where the request names none."""
 
     name: str
     upstream_name: str
@@ -129,8 +127,7 @@ LANGUAGE_CODES = {
 def language_named(word: str) -> str:
     """A checkpoint's name of a language that is called by its name or its code: "English", "en", "en-US" -> "english".
 
-    Any other word as it is, in lower case: whether a checkpoint has that language is its own check.
-    """
+    Any other word as it is, in lower case: whether a checkpoint has that language is its own check."""
     word = word.strip().lower()
     return LANGUAGE_CODES.get(word.replace("_", "-").split("-")[0], word)
 

@@ -1,6 +1,5 @@
 """Prints what `make docs` writes pages of, as pdoc takes it: every module of the package, then, behind an exclamation
-mark, those that cannot be imported here. Kernels in Triton, for one, need PyTorch's CUDA build.
-"""
+mark, those that cannot be imported here. Kernels in Triton, for one, need PyTorch's CUDA build."""
 
 import importlib
 import pkgutil

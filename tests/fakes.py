@@ -46,8 +46,7 @@ class FakeBackend:
     """Codes follow from the seed, the prompt, the text rows and the frame index.
 
     eos_after: frames a segment has. fail_at: the frame at which the segment whose seed is `failing_seed` fails.
-    code0: makes code 0 of a frame index. held: `step` waits for a permit of `let`.
-    """
+    code0: makes code 0 of a frame index. held: `step` waits for a permit of `let`."""
 
     eos_after: int | None = None
     fail_at: int | None = None
@@ -126,8 +125,7 @@ class FakeCodecState:
 class FakeCodec:
     """Slides from where the last frame ended to a level that the frame's codes set: restarting it would be a jump.
 
-    silent_frames: so many at the start are silence.
-    """
+    silent_frames: so many at the start are silence."""
 
     silent_frames: int = 0
     starts: int = 0
@@ -189,8 +187,7 @@ class FakeFedPrompt:
 class FakePrompts:
     """Knows the speaker "vivian" and the language "english".
 
-    prefix: of every known text's prompt, a character a row; lanes may keep it.
-    """
+    prefix: of every known text's prompt, a character a row; lanes may keep it."""
 
     prefix: str = ""
     built: list[str] = field(default_factory=list)
@@ -259,8 +256,7 @@ class FakeLanes:
     Keys and values are one number a position, in pages: a segment starts with the prompt that its pages hold, so rows
     that were shared or copied wrongly give other codes. What keeps a lane's stream from a frame (`step` raises a
     RuntimeError, `spoil` is true of its slot) makes its code 0 -1, from then on. wasted: lanes of segments that had
-    ended. clock: has `now_s`, by which ticks are launched and take what `model` says; None: they take no time.
-    """
+    ended. clock: has `now_s`, by which ticks are launched and take what `model` says; None: they take no time."""
 
     name = "fake lanes"
     alone = decodes_beside = False

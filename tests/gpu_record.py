@@ -5,8 +5,7 @@ their seconds. The exit status is pytest's. A run that was cut off, or that coll
 
 Where a run may not last as long as all tests do: `python tests/gpu_record.py PART [pytest's words]` for some folders at
 a time, then `python tests/gpu_record.py FILE --merge PART ...`. Parts are of one GPU, driver, torch and revision, and
-no file of tests is in two of them; the exit status is 1 where a test failed.
-"""
+no file of tests is in two of them; the exit status is 1 where a test failed."""
 
 import json
 import subprocess

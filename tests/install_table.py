@@ -1,8 +1,7 @@
 """Does requirements.txt resolve to wheels on systems that we do not have? `uv pip compile` says so without installing.
 
 Run as a program, this file writes outputs/reference/install.json: a row for each system and Python, `packages` counted
-on the day of the table, `missing` those of requirements.txt that a marker leaves out there.
-"""
+on the day of the table, `missing` those of requirements.txt that a marker leaves out there."""
 
 import datetime
 import json
@@ -52,8 +51,7 @@ def left_out(system: System, python: str) -> list[str]:
 def resolve(system: System, python: str, folder: Path) -> dict[str, object]:
     """One row of the table; `error` has uv's words where there is no solution.
 
-    folder: where the list without this repository is written.
-    """
+    folder: where the list without this repository is written."""
     import uv
 
     listed = folder / "requirements.txt"

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mktts.measure.load.record import merge
+from mktts.measure.load.command import merge
 
 BESIDE = {
     "revision": "abc",
@@ -19,30 +19,13 @@ BESIDE = {
 def point(listeners: int = 512, **changes: Any) -> dict[str, Any]:
     """One that was held for a minute, every listener in time."""
     return {
-        "held": True,
-        "listeners": listeners,
-        "open_mean": float(listeners),
-        "playing_mean": float(listeners),
-        "duration_s": 60.0,
-        "arrivals": 4_000,
-        "ttfb_p99_ms": 20.0,
-        "ttfc_p50_ms": 10.0,
-        "ttfc_p95_ms": 15.0,
-        "ttfc_p99_ms": 20.0,
-        "audible_p95_ms": 100.0,
-        "underruns": 0,
-        "refused": 0,
-        "unanswered": 0,
-        "errors": 0,
-        "codec": "fast",
-        "deterministic": False,
-        "engine": "batch",
-        "context_rows": 32,
-        "context": "text",
-        "checkpoint": "random:0.6b",
-        "model_size": "0b6",
-        "backend": "megakernel",
-        "dtype": "bfloat16",
+        **dict.fromkeys(("underruns", "refused", "unanswered", "errors"), 0),
+        **dict.fromkeys(("open_mean", "playing_mean"), float(listeners)),
+        **dict.fromkeys(("ttfb_p99_ms", "ttfc_p99_ms"), 20.0),
+        **{"ttfc_p50_ms": 10.0, "ttfc_p95_ms": 15.0, "audible_p95_ms": 100.0},
+        **{"held": True, "duration_s": 60.0, "arrivals": 4_000, "listeners": listeners},
+        **{"codec": "fast", "deterministic": False, "engine": "batch", "context_rows": 32, "context": "text"},
+        **{"checkpoint": "random:0.6b", "model_size": "0b6", "backend": "megakernel", "dtype": "bfloat16"},
         **changes,
     }
 

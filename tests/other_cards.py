@@ -5,8 +5,7 @@ with the blocks that the card's multiprocessors give and no more shared memory t
 wide-margin random weights are an fp32 run's, frame for frame. `error_ratio`: the relative rms error to fp32 of logits
 and of the talker's residual stream, over bf16 PyTorch's own, in the first frames: of rows in the wrong place margins
 alone would say little. `frame_ms` is the median time of a step, hand-over included, on this card: it says what fewer
-blocks and older code cost, not how fast that card is.
-"""
+blocks and older code cost, not how fast that card is."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ FORCED_FRAMES = 4  # whose errors are compared
 class Model:
     """A model of wide-margin random weights, a prompt in bf16, and the codes (frames, 16) that an fp32 run makes.
 
-    exact: that run's first frames. bf16_error: of bf16 PyTorch in them, relative.
-    """
+    exact: that run's first frames. bf16_error: of bf16 PyTorch in them, relative."""
 
     config: ModelConfig
     tensors: dict[str, Tensor]

@@ -3,8 +3,7 @@
 README.md: the tables of speed and of scale, whole, between `<!-- speed: FILE -->` or `<!-- scale -->`
 and its end.
 docs/hardware.md: what was run of the kernel as other cards would run it stands before `<!-- cards: L4, RTX 4090 -->`.
-Run as a program, this file rewrites all of them from the files they name.
-"""
+Run as a program, this file rewrites all of them from the files they name."""
 
 import json
 import re

@@ -57,37 +57,24 @@ def test_a_run_without_tests_leaves_the_file_as_it_was(tmp_path):
     assert file.read_text() == "before"
 
 
-def part(path: Path, files: dict[str, tuple[int, int]], **facts: str) -> str:
-    """A record of some files of tests, by how many passed and failed."""
-    rows = {name: {"passed": good, "failed": bad, "skipped": 1, "seconds": 0.5} for name, (good, bad) in files.items()}
-    whole = {word: sum(row[word] for row in rows.values()) for word in gpu_record.OUTCOMES}
-    head = {"device": "H100", "driver": "1", "torch": "2", "revision": "abc", "date": "2026-01-02", "environment": {}}
-    path.write_text(json.dumps({**head, **whole, "files": rows, **facts}))
-    return str(path)
+def test_parts_of_one_gpu_become_one_record_and_others_do_not(tmp_path):
+    def part(name: str, *files: str, **facts: str) -> str:
+        """A record of some files of tests, each with two that passed and one that was skipped."""
+        rows = {file: {"passed": 2, "failed": 0, "skipped": 1, "seconds": 0.5} for file in files}
+        sums = {"passed": 2 * len(files), "failed": 0, "skipped": len(files)}
+        head = {"device": "H100", "driver": "1", "torch": "2", "revision": "abc", "date": "2026-01-02"}
+        (tmp_path / name).write_text(json.dumps({**head, **sums, "files": rows, **facts}))
+        return str(tmp_path / name)
 
-
-def test_parts_become_one_record(tmp_path):
-    file = tmp_path / "all.json"
-    first = part(tmp_path / "1", {"group/b.py": (3, 0), "group/c.py": (1, 0)}, date="2026-01-03")
-    assert gpu_record.main([str(file), "--merge", first, part(tmp_path / "2", {"group/a.py": (5, 0)})]) == 0
+    file, first = tmp_path / "all.json", part("1", "group/b.py", "group/c.py", date="2026-01-03")
+    assert gpu_record.main([str(file), "--merge", first, part("2", "group/a.py")]) == 0
     found = json.loads(file.read_text())
-    assert sums(file) == (9, 0, 3) and found["date"] == "2026-01-02"
+    assert sums(file) == (6, 0, 3) and found["date"] == "2026-01-02"
     assert list(found["files"]) == ["group/a.py", "group/b.py", "group/c.py"]
-    assert found["files"]["group/c.py"] == {"passed": 1, "failed": 0, "skipped": 1, "seconds": 0.5}
-    assert gpu_record.main([str(file), "--merge", first, part(tmp_path / "3", {"group/d.py": (1, 1)})]) == 1
-    assert sums(file) == (5, 1, 3)
-
-
-@pytest.mark.parametrize(
-    ("second", "facts", "message"),
-    [
-        ("group/b.py", {"revision": "abd"}, "parts of one revision, found abc, abd"),
-        ("group/b.py", {"device": "H200"}, "parts of one device, found H100, H200"),
-        ("group/a.py", {}, "found in several: group/a.py"),
-    ],
-)
-def test_parts_that_do_not_belong_together_make_no_record(tmp_path, second, facts, message):
-    parts = [part(tmp_path / "1", {"group/a.py": (1, 0)}), part(tmp_path / "2", {second: (1, 0)}, **facts)]
-    with pytest.raises(SystemExit, match=message):
-        gpu_record.main([str(tmp_path / "all.json"), "--merge", *parts])
-    assert not (tmp_path / "all.json").exists()
+    for wrong, message in (
+        (part("3", "group/d.py", revision="abd"), "parts of one revision, found abc, abd"),
+        (part("4", "group/b.py"), "found in several: group/b.py"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            gpu_record.main([str(tmp_path / "none.json"), "--merge", first, wrong])
+    assert not (tmp_path / "none.json").exists()

@@ -1,8 +1,7 @@
 """A test that reaches its time limit, in a process of xdist: a plugin of pytest that conftest.py loads.
 
 pytest-timeout prints the stacks to standard output, which xdist's workers do not have. There faulthandler prints them
-and ends the process, also where a call into C holds Python's lock; xdist then names the test as failed.
-"""
+and ends the process, also where a call into C holds Python's lock; xdist then names the test as failed."""
 
 import faulthandler
 import os

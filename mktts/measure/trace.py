@@ -16,7 +16,6 @@ import numpy as np
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint.arguments import add_checkpoint_arguments
 from mktts.common import require_writable, write_json
-from mktts.errors import MetricsError
 from mktts.kernel.trace import Marks, frame_points, phases_of, steady, talker_points
 from mktts.measure.environment import head
 from mktts.measure.inspection import bytes_per_frame, components
@@ -29,31 +28,22 @@ BUILDS = ("beside the stream", "alone")  # of the marking builds: as they are ke
 _PERCENTS = (50, 10, 90)
 _TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."
 EXAMPLES = """examples:
-  python -m mktts lab trace
+  python -m mktts lab trace --output trace.json
   python -m mktts lab trace --checkpoint random:1.7b --output trace.json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint_arguments(parser, "random:0.6b")
-    parser.add_argument("--device", default="cuda", help="the GPU (default: %(default)s)")
-    parser.add_argument(
-        "--launches", type=int, default=20, help="of eight frames, of each build (default: %(default)s)"
-    )
-    parser.add_argument("--context", type=int, default=200, help="positions before them (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the document there")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints a table by phase, then what a frame takes as one line of JSON."""
-    if arguments.launches < 1:
-        raise MetricsError(f"--launches must be at least 1, got {arguments.launches}")
+    """Writes the document, and prints what a frame takes as one line of JSON."""
     if arguments.output:
         require_writable(arguments.output)
-    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
-    found = record(checkpoint, arguments.device, arguments.launches, arguments.context)
+    found = record(open_checkpoint(arguments.checkpoint, arguments.revision))
     if arguments.output:
         write_json(arguments.output, found)
-    print(table(found))
     print(json.dumps(found["frame_us"], sort_keys=True))
     return 0
 
@@ -107,21 +97,6 @@ def _launches(backend: TracedBackend, prompt: Any, launches: int, context: int) 
                 launch = Launch(list(backend.frames(state, rows(state.frames))))
             made[build].append(launch)
     return made
-
-
-def table(found: Mapping[str, Any]) -> str:
-    """The document as people read it: a line a phase, beside the stream and alone."""
-    lines = [f"{found['device']}, {found['settings']['checkpoint']}, {found['settings']['blocks']} blocks"]
-    lines += [f"frame, {build}: {us:,.1f} us" for build, us in found["frame_us"].items()]
-    lines += ["", f"{'':10}{'':30}{'n':>5}{'us':>8}{'alone':>8}{'a frame':>10}{'alone':>8}{'weights':>9}"]
-    for row, still in zip(*(found["phases"][build] for build in BUILDS), strict=True):
-        lines.append(
-            f"{row['stack']:10}{row['phase']:30}{row['count']:>5}{row['us']:>8.3f}{still['us']:>8.3f}"
-            f"{row['frame_us']:>10.1f}{still['frame_us']:>8.1f}{row['weights_us']:>9.1f}"
-        )
-    sums = [sum(row[key] for row in found["phases"][build]) for build in BUILDS for key in ("frame_us", "weights_us")]
-    lines.append(f"{'':10}{'sum':30}{'':21}{sums[0]:>10.1f}{sums[2]:>8.1f}{sums[1]:>9.1f}")
-    return "\n".join(lines)
 
 
 # ---- the document

@@ -16,7 +16,7 @@ import csv
 import glob
 import hashlib
 import html
-import importlib.util
+import importlib
 import itertools
 import json
 import logging
@@ -31,15 +31,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mktts.common import checked_int, python_path, read_object, write_json, write_whole
+from mktts.common import python_path, read_object, write_json, write_whole
 from mktts.errors import BatchError, PackageMissing
 from mktts.measure.environment import environment
 from mktts.measure.metrics import record
 from mktts.notebook.nb import as_mp3
 from mktts.notebook.records import TABLE, verdicts
 
-PACKAGES = ("ipykernel", "pandas", "papermill", "pyarrow", "tqdm")  # that a run needs from its first to its last step
+PACKAGES = ("ipykernel", "papermill", "pandas", "pyarrow")  # that a run needs from its first to its last step
 RUN_DIR = "RUN_DIR"  # the one parameter the runner fills itself
+CELL_LIMIT_S = 1_800  # of a cell
 LONGEST_NAME = 100  # characters of a run folder's name
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 PICTURES = ("04_streaming/chunk_timeline.png",)  # files that the README shows; the notebooks hold their own figures
@@ -55,7 +56,7 @@ EXAMPLES = """examples:
   python -m mktts run notebooks/*.ipynb
   python -m mktts run notebooks/05_metrics.ipynb --set SEED=1,2,3 --set CHECKPOINT=random:tiny,random:0.6b
   python -m mktts run notebooks/04_streaming.ipynb --set 'TEXT="Yes, please.","No."'
-  python -m mktts run notebooks/*.ipynb --resume --publish outputs/reference
+  python -m mktts run notebooks/*.ipynb --publish outputs/reference
 
 Values are separated by commas and take the type of the notebook's parameter; several --set make every combination.
 A value with a comma goes in double quotes, a double quote inside those is doubled. A name that any one of the
@@ -72,7 +73,6 @@ class Notebook:
     path: Path
     parameters: dict[str, tuple[str, Any]]
     code_cells: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,13 @@ class NotebookRun:
 def read_notebook(path: Path) -> Notebook:
     """Reads the cell tagged `parameters`: literal assignments, one name each. Raises BatchError."""
     try:
-        text = path.read_text(encoding="utf-8")
-        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        cells = [cell for cell in json.loads(path.read_bytes())["cells"] if cell["cell_type"] == "code"]
         sources = ["".join(cell["source"]) for cell in cells]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BatchError(f"{path}: expected a notebook, could not read it: {error!r}") from None
     tagged = (s for c, s in zip(cells, sources, strict=True) if "parameters" in c.get("metadata", {}).get("tags", []))
     parameters = _parameters(next(tagged, ""), path)
-    code_cells = sum(bool(source.strip()) for source in sources)
-    return Notebook(path, parameters, code_cells, hashlib.sha256(text.encode()).hexdigest())
+    return Notebook(path, parameters, sum(bool(source.strip()) for source in sources))
 
 
 def _parameters(source: str, path: Path) -> dict[str, tuple[str, Any]]:
@@ -204,20 +202,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--publish", type=Path, metavar="DIR", help=f"copy runs without --set and {VERDICTS} here, to be read"
     )
-    parser.add_argument("--resume", action="store_true", help="skip runs that succeeded with the same notebook before")
-    parser.add_argument(
-        "--timeout", type=int, default=1_800, metavar="S", help="seconds per cell (default: %(default)s)"
-    )
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs the grid; 0 if every run succeeded, else 1. Raises BatchError before anything runs on bad input."""
     runs, out = plan(arguments.notebooks, arguments.set), arguments.out
-    checked_int("--timeout", arguments.timeout, 1, error=BatchError)
     if arguments.publish and arguments.set:
         raise BatchError("--publish keeps the runs of the notebooks' own parameters: expected no --set beside it")
-    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        raise BatchError(f"running notebooks needs {', '.join(missing)}, which is not installed: make setup")
+    for name in PACKAGES:
+        importlib.import_module(name)  # before anything runs: the command line says which one is missing
     from tqdm import tqdm
 
     table, machine = out.parent / TABLE, environment()
@@ -226,14 +219,11 @@ def main(arguments: argparse.Namespace) -> int:
         for number, run in enumerate(runs, 1):
             bar.set_description(run.name)
             cells_before = bar.n
-            if arguments.resume and is_done(out, run):
-                statuses[run.name], line = "ok", "done before"
-            else:
-                metrics = execute(run, out, machine, arguments.timeout, lambda **_: bar.update(1))
-                collect(out, table)  # after every run, so that a later notebook of the same call can read it
-                statuses[run.name], line = metrics["status"], f"{metrics['status']}  {metrics['duration_s']:.1f} s"
-                if metrics["status"] != "ok":
-                    line += f"  {metrics['ename']}: {str(metrics['evalue']).partition(chr(10))[0][:200]}"
+            metrics = execute(run, out, machine, lambda **_: bar.update(1))
+            collect(out, table)  # after every run, so that a later notebook of the same call can read it
+            statuses[run.name], line = metrics["status"], f"{metrics['status']}  {metrics['duration_s']:.1f} s"
+            if metrics["status"] != "ok":
+                line += f"  {metrics['ename']}: {str(metrics['evalue']).partition(chr(10))[0][:200]}"
             bar.update(cells_before + run.notebook.code_cells - bar.n)
             bar.write(f"[{number}/{len(runs)}] {run.name}  {line}", file=sys.stdout)
     collect(out, table)
@@ -251,23 +241,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if named["error"] else 0
 
 
-def is_done(out: Path, run: NotebookRun) -> bool:
-    """Whether `run` has succeeded before, with the notebook and the values as they are now."""
-    try:
-        metrics, parameters = (_document(out / run.name, name) for name in ("metrics", "parameters"))
-    except BatchError:
-        return False
-    same = (parameters.get("notebook_sha256"), parameters.get("set")) == (run.notebook.sha256, run.parameters)
-    return metrics.get("status") == "ok" and same
-
-
-def _document(folder: Path, name: str) -> dict[str, Any]:
-    return read_object(folder / f"{name}.json", BatchError, "; delete the folder of this run, or restore it")
-
-
-def execute(
-    run: NotebookRun, out: Path, machine: dict[str, Any], timeout_s: int, on_cell: Any = None
-) -> dict[str, Any]:
+def execute(run: NotebookRun, out: Path, machine: dict[str, Any], on_cell: Any = None) -> dict[str, Any]:
     """Executes one run into `out / run.name`, replacing what was there; returns its metrics. Never raises on a
     failing notebook: that is recorded."""
     folder = out / run.name
@@ -275,10 +249,10 @@ def execute(
     folder.mkdir(parents=True)
     write_json(folder / "environment.json", machine)
     defaults = {name: default for name, (_, default) in run.notebook.parameters.items() if name != RUN_DIR}
-    about = {"notebook": run.notebook.path.stem, "notebook_sha256": run.notebook.sha256, "set": run.parameters}
+    about = {"notebook": run.notebook.path.stem, "set": run.parameters}
     write_json(folder / "parameters.json", {**about, "parameters": {**defaults, **run.parameters}})
     start_s = time.perf_counter()
-    outcome = _papermill(run, folder, timeout_s, on_cell)
+    outcome = _papermill(run, folder, on_cell)
     return record(folder, duration_s=round(time.perf_counter() - start_s, 3), **outcome)
 
 
@@ -292,7 +266,10 @@ def collect(out: Path, table: Path) -> None:
     for folder in sorted(path.parent for path in out.glob("*/parameters.json")):
         if not (folder / "metrics.json").is_file():
             continue  # of a run that was killed
-        about, metrics, machine = (_document(folder, name) for name in ("parameters", "metrics", "environment"))
+        about, metrics, machine = (
+            read_object(folder / f"{name}.json", BatchError, "; delete the folder of this run, or restore it")
+            for name in ("parameters", "metrics", "environment")
+        )
         if "status" in metrics:
             row = {"run": folder.name, "notebook": about["notebook"], **metrics}
             row |= {f"param.{name}": value for name, value in about["parameters"].items()}
@@ -305,7 +282,7 @@ def collect(out: Path, table: Path) -> None:
     write_whole(table, frame.convert_dtypes().to_parquet(index=False))
 
 
-def _papermill(run: NotebookRun, folder: Path, timeout_s: int, on_cell: Any) -> dict[str, Any]:
+def _papermill(run: NotebookRun, folder: Path, on_cell: Any) -> dict[str, Any]:
     """Executes the notebook into `folder`; returns status, and ename, evalue and cell of a failure."""
     import papermill
 
@@ -323,7 +300,7 @@ def _papermill(run: NotebookRun, folder: Path, timeout_s: int, on_cell: Any) -> 
             language="python",
             cwd=cwd,
             progress_bar=False,
-            execution_timeout=timeout_s,
+            execution_timeout=CELL_LIMIT_S,
             kernel_manager_class=_this_interpreter(),
             on_cell_executed=on_cell,
         )

@@ -1,12 +1,11 @@
-"""`python -m mktts lab site`: executed notebooks as one static site, with sound, search and a table of all verdicts.
-The pages ask for nothing from elsewhere: pictures are in them, sounds and the search's index beside them, formulas are
-MathML. What they look like stands in `page/`."""
+"""`python -m mktts lab site`: executed notebooks as one static site, with sound and a table of all verdicts. The
+pages ask for nothing from elsewhere: pictures are in them, sounds beside them, formulas are MathML. What they look like
+stands in `page/`."""
 
 from __future__ import annotations
 
 import argparse
 import html
-import json
 import re
 import shutil
 import tempfile
@@ -28,8 +27,8 @@ from mktts.notebook.runs import PAGE, VERDICTS, publish
 
 RUNS = (Path("outputs/runs"), Path("outputs/reference"))
 OUT = Path("outputs/site")
+FIGURES = "figures.html"  # a folder with this page is a site
 TEMPLATE = Path(__file__).parent / "page"
-INDEX = "search.js"  # a script and not JSON: a page that was opened from a disk may not fetch
 NAMESPACE = "http://www.w3.org/1998/Math/MathML"
 AGENT_PICTURE = "agent_page.png"
 EXAMPLES = """examples:
@@ -76,7 +75,7 @@ class Page:
 
 
 class Prose(IPythonRenderer):
-    """Markdown to HTML. sections: what it found, for contents and search: level, id, heading and text."""
+    """Markdown to HTML. sections: what it found, for the contents: level, id and heading."""
 
     def __init__(self) -> None:
         super().__init__(escape=False)
@@ -86,15 +85,9 @@ class Prose(IPythonRenderer):
         plain = _plain(text)
         again = sum(one["heading"] == plain for one in self.sections)
         name = re.sub(r"\W+", "-", plain.lower()).strip("-") + (f"-{again + 1}" if again else "")
-        self.sections.append({"level": level, "id": name, "heading": plain, "text": ""})
+        self.sections.append({"level": level, "id": name, "heading": plain})
         anchor = f'<a class="anchor-link" href="#{name}" aria-label="Link to this section">¶</a>'
         return f'<h{level} id="{name}">{text}{anchor}</h{level}>\n'
-
-    def paragraph(self, text: str) -> str:
-        return super().paragraph(self._kept(text))
-
-    def block_text(self, text: str) -> str:
-        return super().block_text(self._kept(text))
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
         return text  # a badge lies elsewhere, and is named only
@@ -104,11 +97,6 @@ class Prose(IPythonRenderer):
 
     def inline_math(self, body: str) -> str:
         return _mathml(body, "inline")
-
-    def _kept(self, text: str) -> str:
-        if self.sections:
-            self.sections[-1]["text"] = f"{self.sections[-1]['text']} {_plain(text)}".strip()
-        return text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,26 +117,23 @@ def build(runs: Sequence[Path], out: Path) -> list[Page]:
     pages = found(runs)
     if not pages:
         raise BatchError(f"expected executed notebooks in {', '.join(map(str, runs))}, found none: make run")
-    if out.exists() and not (out / INDEX).is_file() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not (out / FIGURES).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise BatchError(f"{out}: expected a folder that is empty or holds a site, found something else")
     shutil.rmtree(out, ignore_errors=True)
-    for name in ("site.css", "site.js"):
-        write_whole(out / name, (TEMPLATE / name).read_bytes())
-    index: list[dict[str, str]] = []
+    write_whole(out / "site.css", (TEMPLATE / "site.css").read_bytes())
     with tempfile.TemporaryDirectory() as scratch:
         for number, page in enumerate(pages):
             copy = publish(page.folder, Path(scratch) / page.address / page.folder.name)
             page.notebook = nbformat.read(copy / "executed.ipynb", as_version=4)
             page.verdict = stored(Path(VERDICT).stem, page.folder) or {}
             before, after = pages[number - 1] if number else None, (pages[number + 1 :] or [None])[0]
-            markup = _exported(page, index, before=before, after=after)
+            markup = _exported(page, before=before, after=after)
             write_whole(out / page.address, _placed(markup, page, pages, [copy, page.folder, *runs], out).encode())
     for name, shows in (("index", "notebooks"), ("figures", "figures")):
         cell = nbformat.v4.new_markdown_cell(f"# {shows.capitalize()}")
         page = Page(Path(name), notebook=nbformat.v4.new_notebook(cells=[cell]))
-        write_whole(out / page.address, _exported(page, [], **{shows: pages}).encode())
+        write_whole(out / page.address, _exported(page, **{shows: pages}).encode())
     write_json(out / VERDICTS, [{"notebook": page.label, **page.verdict} for page in pages if page.verdict])
-    write_whole(out / INDEX, f"const SEARCH = {json.dumps(index, ensure_ascii=False)};\n".encode())
     return pages
 
 
@@ -164,8 +149,8 @@ def found(runs: Sequence[Path]) -> list[Page]:
     return [pages[address] for address in sorted(pages)]
 
 
-def _exported(page: Page, index: list[dict[str, str]], **known: Any) -> str:
-    """The page's HTML; its sections are added to `index`. known: what else the template shows."""
+def _exported(page: Page, **known: Any) -> str:
+    """The page's HTML. known: what else the template shows."""
     prose, section = Prose(), page.title
     page.notebook.cells = [c for c in page.notebook.cells if "injected-parameters" not in c.metadata.get("tags", [])]
     for cell in page.notebook.cells:
@@ -178,11 +163,7 @@ def _exported(page: Page, index: list[dict[str, str]], **known: Any) -> str:
     exporter.register_filter("short", short)
     about = provenance(stored("environment", page.folder))
     exporter.environment.globals["site"] = {"page": page, "sections": prose.sections, "about": about, **known}
-    markup, _ = exporter.from_notebook_node(page.notebook)
-    for one in prose.sections:
-        where = f"{page.address}#{one['id']}"
-        index.append({"address": where, "page": page.label, "heading": one["heading"], "text": one["text"]})
-    return markup
+    return exporter.from_notebook_node(page.notebook)[0]
 
 
 def _placed(markup: str, page: Page, pages: Sequence[Page], folders: Sequence[Path], out: Path) -> str:
@@ -204,7 +185,7 @@ def _placed(markup: str, page: Page, pages: Sequence[Page], folders: Sequence[Pa
         target = _TARGET.fullmatch(link[1])
         named = [one for one in pages if target and one.folder.name == target[1]]
         nearest = next((one for one in named if one.machine == page.machine), next(iter(named), None))
-        own = link[1] in {"index.html", "figures.html", *(one.address for one in pages)}
+        own = link[1] in {"index.html", FIGURES, *(one.address for one in pages)}
         return link[0] if own else f'<a href="{nearest.address}">{link[2]}</a>' if nearest else link[2]
 
     if PAGE in markup and (picture := taken(AGENT_PICTURE)):

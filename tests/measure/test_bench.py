@@ -197,12 +197,12 @@ def test_the_command_measures_this_checkpoint_by_itself_and_all_with_peers(monke
 
     monkeypatch.setattr(command, "measure", measured)
     monkeypatch.setattr(command, "table", lambda document: "table")
-    words = [["--device", "cpu"], ["--peers"], ["--only", "text", "--codec", "full"]]
+    words = [["--device", "cpu"], ["--peers"], ["--only", "text"]]
     assert [run("bench", *more) for more in words] == [0, 1, 0]
     quick, whole = (command.CHECKPOINT, 20), (BenchSettings.checkpoint, BenchSettings.samples)
-    assert asked == [(*quick, ["load", "streams", "codec"]), (*whole, list(SECTIONS)[:-1]), (*quick, ["text"])]
+    assert asked == [(*quick, ["streams", "codec"]), (*whole, list(SECTIONS)[:-1]), (*quick, ["text"])]
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"missing": {}}
-    with pytest.raises(MetricsError, match="--only names sections of load, .*, found ours"):
+    with pytest.raises(MetricsError, match="--only names sections of streams, .*, found ours"):
         run("bench", "--only", "ours")
 
 

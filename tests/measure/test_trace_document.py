@@ -11,7 +11,7 @@ from mktts.cli import main
 from mktts.kernel import trace
 from mktts.kernel.grid import choose_shape
 from mktts.kernel.trace import frame_points
-from mktts.measure.trace import BUILDS, document, record, table
+from mktts.measure.trace import BUILDS, document, record
 
 LAYERS = (4, 2)
 MAX_BYTES = 40_000  # of the reference that is committed
@@ -48,11 +48,8 @@ def test_one_frame_is_kept_mark_by_mark(found):
     assert steps.sum() == pytest.approx(found["frame_us"][BUILDS[0]], rel=0.01)
 
 
-def test_a_document_of_the_released_size_is_small_and_the_table_has_every_phase(found):
+def test_a_document_of_the_released_size_is_small():
     assert len(json.dumps(document_of(), indent=2)) < MAX_BYTES
-    text = table({**document_of((2, 1), 16), "device": "A"})
-    assert text.count("\ntalker ") == len([r for r in found["phases"][BUILDS[0]] if r["stack"] == "talker"])
-    assert "without marks" in text and " sum " in text
 
 
 class NoCard:
@@ -88,8 +85,6 @@ def test_recording_takes_turns_and_says_what_was_recorded(tiny, monkeypatch):
     assert waits[0] > 0 == waits[1] and json.loads(json.dumps(found, allow_nan=False)) == found
 
 
-def test_what_cannot_be_recorded_has_its_name(capsys):
+def test_where_there_is_no_device_nothing_is_recorded(capsys):
     assert main(["lab", "trace", "--checkpoint", "random:tiny"]) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
-    assert main(["lab", "trace", "--launches", "0"]) == 2
-    assert "--launches must be at least 1" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The site of executed notebooks: links, sound, search, figures, and nothing from elsewhere."""
+"""The site of executed notebooks: links, sound, figures, and nothing from elsewhere."""
 
 import base64
 import json
@@ -79,10 +79,6 @@ def test_two_executed_notebooks_become_a_site_that_needs_nothing_from_elsewhere(
     assert sounds == ["files/04_first/said.mp3", "files/05_next/spoken.mp3"]
     assert (out / sounds[1]).read_bytes() == b"sound" and (out / sounds[0]).stat().st_size > 100
 
-    index = json.loads(texts["search.js"].removeprefix("const SEARCH = ").rstrip(";\n"))
-    (hit,) = (one for one in index if "Zebras" in one["text"])
-    assert hit["heading"] == "04 · Can it be heard?" and hit["address"].startswith("04_first.html#04-can-it")
-    assert "not <prose>" not in texts["search.js"]
     rows = re.findall(r"<tr>(.*?)</tr>", pages["figures.html"], re.DOTALL)
     cells = [re.findall(r"<td>(.*?)</td>", row) for row in rows]
     assert [row for row in cells if row] == 3 * [["frames &lt;made&gt;", "0.667", "ms", "5", "≤ 1", "2 cores"]]

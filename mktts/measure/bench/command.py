@@ -11,14 +11,12 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mktts.arguments import add_options, given
 from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.arguments import add_model_arguments
 from mktts.checkpoint.random import RANDOM_WEIGHTS
@@ -41,7 +39,6 @@ def large(settings: BenchSettings) -> Measured:
 _STREAMS = ("ttfc_ms", "ttfc_sentence_ms", "rtf", "frame_with_codec_ms")
 # Name -> what it measures, and the figures that it must give. Others may come with them.
 SECTIONS: dict[str, tuple[Callable[[BenchSettings], Measured], tuple[str, ...]]] = {
-    "load": (sections.load, ("load_s", "warm_peak_rss_bytes")),
     "streams": (sections.streams, _STREAMS),
     "codec": (sections.codec, ("codec_1_ms", "codec_8_ms")),
     "frames": (sections.frames, ("talker_step_ms", "predictor_ms", "frame_ms")),
@@ -51,7 +48,7 @@ SECTIONS: dict[str, tuple[Callable[[BenchSettings], Measured], tuple[str, ...]]]
     "upstream": (sections.upstream, ("upstream_frame_ms", "upstream_rtf", "upstream_frame_with_codec_ms")),
     "words": (sections.words, ("word_start_error_s", "word_end_error_s")),
 }
-BY_ITSELF = tuple(SECTIONS)[:3]
+BY_ITSELF = tuple(SECTIONS)[:2]
 TIMED = tuple(SECTIONS)[:-1]
 CHECKPOINT = "random:tiny"
 TIMEOUT_S = 240.0  # of a section
@@ -59,8 +56,7 @@ _PACKAGES = ("qwen-tts", "qwen-tts-hf", "faster-qwen3-tts", "transformers")
 _TAIL_LINES = 12  # of a failed section's messages
 EXAMPLES = f"""examples:
   python -m mktts bench
-  python -m mktts bench --codec full
-  python -m mktts bench --checkpoint random:0.6b --only load
+  python -m mktts bench --checkpoint random:0.6b --only streams
   python -m mktts bench --peers --output bench.json
   python -m mktts bench --checkpoint small --device cpu --only words --output words.json
   python -m mktts bench --capacity
@@ -79,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", metavar="SECTION,...", help=f"of {', '.join(SECTIONS)} (default: {', '.join(BY_ITSELF)})"
     )
     parser.add_argument("--peers", action="store_true", help="all timings: ours, faster-qwen3-tts and upstream")
-    add_options(parser, BenchSettings)
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the document there")
     load.add_arguments(parser)
 
@@ -102,7 +97,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[BenchSettings, list[str]]:
     names = arguments.only.split(",") if arguments.only else list(TIMED if arguments.peers else BY_ITSELF)
     if unknown := [name for name in names if name not in SECTIONS]:
         raise MetricsError(f"--only names sections of {', '.join(SECTIONS)}, found {', '.join(unknown)}")
-    settings = BenchSettings(**load.model_of(arguments), **given(BenchSettings, arguments))
+    settings = BenchSettings(**load.model_of(arguments))
     default = BenchSettings.checkpoint if arguments.peers else CHECKPOINT
     settings = replace(settings, checkpoint=arguments.checkpoint or default)
     return settings if arguments.peers else replace(settings, frames=50, samples=20, utterances=5), names
@@ -145,21 +140,19 @@ def measure(settings: BenchSettings, names: Sequence[str], output: Path | None =
 
 def run_section(words: list[str], timeout_s: float = TIMEOUT_S) -> tuple[dict[str, Any], dict[str, Any], str | None]:
     """Runs a program that prints JSON lines: its figures, its notes, and why it failed (None: it did not)."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
-        try:
-            done = subprocess.run(words, **files, env={**os.environ, **python_path()}, timeout=timeout_s)
-            reason = f"exit status {done.returncode}" if done.returncode else None
-        except subprocess.TimeoutExpired:
-            reason = f"stopped after {timeout_s:.0f} s"
-        out.seek(0)
-        err.seek(0)
-        said, messages = out.readlines(), [line.rstrip() for line in err if line.strip()]
+    how = {"stdin": subprocess.DEVNULL, "env": {**os.environ, **python_path()}, "timeout": timeout_s}
+    try:
+        done = subprocess.run(words, capture_output=True, **how)
+        reason = f"exit status {done.returncode}" if done.returncode else None
+    except subprocess.TimeoutExpired as late:
+        done, reason = late, f"stopped after {timeout_s:.0f} s"
+    said, messages = ((part or b"").decode(errors="replace") for part in (done.stdout, done.stderr))
+    messages = [line.rstrip() for line in messages.splitlines() if line.strip()]
     if reason is not None:
         reason = ": ".join([reason, *messages[-1:]])
         print(f"{words[-2]}: {reason}", *messages[-_TAIL_LINES:], sep="\n    ", file=sys.stderr, flush=True)
     found: dict[str, dict[str, Any]] = {"figures": {}, "notes": {}}
-    for line in said:
+    for line in said.splitlines():
         if (value := object_of(line)) is not None:  # None: of a library that writes to standard output
             for kind, known in found.items():
                 known |= value.get(kind, {})
@@ -180,19 +173,17 @@ def print_section(name: str, settings: BenchSettings) -> None:
 def table(document: dict[str, Any]) -> str:
     """The document as people read it."""
     settings = document["settings"]
-    named = ("checkpoint", "large", "backend", "device", "dtype", "codec", "text")
+    named = ("checkpoint", "large", "backend", "device", "dtype", "text")
     lines = [
         f"{document['device']}, {document['environment']['cpu_cores']} cores, driver {document['driver']}, "
         f"torch {document['torch']}",
         ", ".join(f"{name} {settings[name]}" for name in named if settings.get(name)),
     ]
-    if settings["random_weights"] or settings.get("codec_random_weights"):
+    if settings["random_weights"]:
         lines.append(RANDOM_WEIGHTS)
     lines += ["", f"{'':32}{'median':>12}{'p95':>12}{'n':>6}  unit"]
     for name, figure in document["figures"].items():
-        scale, unit, digits = (2**20, "MiB", 0) if figure["unit"] == "bytes" else (1, figure["unit"], 3)
-        median, p95 = (f"{figure[key] / scale:12,.{digits}f}" for key in ("median", "p95"))
-        lines.append(f"{name.removesuffix('_bytes'):32}{median}{p95}{figure['n']:>6}  {unit}")
+        lines.append(f"{name:32}{figure['median']:12,.3f}{figure['p95']:12,.3f}{figure['n']:>6}  {figure['unit']}")
     lines += [f"{name:32}missing: {reason}" for name, reason in document["missing"].items()]
     return "\n".join(lines)
 

@@ -16,17 +16,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from mktts.arguments import option
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.engine.metrics import summarise
-from mktts.engine.options import StreamOptions
+from mktts.engine.options import Chunk, Guard, StreamOptions
 from mktts.errors import BackendUnavailable, MetricsError
-from mktts.measure.environment import peak_rss_bytes, provided_by
+from mktts.measure.environment import provided_by
 from mktts.measure.recogniser import Aligner
 from mktts.measure.recogniser import words as words_said
 from mktts.model.backend import Backend, Frame, default_dtype
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 WORDS = "The quick brown fox jumps over the lazy dog and then it runs home to sleep for the rest of a long day"
 SENTENCE = "The quick brown fox jumps over the lazy dog while a farmer watches from home."  # 15 words
-FULL_CODEC = "random:tiny:custom_voice:full-codec"
 STEADY_FRAMES = 8  # of a chunk once a stream runs: the last entry of the default schedule
 _MARGIN_CHARS = 30  # in which some beginning of a text has exactly the tokens that are wanted
 _SEEDS = 50  # streams that random weights may end early before a section gives up
@@ -74,7 +72,6 @@ class BenchSettings(ModelSettings):
     """What all sections measure alike.
 
     large, text_model: checkpoints of the sections `large` and `text`
-    codec: that is timed by itself: the checkpoint's, or one of the released size with random weights
     prompt_tokens: of the short text
     frames: of one utterance
     context, around: frames are timed at positions [context - around, context + around)
@@ -84,7 +81,6 @@ class BenchSettings(ModelSettings):
     device: str = "cuda"
     large: str = "random:1.7b"
     text_model: str = "random:0.6b"
-    codec: Literal["checkpoint", "full"] = option("checkpoint", "timed by itself; full: of the released size, random")
     prompt_tokens: int = 12
     frames: int = round(10 * FRAME_RATE_HZ)
     context: int = 200
@@ -136,22 +132,8 @@ def steady_frame_ms(chunks: Sequence[tuple[int, float]]) -> list[float]:
 # ---- sections
 
 
-def load(settings: BenchSettings) -> Measured:
-    """Seconds to load (files in the page cache), and peak resident bytes of this process after a first utterance, which
-    reads all of the memory-mapped weights."""
-    from mktts.synth import Synthesizer
-
-    checkpoint, loading = settings.open(), settings.loading()
-    begun_s = time.perf_counter()
-    with Synthesizer.load(checkpoint, **loading) as synthesizer:
-        yield "load_s", [time.perf_counter() - begun_s], "s"
-        synthesizer.warm_up()
-        yield "warm_peak_rss_bytes", [peak_rss_bytes()], "bytes"
-
-
 def streams(settings: BenchSettings, suffix: str = "") -> Measured:
     """First PCM of a few words and of a sentence, frame with codec and RTF, through the synthesizer."""
-    from mktts.engine.options import Chunk, Guard, StreamOptions
     from mktts.synth import Synthesizer
 
     checkpoint = settings.open()
@@ -194,9 +176,9 @@ def codec(settings: BenchSettings) -> Measured:
     """Chunks of 1 to 8 frames of random codes, codes on the host to PCM on the host, as the synthesizer decodes."""
     from mktts.codec.graphs import codec_for
 
-    checkpoint = open_checkpoint(FULL_CODEC) if settings.codec == "full" else settings.open()
+    checkpoint = settings.open()
     decoder = codec_for(checkpoint.codec_config, checkpoint.codec_tensors(), torch.device(settings.device))
-    yield {"codec_variant": decoder.name, "codec_random_weights": checkpoint.is_random}
+    yield {"codec_variant": decoder.name}
     size = min(CODEBOOK_SIZE, decoder.config.codebook_size)
     codes = torch.randint(size, (_CODEC_WARM_UP_FRAMES, NUM_CODEBOOKS), generator=torch.Generator().manual_seed(0))
     for count in _CODEC_CHUNKS_FRAMES:

@@ -2,8 +2,7 @@
 
 * client: a listener, all listeners of one load on one event loop, the figures of a load, and a server as a source
 * settings: what a load is, the arrivals, and what is said
-* record: the file that loads are merged into, and what follows from them
-* command: the arguments, the table
+* command: the arguments, the table, the file that loads are merged into, and what follows from them
 
 **Listeners** come by a Poisson process, whether earlier ones are served or not. Each takes every chunk as soon as it is
 there and plays from its first PCM on, in real time, without a prebuffer. **Time to first PCM** counts from the planned

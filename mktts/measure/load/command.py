@@ -1,5 +1,9 @@
 """`python -m mktts bench --load` and `--url`: loads of real-time listeners, one after the other. The last line of JSON:
-device, driver, torch, revision, date, environment, settings, points, figures, missing."""
+device, driver, torch, revision, date, environment, settings, points, figures, missing.
+
+The file that loads are merged into: `points`, a load each (mktts.measure.load.client.measured), with revision, device,
+driver, torch, date and command beside; `figures`, name -> {value, unit, n, ...}, read off a point. A load that was not
+held for its whole time is refused. A later one takes the place of an earlier one of the same conditions."""
 
 from __future__ import annotations
 
@@ -8,12 +12,13 @@ import math
 import shlex
 import sys
 import threading
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import asdict
-from functools import cached_property
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -21,17 +26,30 @@ import numpy as np
 from mktts.arguments import add_options, given
 from mktts.checkpoint import DEFAULT_CHECKPOINT
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.common import whole_numbers
+from mktts.common import read_object, require_writable, whole_numbers, write_json
 from mktts.errors import MetricsError
 from mktts.measure.bench.sections import WORDS
 from mktts.measure.environment import head
-from mktts.measure.load import client, record
-from mktts.measure.load.settings import LoadSettings, LoadTexts, spoken, texts_for
+from mktts.measure.load import client
+from mktts.measure.load.settings import HELD_S, LoadSettings, LoadTexts, spoken, texts_for
 from mktts.measure.metrics import cell, object_of
 
-if TYPE_CHECKING:
-    from mktts.synth import Synthesizer
-
+FIRST_PCM_MS = 100.0  # p99, of a load that counts as carried on a GPU
+FIRST_BYTE_MS = 120.0  # p99, of a server's
+AUDIBLE_MS = 500.0  # p95, of one on a CPU
+DERIVED = (
+    "listeners", "listeners_full_precision", "listeners_1p7b", "ttfc_p99_512_ms", "ttfc_p99_1024_ms", "ttfb_p99_ms",
+    "underruns", "refused",
+)  # fmt: skip
+PROVENANCE = ("revision", "device", "driver", "torch", "date")  # what stands beside each point and figure
+_SAME = ("listeners", "codec", "deterministic", "engine", "context_rows", "context", "checkpoint", "dtype", "backend")
+_BESIDE = (
+    *PROVENANCE, "command", "codec", "deterministic", "engine", "underruns", "ttfc_p99_ms", "ttfb_p99_ms", "open_mean",
+    "playing_mean",
+)  # fmt: skip
+_NEAR = 1.15  # a figure at N listeners is read off a point of N to so many times N
+_LARGE = "1b7"
+_SERVER = "server"  # the engine that a server's listeners know
 _GPU_CHECKPOINT = "random:0.6b"
 _GPU_LISTENERS, _CPU_LISTENERS = "256,512", "2,4"
 _ASK_S = 10.0
@@ -63,39 +81,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Holds the loads; each is merged into --into as soon as it is there. Returns document and table. Raises
     MetricsError where no server answers, and where loads that are to be kept are not held long enough."""
-    with closing(Server(arguments) if arguments.url else Subject(settings_of(arguments))) as subject:
-        settings, gpu, into = subject.settings, subject.settings.device.startswith("cuda"), arguments.into
-        if into is not None:
-            record.require_place(into, settings)
-        default = _GPU_LISTENERS if gpu else _CPU_LISTENERS
-        listeners = whole_numbers("--listeners", default if arguments.listeners is None else arguments.listeners)
-        if arguments.capacity and not arguments.load:
-            listeners = ()
+    subject = Server(arguments) if arguments.url else None
+    settings, into = subject.settings if subject else settings_of(arguments), arguments.into
+    gpu = settings.device.startswith("cuda")
+    default = _GPU_LISTENERS if gpu else _CPU_LISTENERS
+    listeners = whole_numbers("--listeners", default if arguments.listeners is None else arguments.listeners)
+    if arguments.capacity and not arguments.load:
+        listeners = ()
+    if into is not None:
+        if not settings.recordable:
+            least, got = f"a load is held for at least {HELD_S:g} s to be kept", f"--seconds {settings.seconds:g}"
+            raise MetricsError(f"{least}, got {got}: leave --into out")
+        into.parent.mkdir(parents=True, exist_ok=True)
+        require_writable(into)
+    with closing(subject or Subject(settings)) as subject:
         document: dict[str, Any] = {**head(settings.device), **subject.place}
         document["settings"] = {**asdict(settings), "random_weights": subject.random_weights}
         document |= {"points": [], "figures": {}, "missing": {}}
-        beside = {name: document[name] for name in record.PROVENANCE} | {"command": _command(sys.argv[1:])}
+        beside = {name: document[name] for name in PROVENANCE} | {"command": _command(sys.argv[1:])}
         said = subject.capacity(arguments.capacity)
         more = {"capacity_said": {**said, "unit": "listeners", "n": 1}} if said["basis"] else {}
         for count in listeners:
             point, _, _ = subject.met(count)
             document["points"].append(point)
             if settings.burst:
-                more |= record.burst(count, point)
+                more |= burst(count, point)
                 continue
             if settings.recordable and point["refused"] and point["in_time"] == point["arrivals"] - point["refused"]:
                 # More were offered than it says, and those it let in were in time.
                 more["capacity_held"] = {"value": point["playing_mean"], "unit": "listeners", "n": point["in_time"]}
             if into is not None:
-                record.merge(into, beside, gpu, [point])
-        if settings.recordable and listeners and not settings.burst:
-            document["figures"] = record.carried([{**point, **beside} for point in document["points"]], gpu)
-            if "listeners" not in document["figures"]:
-                why = "no load was carried: not every listener was in time, or waits were long"
-                document["missing"]["listeners"] = why
-        document["figures"] |= more
-        if into is not None:
-            record.merge(into, beside, gpu, [], more)
+                merge(into, beside, gpu, [point])
+    if settings.recordable and listeners and not settings.burst:
+        document["figures"] = carried([{**point, **beside} for point in document["points"]], gpu)
+        if "listeners" not in document["figures"]:
+            why = "no load was carried: not every listener was in time, or waits were long"
+            document["missing"]["listeners"] = why
+    document["figures"] |= more
+    if into is not None:
+        merge(into, beside, gpu, [], more)
     return document, table(document)
 
 
@@ -115,28 +139,20 @@ def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class Subject:
-    """A synthesizer in this process. It is loaded, and the texts are made, when they are first asked for."""
+    """A synthesizer in this process, loaded and warmed up; raises what Synthesizer.load raises."""
 
     place: dict[str, Any] = {}
 
     def __init__(self, settings: LoadSettings) -> None:
+        from mktts.synth import Synthesizer
+
         self.settings = settings
         self.stopped = threading.Event()  # ends the load that is held
         self.checkpoint = settings.open()
         self.random_weights = self.checkpoint.is_random
-
-    @cached_property
-    def source(self) -> Synthesizer:
-        """Warmed up. Raises what Synthesizer.load raises."""
-        from mktts.synth import Synthesizer
-
-        synthesizer = Synthesizer.load(self.checkpoint, **self.settings.loading())
-        synthesizer.warm_up()
-        return synthesizer
-
-    @cached_property
-    def texts(self) -> LoadTexts:
-        return texts_for(self.checkpoint, self.settings.context_rows)
+        self.texts = texts_for(self.checkpoint, settings.context_rows)
+        self.source = Synthesizer.load(self.checkpoint, **settings.loading())
+        self.source.warm_up()
 
     def capacity(self, renew: bool) -> dict[str, Any]:
         """What the synthesizer says that it serves in time, and how it knows. renew: measured anew."""
@@ -144,8 +160,7 @@ class Subject:
         return {"value": None if math.isinf(found.streams) else found.streams, "basis": found.basis}
 
     def close(self) -> None:
-        if "source" in self.__dict__:
-            self.__dict__.pop("source").close()
+        self.source.close()
 
     def met(self, listeners: int) -> tuple[dict[str, Any], client.LoadRun, np.ndarray]:
         """The point of a load, what its listeners met one by one, and the ticks (n,) of the held time; of a server
@@ -266,3 +281,115 @@ def table(document: dict[str, Any]) -> str:
 
 def _shown(value: Any) -> str:
     return "-" if value is None else cell(round(value, 2) if isinstance(value, float) else value)
+
+
+# ---- the file that loads are merged into, and what follows from them
+
+
+def merge(
+    path: Path, beside: dict[str, Any], gpu: bool, points: list[dict[str, Any]], more: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Puts points, and `more` figures that no point gives, into the file and reads its figures off again; returns all
+    of it. beside: PROVENANCE, with the command. gpu: which limit of the wait counts. Raises MetricsError for a point
+    that was not held, and for a file of another device or of something else: nothing is written then."""
+    document = read_object(path, MetricsError) if path.exists() else {"figures": {}, "points": []}
+    if not isinstance(document.get("figures"), dict) or not isinstance(document.get("points"), list):
+        raise MetricsError(f"{path}: expected figures and points, found {sorted(document)}: name another file")
+    if document.get("device", beside["device"]) != beside["device"]:
+        raise MetricsError(
+            f"{path}: figures of {document['device']}, and this is {beside['device']}: name another file"
+        )
+    kept = list(document["points"])
+    for point in points:
+        if point["held"] is not True:
+            raise MetricsError(
+                f"a load that was not held for its whole time cannot be recorded: {point['duration_s']:.1f} s at "
+                f"{point['listeners']} listeners"
+            )
+        kept = [other for other in kept if not same(other, point)] + [{**point, **beside}]
+    kept.sort(key=lambda p: (p["model_size"], p["context_rows"], p["codec"], p["deterministic"], p["listeners"]))
+    others = {name: value for name, value in document["figures"].items() if name not in DERIVED}
+    document |= {name: beside[name] for name in ("device", "driver", "torch")}
+    document |= {"points": kept, "figures": others | carried(kept, gpu) | (more or {})}
+    write_json(path, document)
+    return document
+
+
+def burst(count: int, point: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The figures of so many listeners that came at once."""
+    heard = point["arrivals"] - point["refused"] - point["unanswered"]
+    return {
+        f"burst_{count}_{name}": {"value": value, "unit": "listeners", "n": point["arrivals"]}
+        for name, value in (("accepted", heard), ("stalled", point["stalled"]))
+    }
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two points have the same conditions."""
+    return all(one.get(name) == other.get(name) for name in _SAME)
+
+
+def carried(points: list[dict[str, Any]], gpu: bool) -> dict[str, dict[str, Any]]:
+    """What follows from held points.
+
+    listeners: the most that were all served in time for the whole run, and whose wait was within FIRST_PCM_MS (of a
+    server FIRST_BYTE_MS, on a CPU AUDIBLE_MS), by the fast codec of the small model; the same by the full one, and by
+    the 1.7B model. The mean of the streams that were open; of a server those that played at once, at most as many as
+    were offered. Where several contexts were measured, the smallest of their figures. ttfb_p99_ms: of a server at that
+    load. ttfc_p99_N_ms: of the smallest point of at least N open streams (and not far above) of each engine and
+    precision the best, and of the contexts the worst."""
+    small = [point for point in points if point["model_size"] != _LARGE]
+    precisions = {"full"} if gpu else set()
+    groups = {
+        "listeners": [point for point in small if point["codec"] not in precisions],
+        "listeners_full_precision": [point for point in small if point["codec"] in precisions],
+        "listeners_1p7b": [point for point in points if point["model_size"] == _LARGE],
+    }
+    found = {}
+    for name, group in groups.items():
+        best = _by_context([point for point in group if _passes(point, gpu)], lambda point: -listeners_of(point))
+        if best and best.keys() == {point["context_rows"] for point in group}:  # else one carries no load at all
+            found[name] = _figure(best, listeners_of, "listeners", min)
+    if (best := found.get("listeners")) and best["engine"] == _SERVER:
+        found["ttfb_p99_ms"] = {**best, "value": best["ttfb_p99_ms"], "unit": "ms"}
+    for count in (512, 1_024):
+        near = [p for p in small if count <= p["open_mean"] <= _NEAR * count and p["ttfc_p99_ms"] is not None]
+        smallest: dict[Any, dict[str, Any]] = {}
+        for point in sorted(near, key=itemgetter("open_mean")):
+            smallest.setdefault(itemgetter("context_rows", "engine", "codec", "deterministic")(point), point)
+        if smallest:
+            wait_ms = itemgetter("ttfc_p99_ms")
+            found[f"ttfc_p99_{count}_ms"] = _figure(_by_context(smallest.values(), wait_ms), wait_ms, "ms", max)
+    return found
+
+
+def listeners_of(point: dict[str, Any]) -> float:
+    """How many listeners a point stands for: see `carried`."""
+    if point["engine"] == _SERVER:  # a server's streams end before their listeners have played them
+        return min(point["listeners"], point["playing_mean"])
+    return point["open_mean"]
+
+
+def _passes(point: dict[str, Any], gpu: bool) -> bool:
+    name, most_ms = ("ttfc_p99_ms", FIRST_PCM_MS) if gpu else ("audible_p95_ms", AUDIBLE_MS)
+    if gpu and point["engine"] == _SERVER:
+        name, most_ms = "ttfb_p99_ms", FIRST_BYTE_MS
+    return point["held"] and client.clean(point) and point[name] is not None and point[name] <= most_ms
+
+
+def _by_context(points: Iterable[dict[str, Any]], key: Callable[[dict], float]) -> dict[int, dict[str, Any]]:
+    """Prompt rows -> of their points that with the smallest key."""
+    best: dict[int, dict[str, Any]] = {}
+    for point in sorted(points, key=key):
+        best.setdefault(point["context_rows"], point)
+    return dict(sorted(best.items()))
+
+
+def _figure(
+    best: dict[int, dict[str, Any]], value: Callable[[dict], float], unit: str, worst: Callable[..., Any]
+) -> dict[str, Any]:
+    """The value of the worst context's point, and what stands beside it."""
+    point = worst(best.values(), key=value)
+    by_context = {str(rows): value(one) for rows, one in best.items()}
+    about = {"n": point["arrivals"], "offered": point["listeners"], "by_context": by_context}
+    return {"value": value(point), "unit": unit, **about, **{name: point.get(name) for name in _BESIDE}}

@@ -154,7 +154,6 @@ class LanesUnderTest:
 
     def __init__(self, lanes: Lanes, inside: Callable[[int, Tensor, bool], Observed], watched: int) -> None:
         self.lanes, self._inside, self._watched = lanes, inside, watched
-        self._cut = self._kept = 0
 
     def observed(self, streams: Sequence[RowStream], size: int) -> Iterator[tuple[int, list[Observed]]]:
         """What every frame of the compared streams did, with their numbers."""
@@ -164,18 +163,12 @@ class LanesUnderTest:
             if number in seen:
                 seen[number].append(self._inside(lane, codes, frame == 0))
 
-        ticks = RandomTicks(self.lanes, streams, size, seed=size)
-        ticks.play(watch)
-        self._cut, self._kept = self._cut + ticks.cut, self._kept + ticks.kept
+        RandomTicks(self.lanes, streams, size, seed=size).play(watch)
         return iter(seen.items())
 
     def codes(self, streams: Sequence[RowStream], size: int) -> list[Tensor]:
         """Codes (T, 16) of each stream."""
         return RandomTicks(self.lanes, streams, size, seed=size).play()
-
-    def notes(self) -> dict[str, Any]:
-        """`cut` and `kept` of all loads that were observed, as of RandomTicks."""
-        return {"prompts_cut": self._cut, "prefixes_kept": self._kept}
 
 
 def cuda_lanes(

@@ -31,7 +31,7 @@ import torch
 from mktts.arguments import add_options, given, option
 from mktts.checkpoint import SOURCES, Checkpoint, open_checkpoint
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.common import write_json
+from mktts.common import require_writable, write_json
 from mktts.engine.upstream import load_upstream
 from mktts.errors import BackendUnavailable, MetricsError
 from mktts.measure.environment import batch_missing, head, kernel_missing, provided_by, versions
@@ -108,50 +108,48 @@ def main(arguments: argparse.Namespace) -> int:
     settings = ParitySettings(**given(ParitySettings, arguments))
     settings = replace(settings, device=str(device_named(settings.device)))
     torch.set_float32_matmul_precision("highest")
-    document: dict[str, Any] = {
-        **head(settings.device),
-        "packages": {**versions(_PACKAGES), "qwen_tts": provided_by("qwen_tts")},
-        "kernel": settings.kernel,
-        "limit": LIMIT,
-        "minutes": settings.minutes,
-        "parts": settings.parts.split(","),
-        "scope": asdict(SCOPE),
-        "checkpoints": {},
-    }
-
-    def store() -> None:
-        found = document["checkpoints"].values()
-        document["passed"] = bool(found) and all(one["passed"] for one in found)
-        write_json(arguments.output, without_paths(document))
-
-    store()  # a file that cannot be written is known now, not after five minutes
+    require_writable(arguments.output)
     sources = list(dict.fromkeys(arguments.checkpoint))
     for source in sources:
         if not source.startswith("random:"):
-            open_checkpoint(source, settings.revision)  # likewise one that cannot be opened
+            open_checkpoint(source, settings.revision)  # one that cannot be opened is known now, not after five minutes
+    found: dict[str, dict[str, Any]] = {}
     for source in sources:
         name = name_of(source)
-        while name in document["checkpoints"]:
+        while name in found:
             name += "'"
-        result = document["checkpoints"][name] = {"passed": False, "sections": {}, "errors": {}}
-        _prove(source, name, settings, result, store)
-    document = without_paths(document)
+        found[name] = _proven(source, name, settings)
+    document = without_paths(
+        {
+            **head(settings.device),
+            "packages": {**versions(_PACKAGES), "qwen_tts": provided_by("qwen_tts")},
+            "kernel": settings.kernel,
+            "limit": LIMIT,
+            "minutes": settings.minutes,
+            "parts": settings.parts.split(","),
+            "scope": asdict(SCOPE),
+            "checkpoints": found,
+            "passed": all(one["passed"] for one in found.values()),
+        }
+    )
+    write_json(arguments.output, document)
     print(_summary(document))
     print(f"\nwritten: {arguments.output}")
     print(json.dumps(document, sort_keys=True, allow_nan=False, separators=(",", ":")))
     return 0 if document["passed"] else 1
 
 
-def _prove(source: str, name: str, settings: ParitySettings, result: dict[str, Any], store: Callable[[], None]) -> None:
-    """Fills `result` section by section, within the minutes given."""
+def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
+    """What is found of a checkpoint, section by section, within the minutes given."""
     checkpoint = open_checkpoint(source, settings.revision)
-    result["checkpoint"] = {
+    about = {
         "source": name,
         "revision": checkpoint.revision,
         "model": f"{checkpoint.config.model_size} {checkpoint.config.type.name}",
         "weights": RANDOM_WEIGHTS if checkpoint.is_random else str(checkpoint.revision or "of a folder"),
         "sha256": {file: _digest(checkpoint.folder / file) for file in _CONFIGS},
     }
+    result: dict[str, Any] = {"checkpoint": about, "sections": {}}
     asked = settings.parts.split(",")
     missing = {part: why for part in _ON_DEVICE if (why := settings.missing(part))}
     upstream = lru_cache(1)(partial(load_upstream, checkpoint))  # kept until `cache_clear`
@@ -162,7 +160,7 @@ def _prove(source: str, name: str, settings: ParitySettings, result: dict[str, A
         upstream.cache_clear()
         batch, of_source = part == "batch", {"revision": settings.revision, "budget": within}
         found = parity_of(source, SCOPE, settings.kernel, settings.device, batch=batch, **of_source)
-        result.update({"batch": found} if batch else {key: v for key, v in found.items() if key != "passed"})
+        result.update({"batch": found} if batch else found)
         return outcome(found)
 
     work: dict[str, Callable[[Budget], dict[str, Any]]] = {
@@ -180,9 +178,8 @@ def _prove(source: str, name: str, settings: ParitySettings, result: dict[str, A
         within = budget.share(share / max(1, left))
         left -= share
         result["sections"][part] = section(partial(work[part], within))
-        states = {found["status"] for found in result["sections"].values()}
-        result["passed"] = "passed" in states and "failed" not in states
-        store()
+    states = {found["status"] for found in result["sections"].values()}
+    return {**result, "passed": "passed" in states and "failed" not in states}
 
 
 def section(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -275,8 +272,6 @@ def _summary(document: dict[str, Any]) -> str:
             figures = {key: v for key, v in found.items() if key not in ("status", "seconds", "reason", "rows")}
             said = found.get("reason") or json.dumps(figures)
             lines.append(f"  {name:8}{found['status']:9}{found['seconds']:6.1f} s  {said}")
-        for name in ("divergence", "exact", "errors"):
-            lines += [f"  {name}: {json.dumps(result[name])}"] if result.get(name) else []
     return "\n".join(lines)
 
 

@@ -3,7 +3,7 @@
 * forced: logits of the sixteen heads and the talker's residual stream at contexts from 16 to 2 000 rows, the model
   under test choosing the codes. `ratio` is its relative rms error to fp32 over the bf16 oracle's: at most LIMIT passes.
   `total_variation` is the distance to fp32's sampling distributions. Rows beyond what the megakernel's prefill takes go
-  through it one by one (`prompt_rows_one_by_one`).
+  through it one by one.
 * divergence: where a greedy stream first differs from fp32's choices on ordinary weights, one that is not explained
   before others: see `ratio.first_difference`.
 * exact: greedy codes on wide-margin random weights, frame for frame equal to fp32's.
@@ -15,9 +15,6 @@ runs where there is no GPU."""
 from __future__ import annotations
 
 import gc
-import sys
-import time
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -73,7 +70,6 @@ class KernelUnderTest:
     def __init__(self, backend: Any) -> None:
         self.backend = backend
         self._debug = backend.new_debug() if hasattr(backend, "new_debug") else None  # PyTorch needs none
-        self._one_by_one: dict[str, int] = {}
 
     @torch.inference_mode()
     def start(self, prompt: Prompt | PromptRows | RowStream, sampling: Sampling, seed: int, max_frames: int) -> Any:
@@ -82,7 +78,6 @@ class KernelUnderTest:
         at_once = len(embeds) if self._debug is None else self.backend._prefill.capacity
         rest = embeds[at_once:]
         state = self.backend.start(PromptRows(embeds[:at_once]), sampling, seed, len(rest) + max_frames)
-        self._one_by_one[str(len(embeds))] = len(rest)
         if len(rest):
             for rows in rest.to(self.backend.device, self.backend.dtype).contiguous().split(_ROWS_A_LAUNCH):
                 self.backend.put_rows(state, rows, state.prompt_rows).synchronize()
@@ -109,10 +104,6 @@ class KernelUnderTest:
     def codes(self, streams: Sequence[RowStream], size: int) -> list[Tensor]:
         """Codes (T, 16) of each stream."""
         return [our_codes(self.backend, one, one.sampling, one.seed, len(one.text)) for one in streams]
-
-    def notes(self) -> dict[str, Any]:
-        """Of the prompts of each length, the rows that were put one by one."""
-        return {"prompt_rows_one_by_one": self._one_by_one}
 
     def _frames(self, stream: RowStream) -> Iterator[ratio.Observed]:
         state = self.start(stream, stream.sampling, stream.seed, len(stream.text))
@@ -213,10 +204,10 @@ def parity_of(
 
     kernel: "megakernel" or "torch". batch: of the batched frame instead, by mode, and of the codec of many streams.
     budget: what does not fit into it makes fewer frames than `scope` asks for; every comparison says how many it made.
-    What fails is named under `errors`; `passed` says whether nothing did and all that ran passed."""
+    `passed` says whether all passed."""
     exact_frames = scope.lane_exact if batch else scope.exact
     margin = source.startswith("random:") and exact_frames > 0
-    found: dict[str, Any] = {"seconds": {}, "errors": {}}
+    found: dict[str, Any] = {}
     by_mode = {mode: found.setdefault(mode, {}) for mode in MODES} if batch else {kernel: found}
 
     def under_test(checkpoint: Checkpoint, mode: str, bf16: TorchBackend, streams: Sequence[RowStream]) -> UnderTest:
@@ -228,24 +219,23 @@ def parity_of(
 
         return KernelUnderTest(MegakernelBackend(checkpoint.config, checkpoint.tensors(), device))
 
-    def forced(within: Budget) -> None:
-        checkpoint = open_checkpoint(source, revision)
-        oracles = oracles_of(checkpoint, device)
-        if batch:
-            load = partial(random_load, oracles[1], watched=scope.watched, frames=scope.lane_frames)
-            loads = {size: load(size, contexts=scope.contexts) for size in scope.lanes}
-        else:
-            load = partial(random_load, oracles[1], _EACH, watched=_EACH, frames=max(2, -(-scope.frames // _EACH)))
-            loads = {rows: load(contexts=(rows,)) for rows in scope.contexts}
-        for index, (mode, compared) in enumerate(by_mode.items()):
-            tested = under_test(checkpoint, mode, oracles[0], list(chain(*loads.values())))
-            compared.update(forced_frames(tested, oracles, loads, within.share(1 / (len(by_mode) - index))))
-            compared["forced"] |= tested.notes()
-            del tested
-            release(device)
-
-    def exact(within: Budget) -> None:
-        checkpoint = open_checkpoint(source + MARGIN, revision)
+    checkpoint = open_checkpoint(source, revision)
+    oracles, within = oracles_of(checkpoint, device), budget.share(0.6 if margin else 0.8)
+    if batch:
+        load = partial(random_load, oracles[1], watched=scope.watched, frames=scope.lane_frames)
+        loads = {size: load(size, contexts=scope.contexts) for size in scope.lanes}
+    else:
+        load = partial(random_load, oracles[1], _EACH, watched=_EACH, frames=max(2, -(-scope.frames // _EACH)))
+        loads = {rows: load(contexts=(rows,)) for rows in scope.contexts}
+    for index, (mode, compared) in enumerate(by_mode.items()):
+        tested = under_test(checkpoint, mode, oracles[0], list(chain(*loads.values())))
+        compared |= forced_frames(tested, oracles, loads, within.share(1 / (len(by_mode) - index)))
+        del tested
+        release(device)
+    if margin:
+        del oracles, loads, load
+        release(device)
+        checkpoint, within = open_checkpoint(source + MARGIN, revision), budget.share(0.8)
         bf16, fp32 = oracles_of(checkpoint, device)
         sizes = scope.lanes if batch else (1,)
         streams = ratio.spoken_streams(checkpoint, fp32, scope.watched if batch else 1, exact_frames)
@@ -253,25 +243,11 @@ def parity_of(
         for mode, compared in by_mode.items():
             compared["exact"] = exact_codes(under_test(checkpoint, mode, bf16, room), fp32, streams, sizes, within)
             release(device)
-
-    def codec(within: Budget) -> None:
-        found["codec"] = batched_errors(open_checkpoint(source, revision), device, scope.lanes, within)
-
-    parts = {"forced": (forced, 0.6 if margin else 0.8)}  # and the share of the time
-    parts |= {"exact": (exact, 0.8)} if margin else {}
-    parts |= {"codec": (codec, 1.0)} if batch else {}
-    for name, (compare, share) in parts.items():
-        begun_s = time.perf_counter()
-        try:
-            compare(budget.share(share))
-        except Exception as error:  # noqa: BLE001  the other parts still count
-            traceback.print_exc(file=sys.stderr)
-            found["errors"][name] = f"{type(error).__name__}: {error}"
-        found["seconds"][name] = time.perf_counter() - begun_s
-        release(device)
+    if batch:
+        found["codec"] = batched_errors(open_checkpoint(source, revision), device, scope.lanes, budget)
     measured = [compared[name] for compared in by_mode.values() for name in _WRONG if name in compared]
-    measured += [found["codec"]] if "codec" in found else []
-    return {**found, "passed": not found["errors"] and all(value["passed"] for value in measured)}
+    measured += [found["codec"]] if batch else []
+    return {**found, "passed": all(value["passed"] for value in measured)}
 
 
 def release(device: str) -> None:
@@ -285,14 +261,11 @@ def outcome(found: dict[str, Any]) -> dict[str, Any]:
     """The section of what `parity_of` found; the comparisons themselves stand beside the sections."""
     by_mode = {f"{mode}, ": found[mode] for mode in MODES if mode in found} or {"": found}
     section: dict[str, Any] = {"frames": 0, "ratio": {}}
-    reasons = [f"{name}: {reason}" for name, reason in found["errors"].items()]
+    reasons = []
     for mode, compared in by_mode.items():
-        if "forced" in compared:
-            section["frames"] += sum(compared["forced"]["frames"].values())
-            section["ratio"] |= {f"{mode}{n}": value["ratio"] for n, value in compared["forced"]["pooled"].items()}
-        reasons += [
-            mode + reason for name, reason in _WRONG.items() if not compared.get(name, {"passed": True})["passed"]
-        ]
+        section["frames"] += sum(compared["forced"]["frames"].values())
+        section["ratio"] |= {f"{mode}{n}": value["ratio"] for n, value in compared["forced"]["pooled"].items()}
+        reasons += [mode + why for name, why in _WRONG.items() if name in compared and not compared[name]["passed"]]
     if "codec" in found:
         section["codec_db"] = {name: v["snr_db"] for name, v in found["codec"].items() if isinstance(v, dict)}
         reasons += [] if found["codec"]["passed"] else ["the codec in a batch is farther from fp32 than it may be"]

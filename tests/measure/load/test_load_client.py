@@ -195,18 +195,6 @@ def test_every_way_a_stream_can_go_is_noted_as_what_it_is_and_the_process_is_as_
     assert (sys.getswitchinterval(), gc.get_freeze_count() > 0) == (before_s, frozen)
 
 
-def test_what_fails_in_the_client_itself_ends_its_streams_and_is_raised(monkeypatch):
-    async def broken(at_s: float) -> None:
-        await asyncio.sleep(0.5)
-        raise RuntimeError("no clock")
-
-    monkeypatch.setattr("mktts.measure.load.client._until", broken)
-    script = Script((0, NEVER))
-    with pytest.raises(RuntimeError, match="no clock"):
-        held(script, monkeypatch, seconds=50.0)
-    assert script.cancelled == 1
-
-
 def test_another_thread_can_stop_a_load(monkeypatch):
     monkeypatch.setattr(LoadSettings, "arrivals", lambda self, listeners: [(0.0, 40)])
     script, stopped = Script((0, NEVER)), threading.Event()

@@ -6,7 +6,7 @@ import pytest
 from load_document import BESIDE, load_file, point
 
 from mktts.errors import MetricsError
-from mktts.measure.load.record import carried, merge, read, same
+from mktts.measure.load.command import carried, merge, same
 
 
 def values(points: list[dict], gpu: bool = True) -> dict[str, float]:
@@ -54,7 +54,7 @@ def test_a_file_of_something_else_is_not_overwritten(tmp_path):
     path = tmp_path / "bench.json"
     path.write_text('{"figures": {}}')
     with pytest.raises(MetricsError, match="expected figures and points"):
-        read(path)
+        merge(path, BESIDE, True, [point(512)])
 
 
 UNCLEAN = [{"underruns": 1}, {"refused": 1}, {"unanswered": 1}, {"errors": 1}, {"held": False}]

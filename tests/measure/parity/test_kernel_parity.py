@@ -1,7 +1,5 @@
 """The kernels' parity check, with torch in the kernels' place: right ones pass, wrong ones are caught and located."""
 
-from collections import deque
-
 import pytest
 import torch
 
@@ -116,7 +114,7 @@ def test_fp32_never_differs_and_a_difference_beyond_rounding_is_not_explained(ti
 # ---- many lanes
 
 
-def test_wide_margins_are_exact_in_every_lane_and_a_wrong_head_or_an_early_end_is_located(tiny_margin):
+def test_wide_margins_are_exact_in_every_lane_and_a_wrong_head_is_located(tiny_margin):
     fp32, lanes = backend_of(tiny_margin, torch.float32), lanes_of(tiny_margin, torch.bfloat16)
     streams = ratio.spoken_streams(tiny_margin, fp32, 3, 5)
     assert len({len(stream.embeds) for stream in streams}) > 1
@@ -124,23 +122,6 @@ def test_wide_margins_are_exact_in_every_lane_and_a_wrong_head_or_an_early_end_i
     found = kernel.exact_codes(tested, fp32, streams, SCOPE.lanes)
     assert found == {"frames": 35, "asked": 35, "equal": True, "passed": True}
 
-    launch, collect, ticks = lanes.launch, lanes.collect, deque()
-
-    def noted(tick, rows):
-        ticks.append(tick)
-        return launch(tick, rows)
-
-    def ends(launched):
-        made = collect(launched)
-        made.ended[ticks.popleft().new_lanes :] = True
-        return made
-
-    lanes.launch, lanes.collect = noted, ends
-    found = kernel.exact_codes(tested, fp32, streams, (2,))
-    assert not found["passed"] and found["frames"] == 2
-    assert found["first_difference"] == {"load": 2, "stream": 0, "frame": 1, "codebook": 0}
-
-    lanes.launch, lanes.collect = launch, collect
     heads = lanes._backend.heads
     heads[2] = heads[3]  # codebook 3
     found = kernel.exact_codes(tested, fp32, streams, (2,))
@@ -189,7 +170,7 @@ def batch(request, monkeypatch) -> bool:
 
 def test_a_budget_that_is_over_makes_less_of_everything_and_says_so(tiny, tiny_margin, batch):
     found = kernel.parity_of("random:tiny", SCOPE, "torch", "cpu", batch=batch, budget=ratio.Budget(0))
-    assert found["passed"] and not found["errors"]
+    assert found["passed"]
     for compared in (found["deterministic"], found["cublas"]) if batch else (found,):
         assert set(compared["forced"]["pooled"]) == {"logits of code 0", "logits of codes 1-15", "hidden"}
         assert compared["forced"]["frames"] == ({"2": 2, "5": 2} if batch else {"16": 2, "90": 2})
@@ -200,23 +181,8 @@ def test_a_budget_that_is_over_makes_less_of_everything_and_says_so(tiny, tiny_m
     assert section["frames"] == (8 if batch else 4) and "reason" not in section
     if batch:
         assert found["codec"]["frames"] == 8 and section["codec_db"]["full"] > 100
-    else:
-        assert found["forced"]["asked"] == 8 and set(found["forced"]["prompt_rows_one_by_one"].values()) == {0}
-
-
-def test_a_part_that_fails_is_named_and_the_others_still_count(tiny, tiny_margin, monkeypatch, batch):
-    def broken(*arguments):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(kernel, "forced_frames", broken)
-    monkeypatch.setitem(codec.LEAST_SNR_DB, "full", 200.0)
-    found = kernel.parity_of("random:tiny", SCOPE, "torch", "cpu", batch=batch)
-    assert found["errors"] == {"forced": "RuntimeError: out of memory"} and not found["passed"]
-    assert (found["cublas"] if batch else found)["exact"]["passed"]
-    assert kernel.outcome(found)["reason"] == "forced: RuntimeError: out of memory"
-    if batch:
-        found["errors"] = {}
-        assert not found["codec"]["passed"] and "codec" in kernel.outcome(found)["reason"]
+        found["codec"]["passed"] = False
+        assert "codec" in kernel.outcome(found)["reason"]
 
 
 @pytest.mark.gpu
@@ -224,7 +190,7 @@ def test_a_part_that_fails_is_named_and_the_others_still_count(tiny, tiny_margin
 def test_the_megakernels_errors_are_upstreams_beyond_the_rows_its_prefill_takes_too(source):
     found = kernel.parity_of(source, kernel.Scope((16, 200, 1_100), 60, 100), "megakernel", "cuda")
     assert found["passed"], found
-    assert found["forced"]["prompt_rows_one_by_one"]["1100"] == 76 and found["exact"]["frames"] == 100
+    assert found["exact"]["frames"] == 100
 
 
 @pytest.mark.gpu
@@ -235,5 +201,4 @@ def test_the_batched_frames_errors_are_upstreams_with_and_without_one_order_of_s
     assert found["passed"], {k: v for k, v in found.items() if k != "codec"}
     for mode in ("deterministic", "cublas"):
         assert found[mode]["exact"]["frames"] == 12 * 72
-        assert min(found[mode]["forced"]["prompts_cut"], found[mode]["forced"]["prefixes_kept"]) > 0
     assert found["codec"]["full"]["snr_db"] > 80 and found["codec"]["fast"]["snr_db"] > 50
