@@ -11,9 +11,8 @@ from torch import Tensor
 
 from mktts.errors import BackendUnavailable
 from mktts.kernel.build import card_of, compile_kernel
-from mktts.kernel.driver import PlainKernel
 from mktts.kernel.grid import Shape
-from mktts.kernel.launch import fill_pointers
+from mktts.kernel.launch import PlainKernel, fill_pointers
 from mktts.kernel.tape import unpack_layer
 from mktts.model.qwen3 import LayerWeights, Stack
 

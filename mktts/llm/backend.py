@@ -1,6 +1,6 @@
-"""The interface between a text model and `TextDecoder`, and its oracle in plain PyTorch. A backend owns weights;
-everything about one text lives in the state it returns, so any number of texts can take turns on one backend. A backend
-is not thread-safe: one thread owns it."""
+"""The interface between a text model and `TextDecoder`; its oracle in plain PyTorch; and csrc/text.cu, one launch a
+token, on a CUDA device in bfloat16. A backend owns weights; everything about one text lives in the state it returns, so
+any number of texts can take turns on one backend. One thread owns it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.errors import CapacityError, PromptError
+from mktts.kernel.build import card_of
+from mktts.kernel.grid import choose_text_shape
+from mktts.kernel.launch import (
+    MADE,
+    STATUS_WORDS,
+    Launcher,
+    Params,
+    check_device,
+    fill_pointers,
+    params_of,
+    pinned_words,
+    set_choice,
+)
+from mktts.kernel.prefill import KernelPrefill, kept_of_cache
+from mktts.kernel.tape import pack_wide_head, stack_weights
 from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig
 from mktts.model.qwen3 import KVCache, Qwen3Stack
 from mktts.model.sampling import Choice, checked_seed, choose, gumbel
@@ -124,3 +139,89 @@ class TorchTextBackend(TextBackend):
             row = self.embedding[state.last : state.last + 1]
             state.hidden, state.last = self.stack.forward(row[None], state.cache), None
         return F.linear(state.hidden, self.head)[0, -1].float()
+
+
+# Of a choice (csrc/text.cu): a top-k cut 16 bits, its mass, the most likely token, then two a round; on the way down to
+# the k best of V a round leaves about half, so 64 rounds are never reached.
+_CHOICE_EXCHANGES = 16 + 2 + 2 * 64
+
+
+@dataclass
+class TextKernelState:
+    """Everything one text owns, on the device but for the counters and `out`."""
+
+    kv: Tensor  # (layers, kv heads, blocks of a group, slots, 2, head_dim) bf16
+    hidden: Tensor  # (H,) bf16: normed state of the newest position
+    out: Tensor  # pinned int32: status, then the token
+    params: Params  # of its launches
+    prompt_tokens: int
+    max_tokens: int
+    tokens: int = 0  # made so far
+    last: int = 0  # the newest of them
+    done: torch.cuda.Event | None = None  # the end of its newest launch; they never overlap
+
+
+class TextKernelBackend(TextBackend):
+    """Raises BackendUnavailable where the device, the compiler or the checkpoint's dimensions do not allow it."""
+
+    name = "megakernel"
+
+    def __init__(
+        self,
+        config: TextConfig,
+        tensors: Mapping[str, Tensor],
+        device: torch.device | str = "cuda",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.config, self.device, self.dtype = config, torch.device(device), dtype
+        check_device(self.device, dtype)
+        card = card_of(self.device)
+        self.shape = choose_text_shape(config.stack, card.multiprocessors)
+        self._launcher = Launcher("text.cu", "mktts_text", self.shape.defines, self.device, card)
+        self._prefill = KernelPrefill(Qwen3Stack(config.stack, tensors, STACK, self.device, dtype))
+
+        def get(name: str) -> Tensor:
+            return tensors[name].to(self.device, dtype)
+
+        embedding = get(EMBEDDING)
+        self._weights = {"embeddings0": embedding}
+        self._weights["talker_head_tape"] = pack_wide_head(self.shape, embedding if config.tied else get(HEAD))
+        self._weights |= stack_weights(self.shape, "talker", config.stack, get, STACK)
+        self._fixed = Params()
+        fill_pointers(self._fixed, self._weights)
+        self._fixed.frames, self._fixed.ends[:] = 1, [-1] * 4  # an end id ends a stream of the decoder, no launch
+        self._tags_per_token = config.stack.num_hidden_layers * self._launcher.layer_exchanges + 1 + _CHOICE_EXCHANGES
+
+    @torch.inference_mode()
+    def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int, after: After = None) -> TextKernelState:
+        stack = self.config.stack
+        check_start(stack, prompt, max_tokens)
+        tensors = {
+            "kv": torch.empty(self.shape.cache(len(prompt) + max_tokens), dtype=self.dtype, device=self.device),
+            "hidden": torch.empty(stack.hidden_size, dtype=self.dtype, device=self.device),
+            "out": pinned_words(1),
+        }
+        params = params_of(self._fixed, checked_seed(seed), **tensors)
+        set_choice(params.stream, choice, True)
+        state = TextKernelState(**tensors, params=params, prompt_tokens=len(prompt), max_tokens=max_tokens)
+        rows = self._weights["embeddings0"][prompt.to(self.device)]
+        if after is None:
+            state.hidden.copy_(self._prefill.fill(rows, state.kv))
+        else:
+            state.hidden.copy_(self._prefill.go_on(rows, state.kv, kept_of_cache(after[0].kv, after[1])))
+        return state
+
+    def _make(self, state: TextKernelState, debug: Tensor | None) -> int:
+        """One launch."""
+        params, words = state.params, state.out.numpy()
+        params.debug_logits = None if debug is None else debug.data_ptr()
+        stream = params.stream
+        stream.frame, stream.token = state.tokens, state.last
+        stream.position = state.prompt_tokens + state.tokens - 1
+        words[:STATUS_WORDS] = 0
+        state.done = self._launcher.launch(params, self._tags_per_token, state.done)
+        state.done.synchronize()
+        if words[MADE] != 1:
+            raise self._launcher.failure()
+        state.tokens, state.last = state.tokens + 1, int(words[STATUS_WORDS])
+        return state.last

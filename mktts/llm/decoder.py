@@ -16,7 +16,7 @@ import torch
 
 from mktts.common import checked_int, one_of
 from mktts.errors import BackendUnavailable, EngineError, TextError
-from mktts.llm.backend import After, TextBackend, TextState, TorchTextBackend, check_start
+from mktts.llm.backend import After, TextBackend, TextKernelBackend, TextState, TorchTextBackend, check_start
 from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
 from mktts.llm.tokens import TextVocabulary
 from mktts.model.backend import default_dtype, device_named
@@ -206,8 +206,6 @@ def _backend(name: str, checkpoint: TextCheckpoint, device: torch.device, dtype:
     config = checkpoint.config
     if name == "megakernel" or (name == "auto" and device.type == "cuda" and dtype == torch.bfloat16):
         try:
-            from mktts.llm.kernel import TextKernelBackend
-
             return TextKernelBackend(config, checkpoint.tensors(), device, dtype)
         except BackendUnavailable as reason:
             if name == "megakernel":

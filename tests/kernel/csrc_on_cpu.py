@@ -87,7 +87,6 @@ def backend_on_cpu(
     put_stand_in(patch)
     patch.setattr(launch, "_TIMEOUT_NS", _TIMEOUT_TURNS)
     patch.setattr(backend_module, "_KERNEL_ROWS", 10**6)
-    patch.setattr(backend_module, "pinned_words", lambda frames: torch.zeros(1_000, dtype=torch.int32))
     launcher, seeds = launcher_without_a_card(patch), itertools.count(seed)
     launcher.layer_exchanges = ctypes.c_uint32.in_dll(library, "mktts_layer_exchanges").value
     words = torch.zeros(library.host_exchange_bytes() // 4 + 32, dtype=torch.int32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
@@ -274,14 +273,14 @@ def test_what_cannot_be_loaded_is_named(tiny):
 
 
 def test_the_kernel_serves_where_it_can_and_auto_says_why_not(tiny, monkeypatch, caplog):
-    """On a pretended CUDA device, with a stand-in for the kernel's module."""
+    """On a pretended CUDA device, with a stand-in for the kernel."""
 
     def refuse(*_: object) -> None:
         raise BackendUnavailable("no room for its grid")
 
     made: list[tuple[Any, ...]] = []
-    kernel = SimpleNamespace(TextKernelBackend=lambda *words: made.append(words) or FakeBackend([1], name="megakernel"))
-    monkeypatch.setitem(sys.modules, "mktts.llm.kernel", kernel)
+    kernel = "mktts.llm.decoder.TextKernelBackend"
+    monkeypatch.setattr(kernel, lambda *words: made.append(words) or FakeBackend([1], name="megakernel"))
     monkeypatch.setattr("mktts.llm.decoder.device_named", lambda name: torch.device("cuda"))
     monkeypatch.setattr("mktts.llm.decoder.TorchTextBackend", lambda *words: FakeBackend([1], name="torch"))
     assert TextDecoder.load(tiny).backend_name == "megakernel"
@@ -289,7 +288,7 @@ def test_the_kernel_serves_where_it_can_and_auto_says_why_not(tiny, monkeypatch,
     assert config == tiny.config and "lm_head.weight" not in tensors
     assert (device.type, dtype) == ("cuda", torch.bfloat16)
     assert TextDecoder.load(tiny, dtype=torch.float32).backend_name == "torch"
-    kernel.TextKernelBackend = refuse
+    monkeypatch.setattr(kernel, refuse)
     assert TextDecoder.load(tiny).backend_name == "torch" and "no room for its grid" in caplog.text
     with pytest.raises(BackendUnavailable, match="no room"):
         TextDecoder.load(tiny, backend="megakernel")
