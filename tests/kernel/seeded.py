@@ -1,8 +1,11 @@
 """Decoder stacks with seeded weights, as matrices or on a tape; prompts for them; how far results differ."""
 
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import torch
+from csrc_on_cpu import unpack_launch
 from torch import Tensor
 
 from mktts.kernel.grid import Shape, choose_shape
@@ -13,6 +16,7 @@ from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack
 from mktts.spec import StackConfig
 
+FOLDER = tempfile.TemporaryDirectory()  # of what is compiled
 SMALL = StackConfig(
     hidden_size=48,
     intermediate_size=80,
@@ -66,7 +70,9 @@ def packed(shape: Shape, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def tape_of(shape: Shape, weights: dict[str, Tensor]) -> TapeStack:
-    return TapeStack(shape, packed(shape, weights))
+    """Unpacked by csrc/unpack.cu, on the CPU too."""
+    folder = None if weights["norm.weight"].is_cuda else Path(tempfile.mkdtemp(dir=FOLDER.name))
+    return TapeStack(shape, packed(shape, weights), folder and unpack_launch(shape, folder))
 
 
 def prompt(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32, width: int = SMALL.hidden_size) -> Tensor:
