@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.errors import CapacityError, PromptError
 from mktts.kernel.build import card_of
 from mktts.kernel.grid import choose_text_shape
 from mktts.kernel.launch import (
@@ -31,8 +30,7 @@ from mktts.kernel.prefill import KernelPrefill, kept_of_cache
 from mktts.kernel.tape import pack_wide_head, stack_weights
 from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig
 from mktts.model.qwen3 import KVCache, Qwen3Stack
-from mktts.model.sampling import Choice, checked_seed, choose, gumbel
-from mktts.spec import StackConfig
+from mktts.model.sampling import Choice, choose, gumbel
 
 TextState = Any  # backend-specific dataclass: KV cache, position, newest token, seed
 After = tuple[TextState, int] | None  # an earlier text, and how many of its tokens a prompt begins with
@@ -46,36 +44,16 @@ class TextBackend(ABC):
 
     @abstractmethod
     def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int, after: After = None) -> TextState:
-        """Prefills `prompt`, (L,) int64 ids with L >= 1, for up to `max_tokens` new tokens. Raises as `check_start`.
+        """Prefills `prompt`, (L,) int64 ids, L >= 1, for up to `max_tokens` new tokens.
 
         after: a state, which stays as it is, and how many of its tokens (its prompt, then what it made but for the
         newest) the prompt begins with, 1 to L - 1: those are not computed again. Sums may be ordered otherwise then."""
 
-    def step(self, state: TextState, debug: Tensor | None = None) -> int:
-        """The next token's id. Token i (0 for the first new one) is drawn with Philox's counters for frame i and
-        codebook 0, see mktts.model.sampling. debug: (V,) bf16 on the device, takes the kernel's logits. Raises
-        CapacityError when all `max_tokens` have been made."""
-        if state.tokens >= state.max_tokens:
-            raise CapacityError(f"the text ended after max_tokens {state.max_tokens}")
-        return self._make(state, debug)
-
     @abstractmethod
-    def _make(self, state: TextState, debug: Tensor | None) -> int:
-        """As `step`, where there is room."""
-
-
-def check_start(stack: StackConfig, prompt: Tensor, max_tokens: int) -> None:
-    """What every backend refuses: PromptError for ids of the wrong shape, dtype or range; CapacityError for room."""
-    if prompt.dim() != 1 or prompt.dtype != torch.int64 or len(prompt) < 1:
-        raise PromptError(f"prompt must be (L >= 1,) int64 token ids, got {tuple(prompt.shape)} {prompt.dtype}")
-    if int(prompt.min()) < 0 or int(prompt.max()) >= stack.vocab_size:
-        found = f"{int(prompt.min())} to {int(prompt.max())}"
-        raise PromptError(f"prompt ids must be from 0 to {stack.vocab_size - 1}, got {found}")
-    if len(prompt) + max_tokens > stack.max_position_embeddings:
-        raise CapacityError(
-            f"{len(prompt)} prompt tokens and max_tokens {max_tokens} exceed the model's "
-            f"{stack.max_position_embeddings} positions: shorten the prompt or lower max_tokens"
-        )
+    def step(self, state: TextState, debug: Tensor | None = None) -> int:
+        """The next token's id, of at most `max_tokens`. Token i (0 for the first new one) is drawn with Philox's
+        counters for frame i and codebook 0, see mktts.model.sampling. debug: (V,) bf16 on the device, takes the
+        kernel's logits."""
 
 
 @dataclass
@@ -87,7 +65,6 @@ class TorchTextState:
     last: int | None  # the newest token while it is not in the cache yet
     choice: Choice
     seed: int
-    max_tokens: int
     tokens: int = 0  # made so far; the next draw's frame
 
 
@@ -112,7 +89,6 @@ class TorchTextBackend(TextBackend):
 
     @torch.inference_mode()
     def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int, after: After = None) -> TorchTextState:
-        check_start(self.config.stack, prompt, max_tokens)
         cache = self.stack.new_cache(len(prompt) + max_tokens)
         if after is not None:
             state, cache.length = after
@@ -120,10 +96,10 @@ class TorchTextBackend(TextBackend):
                 new[:, :, :, : cache.length] = kept[:, :, :, : cache.length]
         rows = self.embedding[prompt[cache.length :].to(self.device)]
         hidden = self.stack.forward(rows[None], cache)
-        return TorchTextState(cache, hidden[:, -1:], None, choice, checked_seed(seed), max_tokens)
+        return TorchTextState(cache, hidden[:, -1:], None, choice, seed)
 
     @torch.inference_mode()
-    def _make(self, state: TorchTextState, debug: Tensor | None) -> int:
+    def step(self, state: TorchTextState, debug: Tensor | None = None) -> int:
         logits, noise = self.logits(state), None
         if state.choice.do_sample:
             (drawn,) = torch.from_numpy(gumbel(state.seed, state.tokens, range(1), len(logits)))
@@ -155,7 +131,6 @@ class TextKernelState:
     out: Tensor  # pinned int32: status, then the token
     params: Params  # of its launches
     prompt_tokens: int
-    max_tokens: int
     tokens: int = 0  # made so far
     last: int = 0  # the newest of them
     done: torch.cuda.Event | None = None  # the end of its newest launch; they never overlap
@@ -194,16 +169,14 @@ class TextKernelBackend(TextBackend):
 
     @torch.inference_mode()
     def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int, after: After = None) -> TextKernelState:
-        stack = self.config.stack
-        check_start(stack, prompt, max_tokens)
         tensors = {
             "kv": torch.empty(self.shape.cache(len(prompt) + max_tokens), dtype=self.dtype, device=self.device),
-            "hidden": torch.empty(stack.hidden_size, dtype=self.dtype, device=self.device),
+            "hidden": torch.empty(self.config.stack.hidden_size, dtype=self.dtype, device=self.device),
             "out": pinned_words(1),
         }
-        params = params_of(self._fixed, checked_seed(seed), **tensors)
+        params = params_of(self._fixed, seed, **tensors)
         set_choice(params.stream, choice, True)
-        state = TextKernelState(**tensors, params=params, prompt_tokens=len(prompt), max_tokens=max_tokens)
+        state = TextKernelState(**tensors, params=params, prompt_tokens=len(prompt))
         rows = self._weights["embeddings0"][prompt.to(self.device)]
         if after is None:
             state.hidden.copy_(self._prefill.fill(rows, state.kv))
@@ -211,8 +184,7 @@ class TextKernelBackend(TextBackend):
             state.hidden.copy_(self._prefill.go_on(rows, state.kv, kept_of_cache(after[0].kv, after[1])))
         return state
 
-    def _make(self, state: TextKernelState, debug: Tensor | None) -> int:
-        """One launch."""
+    def step(self, state: TextKernelState, debug: Tensor | None = None) -> int:
         params, words = state.params, state.out.numpy()
         params.debug_logits = None if debug is None else debug.data_ptr()
         stream = params.stream

@@ -242,7 +242,7 @@ def test_debug_memory_of_a_text_is_that_of_its_own_launch_alone(driver, launcher
     backend._fixed.embeddings0 = torch.zeros(8).data_ptr()
     kv, out = torch.zeros(2, 2, 2, 4, 2, 8), torch.zeros(STATUS_WORDS + FRAME_WORDS, dtype=torch.int32)
     params = params_of(backend._fixed, 5, kv, out=out)
-    state = TextKernelState(kv, torch.zeros(8), out, params, prompt_tokens=10, max_tokens=40)
+    state = TextKernelState(kv, torch.zeros(8), out, params, prompt_tokens=10)
     debug = torch.zeros(8, dtype=torch.bfloat16)
     for before, asked in enumerate((None, debug, None)):
         assert backend.step(state, asked) == before
