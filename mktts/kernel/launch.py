@@ -252,18 +252,19 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
         raise BackendUnavailable(f"the megakernel computes in bfloat16, got {dtype}: pass backend='torch'")
 
 
-def check_constants(constants: Mapping[str, int]) -> None:
-    """Raises BackendUnavailable naming the first of a kernel's constants (`Build.constants`) that this package holds
-    otherwise."""
-    (eps_bits,) = struct.unpack("<I", struct.pack("<f", EPS))
-    expected = {
-        "params_bytes": ctypes.sizeof(Params),
-        "warps": WARPS,
-        "fragments": FRAGMENTS,
-        "status_words": STATUS_WORDS,
-        "frame_words": FRAME_WORDS,
-        "eps": eps_bits,
-    }
+# Of the frame and text kernels' constants those that this package holds too.
+CONSTANTS = {
+    "params_bytes": ctypes.sizeof(Params),
+    "warps": WARPS,
+    "fragments": FRAGMENTS,
+    "status_words": STATUS_WORDS,
+    "frame_words": FRAME_WORDS,
+    "eps": struct.unpack("<I", struct.pack("<f", EPS))[0],
+}
+
+
+def check_constants(constants: Mapping[str, int], expected: Mapping[str, int] = CONSTANTS) -> None:
+    """Raises BackendUnavailable naming the first of a kernel's constants (`Build.constants`) that is not expected."""
     for name, value in expected.items():
         if constants.get(name) != value:
             raise BackendUnavailable(

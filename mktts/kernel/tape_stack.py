@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mktts.errors import BackendUnavailable
 from mktts.kernel.build import card_of, compile_kernel
 from mktts.kernel.grid import Shape
-from mktts.kernel.launch import PlainKernel, fill_pointers
+from mktts.kernel.launch import PlainKernel, check_constants, fill_pointers
 from mktts.model.qwen3 import LayerWeights, Stack
 
 ROWS = 16  # that one pass takes; compared with the kernels' own, as is what follows
@@ -125,13 +124,11 @@ class TapeStack(Stack):
 def _launches(
     unit: str, names: Sequence[str], threads: int, shape: Shape, tape: Tensor, sizes: Mapping[str, int]
 ) -> Launch:
-    """Of the kernels of csrc/`unit` for one tape. Raises BackendUnavailable where its constants are not `sizes`."""
+    """Of the kernels of csrc/`unit` for one tape, whose constants have `sizes` in them. Raises BackendUnavailable."""
     with torch.cuda.device(tape.device):
         build = compile_kernel(shape.defines, card_of(tape.device).arch, unit)
         kernels = {name: PlainKernel(build.image, name) for name in names}
-    for name, size in {"layer_bytes": tape.stride(1) * tape.itemsize, **sizes}.items():
-        if build.constants[name] != size:
-            raise BackendUnavailable(f"csrc/{unit} and mktts disagree about {name}: {build.constants[name]} and {size}")
+    check_constants(build.constants, {"layer_bytes": tape.stride(1) * tape.itemsize, **sizes})
     early = unit == "rows.cu" and torch.cuda.get_device_capability(tape.device) >= (9, 0)
 
     def launch(name: str, grid: tuple[int, int], parameters: ctypes.Structure) -> None:
