@@ -193,13 +193,6 @@ def test_graphs_follow_the_stream_they_are_called_on(on_cuda):
 
 
 @pytest.mark.gpu
-def test_bf16_can_be_captured(tiny):
-    codec = CodecDecoder(tiny.codec_config, tiny.codec_tensors(), "cuda", torch.bfloat16)
-    graphed = GraphedCodec(codec)
-    assert_same(codec, made(graphed, CODES, graphed.start()), eager(codec, CODES, codec.start()))
-
-
-@pytest.mark.gpu
 def test_a_synthesizer_on_cuda_uses_graphs_and_speaks_the_eager_decoders_samples(tiny, on_cuda):
     from mktts.engine.options import Guard, StreamOptions
     from mktts.synth import Synthesizer
