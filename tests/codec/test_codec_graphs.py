@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mktts.codec import graphs as codec_graph
-from mktts.codec.decoder import CodecDecoder, CodecState, PendingPcm
+from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.codec.graphs import GRAPH_FRAMES, GraphedCodec, codec_for, full_products, pieces
 from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.parity.codec import random_codes
@@ -111,23 +111,6 @@ def test_codes_and_states_are_refused_as_by_the_eager_decoder(tiny, codec, graph
             codec.submit(codes, target)
         assert str(ours.value) == str(theirs.value)
         assert target.frames == int(target.position) == 0
-
-
-def test_a_late_result_waits_for_its_own_event_only():
-    class Event:
-        waited = 0
-
-        def synchronize(self):
-            self.waited += 1
-
-    event = Event()
-    pcm = torch.tensor([0.5, -1.0])
-    work = PendingPcm(pcm, event)
-    assert event.waited == 0
-    samples = work.result()
-    pcm.zero_()  # pinned memory that is used again
-    assert work.result() is samples and samples.tolist() == [0.5, -1.0]
-    assert event.waited == 1
 
 
 def test_a_process_that_allows_tf32_is_kept_from_it_inside_only():

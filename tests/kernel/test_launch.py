@@ -16,7 +16,6 @@ from mktts.kernel.backend import Debug, MegakernelBackend, MegakernelStream
 from mktts.kernel.build import source
 from mktts.kernel.grid import choose_shape
 from mktts.kernel.launch import _TAG_LIMIT, FRAME_WORDS, STATUS_WORDS, STOP, Launcher, Params, StreamParams, params_of
-from mktts.kernel.trace import TracedBackend
 from mktts.llm.backend import TextKernelBackend, TextKernelState
 from mktts.model.sampling import Choice, Sampling
 
@@ -203,22 +202,6 @@ def test_a_launch_whose_waiting_is_interrupted_is_stopped_and_waited_for(backend
     with pytest.raises(KeyboardInterrupt):
         backend.step(state, None)
     assert state.words[STOP] and waits == [state.done] * 2
-
-
-def test_marks_have_room_in_a_traced_launch_alone(tiny, monkeypatch, driver, launcher):
-    backend = without_a_card(TracedBackend, tiny, launcher)
-    backend._room = torch.zeros(2, 8, dtype=torch.int64)
-    backend._marking = [launcher_without_a_card(monkeypatch) for _ in range(2)]
-    state, row = stream(backend), row_of(backend)
-    backend.step(state, None)
-    for still in (False, True):
-        with pytest.raises(EngineError, match="marks"):  # the stand-in leaves none
-            backend.traced(state, [row], still)
-        backend.step(state, row)
-    room = backend._room.data_ptr()
-    assert [params.trace for params in driver.params] == [None, room, None, room, None]
-    launchers = launcher, backend._marking[0], launcher, backend._marking[1], launcher
-    assert [params.exchange for params in driver.params] == [each._exchange.data_ptr() for each in launchers]
 
 
 def test_a_stream_that_speech_ended_and_one_that_failed_say_so(backend, driver):
