@@ -2,8 +2,8 @@
 
 Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both static, while the
 position is a device tensor. Rounding is `Qwen3Stack.forward`'s, with q, k, v and gate, up as one product each: what
-lies between products is made by kernels of the project (`FusedRows`) where they fit, elsewhere by operators
-(`PlainRows`). A few rows may go through the frame kernel's tape as it is instead (`TapeRows`).
+lies between products is made by kernels of the project where they fit, elsewhere by operators (`StackRows`). A few rows
+may go through the frame kernel's tape as it is instead (`TapeRows`).
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def row_kernels(config: StackConfig, device: torch.device, dtype: torch.dtype) -
     return rows
 
 
-class PlainRows:
-    """`Stack.layer` over all layers, with the same roundings, in plain operators. One thread and one CUDA stream at a
-    time."""
+class StackRows:
+    """`Stack.layer` over all layers, with the same roundings: what lies between two products by one kernel of the
+    project, or by operators. One thread and one CUDA stream at a time."""
 
-    def __init__(self, stack: Stack, rotary: Tensor) -> None:
+    def __init__(self, stack: Stack, rotary: Tensor, kernels: ModuleType | None) -> None:
         """rotary (positions, 2, head_dim), in the stack's dtype: of all positions of the workspace, cosines, then
-        sines, whose first half is negated."""
-        self._stack = stack
+        sines, whose first half is negated. kernels: as of `row_kernels`."""
+        self._stack, self._kernels = stack, kernels
         self._cos, self._sin = rotary[:, 0], rotary[:, 1, stack.config.head_dim // 2 :]
 
     def run(self, rows: Tensor, index: Tensor, mask: Tensor, kv: Tensor) -> Tensor:
@@ -85,43 +85,22 @@ class PlainRows:
 
     def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Tensor, out: Tensor) -> None:
         """x (R, H) += delta (R, H) where there is one, then out (R, H) = RMSNorm(x) * norm (H,)."""
-        if delta is not None:
+        adds, eps = delta is not None, self._stack.config.rms_norm_eps
+        if self._kernels is not None:
+            self._kernels.add_norm[(len(x),)](
+                x, delta if adds else x, norm, out, eps, N=x.shape[1], ADDS=adds, num_warps=4
+            )  # fmt: skip
+            return
+        if adds:
             x += delta
-        out.copy_(rms_norm(x, norm, self._stack.config.rms_norm_eps))
+        out.copy_(rms_norm(x, norm, eps))
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up (R, I) of gate_up (R, 2 I)."""
         gate, up = gate_up.chunk(2, 1)
-        return F.silu(gate) * up
-
-    def _turned(
-        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, index: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """qkv (R, (heads + 2 kv heads) head_dim) -> queries (kv heads, query heads that share each, R, head_dim)."""
-        c, kv_heads = self._stack.config, self._stack.config.num_key_value_heads
-        heads = qkv.view(len(qkv), -1, c.head_dim).transpose(0, 1)
-        q, k, v = heads.split((c.num_attention_heads, kv_heads, kv_heads))
-        turns = self._cos[index], self._sin[index].repeat(1, 2)
-        keys.index_copy_(1, index, rotate(rms_norm(k, k_norm, c.rms_norm_eps), *turns))
-        values.index_copy_(1, index, v)
-        return rotate(rms_norm(q, q_norm, c.rms_norm_eps), *turns).unflatten(0, (kv_heads, -1))
-
-
-class FusedRows(PlainRows):
-    """As `PlainRows`, with one kernel of the project in the place of the operators between two products."""
-
-    def __init__(self, stack: Stack, rotary: Tensor, kernels: ModuleType) -> None:
-        super().__init__(stack, rotary)
-        self._kernels = kernels
-
-    def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Tensor, out: Tensor) -> None:
-        adds, eps = delta is not None, self._stack.config.rms_norm_eps
-        self._kernels.add_norm[(len(x),)](
-            x, delta if adds else x, norm, out, eps, N=x.shape[1], ADDS=adds, num_warps=4
-        )  # fmt: skip
-
-    def _gated(self, gate_up: Tensor) -> Tensor:
-        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        if self._kernels is None:
+            return F.silu(gate) * up
+        out = gate_up.new_empty(gate.shape)
         grid = len(out), -(-out.shape[1] // _SILU_BLOCK)
         self._kernels.silu_mul[grid](gate_up, out, N=out.shape[1], BLOCK=_SILU_BLOCK)
         return out
@@ -129,16 +108,23 @@ class FusedRows(PlainRows):
     def _turned(
         self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, index: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
+        """qkv (R, (heads + 2 kv heads) head_dim) -> queries (kv heads, query heads that share each, R, head_dim)."""
         c, rows = self._stack.config, len(qkv)
         heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
-        tile = math.gcd(kv_heads, _HEADS)
-        q = qkv.new_empty(kv_heads, heads // kv_heads, rows, c.head_dim)
-        turns = self._cos, self._sin, self._cos.stride(0)
-        self._kernels.turn_heads[rows, kv_heads // tile](
-            qkv, q_norm, k_norm, *turns, index, q, keys, values, c.rms_norm_eps, len(self._cos),
-            HEADS=heads, KV_HEADS=kv_heads, D=c.head_dim, TILE=tile, num_warps=1,
-        )  # fmt: skip
-        return q
+        if self._kernels is not None:
+            tile = math.gcd(kv_heads, _HEADS)
+            q = qkv.new_empty(kv_heads, heads // kv_heads, rows, c.head_dim)
+            turns = self._cos, self._sin, self._cos.stride(0)
+            self._kernels.turn_heads[rows, kv_heads // tile](
+                qkv, q_norm, k_norm, *turns, index, q, keys, values, c.rms_norm_eps, len(self._cos),
+                HEADS=heads, KV_HEADS=kv_heads, D=c.head_dim, TILE=tile, num_warps=1,
+            )  # fmt: skip
+            return q
+        q, k, v = qkv.view(rows, -1, c.head_dim).transpose(0, 1).split((heads, kv_heads, kv_heads))
+        turns = self._cos[index], self._sin[index].repeat(1, 2)
+        keys.index_copy_(1, index, rotate(rms_norm(k, k_norm, c.rms_norm_eps), *turns))
+        values.index_copy_(1, index, v)
+        return rotate(rms_norm(q, q_norm, c.rms_norm_eps), *turns).unflatten(0, (kv_heads, -1))
 
 
 # Up to 64 rows a product takes as long as its weights take to arrive, so finer buckets would buy nothing but graphs.
@@ -181,8 +167,7 @@ class Prefill:
         cos, sin = stack.rotary(0, capacity + 1)
         half = c.head_dim // 2
         self._rotary = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), -1)), 1)  # (positions, 2, head_dim)
-        kernels = row_kernels(c, self.device, stack.dtype)
-        self._rows = FusedRows(stack, self._rotary, kernels) if kernels else PlainRows(stack, self._rotary)
+        self._rows = StackRows(stack, self._rotary, row_kernels(c, self.device, stack.dtype))
         for layer in range(c.num_hidden_layers):
             stack.layer_weights(layer)  # fused here: a pass may be on another stream
         self._passes: dict[tuple[int, int], Callable[[], None]] = {}

@@ -12,7 +12,7 @@ from seeded import SMALL, close, in_two_pieces, prompt, rms_error, stack
 from torch import Tensor
 
 import mktts.kernel
-from mktts.kernel.prefill import ROW_BUCKETS, FusedRows, PlainRows, Prefill, copy_into_cache, row_kernels
+from mktts.kernel.prefill import ROW_BUCKETS, Prefill, StackRows, copy_into_cache, row_kernels
 from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack, rms_norm
 
@@ -219,10 +219,9 @@ def test_the_kernels_give_what_operators_give(config, dtype):
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("triton's interpreter cuts to bfloat16, it does not round")
     device, found = "cpu" if INTERPRETED else "cuda", []
-    for kind in (FusedRows, PlainRows):
+    for used in (kernels, None):
         prefill = Prefill(stack(dtype, config, device), **PIECES, graphs=False)
-        more = (kernels,) if kind is FusedRows else ()
-        prefill._rows = kind(prefill.stack, prefill._rotary, *more)
+        prefill._rows = StackRows(prefill.stack, prefill._rotary, used)
         x = prompt(40, dtype=dtype, width=64).to(device)
         prefill.run(torch.full_like(x, torch.nan))  # an earlier prompt that left nothing of use
         found.append(in_two_pieces(prefill, x))
