@@ -135,7 +135,15 @@ class TextDecoder:
         where = device_named(device)
         dtype = dtype or default_dtype(where)
         checkpoint = open_text_checkpoint(source)
-        return cls(_backend(backend, checkpoint, where, dtype), checkpoint, where)
+        given = checkpoint.config, checkpoint.tensors(), where, dtype
+        if backend == "megakernel" or (backend == "auto" and where.type == "cuda" and dtype == torch.bfloat16):
+            try:
+                return cls(TextKernelBackend(*given), checkpoint, where)
+            except BackendUnavailable as reason:
+                if backend == "megakernel":
+                    raise
+                logging.getLogger(__name__).warning("the torch backend serves instead of the megakernel: %s", reason)
+        return cls(TorchTextBackend(*given), checkpoint, where)
 
     def generate(
         self,
@@ -196,16 +204,3 @@ class TextDecoder:
                 f"{stack.max_position_embeddings} positions: shorten the prompt or lower max_tokens"
             )
         return ids
-
-
-def _backend(name: str, checkpoint: TextCheckpoint, device: torch.device, dtype: torch.dtype) -> TextBackend:
-    """The kernel where it was asked for, or where it can run and no other was; the oracle otherwise."""
-    config = checkpoint.config
-    if name == "megakernel" or (name == "auto" and device.type == "cuda" and dtype == torch.bfloat16):
-        try:
-            return TextKernelBackend(config, checkpoint.tensors(), device, dtype)
-        except BackendUnavailable as reason:
-            if name == "megakernel":
-                raise
-            logging.getLogger(__name__).warning("the torch backend serves instead of the megakernel: %s", reason)
-    return TorchTextBackend(config, checkpoint.tensors(), device, dtype)
