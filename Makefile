@@ -79,7 +79,7 @@ reference-gpu: $(STAMP) ## measure an H200 anew, or another GPU with GPU_FOLDER=
 	$(BIN)/python tests/gpu_reference.py $(GPU_FOLDER) $(GPU_RECORDS)
 
 sanitize: $(STAMP) ## the kernels under NVIDIA's compute-sanitizer: needs a CUDA device and the CUDA toolkit
-	$(PYTEST) -k sanitizer tests/kernel/test_megakernel_endurance.py tests/batch/cuda/test_sanitized.py $(PYTEST_ARGS)
+	$(PYTEST) -k sanitizer tests/kernel/test_megakernel.py tests/batch/cuda/test_sanitized.py $(PYTEST_ARGS)
 
 size: ## lines, Python tokens and files by folder, into outputs/reference/size.json
 	$(PYTHON) tests/size.py

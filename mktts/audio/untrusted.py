@@ -11,7 +11,6 @@ import os
 import struct
 import subprocess
 import sys
-from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
@@ -27,39 +26,36 @@ _FORMATS = "aac,flac,matroska,webm,mov,mp4,m4a,3gp,3g2,mj2,mp3,ogg,wav"
 _MAX_RATE_HZ, _MAX_CHANNELS = 192_000, 8
 
 
-@dataclass(frozen=True)
-class DecodingLimits:
-    """data_bytes: of the encoded audio. audio_s: of sound in it. time_s: of the clock, and of the processor.
-    memory_bytes: of the child's address space, on Linux."""
-
-    data_bytes: int = 10 * 2**20
-    audio_s: float = 60.0
-    time_s: float = 10.0
-    memory_bytes: int = 2**30
-
-
-def decode_untrusted(data: bytes, limits: DecodingLimits | None = None) -> tuple[np.ndarray, int]:
+def decode_untrusted(
+    data: bytes,
+    data_bytes: int = 10 * 2**20,
+    audio_s: float = 60.0,
+    time_s: float = 10.0,
+    memory_bytes: int = 2**30,
+) -> tuple[np.ndarray, int]:
     """Mono float32 (S,), channels averaged, and the sample rate in Hz, of a file of audio: WAV, FLAC, MP3, Ogg, AAC,
-    MP4, WebM. Blocks until the child has ended. Raises VoiceError for what is no such audio or over a limit,
-    BackendUnavailable without the package av."""
+    MP4, WebM. Blocks until the child has ended.
+
+    data_bytes, audio_s: at most, of the encoded audio and of sound in it. time_s: of the clock, and of the processor.
+    memory_bytes: of the child's address space, on Linux.
+
+    Raises VoiceError for what is no such audio or over a limit, BackendUnavailable without the package av."""
     import_av()
-    limits = limits or DecodingLimits()
-    if len(data) > limits.data_bytes:
-        raise VoiceError(f"audio may have {limits.data_bytes} bytes, got {len(data)}: send a shorter recording")
-    numbers = [limits.audio_s, limits.time_s, limits.memory_bytes]
+    if len(data) > data_bytes:
+        raise VoiceError(f"audio may have {data_bytes} bytes, got {len(data)}: send a shorter recording")
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "mktts.audio.untrusted", *map(str, numbers)],
+            [sys.executable, "-m", "mktts.audio.untrusted", *map(str, (audio_s, time_s, memory_bytes))],
             input=data,
             capture_output=True,
             env={**python_path(), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},  # threads take address space
             cwd=os.sep,
-            timeout=limits.time_s,
+            timeout=time_s,
         )
     except subprocess.TimeoutExpired:
-        raise VoiceError(f"audio took more than {limits.time_s:g} s to decode: send a plain WAV") from None
+        raise VoiceError(f"audio took more than {time_s:g} s to decode: send a plain WAV") from None
     if done.returncode == _TOO_LONG:
-        raise VoiceError(f"audio may last {limits.audio_s:g} s, this is longer: send a shorter recording")
+        raise VoiceError(f"audio may last {audio_s:g} s, this is longer: send a shorter recording")
     if done.returncode == _BAD_AUDIO:
         reason = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise VoiceError(f"expected audio (WAV, FLAC, MP3, Ogg, AAC, MP4, WebM), could not decode it: {reason[0]}")

@@ -41,20 +41,7 @@ PINNED = {
     "Qwen/Qwen3-TTS-12Hz-1.7B-VoiceDesign": "5ecdb67327fd37bb2e042aab12ff7391903235d3",
     "Qwen/Qwen3-0.6B": "c1899de289a04d12100db370d81485cdf75e47ca",
 }
-FILES = (
-    "config.json",
-    "configuration.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "speech_tokenizer/*.json",
-    "speech_tokenizer/model*.safetensors",
-)
+FILES = ("*.json", "merges.txt", "model*.safetensors", "speech_tokenizer/model*.safetensors")  # patterns, of the Hub's
 
 
 @dataclass(frozen=True)

@@ -89,30 +89,23 @@ def expected_codec_tensors(raw: Mapping[str, Any], encoder: bool = True) -> Tens
 def check(found: Mapping[str, TensorSpec], expected: TensorSpecs, where: str) -> None:
     """Compares a file's tensors with the contract. Raises one CheckpointError naming the first tensor that does not fit
     (shape and dtype before missing before surplus), what was expected, what was found, and how many more there are."""
-    problems = [
-        f"tensor {name}: expected shape {spec.shape}, found {found[name].shape}"
-        for name, spec in expected.items()
-        if name in found and found[name].shape != spec.shape
-    ]
+    both = [(name, spec, found[name]) for name, spec in expected.items() if name in found]
+    problems = [f"{n}: expected shape {s.shape}, found {its.shape}" for n, s, its in both if its.shape != s.shape]
     problems += [
-        f"tensor {name}: expected dtype {' or '.join(spec.dtypes)}, found {found[name].dtypes[0]}"
-        for name, spec in expected.items()
-        if name in found and found[name].dtypes[0] not in spec.dtypes
+        f"{name}: expected dtype {' or '.join(spec.dtypes)}, found {its.dtypes[0]}"
+        for name, spec, its in both
+        if its.dtypes[0] not in spec.dtypes
     ]
+    problems += [f"{n}: expected shape {s.shape}, found no such tensor" for n, s in expected.items() if n not in found]
     problems += [
-        f"tensor {name}: expected shape {spec.shape}, found no such tensor"
-        for name, spec in expected.items()
-        if name not in found
-    ]
-    problems += [
-        f"tensor {name}: expected no such tensor for this configuration, found shape {spec.shape}"
+        f"{name}: expected no such tensor for this configuration, found shape {spec.shape}"
         for name, spec in found.items()
         if name not in expected
     ]
     if problems:
         more = f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else ""
         raise CheckpointError(
-            f"{where}: {problems[0]}{more}. Expected {len(expected)} tensors, found {len(found)}. "
+            f"{where}: tensor {problems[0]}{more}. Expected {len(expected)} tensors, found {len(found)}. "
             "The weights do not belong to this config.json; download both again."
         )
 

@@ -154,7 +154,8 @@ class StreamingCodec(ABC):
         return pcm
 
     def submit(self, codes: Tensor, state: CodecState) -> PendingPcm:
-        """`decode` to the host; here, unlike with graphs, it is there when this returns. Errors as of `decode`."""
+        """`decode` to the host; here, unlike with graphs, it is there when this returns. `result()` of what is returned
+        is the PCM (T * 1920,) float32. Errors as of `decode`."""
         return PendingPcm(self.decode(codes, state).cpu())
 
     def decode_all(self, codes: Tensor) -> Tensor:

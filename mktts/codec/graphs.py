@@ -20,7 +20,7 @@ GRAPH_FRAMES = (1, 2, 4, 8)  # frames of one graph; one of them must be 1
 
 
 class GraphedCodec:
-    """A decoder on CUDA whose `decode` replays graphs: the same kernels, so the same samples and states.
+    """A decoder on CUDA whose `submit` replays graphs: the same kernels, so the same samples and states.
 
     A call copies its stream's state to the graphs' and back (2 x 5.2 MB at full size, microseconds), so any number of
     streams can interleave. All work runs on the decoder's CUDA stream, after what the caller's stream held at the call.
@@ -43,25 +43,19 @@ class GraphedCodec:
         return self._decoder.start()
 
     @torch.inference_mode()
-    def decode(self, codes: Tensor, state: CodecState) -> Tensor:
-        """As `StreamingCodec.decode`, errors too, in pieces of GRAPH_FRAMES. The PCM is the caller's: no later call
-        changes it."""
-        self._decoder.check(codes, state)
-        pcm = torch.empty(len(codes) * SAMPLES_PER_FRAME, device=self.device)
-        with self._after_caller(state.flat, codes, pcm):
-            self._replay(self._staged(codes), state, pcm)
-        if self._stream is not None:  # whatever the caller's stream is given from now on runs after this work
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        return pcm
-
-    @torch.inference_mode()
     def submit(self, codes: Tensor, state: CodecState) -> PendingPcm:
-        """`decode` to the host, without waiting: `result()` of what is returned is the PCM (T * 1920,) float32. It runs
-        beside what the caller's stream is given later: to overlap with the next frame, submit before launching that.
-        Until the result is there, `state` and `codes` may be passed to this decoder only."""
+        """As `StreamingCodec.submit`, errors too, in pieces of GRAPH_FRAMES, without waiting. It runs beside what the
+        caller's stream is given later: to overlap with the next frame, submit before launching that. Until the result
+        is there, `state` and `codes` may be passed to this decoder only."""
         self._decoder.check(codes, state)
         with self._after_caller(state.flat, codes):
-            return self._pending(self._staged(codes), state)
+            if self._stream is not None and not codes.is_cuda:  # so that they are copied without waiting
+                codes = torch.empty(codes.shape, dtype=torch.int64, pin_memory=True).copy_(codes)
+            return self._pending(codes, state)
+
+    def decode(self, codes: Tensor, state: CodecState) -> Tensor:
+        """What comes of `submit`, waited for: PCM (T * 1920,) float32 on the host."""
+        return torch.from_numpy(self.submit(codes, state).result())
 
     @torch.inference_mode()
     def submit_unmade(self, codes: Tensor, state: CodecState) -> PendingPcm:
@@ -83,21 +77,10 @@ class GraphedCodec:
         with torch.cuda.stream(self._stream):
             yield
 
-    def _staged(self, codes: Tensor) -> Tensor:
-        """`codes` as int64 that can be copied without waiting: pinned, or on the device as they are."""
-        if self._stream is None or codes.is_cuda:
-            return codes
-        return torch.empty(codes.shape, dtype=torch.int64, pin_memory=True).copy_(codes)
-
     def _pending(self, codes: Tensor, state: CodecState) -> PendingPcm:
-        """The work, on its way to pinned memory; torch keeps such memory: cheap after the first."""
+        """Queues the whole work, to pinned memory; torch keeps such memory: cheap after the first."""
         on_device = self._stream is not None
         pcm = torch.empty(len(codes) * SAMPLES_PER_FRAME, dtype=torch.float32, pin_memory=on_device)
-        self._replay(codes, state, pcm)
-        return PendingPcm(pcm, self._stream.record_event() if on_device else None)
-
-    def _replay(self, codes: Tensor, state: CodecState, pcm: Tensor) -> None:
-        """Queues the whole work: `codes` of host or device -> `pcm` (T * 1920,), on the device or pinned."""
         self._state.flat.copy_(state.flat)
         start = 0
         for frames in pieces(len(codes)):
@@ -108,6 +91,7 @@ class GraphedCodec:
             start += frames
         state.flat.copy_(self._state.flat)
         state.frames += len(codes)
+        return PendingPcm(pcm, self._stream.record_event() if on_device else None)
 
 
 def codec_for(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mktts.errors import CapacityError, PromptError, SamplingError
 from mktts.kernel.build import Card, card_of
-from mktts.kernel.grid import Shape, choose_shape
+from mktts.kernel.grid import choose_shape
 from mktts.kernel.launch import (
     ENDED,
     FRAME_WORDS,
@@ -24,6 +24,7 @@ from mktts.kernel.launch import (
     Params,
     check_device,
     fill_pointers,
+    params_of,
     pinned_words,
     set_choice,
     wait_for_frame,
@@ -50,26 +51,13 @@ class MegakernelStream:
     sum: Tensor  # (H,) bf16: embedding sum of the newest frame
     seen: Tensor  # (vocabulary / 32,) int32: bitmap of code 0 so far
     out: Tensor  # pinned int32: status, then a launch's frames
-    words: np.ndarray = field(init=False)  # the same memory
-    sampling: Sampling
-    seed: int
+    words: np.ndarray  # the same memory
+    params: Params  # of its launches
     prompt_rows: int
     max_frames: int
-    fixed: InitVar[Params]  # what is the same for all streams of a backend
     frames: int = 0
     ended: bool = False
-    params: Params = field(init=False)  # of its launches, each of which sets what changes
     done: torch.cuda.Event | None = None  # the end of its newest launch of frames; they never overlap
-
-    def __post_init__(self, fixed: Params) -> None:
-        """Parameters that stay the same over the stream's launches."""
-        self.words, self.params = self.out.numpy(), Params.from_buffer_copy(fixed)
-        stream, sampling = self.params.stream, self.sampling
-        fill_pointers(stream, {name: getattr(self, name) for name in ("hidden", "sum", "kv", "seen", "out")})
-        stream.slots, stream.penalty = self.kv.shape[3], sampling.repetition_penalty
-        stream.seed_lo, stream.seed_hi = self.seed & 0xFFFFFFFF, self.seed >> 32
-        set_choice(stream, sampling.talker, True)
-        set_choice(stream, sampling.predictor, False)
 
 
 @dataclass(frozen=True)
@@ -121,15 +109,7 @@ class MegakernelBackend:
         rows = len(embeds)
         if rows + max_frames > talker.max_position_embeddings:
             raise CapacityError(f"{rows} prompt rows and {max_frames} frames exceed the model's positions")
-        state = MegakernelStream(
-            **new_state_tensors(self.shape, rows + max_frames, self.dtype, self.device),
-            out=pinned_words(MAX_FRAMES_A_LAUNCH),
-            sampling=sampling,
-            seed=checked_seed(seed),
-            prompt_rows=rows,
-            max_frames=max_frames,
-            fixed=self._fixed,
-        )
+        state = self._new_stream(sampling, checked_seed(seed), rows, max_frames)
         embeds = embeds.to(self.device, self.dtype).contiguous()
         if rows - prefix_rows > _KERNEL_ROWS:
             state.hidden.copy_(self._prefill.fill(embeds, state.kv, prefix_rows, prompt.prefix_key))
@@ -215,6 +195,24 @@ class MegakernelBackend:
         logits = torch.zeros(NUM_CODEBOOKS, talker.vocab_size, dtype=self.dtype, device=self.device)
         return Debug(logits, logits.new_zeros(talker.num_hidden_layers, talker.hidden_size))
 
+    def _new_stream(self, sampling: Sampling, seed: int, rows: int, max_frames: int) -> MegakernelStream:
+        """rows: of its prompt."""
+        talker = self.config.talker
+        hidden, newest = torch.zeros(2, talker.hidden_size, dtype=self.dtype, device=self.device)
+        tensors = {
+            "kv": torch.empty(self.shape.cache(rows + max_frames), dtype=self.dtype, device=self.device),
+            "hidden": hidden,
+            "sum": newest,
+            "seen": torch.zeros(talker.vocab_size // 32, dtype=torch.int32, device=self.device),
+            "out": pinned_words(MAX_FRAMES_A_LAUNCH),
+        }
+        params = params_of(self._fixed, seed, **tensors)
+        params.stream.penalty = sampling.repetition_penalty
+        set_choice(params.stream, sampling.talker, True)
+        set_choice(params.stream, sampling.predictor, False)
+        words = tensors["out"].numpy()
+        return MegakernelStream(**tensors, words=words, params=params, prompt_rows=rows, max_frames=max_frames)
+
     def _check(self, state: MegakernelStream, rows: Sequence[Tensor | None]) -> None:
         if not 1 <= len(rows) <= MAX_FRAMES_A_LAUNCH:
             raise CapacityError(f"a launch makes 1 to {MAX_FRAMES_A_LAUNCH} frames, got {len(rows)}")
@@ -258,17 +256,6 @@ class MegakernelBackend:
         params.min_frames = MIN_NEW_FRAMES
         params.suppress_from = self.config.talker.vocab_size - SUPPRESSED_TAIL
         return params
-
-
-def new_state_tensors(shape: Shape, positions: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """What a stream of `positions`, prompt and frames, owns on the device, by the names of `MegakernelStream`."""
-    rest = torch.zeros(2, shape.talker.hidden_size, dtype=dtype, device=device)
-    return {
-        "kv": torch.empty(shape.cache(positions), dtype=dtype, device=device),
-        "hidden": rest[0],
-        "sum": rest[1],
-        "seen": torch.zeros(shape.talker.vocab_size // 32, dtype=torch.int32, device=device),
-    }
 
 
 def frame_of(words: np.ndarray, index: int, least_ms: float) -> Frame:

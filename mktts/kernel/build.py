@@ -8,7 +8,6 @@ import hashlib
 import importlib.util
 import json
 import re
-import struct
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -66,9 +65,19 @@ def known_architectures() -> frozenset[int]:
     return frozenset(found)
 
 
-def compile_source(code: str, unit: str, arch: str, flags: list[str]) -> tuple[bytes, str]:
-    """Machine code for `arch` sm_..., PTX for compute_..., and the compiler's words. `unit` names the source in them.
-    Raises BackendUnavailable without NVRTC, and where it refuses the source."""
+@dataclass(frozen=True)
+class Build:
+    """image: machine code (cubin), or PTX, which the driver translates. log: what the assembler said of it. constants:
+    the kernel's exported 32-bit ones without their `mktts_`, a float's by its bits."""
+
+    image: bytes
+    log: str
+    constants: dict[str, int]
+
+
+def compile_source(code: str, unit: str, arch: str, flags: list[str]) -> Build:
+    """For `arch` sm_... machine code, for compute_... PTX. `unit` names the source in what the compiler says. Raises
+    BackendUnavailable without NVRTC, and where it refuses the source."""
     library, _ = nvrtc()
     program = ctypes.c_void_p()
     _check(library, library.nvrtcCreateProgram(ctypes.byref(program), code.encode(), unit.encode(), 0, None, None))
@@ -79,7 +88,11 @@ def compile_source(code: str, unit: str, arch: str, flags: list[str]) -> tuple[b
         log = _bytes(library, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
         if status:
             raise BackendUnavailable(f"NVRTC refused the kernel's source ({' '.join(flags)}):\n{log[:4000]}")
-        return _bytes(library, program, "PTX" if arch.startswith("compute_") else "CUBIN"), log
+        ptx = _bytes(library, program, "PTX")
+        image = ptx if arch.startswith("compute_") else _bytes(library, program, "CUBIN")
+        # such as `.global .align 4 .u32 mktts_warps = 8;`, floats as 0f and eight hex digits
+        found = re.findall(r"\.[uf]32 mktts_(\w+) = (?:0f([0-9A-F]{8})|(\d+));", ptx.decode())
+        return Build(image, log, {name: int(bits, 16) if bits else int(number) for name, bits, number in found})
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -156,19 +169,6 @@ def _number(name: str) -> int:
     return int("".join(filter(str.isdigit, name)))
 
 
-@dataclass(frozen=True)
-class Build:
-    """image: machine code (cubin), or PTX, which the driver translates. log: what the assembler said of it."""
-
-    image: bytes
-    log: str
-
-    @property
-    def constants(self) -> dict[str, int]:
-        """The kernel's exported 32-bit constants without their `mktts_`, a float's by its bits, read from the file."""
-        return constants_of(self.image) if self.image[:4] == b"\x7fELF" else constants_of_ptx(self.image.decode())
-
-
 def source(unit: str = "frame.cu", folder: Path = CSRC) -> str:
     """A kernel's file with its headers in place of their includes."""
     if not (folder / unit).exists():
@@ -223,39 +223,14 @@ def compile_kernel(defines: dict[str, int], arch: str, unit: str = "frame.cu") -
     code = source(unit)
     key = hashlib.sha256(json.dumps([code, arch, flags, nvrtc()[1]]).encode()).hexdigest()[:24]
     kept = cache_folder() / "kernels" / f"{arch}-{key}"
-    if kept.with_suffix(".log").exists():
-        return Build(kept.with_suffix(".image").read_bytes(), kept.with_suffix(".log").read_text(encoding="utf-8"))
+    about = kept.with_suffix(".json")
+    if about.exists():
+        return Build(kept.with_suffix(".image").read_bytes(), **json.loads(about.read_text(encoding="utf-8")))
     with announced(f"mktts: compiling {unit} for {arch}, once"):
-        build = Build(*compile_source(code, unit, arch, flags))
+        build = compile_source(code, unit, arch, flags)
     try:
         write_whole(kept.with_suffix(".image"), build.image)
-        write_whole(kept.with_suffix(".log"), build.log.encode())
+        write_whole(about, json.dumps({"log": build.log, "constants": build.constants}).encode())
     except OSError as error:  # a full or read-only cache costs seconds at the next start, not this one
         print(f"mktts: the compiled kernel could not be kept: {error}", file=sys.stderr)
     return build
-
-
-def constants_of(cubin: bytes) -> dict[str, int]:
-    """The 32-bit objects of an ELF64 file (ELF-64 Object File Format 1.5) whose names begin with mktts_, by the rest of
-    their names."""
-    (table,) = struct.unpack_from("<Q", cubin, 40)
-    size, count = struct.unpack_from("<HH", cubin, 58)
-    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * size) for i in range(count)]
-    found = {}
-    for section in sections:
-        kind, offset, length, link = section[1], section[4], section[5], section[6]
-        if kind != 2:  # SHT_SYMTAB
-            continue
-        for at in range(offset, offset + length, 24):
-            name, _, _, index, value, bytes_ = struct.unpack_from("<IBBHQQ", cubin, at)
-            start = sections[link][4] + name
-            text = cubin[start : cubin.index(b"\0", start)].decode()
-            if bytes_ == 4 and 0 < index < count and text.startswith("mktts_"):
-                (found[text.removeprefix("mktts_")],) = struct.unpack_from("<I", cubin, sections[index][4] + value)
-    return found
-
-
-def constants_of_ptx(ptx: str) -> dict[str, int]:
-    """As `constants_of`, from PTX: `.global .align 4 .u32 mktts_warps = 8;`, floats as 0f and eight hex digits."""
-    found = re.findall(r"\.[uf]32 mktts_(\w+) = (?:0f([0-9A-F]{8})|(\d+));", ptx)
-    return {name: int(bits, 16) if bits else int(number) for name, bits, number in found}

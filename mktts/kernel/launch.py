@@ -1,5 +1,5 @@
-"""Launches of a compiled kernel of csrc/: its parameters (csrc/state.cuh in ctypes), its exchange area, the tags of its
-launches, and why one failed."""
+"""Launches of the kernels of csrc/: the calls of the CUDA driver that they take, each of them checked; a launch's
+parameters (csrc/state.cuh in ctypes), exchange area and tags; and why one failed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import struct
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from mktts.errors import BackendUnavailable, EngineError
 from mktts.kernel.build import Card, build_for
-from mktts.kernel.driver import Kernel
 from mktts.kernel.grid import EPS, FRAGMENTS, WARPS
 from mktts.model.sampling import Choice
 
@@ -34,6 +34,10 @@ WAITS = {
     8: "the end of an earlier copy of weights",
     9: "the end of the last copies of weights",
 }
+
+_Arguments = ctypes.c_void_p * 1  # held: an array type that nobody holds is left to the garbage collector
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
 
 _POINTERS = """
     talker_tape talker_head_tape projection_tape predictor_tape predictor_head_tape projection_bias
@@ -65,6 +69,24 @@ class Params(ctypes.Structure):
     )
 
 
+class _LaunchAttribute(ctypes.Structure):
+    """cuda.h, CUlaunchAttribute: of 64 bytes of value the first four."""
+
+    _fields_ = [("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_int * 15)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    """cuda.h, CUlaunchConfig."""
+
+    _fields_ = [
+        *((f"{of}_{axis}", ctypes.c_uint) for of in ("grid", "block") for axis in "xyz"),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
 def fill_pointers(structure: ctypes.Structure, tensors: dict[str, Tensor | None]) -> None:
     """Sets the pointers named by `tensors`; None leaves one null."""
     for name, tensor in tensors.items():
@@ -78,9 +100,92 @@ def set_choice(stream: StreamParams, choice: Choice, book0: bool) -> None:
         setattr(stream, name + "0" * book0, value)
 
 
+def params_of(fixed: Params, seed: int, kv: Tensor, **tensors: Tensor) -> Params:
+    """What all launches of a stream have: `fixed`, its seed, cache and other tensors. Each launch sets what changes."""
+    params = Params.from_buffer_copy(fixed)
+    stream = params.stream
+    fill_pointers(stream, {"kv": kv, **tensors})
+    stream.slots, stream.seed_lo, stream.seed_hi = kv.shape[3], seed & 0xFFFFFFFF, seed >> 32
+    return params
+
+
 def pinned_words(frames: int) -> Tensor:
     """Memory of the host that a launch of `frames` frames writes into: (words,) int32, zeros."""
     return torch.zeros(STATUS_WORDS + frames * FRAME_WORDS, dtype=torch.int32, pin_memory=True)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise BackendUnavailable(f"the CUDA driver is not installed here ({error}): pass backend='torch'") from None
+
+
+def _call(name: str, *arguments: object) -> None:
+    """One for loading a kernel: it fails where this driver or GPU cannot run it."""
+    try:
+        _check(name, getattr(_driver(), name)(*arguments))
+    except EngineError as error:
+        raise BackendUnavailable(f"the compiled kernel cannot be used here: {error}: pass backend='torch'") from None
+
+
+def _check(name: str, status: int) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise EngineError(f"{name} failed: {text.value.decode() if text.value else status}")
+
+
+class PlainKernel:
+    """A kernel of a loaded cubin, or of PTX that the driver translates, on torch's current device. Raises
+    BackendUnavailable where this driver or GPU cannot load it."""
+
+    def __init__(self, image: bytes, name: str) -> None:
+        torch.cuda.init()
+        torch.empty(1, device="cuda")  # makes torch's context the current one
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._image = image  # the driver may read it later
+        _call("cuModuleLoadData", ctypes.byref(self._module), image)
+        _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
+
+    def launch_grid(
+        self, grid: tuple[int, int], threads: int, parameters: ctypes.Structure, early: bool = False
+    ) -> None:
+        """An ordinary launch on torch's current stream, which may be capturing; `parameters` are copied. early: blocks
+        may come before the kernel ahead has ended (programmatic dependent launch: compute capability 9.0 and later)."""
+        attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+        stream = torch.cuda.current_stream().cuda_stream
+        config = _LaunchConfig(*grid, 1, threads, 1, 1, 0, stream, ctypes.pointer(attribute), int(early))
+        arguments = _Arguments(ctypes.addressof(parameters))
+        status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None)
+        _check("cuLaunchKernelEx", status)
+
+
+class Kernel(PlainKernel):
+    """A kernel with a fixed grid and shared memory, for cooperative launches: all blocks are resident at once, because
+    they wait for each other. Raises BackendUnavailable where the device cannot hold `blocks`."""
+
+    def __init__(self, image: bytes, name: str, blocks: int, threads: int, shared_bytes: int) -> None:
+        """`threads` of a block, and the dynamic shared memory that it takes."""
+        super().__init__(image, name)
+        self.blocks, self.threads, self.shared_bytes = blocks, threads, shared_bytes
+        _call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, shared_bytes)
+        each = ctypes.c_int()
+        occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        _call(occupancy, ctypes.byref(each), self._function, threads, ctypes.c_size_t(shared_bytes))
+        present = each.value * torch.cuda.get_device_properties().multi_processor_count
+        if present < blocks:
+            raise BackendUnavailable(
+                f"{blocks} blocks must be resident together and this GPU holds {present}: pass backend='torch'"
+            )
+
+    def launch(self, parameters: ctypes.Structure, stream: torch.cuda.Stream) -> None:
+        """A cooperative launch on `stream`; `parameters` are copied."""
+        arguments, handle = _Arguments(ctypes.addressof(parameters)), ctypes.c_void_p(stream.cuda_stream)
+        launch, blocks, threads = _driver().cuLaunchCooperativeKernel, self.blocks, self.threads
+        status = launch(self._function, blocks, 1, 1, threads, 1, 1, self.shared_bytes, handle, arguments)
+        _check("cuLaunchCooperativeKernel", status)
 
 
 _TIMEOUT_NS = 2_000_000_000
@@ -147,18 +252,19 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
         raise BackendUnavailable(f"the megakernel computes in bfloat16, got {dtype}: pass backend='torch'")
 
 
-def check_constants(constants: Mapping[str, int]) -> None:
-    """Raises BackendUnavailable naming the first of a kernel's constants (`Build.constants`) that this package holds
-    otherwise."""
-    (eps_bits,) = struct.unpack("<I", struct.pack("<f", EPS))
-    expected = {
-        "params_bytes": ctypes.sizeof(Params),
-        "warps": WARPS,
-        "fragments": FRAGMENTS,
-        "status_words": STATUS_WORDS,
-        "frame_words": FRAME_WORDS,
-        "eps": eps_bits,
-    }
+# Of the frame and text kernels' constants those that this package holds too.
+CONSTANTS = {
+    "params_bytes": ctypes.sizeof(Params),
+    "warps": WARPS,
+    "fragments": FRAGMENTS,
+    "status_words": STATUS_WORDS,
+    "frame_words": FRAME_WORDS,
+    "eps": struct.unpack("<I", struct.pack("<f", EPS))[0],
+}
+
+
+def check_constants(constants: Mapping[str, int], expected: Mapping[str, int] = CONSTANTS) -> None:
+    """Raises BackendUnavailable naming the first of a kernel's constants (`Build.constants`) that is not expected."""
     for name, value in expected.items():
         if constants.get(name) != value:
             raise BackendUnavailable(

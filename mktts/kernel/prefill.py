@@ -2,8 +2,8 @@
 
 Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both static, while the
 position is a device tensor. Rounding is `Qwen3Stack.forward`'s, with q, k, v and gate, up as one product each: what
-lies between products is made by kernels of the project (`FusedRows`) where they fit, elsewhere by operators
-(`PlainRows`). A few rows may go through the frame kernel's tape as it is instead (`TapeRows`).
+lies between products is made by kernels of the project where they fit, elsewhere by operators (`StackRows`). A few rows
+may go through the frame kernel's tape as it is instead (`TapeRows`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mktts.errors import BackendUnavailable, CapacityError, PromptError
+from mktts.errors import CapacityError
 from mktts.kernel.tape_stack import MOST_POSITIONS, ROWS, TapeRows
 from mktts.model.cuda_graph import record
 from mktts.model.prompt import is_of_voice
@@ -54,14 +54,14 @@ def row_kernels(config: StackConfig, device: torch.device, dtype: torch.dtype) -
     return rows
 
 
-class PlainRows:
-    """`Stack.layer` over all layers, with the same roundings, in plain operators. One thread and one CUDA stream at a
-    time."""
+class StackRows:
+    """`Stack.layer` over all layers, with the same roundings: what lies between two products by one kernel of the
+    project, or by operators. One thread and one CUDA stream at a time."""
 
-    def __init__(self, stack: Stack, rotary: Tensor) -> None:
+    def __init__(self, stack: Stack, rotary: Tensor, kernels: ModuleType | None) -> None:
         """rotary (positions, 2, head_dim), in the stack's dtype: of all positions of the workspace, cosines, then
-        sines, whose first half is negated."""
-        self._stack = stack
+        sines, whose first half is negated. kernels: as of `row_kernels`."""
+        self._stack, self._kernels = stack, kernels
         self._cos, self._sin = rotary[:, 0], rotary[:, 1, stack.config.head_dim // 2 :]
 
     def run(self, rows: Tensor, index: Tensor, mask: Tensor, kv: Tensor) -> Tensor:
@@ -85,43 +85,22 @@ class PlainRows:
 
     def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Tensor, out: Tensor) -> None:
         """x (R, H) += delta (R, H) where there is one, then out (R, H) = RMSNorm(x) * norm (H,)."""
-        if delta is not None:
+        adds, eps = delta is not None, self._stack.config.rms_norm_eps
+        if self._kernels is not None:
+            self._kernels.add_norm[(len(x),)](
+                x, delta if adds else x, norm, out, eps, N=x.shape[1], ADDS=adds, num_warps=4
+            )  # fmt: skip
+            return
+        if adds:
             x += delta
-        out.copy_(rms_norm(x, norm, self._stack.config.rms_norm_eps))
+        out.copy_(rms_norm(x, norm, eps))
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up (R, I) of gate_up (R, 2 I)."""
         gate, up = gate_up.chunk(2, 1)
-        return F.silu(gate) * up
-
-    def _turned(
-        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, index: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """qkv (R, (heads + 2 kv heads) head_dim) -> queries (kv heads, query heads that share each, R, head_dim)."""
-        c, kv_heads = self._stack.config, self._stack.config.num_key_value_heads
-        heads = qkv.view(len(qkv), -1, c.head_dim).transpose(0, 1)
-        q, k, v = heads.split((c.num_attention_heads, kv_heads, kv_heads))
-        turns = self._cos[index], self._sin[index].repeat(1, 2)
-        keys.index_copy_(1, index, rotate(rms_norm(k, k_norm, c.rms_norm_eps), *turns))
-        values.index_copy_(1, index, v)
-        return rotate(rms_norm(q, q_norm, c.rms_norm_eps), *turns).unflatten(0, (kv_heads, -1))
-
-
-class FusedRows(PlainRows):
-    """As `PlainRows`, with one kernel of the project in the place of the operators between two products."""
-
-    def __init__(self, stack: Stack, rotary: Tensor, kernels: ModuleType) -> None:
-        super().__init__(stack, rotary)
-        self._kernels = kernels
-
-    def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Tensor, out: Tensor) -> None:
-        adds, eps = delta is not None, self._stack.config.rms_norm_eps
-        self._kernels.add_norm[(len(x),)](
-            x, delta if adds else x, norm, out, eps, N=x.shape[1], ADDS=adds, num_warps=4
-        )  # fmt: skip
-
-    def _gated(self, gate_up: Tensor) -> Tensor:
-        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        if self._kernels is None:
+            return F.silu(gate) * up
+        out = gate_up.new_empty(gate.shape)
         grid = len(out), -(-out.shape[1] // _SILU_BLOCK)
         self._kernels.silu_mul[grid](gate_up, out, N=out.shape[1], BLOCK=_SILU_BLOCK)
         return out
@@ -129,16 +108,23 @@ class FusedRows(PlainRows):
     def _turned(
         self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, index: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
+        """qkv (R, (heads + 2 kv heads) head_dim) -> queries (kv heads, query heads that share each, R, head_dim)."""
         c, rows = self._stack.config, len(qkv)
         heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
-        tile = math.gcd(kv_heads, _HEADS)
-        q = qkv.new_empty(kv_heads, heads // kv_heads, rows, c.head_dim)
-        turns = self._cos, self._sin, self._cos.stride(0)
-        self._kernels.turn_heads[rows, kv_heads // tile](
-            qkv, q_norm, k_norm, *turns, index, q, keys, values, c.rms_norm_eps, len(self._cos),
-            HEADS=heads, KV_HEADS=kv_heads, D=c.head_dim, TILE=tile, num_warps=1,
-        )  # fmt: skip
-        return q
+        if self._kernels is not None:
+            tile = math.gcd(kv_heads, _HEADS)
+            q = qkv.new_empty(kv_heads, heads // kv_heads, rows, c.head_dim)
+            turns = self._cos, self._sin, self._cos.stride(0)
+            self._kernels.turn_heads[rows, kv_heads // tile](
+                qkv, q_norm, k_norm, *turns, index, q, keys, values, c.rms_norm_eps, len(self._cos),
+                HEADS=heads, KV_HEADS=kv_heads, D=c.head_dim, TILE=tile, num_warps=1,
+            )  # fmt: skip
+            return q
+        q, k, v = qkv.view(rows, -1, c.head_dim).transpose(0, 1).split((heads, kv_heads, kv_heads))
+        turns = self._cos[index], self._sin[index].repeat(1, 2)
+        keys.index_copy_(1, index, rotate(rms_norm(k, k_norm, c.rms_norm_eps), *turns))
+        values.index_copy_(1, index, v)
+        return rotate(rms_norm(q, q_norm, c.rms_norm_eps), *turns).unflatten(0, (kv_heads, -1))
 
 
 # Up to 64 rows a product takes as long as its weights take to arrive, so finer buckets would buy nothing but graphs.
@@ -147,7 +133,6 @@ ROW_BUCKETS = (16, 64, 128, 256)
 # a masked attention kernel walks all of its extent, block by block of keys, and that is time when rows are few.
 FIRST_EXTENT = 128
 EXTENT_FACTOR = 4
-_ALIGNMENT = 16  # positions: attention kernels take a mask as it is only with such rows
 _MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # flash takes no mask, cuDNN plans each shape
 
 
@@ -164,26 +149,16 @@ class Prefill:
         graphs: bool | None = None,
         few: TapeRows | None = None,
     ) -> None:
-        """graphs: None on CUDA only. few: takes the passes of up to ROWS rows at the first MOST_POSITIONS positions,
-        which then wait for no unpacking. Raises CapacityError for a capacity that the model does not take,
-        BackendUnavailable for graphs without CUDA."""
-        c = stack.config
-        if capacity < 1 or capacity % _ALIGNMENT or capacity > c.max_position_embeddings:
-            raise CapacityError(
-                f"capacity must be a multiple of {_ALIGNMENT} in {_ALIGNMENT}..{c.max_position_embeddings} positions, "
-                f"got {capacity}"
-            )
-        self.stack = stack
-        self._few = few
-        self.capacity = capacity
+        """capacity: a multiple of 16: attention kernels take a mask as it is only with such rows. graphs: None on CUDA
+        only. few: takes the passes of up to ROWS rows at the first MOST_POSITIONS positions, which then wait for no
+        unpacking."""
+        c, self.stack, self.capacity, self._few = stack.config, stack, capacity, few
         self.buckets = tuple(sorted(buckets))
         self.extents = tuple(_extents(capacity))
         shape = (2, c.num_hidden_layers, c.num_key_value_heads, capacity + 1, c.head_dim)  # the last row is for padding
         self._kv = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
         self.device = self._kv.device
         self.graphs = self.device.type == "cuda" if graphs is None else graphs
-        if self.graphs and self.device.type != "cuda":
-            raise BackendUnavailable(f"CUDA graphs need a stack on CUDA, this one is on {self.device}: graphs=False")
         self.length = 0  # positions that are filled
         self._input = torch.zeros(self.buckets[-1], c.hidden_size, dtype=stack.dtype, device=self.device)
         self._hidden = torch.zeros(c.hidden_size, dtype=stack.dtype, device=self.device)
@@ -192,8 +167,7 @@ class Prefill:
         cos, sin = stack.rotary(0, capacity + 1)
         half = c.head_dim // 2
         self._rotary = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), -1)), 1)  # (positions, 2, head_dim)
-        kernels = row_kernels(c, self.device, stack.dtype)
-        self._rows = FusedRows(stack, self._rotary, kernels) if kernels else PlainRows(stack, self._rotary)
+        self._rows = StackRows(stack, self._rotary, row_kernels(c, self.device, stack.dtype))
         for layer in range(c.num_hidden_layers):
             stack.layer_weights(layer)  # fused here: a pass may be on another stream
         self._passes: dict[tuple[int, int], Callable[[], None]] = {}
@@ -208,10 +182,8 @@ class Prefill:
 
     @torch.inference_mode()
     def run(self, rows: Tensor, past: int = 0) -> Tensor:
-        """Prefills `rows` (L, H) behind the `past` filled positions; returns the normed hidden state (H,) of the last
-        row, and waits for nothing. A restored prefix gives the same bits as one just made. Raises PromptError for rows
-        of another shape, dtype or device, CapacityError beyond the capacity."""
-        self._check(rows, past)
+        """Prefills `rows` (L, H) behind the `past` filled positions, up to the capacity; returns the normed hidden
+        state (H,) of the last row, and waits for nothing. A restored prefix gives the bits of one just made."""
         with self._on_device():
             for piece in rows.split(self.buckets[-1]):
                 self._advance(piece, past)
@@ -220,21 +192,10 @@ class Prefill:
         return self._hidden.clone()
 
     @torch.inference_mode()
-    def keep(self, length: int) -> Tensor:
-        """A copy of `keys_values` [0, length), for `restore`. Raises CapacityError where they are not filled."""
-        if not 0 < length <= self.length:
-            raise CapacityError(f"{self.length} positions are filled, {length} were asked for")
-        return self._kv[:, :, :, :length].clone()
-
-    @torch.inference_mode()
     def restore(self, kept: Tensor) -> None:
-        """Makes the first positions those of `kept`, and them the only filled ones. Raises CapacityError."""
-        length = kept.shape[3]
-        expected = (*self._kv.shape[:3], min(length, self.capacity), self._kv.shape[4])
-        if kept.shape != expected:
-            raise CapacityError(f"kept keys and values must be {expected}, got {tuple(kept.shape)}")
-        self._kv[:, :, :, :length].copy_(kept)
-        self.length = length
+        """Makes the first positions those of `kept`, a copy of `keys_values`, and them the only filled ones."""
+        self.length = kept.shape[3]
+        self.keys_values.copy_(kept)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -248,20 +209,6 @@ class Prefill:
                 for extent in self._extents_of(bucket)[::-1]:
                     if extent > least:  # fewer rows would take a smaller bucket
                         self._pass(bucket, extent)
-
-    def _check(self, rows: Tensor, past: int) -> None:
-        width, dtype = self._input.shape[1], self._input.dtype
-        if rows.dim() != 2 or not len(rows) or rows.shape[1] != width:
-            raise PromptError(f"prompt rows must be (L >= 1, {width}), got {tuple(rows.shape)}")
-        if rows.dtype != dtype or rows.device != self.device:
-            raise PromptError(f"prompt rows must be {dtype} on {self.device}, got {rows.dtype} on {rows.device}")
-        if not 0 <= past <= self.length:
-            raise PromptError(f"past must be in 0..{self.length}, the filled positions, got {past}")
-        if past + len(rows) > self.capacity:
-            raise CapacityError(
-                f"prefill holds {self.capacity} positions, {past + len(rows)} were asked for: shorten the prompt "
-                "(instruction, reference recording, text)"
-            )
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
@@ -329,124 +276,80 @@ def _extents(capacity: int) -> Iterator[int]:
 
 
 class KernelPrefill:
-    """Fills caches laid out as csrc/state.cuh has them: (layers, kv heads, group, slots, 2, head_dim)."""
+    """Prompts into caches laid out as csrc/state.cuh has them: (layers, kv heads, group, slots, 2, head_dim).
 
-    def __init__(self, stack: Stack, few: TapeRows | None = None) -> None:
-        self.stack = stack
+    Keys and values of prefixes are kept by `Prompt.prefix_key`; the least recently used ones go first when they take
+    more than `max_bytes` of device memory (a row is 112 KiB at the released sizes). One thread at a time."""
+
+    def __init__(self, stack: Stack, few: TapeRows | None = None, max_bytes: int = 64 << 20) -> None:
+        self.stack, self.max_bytes = stack, max_bytes
         self._prefill = Prefill(stack, few=few)
         self._prefill.warm_up()  # a graph that is captured while a stream waits delays it by tens of ms
-        self._prefixes = PrefixCache(self._prefill)
-        self.capacity = self._prefill.capacity  # rows of a prompt that the graphs take
+        self._prefixes: OrderedDict[Hashable, Tensor] = OrderedDict()
+        self.prefix_bytes = 0  # of all that are kept
 
     @torch.inference_mode()
     def prefix(self, rows: Tensor, key: Hashable | None, kv: Tensor) -> None:
         """Positions [0, P) from the prefix rows (P, H) alone, found under `key` or computed."""
-        copy_into_cache(self._prefixes.prefix(rows, key), kv)
+        copy_into_cache(self._prefix(rows, key), kv)
 
     def forget(self, voice: Voice) -> None:
-        self._prefixes.forget(voice)
+        """Lets go of the prefixes with this voice."""
+        for key in [key for key in self._prefixes if is_of_voice(key, voice)]:
+            self.prefix_bytes -= self._prefixes.pop(key).nbytes
 
     @torch.inference_mode()
     def fill(self, rows: Tensor, kv: Tensor, prefix_rows: int = 0, key: Hashable | None = None) -> Tensor:
-        """All positions of a prompt (L, H) at once; returns the normed hidden state (H,) of the last one. A prompt
-        beyond the graphs' capacity goes through eager PyTorch where the stack has matrices of its own (a Qwen3Stack).
-        Raises CapacityError where it has not."""
-        capacity = self.capacity
+        """All positions of a prompt (L, H) at once, whose first `prefix_rows`, fewer than L, are known by `key`;
+        returns the normed hidden state (H,) of the last one. The prefix is always computed apart from the rest, so that
+        the bits are the same whether it was kept or not. Raises CapacityError as `go_on`."""
+        apart = prefix_rows and len(rows) <= self._prefill.capacity
+        return self.go_on(rows, kv, self._prefix(rows[:prefix_rows], key) if apart else None)
+
+    @torch.inference_mode()
+    def go_on(self, rows: Tensor, kv: Tensor, kept: Tensor | None) -> Tensor:
+        """As `fill`, of a prompt (L, H) whose first positions, fewer than L, are `kept`. One beyond the graphs'
+        capacity goes through eager PyTorch, all of it, where the stack has matrices of its own (a Qwen3Stack). Raises
+        CapacityError where it has not."""
+        capacity = self._prefill.capacity
         if len(rows) > capacity and not isinstance(self.stack, Qwen3Stack):
             raise CapacityError(
                 f"a prompt may have {capacity} rows with the megakernel, this one has {len(rows)}: shorten it "
                 "(instruction, reference recording and its transcript, text), or pass backend='torch'"
             )
-        if len(rows) <= capacity:
-            hidden = self._prefixes.run(rows, prefix_rows, key)
-            copy_into_cache(self._prefill.keys_values, kv)
+        if len(rows) > capacity:
+            cache = self.stack.new_cache(len(rows))
+            hidden = self.stack.forward(rows[None], cache)[0, -1]
+            copy_into_cache(torch.stack((cache.keys, cache.values))[:, :, 0], kv)
             return hidden
-        cache = self.stack.new_cache(len(rows))
-        hidden = self.stack.forward(rows[None], cache)[0, -1]
-        copy_into_cache(torch.stack((cache.keys, cache.values))[:, :, 0, :, : len(rows)], kv)
-        return hidden
-
-    @torch.inference_mode()
-    def go_on(self, rows: Tensor, kv: Tensor, kept: Tensor) -> Tensor:
-        """As `fill`, of a prompt (L, H) whose first positions, fewer than L, are `kept`; beyond the graphs' capacity it
-        is all computed."""
-        if len(rows) > self.capacity:
-            return self.fill(rows, kv)
-        self._prefill.restore(kept)
-        hidden = self._prefill.run(rows[self._prefill.length :], self._prefill.length)
+        past = 0 if kept is None else kept.shape[3]
+        if past:
+            self._prefill.restore(kept)
+        hidden = self._prefill.run(rows[past:], past)
         copy_into_cache(self._prefill.keys_values, kv)
         return hidden
 
-
-class PrefixCache:
-    """Keys and values of prefixes, by `Prompt.prefix_key`. The least recently used ones go first when they take more
-    than `max_bytes` of device memory (a row is 112 KiB at the released sizes). One thread at a time, as its Prefill."""
-
-    def __init__(self, prefill: Prefill, max_bytes: int = 64 << 20) -> None:
-        self.prefill, self.max_bytes = prefill, max_bytes
-        self.nbytes = 0
-        self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def run(self, rows: Tensor, prefix_rows: int, key: Hashable | None) -> Tensor:
-        """As `Prefill.run` of a whole prompt (L, H) whose first `prefix_rows` (< L) rows are known by `key`. The prefix
-        is always computed apart from the rest, so that the bits are the same whether it was kept or not."""
-        if not 0 <= prefix_rows < len(rows):
-            raise PromptError(
-                f"prefix_rows must be in 0..{len(rows) - 1} of {len(rows)} prompt rows, got {prefix_rows}"
-            )
-        if prefix_rows:
-            kept = self.find(key, prefix_rows)
-            if kept is None:
-                self._make(rows[:prefix_rows], key)
-            else:
-                self.prefill.restore(kept)
-        return self.prefill.run(rows[prefix_rows:], prefix_rows)
-
-    def prefix(self, rows: Tensor, key: Hashable | None) -> Tensor:
-        """Keys and values of the prefix rows (P, H) alone, found or made, for a caller that computes the rest by other
-        means."""
-        kept = self.find(key, len(rows))
-        return self._make(rows, key) if kept is None else kept
-
-    def find(self, key: Hashable | None, rows: int) -> Tensor | None:
-        """What is kept under `key`. Raises PromptError where it has not `rows` rows."""
-        kept = None if key is None else self._kept.get(key)
-        if kept is None:
-            return None
-        if kept.shape[3] != rows:
-            raise PromptError(
-                f"prefix_key names a prefix of {kept.shape[3]} rows, this one has {rows}: keys must differ"
-            )
-        self._kept.move_to_end(key)
-        return kept
-
-    def forget(self, voice: Voice) -> None:
-        """Lets go of the prefixes with this voice."""
-        for key in [key for key in self._kept if is_of_voice(key, voice)]:
-            self.nbytes -= self._kept.pop(key).nbytes
-
-    def _make(self, rows: Tensor, key: Hashable | None) -> Tensor:
-        self.prefill.run(rows)
-        kept = self.prefill.keep(len(rows))
+    def _prefix(self, rows: Tensor, key: Hashable | None) -> Tensor:
+        """Keys and values of the prefix rows (P, H)."""
+        kept = None if key is None else self._prefixes.get(key)
+        if kept is not None:
+            self._prefixes.move_to_end(key)
+            return kept
+        self._prefill.run(rows)
+        kept = self._prefill.keys_values.clone()
         if key is not None and kept.nbytes <= self.max_bytes:
-            self._kept[key] = kept
-            self.nbytes += kept.nbytes
-            while self.nbytes > self.max_bytes:
-                self.nbytes -= self._kept.popitem(last=False)[1].nbytes
+            self._prefixes[key] = kept
+            self.prefix_bytes += kept.nbytes
+            while self.prefix_bytes > self.max_bytes:
+                self.prefix_bytes -= self._prefixes.popitem(last=False)[1].nbytes
         return kept
 
 
 @torch.inference_mode()
 def copy_into_cache(keys_values: Tensor, kv: Tensor) -> None:
     """Writes keys and values (2, layers, kv heads, n, head_dim) to the first n positions of the kernel's cache `kv`
-    (layers, kv heads, group, slots, 2, head_dim): position p is in block p % group, slot p // group. Raises
-    CapacityError."""
-    group, slots, count = kv.shape[2], kv.shape[3], keys_values.shape[3]
-    if count > group * slots:
-        raise CapacityError(f"the cache holds {group * slots} positions, got {count}")
+    (layers, kv heads, group, slots, 2, head_dim): position p is in block p % group, slot p // group."""
+    group, count = kv.shape[2], keys_values.shape[3]
     whole, rest = divmod(count, group)
     target = kv.permute(4, 0, 1, 3, 2, 5)  # (2, layers, kv heads, slots, group, head_dim)
     target[:, :, :, :whole] = keys_values[:, :, :, : whole * group].unflatten(3, (whole, group))
@@ -457,9 +360,5 @@ def copy_into_cache(keys_values: Tensor, kv: Tensor) -> None:
 @torch.inference_mode()
 def kept_of_cache(kv: Tensor, length: int) -> Tensor:
     """A copy of positions [0, length) of the kernel's cache; what `copy_into_cache` wrote comes back."""
-    group, slots = kv.shape[2], kv.shape[3]
-    if not 0 < length <= group * slots:
-        raise CapacityError(f"the cache holds {group * slots} positions, {length} were asked for")
-    used = kv[:, :, :, : -(-length // group)]  # (layers, kv heads, group, slots, 2, head_dim)
-    in_order = used.permute(4, 0, 1, 3, 2, 5).flatten(3, 4)  # position p is in block p % group, slot p // group
+    in_order = kv[:, :, :, : -(-length // kv.shape[2])].permute(4, 0, 1, 3, 2, 5).flatten(3, 4)
     return in_order[:, :, :, :length].contiguous()

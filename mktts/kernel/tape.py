@@ -52,13 +52,6 @@ def pack_dealt(dealt: Dealt, rows: Tensor) -> Tensor:
     return pack(padded.view(-1, dealt.chunk, inputs)).view(len(padded), -1)
 
 
-def unpack_dealt(dealt: Dealt, tape: Tensor) -> Tensor:
-    """The inverse of `pack_dealt`: (blocks, elements) -> (groups, total, inputs)."""
-    chunks = unpack(tape.reshape(len(tape) * dealt.count, -1), dealt.chunk, dealt.inputs)
-    each = chunks.reshape(len(tape), -1, dealt.inputs)[:, : dealt.each]
-    return each.reshape(len(tape) // dealt.group, -1, dealt.inputs)[:, : dealt.total]
-
-
 def pack_layer(shape: Shape, stack: StackConfig, w: LayerWeights) -> Tensor:
     """The matrices of one decoder layer: (blocks, elements) bf16."""
     heads, h = stack.num_key_value_heads, stack.hidden_size
@@ -71,22 +64,6 @@ def pack_layer(shape: Shape, stack: StackConfig, w: LayerWeights) -> Tensor:
     }
     matrices = layer_matrices(stack, shape.group)
     return torch.cat([pack_dealt(dealt, rows[name]) for name, dealt in matrices.items()], 1)
-
-
-def unpack_layer(shape: Shape, stack: StackConfig, tape: Tensor) -> dict[str, Tensor]:
-    """The inverse of `pack_layer`, as the matrices that `LayerWeights.fused` makes: what csrc/unpack.cu does on a
-    GPU."""
-    h, f, d = stack.hidden_size, stack.intermediate_size, stack.head_dim
-    matrices = layer_matrices(stack, shape.group)
-    parts = tape.split([dealt.elements for dealt in matrices.values()], 1)
-    rows = {name: unpack_dealt(dealt, part) for (name, dealt), part in zip(matrices.items(), parts, strict=True)}
-    heads = rows["qkv"].split((matrices["out"].inputs, d, d), 1)
-    return {
-        "qkv": torch.cat([part.flatten(0, 1) for part in heads]),
-        "o": rows["out"].transpose(0, 1).reshape(h, -1),
-        "gate_up": rows["gate_up"].reshape(f, 2, h).transpose(0, 1).reshape(2 * f, h),
-        "down": rows["down"].transpose(0, 1).reshape(h, -1),
-    }
 
 
 def pack_rows(shape: Shape, weight: Tensor) -> Tensor:

@@ -9,12 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mktts.errors import BackendUnavailable
 from mktts.kernel.build import card_of, compile_kernel
-from mktts.kernel.driver import PlainKernel
 from mktts.kernel.grid import Shape
-from mktts.kernel.launch import fill_pointers
-from mktts.kernel.tape import unpack_layer
+from mktts.kernel.launch import PlainKernel, check_constants, fill_pointers
 from mktts.model.qwen3 import LayerWeights, Stack
 
 ROWS = 16  # that one pass takes; compared with the kernels' own, as is what follows
@@ -26,7 +23,7 @@ _TILE = 16  # rows of a matrix that a block multiplies at a time
 # to keep its memory busy.
 _UNPACK_THREADS, _SHARES = 512, 2
 
-Launch = Callable[[str, tuple[int, int], "RowsParams"], None]
+Launch = Callable[[str, tuple[int, int], ctypes.Structure], None]  # of a kernel by name, with grid and parameters
 
 
 class RowsParams(ctypes.Structure):
@@ -58,12 +55,13 @@ class TapeRows:
     """Passes of up to ROWS rows through all layers of a tape. One thread and one CUDA stream at a time."""
 
     def __init__(self, shape: Shape, weights: Mapping[str, Tensor], launch: Launch | None = None) -> None:
-        """shape, weights: as `TapeStack`'s. launch: a kernel by name, in place of CUDA's, for tests. Raises
-        BackendUnavailable where csrc/rows.cu cannot be used."""
+        """shape, weights: as `TapeStack`'s. launch: in place of CUDA's, for tests. Raises BackendUnavailable where
+        csrc/rows.cu cannot be used."""
         c = shape.talker
         self._shape, self._tape = shape, weights["talker_tape"]  # (blocks, layers, elements)
         self._norms, self._heads = weights["talker_norms"], weights["talker_qk"]  # (layers, 2, H), (layers, 2, D)
-        self._launch = launch or _launches(shape, self._tape)
+        sizes = {"params_bytes": ctypes.sizeof(RowsParams), "rows": ROWS, "most_keys": MOST_POSITIONS}
+        self._launch = launch or _launches("rows.cu", KERNELS, _ROWS_THREADS, shape, self._tape, sizes)
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         widths = {"heads": queries + 2 * keys, "attended": queries, "active": c.intermediate_size}
         self._work = {name: self._tape.new_empty(ROWS, width) for name, width in widths.items()}
@@ -96,14 +94,12 @@ class TapeStack(Stack):
     stream, so that a CUDA graph holds it too. Writing the next layer ahead, into a second room, was slower on an H200.
     One thread and one CUDA stream at a time."""
 
-    def __init__(self, shape: Shape, weights: Mapping[str, Tensor]) -> None:
-        """Raises BackendUnavailable where csrc/unpack.cu cannot be used."""
+    def __init__(self, shape: Shape, weights: Mapping[str, Tensor], launch: Launch | None = None) -> None:
+        """launch: in place of CUDA's, for tests. Raises BackendUnavailable where csrc/unpack.cu cannot be used."""
         super().__init__(shape.talker, weights["talker_final"])
-        self._shape, self._tape = shape, weights["talker_tape"]  # (blocks, layers, elements)
-        self._kernel = None
-        if self.device.type == "cuda":
-            sizes = {"params_bytes": ctypes.sizeof(UnpackParams)}
-            self._kernel = _kernels("unpack.cu", ["mktts_unpack"], shape, self._tape, sizes)["mktts_unpack"]
+        self._tape = weights["talker_tape"]  # (blocks, layers, elements)
+        sizes = {"params_bytes": ctypes.sizeof(UnpackParams)}
+        self._launch = launch or _launches("unpack.cu", ["mktts_unpack"], _UNPACK_THREADS, shape, self._tape, sizes)
         c = self.config
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         h, inner = c.hidden_size, c.intermediate_size
@@ -118,38 +114,25 @@ class TapeStack(Stack):
         ]
 
     def layer_weights(self, index: int) -> LayerWeights:
-        if self._kernel is None:
-            for name, matrix in unpack_layer(self._shape, self.config, self._tape[:, index]).items():
-                self._room[name].copy_(matrix)
-            return self._layers[index]
         parameters = UnpackParams(block_bytes=self._tape.stride(0) * self._tape.itemsize)
         named = {"out" if name == "o" else name: matrix for name, matrix in self._room.items()}
         fill_pointers(parameters, {"tape": self._tape[0, index], **named})
-        with torch.cuda.device(self._tape.device):
-            self._kernel.launch_grid((len(self._tape), _SHARES), _UNPACK_THREADS, parameters)
+        self._launch("mktts_unpack", (len(self._tape), _SHARES), parameters)
         return self._layers[index]
 
 
-def _kernels(
-    unit: str, names: Sequence[str], shape: Shape, tape: Tensor, sizes: Mapping[str, int]
-) -> dict[str, PlainKernel]:
-    """The kernels of csrc/`unit` for one tape. Raises BackendUnavailable where its constants are not `sizes`."""
+def _launches(
+    unit: str, names: Sequence[str], threads: int, shape: Shape, tape: Tensor, sizes: Mapping[str, int]
+) -> Launch:
+    """Of the kernels of csrc/`unit` for one tape, whose constants have `sizes` in them. Raises BackendUnavailable."""
     with torch.cuda.device(tape.device):
         build = compile_kernel(shape.defines, card_of(tape.device).arch, unit)
         kernels = {name: PlainKernel(build.image, name) for name in names}
-    for name, size in {"layer_bytes": tape.stride(1) * tape.itemsize, **sizes}.items():
-        if build.constants[name] != size:
-            raise BackendUnavailable(f"csrc/{unit} and mktts disagree about {name}: {build.constants[name]} and {size}")
-    return kernels
+    check_constants(build.constants, {"layer_bytes": tape.stride(1) * tape.itemsize, **sizes})
+    early = unit == "rows.cu" and torch.cuda.get_device_capability(tape.device) >= (9, 0)
 
-
-def _launches(shape: Shape, tape: Tensor) -> Launch:
-    sizes = {"params_bytes": ctypes.sizeof(RowsParams), "rows": ROWS, "most_keys": MOST_POSITIONS}
-    kernels = _kernels("rows.cu", KERNELS, shape, tape, sizes)
-    early = torch.cuda.get_device_capability(tape.device) >= (9, 0)
-
-    def launch(name: str, grid: tuple[int, int], parameters: RowsParams) -> None:
+    def launch(name: str, grid: tuple[int, int], parameters: ctypes.Structure) -> None:
         with torch.cuda.device(tape.device):
-            kernels[name].launch_grid(grid, _ROWS_THREADS, parameters, early)
+            kernels[name].launch_grid(grid, threads, parameters, early)
 
     return launch

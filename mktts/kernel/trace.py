@@ -68,11 +68,6 @@ def talker_points(talker_layers: int) -> int:
     return len(TALKER_LAYER) * talker_layers + len(TAIL)
 
 
-def room_of(points: np.ndarray) -> int:
-    """Words that a block needs for the marks of a launch, and one to see that there were no more."""
-    return MAX_FRAMES_A_LAUNCH * len(points) + 1
-
-
 def phases_of(points: np.ndarray) -> list[Phase]:
     """The phase that begins at each point of a frame; after the last one comes the next frame's first."""
     return [PHASES[here, following] for here, following in zip(points, np.roll(points, -1), strict=True)]
@@ -127,7 +122,7 @@ class TracedBackend(MegakernelBackend):
         super().__init__(config, tensors, device)
         self._fixed.ends[:] = [-1] * 4
         self.points = frame_points(config.talker.num_hidden_layers, config.predictor.num_hidden_layers)
-        room = room_of(self.points)
+        room = MAX_FRAMES_A_LAUNCH * len(self.points) + 1  # words of a block, and one to see that there were no more
         self._room = torch.zeros(self.shape.blocks, room, dtype=torch.int64, device=self.device)
         defines = {**self.shape.defines, "TRACE": room}
         builds = (defines, {**defines, "STILL": 1})

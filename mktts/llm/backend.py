@@ -1,6 +1,6 @@
-"""The interface between a text model and `TextDecoder`, and its oracle in plain PyTorch. A backend owns weights;
-everything about one text lives in the state it returns, so any number of texts can take turns on one backend. A backend
-is not thread-safe: one thread owns it."""
+"""The interface between a text model and `TextDecoder`; its oracle in plain PyTorch; and csrc/text.cu, one launch a
+token, on a CUDA device in bfloat16. A backend owns weights; everything about one text lives in the state it returns, so
+any number of texts can take turns on one backend. One thread owns it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.errors import CapacityError, PromptError
+from mktts.kernel.build import card_of
+from mktts.kernel.grid import choose_text_shape
+from mktts.kernel.launch import (
+    MADE,
+    STATUS_WORDS,
+    Launcher,
+    Params,
+    check_device,
+    fill_pointers,
+    params_of,
+    pinned_words,
+    set_choice,
+)
+from mktts.kernel.prefill import KernelPrefill, kept_of_cache
+from mktts.kernel.tape import pack_wide_head, stack_weights
 from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig
 from mktts.model.qwen3 import KVCache, Qwen3Stack
-from mktts.model.sampling import Choice, checked_seed, choose, gumbel
-from mktts.spec import StackConfig
+from mktts.model.sampling import Choice, choose, gumbel
 
 TextState = Any  # backend-specific dataclass: KV cache, position, newest token, seed
 After = tuple[TextState, int] | None  # an earlier text, and how many of its tokens a prompt begins with
@@ -31,36 +44,16 @@ class TextBackend(ABC):
 
     @abstractmethod
     def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int, after: After = None) -> TextState:
-        """Prefills `prompt`, (L,) int64 ids with L >= 1, for up to `max_tokens` new tokens. Raises as `check_start`.
+        """Prefills `prompt`, (L,) int64 ids, L >= 1, for up to `max_tokens` new tokens.
 
         after: a state, which stays as it is, and how many of its tokens (its prompt, then what it made but for the
         newest) the prompt begins with, 1 to L - 1: those are not computed again. Sums may be ordered otherwise then."""
 
-    def step(self, state: TextState, debug: Tensor | None = None) -> int:
-        """The next token's id. Token i (0 for the first new one) is drawn with Philox's counters for frame i and
-        codebook 0, see mktts.model.sampling. debug: (V,) bf16 on the device, takes the kernel's logits. Raises
-        CapacityError when all `max_tokens` have been made."""
-        if state.tokens >= state.max_tokens:
-            raise CapacityError(f"the text ended after max_tokens {state.max_tokens}")
-        return self._make(state, debug)
-
     @abstractmethod
-    def _make(self, state: TextState, debug: Tensor | None) -> int:
-        """As `step`, where there is room."""
-
-
-def check_start(stack: StackConfig, prompt: Tensor, max_tokens: int) -> None:
-    """What every backend refuses: PromptError for ids of the wrong shape, dtype or range; CapacityError for room."""
-    if prompt.dim() != 1 or prompt.dtype != torch.int64 or len(prompt) < 1:
-        raise PromptError(f"prompt must be (L >= 1,) int64 token ids, got {tuple(prompt.shape)} {prompt.dtype}")
-    if int(prompt.min()) < 0 or int(prompt.max()) >= stack.vocab_size:
-        found = f"{int(prompt.min())} to {int(prompt.max())}"
-        raise PromptError(f"prompt ids must be from 0 to {stack.vocab_size - 1}, got {found}")
-    if len(prompt) + max_tokens > stack.max_position_embeddings:
-        raise CapacityError(
-            f"{len(prompt)} prompt tokens and max_tokens {max_tokens} exceed the model's "
-            f"{stack.max_position_embeddings} positions: shorten the prompt or lower max_tokens"
-        )
+    def step(self, state: TextState, debug: Tensor | None = None) -> int:
+        """The next token's id, of at most `max_tokens`. Token i (0 for the first new one) is drawn with Philox's
+        counters for frame i and codebook 0, see mktts.model.sampling. debug: (V,) bf16 on the device, takes the
+        kernel's logits."""
 
 
 @dataclass
@@ -72,7 +65,6 @@ class TorchTextState:
     last: int | None  # the newest token while it is not in the cache yet
     choice: Choice
     seed: int
-    max_tokens: int
     tokens: int = 0  # made so far; the next draw's frame
 
 
@@ -97,7 +89,6 @@ class TorchTextBackend(TextBackend):
 
     @torch.inference_mode()
     def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int, after: After = None) -> TorchTextState:
-        check_start(self.config.stack, prompt, max_tokens)
         cache = self.stack.new_cache(len(prompt) + max_tokens)
         if after is not None:
             state, cache.length = after
@@ -105,10 +96,10 @@ class TorchTextBackend(TextBackend):
                 new[:, :, :, : cache.length] = kept[:, :, :, : cache.length]
         rows = self.embedding[prompt[cache.length :].to(self.device)]
         hidden = self.stack.forward(rows[None], cache)
-        return TorchTextState(cache, hidden[:, -1:], None, choice, checked_seed(seed), max_tokens)
+        return TorchTextState(cache, hidden[:, -1:], None, choice, seed)
 
     @torch.inference_mode()
-    def _make(self, state: TorchTextState, debug: Tensor | None) -> int:
+    def step(self, state: TorchTextState, debug: Tensor | None = None) -> int:
         logits, noise = self.logits(state), None
         if state.choice.do_sample:
             (drawn,) = torch.from_numpy(gumbel(state.seed, state.tokens, range(1), len(logits)))
@@ -124,3 +115,85 @@ class TorchTextBackend(TextBackend):
             row = self.embedding[state.last : state.last + 1]
             state.hidden, state.last = self.stack.forward(row[None], state.cache), None
         return F.linear(state.hidden, self.head)[0, -1].float()
+
+
+# Of a choice (csrc/text.cu): a top-k cut 16 bits, its mass, the most likely token, then two a round; on the way down to
+# the k best of V a round leaves about half, so 64 rounds are never reached.
+_CHOICE_EXCHANGES = 16 + 2 + 2 * 64
+
+
+@dataclass
+class TextKernelState:
+    """Everything one text owns, on the device but for the counters and `out`."""
+
+    kv: Tensor  # (layers, kv heads, blocks of a group, slots, 2, head_dim) bf16
+    hidden: Tensor  # (H,) bf16: normed state of the newest position
+    out: Tensor  # pinned int32: status, then the token
+    params: Params  # of its launches
+    prompt_tokens: int
+    tokens: int = 0  # made so far
+    last: int = 0  # the newest of them
+    done: torch.cuda.Event | None = None  # the end of its newest launch; they never overlap
+
+
+class TextKernelBackend(TextBackend):
+    """Raises BackendUnavailable where the device, the compiler or the checkpoint's dimensions do not allow it."""
+
+    name = "megakernel"
+
+    def __init__(
+        self,
+        config: TextConfig,
+        tensors: Mapping[str, Tensor],
+        device: torch.device | str = "cuda",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.config, self.device, self.dtype = config, torch.device(device), dtype
+        check_device(self.device, dtype)
+        card = card_of(self.device)
+        self.shape = choose_text_shape(config.stack, card.multiprocessors)
+        self._launcher = Launcher("text.cu", "mktts_text", self.shape.defines, self.device, card)
+        self._prefill = KernelPrefill(Qwen3Stack(config.stack, tensors, STACK, self.device, dtype))
+
+        def get(name: str) -> Tensor:
+            return tensors[name].to(self.device, dtype)
+
+        embedding = get(EMBEDDING)
+        self._weights = {"embeddings0": embedding}
+        self._weights["talker_head_tape"] = pack_wide_head(self.shape, embedding if config.tied else get(HEAD))
+        self._weights |= stack_weights(self.shape, "talker", config.stack, get, STACK)
+        self._fixed = Params()
+        fill_pointers(self._fixed, self._weights)
+        self._fixed.frames, self._fixed.ends[:] = 1, [-1] * 4  # an end id ends a stream of the decoder, no launch
+        self._tags_per_token = config.stack.num_hidden_layers * self._launcher.layer_exchanges + 1 + _CHOICE_EXCHANGES
+
+    @torch.inference_mode()
+    def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int, after: After = None) -> TextKernelState:
+        tensors = {
+            "kv": torch.empty(self.shape.cache(len(prompt) + max_tokens), dtype=self.dtype, device=self.device),
+            "hidden": torch.empty(self.config.stack.hidden_size, dtype=self.dtype, device=self.device),
+            "out": pinned_words(1),
+        }
+        params = params_of(self._fixed, seed, **tensors)
+        set_choice(params.stream, choice, True)
+        state = TextKernelState(**tensors, params=params, prompt_tokens=len(prompt))
+        rows = self._weights["embeddings0"][prompt.to(self.device)]
+        if after is None:
+            state.hidden.copy_(self._prefill.fill(rows, state.kv))
+        else:
+            state.hidden.copy_(self._prefill.go_on(rows, state.kv, kept_of_cache(after[0].kv, after[1])))
+        return state
+
+    def step(self, state: TextKernelState, debug: Tensor | None = None) -> int:
+        params, words = state.params, state.out.numpy()
+        params.debug_logits = None if debug is None else debug.data_ptr()
+        stream = params.stream
+        stream.frame, stream.token = state.tokens, state.last
+        stream.position = state.prompt_tokens + state.tokens - 1
+        words[:STATUS_WORDS] = 0
+        state.done = self._launcher.launch(params, self._tags_per_token, state.done)
+        state.done.synchronize()
+        if words[MADE] != 1:
+            raise self._launcher.failure()
+        state.tokens, state.last = state.tokens + 1, int(words[STATUS_WORDS])
+        return state.last

@@ -20,7 +20,7 @@ from mktts.checkpoint.open import resolve
 from mktts.checkpoint.random.make import made_once, whole_folder, write_tokenizer, write_weights
 from mktts.checkpoint.random.weights import HEAD_LOGIT_STD, PEAK_LOGIT, random_tensors, shrink_branches
 from mktts.checkpoint.tensors import TensorSpecs, check, stack_shapes, tensor_specs
-from mktts.common import cache_folder, one_of, read_object, write_json
+from mktts.common import cache_folder, read_object, write_json
 from mktts.errors import CheckpointError, SamplingError
 from mktts.llm.tokens import TextVocabulary
 from mktts.model.sampling import Choice
@@ -177,20 +177,33 @@ def _choice(raw: Mapping[str, Any], path: Path) -> Choice:
 # ---- random weights: for timing and parity only
 
 
-def make_text_checkpoint(folder: Path, size: str = "tiny", *, margin: bool = False) -> Path:
-    """Writes a random text checkpoint to `folder` (all of it or nothing) and returns the folder.
+def ensure_named(name: str, cache: str | Path | None = None) -> Path:
+    """The folder of "random:SIZE[:margin]", made in the cache on first use. With margin every greedy choice wins by a
+    wide one, so that backends agree token for token; the head is untied. Raises CheckpointError for other words, or
+    where the cache cannot be written."""
+    size, *rest = name.split(":")[1:] or [""]
+    if size not in SIZES or rest not in ([], ["margin"]):
+        raise CheckpointError(
+            f"text checkpoint {name!r}: expected random:SIZE[:margin] with SIZE one of {', '.join(SIZES)}"
+        )
+    folder = cache_folder(cache) / "-".join([f"random-text-r{RECIPE}", size, *rest])
+    return made_once(folder, lambda: _make(folder, size, bool(rest)))
 
-    size: "tiny", "tiny-untied", "0.6b". margin: every greedy choice wins by a wide margin, so that backends agree token
-    for token; the head is untied. Raises CheckpointError for an unknown size, or where `folder` cannot be written or is
-    not empty."""
-    raw = config_json(size) | ({"tie_word_embeddings": False} if margin else {})
+
+def config_json(size: str) -> dict[str, Any]:
+    """The content of config.json."""
+    return {**_RELEASED["config"], **SIZES[size]}
+
+
+def _make(folder: Path, size: str, margin: bool) -> None:
+    files = {
+        "config.json": config_json(size) | ({"tie_word_embeddings": False} if margin else {}),
+        "generation_config.json": _RELEASED["generation_config"],
+        MARKER: {"random": True, "recipe": RECIPE, "size": size, "margin": margin},
+    }
     with whole_folder(folder) as work:
-        for name, content in (
-            ("config.json", raw),
-            ("generation_config.json", _RELEASED["generation_config"]),
-            (MARKER, {"random": True, "recipe": RECIPE, "size": size, "margin": margin}),
-        ):
-            write_json(work / name, content, sort_keys=False)
+        for file, content in files.items():
+            write_json(work / file, content, sort_keys=False)
         write_tokenizer(work)
         config = TextConfig.load(work)
         tensors = random_tensors(expected_text_tensors(config), 0, torch.bfloat16)
@@ -200,24 +213,6 @@ def make_text_checkpoint(folder: Path, size: str = "tiny", *, margin: bool = Fal
             # embedding rows have norm 1, so the scale of the final norm is the logits' standard deviation
             tensors[f"{STACK}norm.weight"] *= HEAD_LOGIT_STD
         write_weights(work, tensors)
-    return folder
-
-
-def ensure_named(name: str, cache: str | Path | None = None) -> Path:
-    """The folder of "random:SIZE[:margin]", made in the cache on first use. Raises CheckpointError for other words."""
-    size, *rest = name.split(":")[1:] or [""]
-    if size not in SIZES or rest not in ([], ["margin"]):
-        raise CheckpointError(
-            f"text checkpoint {name!r}: expected random:SIZE[:margin] with SIZE one of {', '.join(SIZES)}"
-        )
-    folder = cache_folder(cache) / "-".join([f"random-text-r{RECIPE}", size, *rest])
-    return made_once(folder, lambda: make_text_checkpoint(folder, size, margin=bool(rest)))
-
-
-def config_json(size: str) -> dict[str, Any]:
-    """The content of config.json. Raises CheckpointError listing the sizes for an unknown one."""
-    one_of("size", size, SIZES, CheckpointError)
-    return {**_RELEASED["config"], **SIZES[size]}
 
 
 def _widen_margins(tensors: dict[str, Tensor], config: TextConfig) -> None:

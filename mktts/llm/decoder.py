@@ -15,8 +15,8 @@ from typing import Literal, get_args
 import torch
 
 from mktts.common import checked_int, one_of
-from mktts.errors import BackendUnavailable, EngineError, TextError
-from mktts.llm.backend import After, TextBackend, TextState, TorchTextBackend, check_start
+from mktts.errors import BackendUnavailable, CapacityError, EngineError, PromptError, TextError
+from mktts.llm.backend import After, TextBackend, TextKernelBackend, TextState, TorchTextBackend
 from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
 from mktts.llm.tokens import TextVocabulary
 from mktts.model.backend import default_dtype, device_named
@@ -29,12 +29,11 @@ TextFinishReason = Literal["eos", "max_tokens", "cancelled"]
 @dataclass(frozen=True)
 class Token:
     """One new token. text: the characters it completes, perhaps none (a special token, or bytes in the middle of a
-    character); the texts of a stream, joined, are the whole text. index: 0 for the first new token. ready_ms: from the
-    call of `generate` to this token on the host, wall clock."""
+    character); the texts of a stream, joined, are the whole text. ready_ms: from the call of `generate` to this token
+    on the host, wall clock."""
 
     id: int
     text: str
-    index: int
     ready_ms: float
 
 
@@ -80,7 +79,6 @@ class TokenStream:
             self.failed = True
             raise
         ready_ms = 1e3 * (time.perf_counter() - self._started_s)
-        index = len(self.ids)
         self.ids.append(token_id)
         data = self._vocabulary.data(token_id)
         if token_id in self._eos_ids:
@@ -88,7 +86,7 @@ class TokenStream:
         elif len(self.ids) == self._max_tokens:
             self._end("max_tokens")
         text = self._text.decode(data, final=self.finish_reason is not None)  # never half a character
-        return Token(token_id, text, index, ready_ms)
+        return Token(token_id, text, ready_ms)
 
     def __enter__(self) -> TokenStream:
         return self
@@ -137,7 +135,15 @@ class TextDecoder:
         where = device_named(device)
         dtype = dtype or default_dtype(where)
         checkpoint = open_text_checkpoint(source)
-        return cls(_backend(backend, checkpoint, where, dtype), checkpoint, where)
+        given = checkpoint.config, checkpoint.tensors(), where, dtype
+        if backend == "megakernel" or (backend == "auto" and where.type == "cuda" and dtype == torch.bfloat16):
+            try:
+                return cls(TextKernelBackend(*given), checkpoint, where)
+            except BackendUnavailable as reason:
+                if backend == "megakernel":
+                    raise
+                logging.getLogger(__name__).warning("the torch backend serves instead of the megakernel: %s", reason)
+        return cls(TorchTextBackend(*given), checkpoint, where)
 
     def generate(
         self,
@@ -162,22 +168,13 @@ class TextDecoder:
         started_s = time.perf_counter()
         if self._backend is None:
             raise EngineError("the decoder is closed: load another one")
-        ids = torch.tensor(self._ids(prompt), dtype=torch.int64)
         seed = drawn_seed() if seed is None else seed
         checked_int("seed", seed, at_least=0, at_most=MAX_SEED)
         checked_int("max_tokens", max_tokens, at_least=1)
-        config = self.checkpoint.config
-        check_start(config.stack, ids, max_tokens)
-        after = after if after and after[1] else None
-        return TokenStream(
-            self._backend,
-            self._backend.start(ids, choice or self.choice, seed, max_tokens, after),
-            self.vocabulary,
-            config.eos_ids if stop_at_eos else (),
-            seed,
-            max_tokens,
-            started_s,
-        )
+        ids = torch.tensor(self._ids(prompt, max_tokens))
+        state = self._backend.start(ids, choice or self.choice, seed, max_tokens, after if after and after[1] else None)
+        ends = self.checkpoint.config.eos_ids if stop_at_eos else ()
+        return TokenStream(self._backend, state, self.vocabulary, ends, seed, max_tokens, started_s)
 
     def close(self) -> None:
         """Lets go of the model; open streams keep it until they end. Idempotent."""
@@ -189,28 +186,21 @@ class TextDecoder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _ids(self, prompt: str | Sequence[int], max_tokens: int) -> list[int]:
+        stack = self.checkpoint.config.stack
         if isinstance(prompt, str):
             ids = self.vocabulary.encode(prompt)
         elif isinstance(prompt, Sequence) and all(isinstance(i, Integral) and not isinstance(i, bool) for i in prompt):
-            ids = [max(-1, min(int(i), self.checkpoint.config.stack.vocab_size)) for i in prompt]  # fits 64 bits
+            ids = [int(i) for i in prompt]
         else:
             raise TextError(f"prompt must be text or a list of token ids, got {type(prompt).__name__}")
         if not ids:
             raise TextError("prompt must hold at least one token, got none")
+        if min(ids) < 0 or max(ids) >= stack.vocab_size:
+            raise PromptError(f"prompt ids must be from 0 to {stack.vocab_size - 1}, got {min(ids)} to {max(ids)}")
+        if len(ids) + max_tokens > stack.max_position_embeddings:
+            raise CapacityError(
+                f"{len(ids)} prompt tokens and max_tokens {max_tokens} exceed the model's "
+                f"{stack.max_position_embeddings} positions: shorten the prompt or lower max_tokens"
+            )
         return ids
-
-
-def _backend(name: str, checkpoint: TextCheckpoint, device: torch.device, dtype: torch.dtype) -> TextBackend:
-    """The kernel where it was asked for, or where it can run and no other was; the oracle otherwise."""
-    config = checkpoint.config
-    if name == "megakernel" or (name == "auto" and device.type == "cuda" and dtype == torch.bfloat16):
-        try:
-            from mktts.llm.kernel import TextKernelBackend
-
-            return TextKernelBackend(config, checkpoint.tensors(), device, dtype)
-        except BackendUnavailable as reason:
-            if name == "megakernel":
-                raise
-            logging.getLogger(__name__).warning("the torch backend serves instead of the megakernel: %s", reason)
-    return TorchTextBackend(config, checkpoint.tensors(), device, dtype)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -21,20 +20,6 @@ class Recorded(NamedTuple, Generic[Result]):
     result: Result
 
 
-@contextmanager
-def _captures() -> Iterator[None]:
-    """Graphs are captured inside: by one thread at a time, and no garbage is collected, since freeing another graph
-    would end the capture."""
-    with _CAPTURE:
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collecting:
-                gc.enable()
-
-
 def record(work: Callable[[], Result], pool: Any, side: torch.cuda.Stream, warm_ups: int = 1) -> Recorded[Result]:
     """Runs `work`, which reads and writes static tensors only, `warm_ups` times on `side`, then records it: libraries
     make what they need in the first run. Its `result` is what `work` returned while recorded.
@@ -42,14 +27,20 @@ def record(work: Callable[[], Result], pool: Any, side: torch.cuda.Stream, warm_
     pool: graphs of one share working memory, so they must not run at the same time; None: a pool of its own. side: the
     caller's, one for all its graphs.
     """
-    with _captures():
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(warm_ups):
-                work()
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads may go on using the device, for instance another synthesizer's worker
-        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-            result = work()
-        torch.cuda.current_stream().wait_stream(side)
+    with _CAPTURE:
+        collecting = gc.isenabled()
+        gc.disable()  # freeing another graph would end the capture
+        try:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(warm_ups):
+                    work()
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: other threads may go on using the device, for instance another synthesizer's worker
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                result = work()
+            torch.cuda.current_stream().wait_stream(side)
+        finally:
+            if collecting:
+                gc.enable()
     return Recorded(graph.replay, result)

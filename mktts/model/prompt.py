@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mktts.common import one_of
 from mktts.errors import PromptError, TextError
-from mktts.model.backend import CODE_EMBEDDINGS, PromptRows
+from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.tokenizer import IncrementalTokenizer, TextTokenizer
 from mktts.spec import ModelConfig
 
@@ -168,15 +168,17 @@ class PromptBuilder:
 
     # ---- used by FedPrompt
 
-    def fed_prompt(self, request: Request, rows: Sequence[Tensor], reference_rows: int) -> PromptRows:
-        """The streaming prompt. `rows` are the text rows so far, each (H,); the first `reference_rows` are a
-        transcript's."""
+    def fed_prompt(
+        self, request: Request, rows: Sequence[Tensor], reference_rows: int
+    ) -> tuple[Tensor, int, Hashable | None]:
+        """The streaming prompt, its prefix rows and key, as `PromptRows` has them. `rows` are the text rows so far,
+        each (H,); the first `reference_rows` are a transcript's."""
         head, special = self._head(request)
         body, _ = self._streaming_body(request, torch.stack(tuple(rows)), special)
         embeds = torch.cat((head, body))
         # A transcript longer than its recording has frames fills the prompt: the last row is left to be computed.
         prefix_rows = min(len(embeds) - len(body) + reference_rows, len(embeds) - 1)
-        return PromptRows(embeds, prefix_rows, self._prefix_key(request, fed=reference_rows > 0))
+        return embeds, prefix_rows, self._prefix_key(request, fed=reference_rows > 0)
 
     @torch.inference_mode()
     def text_rows(self, ids: Sequence[int]) -> Tensor:
@@ -289,8 +291,12 @@ class PromptBuilder:
 
 
 class FedPrompt:
-    """Talker input of one utterance whose text arrives piece by piece, in the streaming layout. `embeds` exists once
-    `ready`; `row` returns None while its token has not arrived and the text is open."""
+    """Talker input of one utterance whose text arrives piece by piece, in the streaming layout. `row` returns None
+    while its token has not arrived and the text is open."""
+
+    embeds: Tensor | None = None  # (L, H); made, with the next two, as soon as enough text has arrived to prefill
+    prefix_rows = 0
+    prefix_key: Hashable | None = None
 
     def __init__(self, builder: PromptBuilder, request: Request) -> None:
         """request: from `PromptBuilder.check`; its text is the first piece, or empty. Raises PromptError for another
@@ -309,27 +315,13 @@ class FedPrompt:
             self._rows += builder.text_rows(builder.reference_ids(request))
             self._in_prompt += len(request.voice.codes)
         self._reference_rows = len(self._rows)
-        self._prompt: PromptRows | None = None
         self.pad = builder.special_rows(builder.config.text_ids.tts_pad)[0]
         self.push(request.text)
 
     @property
     def ready(self) -> bool:
         """Whether enough text has arrived to prefill."""
-        return self.text_ended or len(self._rows) >= self._in_prompt
-
-    @property
-    def embeds(self) -> Tensor:
-        """The prompt (L, H). Raises PromptError before `ready`, as do its prefix rows and key."""
-        return self._made().embeds
-
-    @property
-    def prefix_rows(self) -> int:
-        return self._made().prefix_rows
-
-    @property
-    def prefix_key(self) -> Hashable | None:
-        return self._made().prefix_key
+        return self.embeds is not None
 
     def push(self, text: str) -> None:
         """Adds text. Raises TextError after `close`, or when `text` is not a string."""
@@ -346,8 +338,8 @@ class FedPrompt:
         self._take(self._tokens.finish())
         if not self.text_tokens:
             raise TextError("expected some text before the end of the feed, got none")
-        self._rows.append(self._builder.special_rows(self._builder.config.text_ids.tts_eos)[0])
         self.text_ended = True
+        self._add([self._builder.special_rows(self._builder.config.text_ids.tts_eos)[0]])
 
     def row(self, frame: int) -> Tensor | None:
         """As `Prompt.row`, or None: wait for text."""
@@ -356,17 +348,16 @@ class FedPrompt:
             return self._rows[index]
         return self.pad if self.text_ended else None
 
-    def _made(self) -> PromptRows:
-        if self._prompt is None:
-            if not self.ready:
-                raise PromptError("the prompt needs text first: push a piece that completes a word, or close the feed")
-            self._prompt = self._builder.fed_prompt(self._request, self._rows, self._reference_rows)
-        return self._prompt
-
     def _take(self, ids: Sequence[int]) -> None:
         self.text_tokens += len(ids)
         # One token at a time: the rows do not depend on how the text was cut into pieces.
-        self._rows.extend(self._builder.text_rows([i])[0] for i in ids)
+        self._add([self._builder.text_rows([i])[0] for i in ids])
+
+    def _add(self, rows: Sequence[Tensor]) -> None:
+        self._rows += rows
+        if self.embeds is None and (self.text_ended or len(self._rows) >= self._in_prompt):
+            made = self._builder.fed_prompt(self._request, self._rows, self._reference_rows)
+            self.embeds, self.prefix_rows, self.prefix_key = made
 
 
 class TextTable:

@@ -112,42 +112,41 @@ class Sampling:
 
     def upstream(self) -> dict[str, Any]:
         """The settings under the names of generation_config.json and of qwen-tts. `rng` is not among them."""
-        found = {name: getattr(getattr(self, part), key) for name, (part, key) in _UPSTREAM.items()}
-        return {"repetition_penalty": self.repetition_penalty, **found}
+        return self._named(_UPSTREAM)
 
     def with_upstream(self, given: Mapping[str, Any]) -> Sampling:
         """These settings with those of `given`, by the names of `upstream`; other keys have no effect. Raises
         SamplingError for a value out of range, TypeError or ValueError for one of another type."""
-        changes = {place: given[name] for name, place in _UPSTREAM.items() if name in given}
-        return self._changed(changes, given.get("repetition_penalty"))
+        return self._changed(_UPSTREAM, given)
 
     def flat(self) -> dict[str, Any]:
         """The settings under the names of a request: `greedy`, `temperature`, `top_k` and `top_p` of the talker, the
         same with `predictor_` before them of the code predictor, and `repetition_penalty`. `rng` is not among them.
         """
-        found: dict[str, Any] = {"repetition_penalty": self.repetition_penalty}
-        for name, (part, key) in _FLAT.items():
-            value = getattr(getattr(self, part), key)
-            found[name] = not value if key == "do_sample" else value
-        return found
+        return self._named(_FLAT)
 
     def with_flat(self, given: Mapping[str, Any]) -> Sampling:
         """These settings with those of `given` in their place, by the names of `flat`; None leaves one as it is. Raises
         SamplingError for an unknown name or a value out of range."""
-        if unknown := given.keys() - self.flat().keys():
-            raise SamplingError(f"expected sampling settings of {', '.join(self.flat())}; got {', '.join(unknown)}")
-        changes = {
-            place: not given[name] if place[1] == "do_sample" else given[name]
-            for name, place in _FLAT.items()
-            if given.get(name) is not None
-        }
-        return self._changed(changes, given.get("repetition_penalty"))
+        known = ("repetition_penalty", *_FLAT)
+        if unknown := [name for name in given if name not in known]:
+            raise SamplingError(f"expected sampling settings of {', '.join(known)}; got {', '.join(unknown)}")
+        return self._changed(_FLAT, {name: value for name, value in given.items() if value is not None})
 
-    def _changed(self, changes: Mapping[tuple[str, str], Any], penalty: float | None) -> Sampling:
-        parts = {
-            part: replace(getattr(self, part), **{key: value for (of, key), value in changes.items() if of == part})
-            for part in ("talker", "predictor")
-        }
+    def _named(self, places: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+        found: dict[str, Any] = {"repetition_penalty": self.repetition_penalty}
+        for name, (part, key) in places.items():
+            value = getattr(getattr(self, part), key)
+            found[name] = not value if name.endswith("greedy") else value
+        return found
+
+    def _changed(self, places: Mapping[str, tuple[str, str]], given: Mapping[str, Any]) -> Sampling:
+        changes: dict[str, dict[str, Any]] = {"talker": {}, "predictor": {}}
+        for name in places.keys() & given.keys():
+            part, key = places[name]
+            changes[part][key] = not given[name] if name.endswith("greedy") else given[name]
+        parts = {part: replace(getattr(self, part), **change) for part, change in changes.items()}
+        penalty = given.get("repetition_penalty")
         return replace(self, **parts, repetition_penalty=self.repetition_penalty if penalty is None else penalty)
 
 

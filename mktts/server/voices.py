@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mktts.audio.untrusted import DecodingLimits, decode_untrusted
+from mktts.audio.untrusted import decode_untrusted
 from mktts.checkpoint import Checkpoint
 from mktts.common import counted
 from mktts.errors import BackendUnavailable, BusyError, MkttsError, ServerError, VoiceError
@@ -80,7 +80,7 @@ class References:
     def __init__(self, checkpoint: Checkpoint, limits: Limits) -> None:
         self._checkpoint = checkpoint
         self._kept_voices = limits.kept_voices
-        self._decoding = DecodingLimits(limits.max_reference_bytes, limits.max_reference_s, limits.reference_decode_s)
+        self._decoding = limits.max_reference_bytes, limits.max_reference_s, limits.reference_decode_s
         self._voices: OrderedDict[str, Voice] = OrderedDict()
         self._lock = asyncio.Lock()
 
@@ -89,7 +89,7 @@ class References:
         the caller calls it. Raises ApiError."""
 
         def made() -> Voice:
-            pcm, rate_hz = decode_untrusted(data, self._decoding)
+            pcm, rate_hz = decode_untrusted(data, *self._decoding)
             return clone_voice(self._checkpoint, pcm, rate_hz, transcript)
 
         try:

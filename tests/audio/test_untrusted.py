@@ -10,7 +10,7 @@ from absent import needs
 from sounds import tone
 
 from mktts.audio import encoded
-from mktts.audio.untrusted import DecodingLimits, decode_untrusted
+from mktts.audio.untrusted import decode_untrusted
 from mktts.errors import VoiceError
 
 pytestmark = needs("av")
@@ -65,20 +65,20 @@ def test_a_playlist_opens_nothing(playlist, tmp_path):
 def test_limits_of_length_and_size():
     flac = encoded(np.zeros(24_000 * 20, np.float32), "flac")  # 20 s in a few kilobytes
     with pytest.raises(VoiceError, match="may last 10 s"):
-        decode_untrusted(flac, DecodingLimits(audio_s=10))
+        decode_untrusted(flac, audio_s=10)
     with pytest.raises(VoiceError, match="may have 100 bytes"):
-        decode_untrusted(flac, DecodingLimits(data_bytes=100))
+        decode_untrusted(flac, data_bytes=100)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit address space")
 def test_limit_of_memory():
     with pytest.raises(VoiceError):
-        decode_untrusted(encoded(tone(SECONDS), "wav"), DecodingLimits(memory_bytes=64 * 2**20))
+        decode_untrusted(encoded(tone(SECONDS), "wav"), memory_bytes=64 * 2**20)
 
 
 def test_limit_of_time():
     with pytest.raises(VoiceError, match="took more than 0.01 s"):
-        decode_untrusted(encoded(tone(SECONDS), "wav"), DecodingLimits(time_s=0.01))
+        decode_untrusted(encoded(tone(SECONDS), "wav"), time_s=0.01)
 
 
 def test_the_child_can_write_no_file():

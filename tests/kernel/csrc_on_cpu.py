@@ -1,4 +1,4 @@
-"""csrc/frame.cu and csrc/rows.cu compiled for the CPU and launched there, lane by lane: host/ stands in for
+"""csrc/frame.cu, rows.cu and unpack.cu compiled for the CPU and launched there, lane by lane: host/ stands in for
 csrc/ptx.cuh."""
 
 import ctypes
@@ -62,13 +62,20 @@ def row_launches(shape: Shape, folder: Path, most_rows: int) -> Launch:
     return run
 
 
+def unpack_launch(shape: Shape, folder: Path) -> Launch:
+    """As `row_launches`, of csrc/unpack.cu."""
+    library = _compiled("unpack.cu", "launch_unpack.h", folder, MOST_ROWS, [], shape.defines)
+    return lambda name, grid, parameters: library.host_launch(*grid, ctypes.byref(parameters))
+
+
 def _compiled(
     unit: str, host: str, folder: Path, most_rows: int, changes: list[tuple[str, str]], defines: dict[str, int | str]
 ) -> ctypes.CDLL:
     """A library of csrc/`unit` with what launches it on the CPU, host/`host`, behind it; each change is made once."""
     shutil.copytree(CSRC, folder / "csrc")
     shutil.copy(HOST / "ptx.cuh", folder / "csrc")
-    code = source(unit, folder / "csrc") + (HOST / host).read_text()
+    (folder / "csrc" / "on_cpu.cu").write_text(f'#include "ptx.cuh"\n#include "{unit}"\n')
+    code = source("on_cpu.cu", folder / "csrc") + (HOST / host).read_text()
     for csrcs, ours in ((r"MOST_ROWS = 8 \* TILE_ROWS", f"MOST_ROWS = {most_rows}"), *changes):
         code, count = re.subn(csrcs, ours, code)
         assert count == 1, csrcs
@@ -87,7 +94,6 @@ def backend_on_cpu(
     put_stand_in(patch)
     patch.setattr(launch, "_TIMEOUT_NS", _TIMEOUT_TURNS)
     patch.setattr(backend_module, "_KERNEL_ROWS", 10**6)
-    patch.setattr(backend_module, "pinned_words", lambda frames: torch.zeros(1_000, dtype=torch.int32))
     launcher, seeds = launcher_without_a_card(patch), itertools.count(seed)
     launcher.layer_exchanges = ctypes.c_uint32.in_dll(library, "mktts_layer_exchanges").value
     words = torch.zeros(library.host_exchange_bytes() // 4 + 32, dtype=torch.int32)

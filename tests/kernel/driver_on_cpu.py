@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mktts.kernel import driver, launch
-from mktts.kernel.launch import ENDED, FRAME_WORDS, MADE, STATUS_WORDS, Params
+from mktts.kernel import launch
+from mktts.kernel.launch import ENDED, FRAME_WORDS, MADE, STATUS_WORDS, Kernel, Params
 
 HERE, ELSEWHERE = torch.device("cpu"), torch.device("meta")  # in the place of the model's GPU and of another
 
@@ -81,16 +81,17 @@ def put_stand_in(patch: pytest.MonkeyPatch, status: int = 0) -> StandIn:
         def __exit__(self, *_: object) -> None:
             stand_in.current = self.before
 
-    patch.setattr(driver, "_driver", lambda: stand_in)
+    patch.setattr(launch, "_driver", lambda: stand_in)
+    patch.setattr("mktts.kernel.backend.pinned_words", lambda frames: torch.zeros(1_000, dtype=torch.int32))
     patch.setattr(torch.cuda, "device", Guard)
     patch.setattr(torch.cuda, "Event", Event)
     patch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=stand_in.stream))
     return stand_in
 
 
-def kernel_without_a_card() -> driver.Kernel:
+def kernel_without_a_card() -> Kernel:
     """Loaded from nothing: 128 blocks of 384 threads, 200 000 bytes shared."""
-    kernel = driver.Kernel.__new__(driver.Kernel)
+    kernel = Kernel.__new__(Kernel)
     kernel.blocks, kernel.threads, kernel.shared_bytes, kernel._function = 128, 384, 200_000, ctypes.c_void_p(7)
     return kernel
 

@@ -1,10 +1,15 @@
 """Decoder stacks with seeded weights, as matrices or on a tape; prompts for them; how far results differ."""
 
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import torch
+from csrc_on_cpu import unpack_launch
 from torch import Tensor
 
+from mktts.checkpoint.random.weights import random_tensors
+from mktts.checkpoint.tensors import stack_shapes, tensor_specs
 from mktts.kernel.grid import Shape, choose_shape
 from mktts.kernel.prefill import Prefill
 from mktts.kernel.tape import stack_weights
@@ -13,6 +18,7 @@ from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack
 from mktts.spec import StackConfig
 
+FOLDER = tempfile.TemporaryDirectory()  # of what is compiled
 SMALL = StackConfig(
     hidden_size=48,
     intermediate_size=80,
@@ -29,27 +35,8 @@ SMALL = StackConfig(
 
 def weights_of(c: StackConfig, device: str = "cpu") -> dict[str, Tensor]:
     """bf16, by their names in the stack: the same on every device."""
-    generator, d = torch.Generator().manual_seed(1), c.head_dim
-    shapes = {
-        "mlp.gate_proj": (c.intermediate_size, c.hidden_size),
-        "mlp.up_proj": (c.intermediate_size, c.hidden_size),
-        "mlp.down_proj": (c.hidden_size, c.intermediate_size),
-        "self_attn.q_proj": (c.num_attention_heads * d, c.hidden_size),
-        "self_attn.k_proj": (c.num_key_value_heads * d, c.hidden_size),
-        "self_attn.v_proj": (c.num_key_value_heads * d, c.hidden_size),
-        "self_attn.o_proj": (c.hidden_size, c.num_attention_heads * d),
-        "self_attn.q_norm": (d,),
-        "self_attn.k_norm": (d,),
-        "input_layernorm": (c.hidden_size,),
-        "post_attention_layernorm": (c.hidden_size,),
-    }
-    names = {f"layers.{i}.{name}": shape for i in range(c.num_hidden_layers) for name, shape in shapes.items()}
-    made = {}
-    for name, shape in (names | {"norm": (c.hidden_size,)}).items():
-        noise = torch.randn(shape, generator=generator)
-        weight = 1 + 0.3 * noise if len(shape) == 1 else noise / shape[1] ** 0.5
-        made[f"{name}.weight"] = weight.bfloat16().to(device)
-    return made
+    made = random_tensors(tensor_specs(stack_shapes("", c)), 1, torch.bfloat16)
+    return {name: tensor.to(device) for name, tensor in made.items()}
 
 
 def stack(dtype: torch.dtype = torch.float32, config: StackConfig = SMALL, device: str = "cpu") -> Qwen3Stack:
@@ -66,7 +53,9 @@ def packed(shape: Shape, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def tape_of(shape: Shape, weights: dict[str, Tensor]) -> TapeStack:
-    return TapeStack(shape, packed(shape, weights))
+    """Unpacked by csrc/unpack.cu, on the CPU too."""
+    folder = None if weights["norm.weight"].is_cuda else Path(tempfile.mkdtemp(dir=FOLDER.name))
+    return TapeStack(shape, packed(shape, weights), folder and unpack_launch(shape, folder))
 
 
 def prompt(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32, width: int = SMALL.hidden_size) -> Tensor:

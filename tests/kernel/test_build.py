@@ -14,7 +14,7 @@ from mktts.errors import BackendUnavailable
 from mktts.kernel import build as kernel_build
 from mktts.kernel.build import SHARED, TARGETS, Build, Card, build_for, compile_kernel, ring_stages, target_of
 from mktts.kernel.grid import choose_shape, choose_text_shape
-from mktts.kernel.launch import check_constants
+from mktts.kernel.launch import CONSTANTS, check_constants
 from mktts.kernel.tape_stack import RowsParams, UnpackParams
 from mktts.measure.inspection import config_at
 from mktts.spec import ModelConfig
@@ -75,30 +75,34 @@ def numbers_said(pattern: str, build: Build) -> list[int]:
     return [int(number) for number in re.findall(pattern, build.log)]
 
 
-def assert_registers_suffice(build: Build, most: tuple[int, int]) -> None:
+GRIDS = {  # of smaller cards
+    "0.6b": [("sm_86", 16), ("sm_86", 46), ("sm_86", 84), ("sm_89", 24), ("sm_89", 58), ("sm_87", 16), ("sm_121", 48)],
+    "1.7b": [("sm_87", 16), ("sm_89", 24), ("sm_89", 58), ("sm_86", 84), ("sm_80", 108), ("sm_121", 48)],
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "size", "unit", "multiprocessors"),
+    [
+        *targets("0.6b", "frame.cu", 132),
+        *targets("0.6b", "text.cu", 132),
+        *(pytest.param("sm_90a", size, "frame.cu", 132, marks=SLOW) for size in ("1.7b", "tiny-projected", SMALL)),
+        *(pytest.param("sm_86", size, "frame.cu", 132, marks=SLOW) for size in ("1.7b", SMALL)),
+        *(pytest.param(arch, size, "frame.cu", n, marks=SLOW) for size, grids in GRIDS.items() for arch, n in grids),
+    ],
+)
+@needs_nvrtc
+def test_the_kernels_compile_for_every_target(arch, size, unit, multiprocessors):
+    most = SPILLED_SMALL if multiprocessors < 132 else SPILLED_90A if arch == "sm_90a" else SPILLED
+    multiprocessors = 108 if arch == "sm_80" else multiprocessors  # an A100's: 104 blocks, with a remainder
+    shape = defines(size, multiprocessors) if unit == "frame.cu" else text_defines(size)
+    build = compile_kernel(shape, arch, unit)
+    assert build.image[:4] == b"\x7fELF"
+    assert build.constants == compile_kernel(shape, arch, SHARED).constants
     stack = numbers_said(r"(\d+) bytes stack frame", build)
     assert stack and 0 < max(numbers_said(r"Used (\d+) registers", build)) <= 255
     found = sum(numbers_said(r"(\d+) bytes spill", build)), sum(stack)
     assert all(spilled <= limit for spilled, limit in zip(found, most, strict=True)), found
-
-
-@pytest.mark.parametrize(
-    ("arch", "size", "unit"),
-    [
-        *targets("0.6b", "frame.cu"),
-        *targets("0.6b", "text.cu"),
-        *(pytest.param("sm_90a", size, "frame.cu", marks=SLOW) for size in ("1.7b", "tiny-projected", SMALL)),
-        *(pytest.param("sm_86", size, "frame.cu", marks=SLOW) for size in ("1.7b", SMALL)),
-    ],
-)
-@needs_nvrtc
-def test_the_kernels_compile_for_every_target(arch, size, unit):
-    multiprocessors = 108 if arch == "sm_80" else 132  # an A100's: 104 blocks, with a remainder
-    shape = defines(size, multiprocessors) if unit == "frame.cu" else text_defines(size)
-    build = compile_kernel(shape, arch, unit)
-    assert build.image[:4] == b"\x7fELF"
-    assert_registers_suffice(build, SPILLED_90A if arch == "sm_90a" else SPILLED)
-    assert build.constants == compile_kernel(shape, arch, SHARED).constants
 
 
 # Of the shared headers, which compile at once. A wait for a copy that the ring cannot tell from the next has no end.
@@ -127,23 +131,6 @@ def test_the_ring_fills_a_cards_shared_memory_and_has_no_more_copies_under_way_t
         assert 1 <= known["layer_copies"] <= known["ring"] and 1 <= known["head_copies"] <= known["ring"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arch", "size", "multiprocessors"),
-    [
-        *(("sm_86", "0.6b", count) for count in (16, 46, 84)),
-        *(("sm_89", "0.6b", count) for count in (24, 58)),
-        *(("sm_87", size, 16) for size in ("0.6b", "1.7b")),
-        *((arch, "1.7b", count) for arch, count in (("sm_89", 24), ("sm_89", 58), ("sm_86", 84), ("sm_80", 108))),
-        *(("sm_121", size, 48) for size in ("0.6b", "1.7b")),
-    ],
-)
-@needs_nvrtc
-def test_the_kernel_compiles_for_the_grids_of_smaller_cards(arch, size, multiprocessors):
-    build = compile_kernel(defines(size, multiprocessors), arch)
-    assert_registers_suffice(build, SPILLED_SMALL)
-
-
 @pytest.mark.parametrize(
     ("arch", "unit", "size", "multiprocessors"),
     [
@@ -166,22 +153,24 @@ def test_the_kernels_of_prompts_compile_for_every_target(arch, unit, size, multi
 
 
 # Warps a block: eight that multiply and one that feeds the ring; a whole warpgroup where registers are handed over.
-@pytest.mark.parametrize(("arch", "warps"), [("sm_80", 9), ("sm_90a", 12), ("sm_120", 9)])
+@pytest.mark.parametrize(("arch", "warps"), [("sm_80", 9), ("sm_90a", 12), ("sm_120", 9), ("compute_89", 9)])
 @pytest.mark.parametrize("size", ["tiny-projected", "1.7b"])
+@needs_nvrtc
 def test_python_and_the_kernel_hold_the_same_constants(arch, warps, size):
-    constants = compile_kernel(defines(size), arch, SHARED).constants
-    check_constants(constants)
-    assert constants["threads"] == 32 * warps
+    build = compile_kernel(defines(size), arch, SHARED)
+    check_constants(build.constants)
+    assert build.constants["threads"] == 32 * warps
+    assert (b".target sm_89" in build.image) == (arch == "compute_89")  # PTX, which the driver translates
 
 
-@pytest.mark.parametrize("name", ["params_bytes", "warps", "fragments", "status_words", "frame_words", "eps"])
-def test_a_constant_that_python_and_the_kernel_disagree_about_is_named(name):
+@needs_nvrtc
+def test_a_constant_that_python_and_the_kernel_disagree_about_is_named():
     constants = compile_kernel(defines("tiny"), "sm_90a", SHARED).constants
-    with pytest.raises(BackendUnavailable, match=rf"{name}: {constants[name] + 1} and {constants[name]}"):
-        check_constants({**constants, name: constants[name] + 1})
-    del constants[name]
-    with pytest.raises(BackendUnavailable, match=name):
-        check_constants(constants)
+    for name, value in CONSTANTS.items():
+        with pytest.raises(BackendUnavailable, match=rf"{name}: {value + 1} and {value}"):
+            check_constants({**constants, name: value + 1})
+        with pytest.raises(BackendUnavailable, match=rf"{name}: None"):
+            check_constants({other: value for other, value in constants.items() if other != name})
 
 
 @needs_nvrtc
@@ -250,12 +239,3 @@ def test_a_gpu_or_a_compiler_that_is_too_old_is_named(capability, known, said):
 @needs_nvrtc
 def test_this_compiler_knows_every_target():
     assert [target_of((n // 10, n % 10)) for n in (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)] == list(TARGETS)
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_121"])
-@needs_nvrtc
-def test_ptx_holds_the_constants_of_the_machine_code(arch):
-    ptx = compile_kernel(defines("0.6b"), arch.replace("sm", "compute"), SHARED)
-    assert f".target {arch}".encode() in ptx.image
-    assert ptx.constants == compile_kernel(defines("0.6b"), arch, SHARED).constants
-    check_constants(ptx.constants)

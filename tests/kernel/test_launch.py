@@ -12,12 +12,11 @@ import torch
 from driver_on_cpu import ELSEWHERE, HERE, StandIn, kernel_without_a_card, launcher_without_a_card, put_stand_in
 
 from mktts.errors import BackendUnavailable, EngineError
-from mktts.kernel import driver as kernel_driver
-from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH, Debug, MegakernelBackend, MegakernelStream
+from mktts.kernel.backend import Debug, MegakernelBackend, MegakernelStream
 from mktts.kernel.build import source
-from mktts.kernel.launch import _TAG_LIMIT, FRAME_WORDS, STATUS_WORDS, STOP, Launcher, Params, StreamParams
-from mktts.kernel.trace import TracedBackend
-from mktts.llm.kernel import TextKernelBackend, TextKernelState
+from mktts.kernel.grid import choose_shape
+from mktts.kernel.launch import _TAG_LIMIT, FRAME_WORDS, STATUS_WORDS, STOP, Launcher, Params, StreamParams, params_of
+from mktts.llm.backend import TextKernelBackend, TextKernelState
 from mktts.model.sampling import Choice, Sampling
 
 STREAM = SimpleNamespace(cuda_stream=5)
@@ -59,7 +58,7 @@ def test_an_early_launch_is_laid_out_as_in_cuda_h_and_asks_to_come_before_the_la
         return status
 
     monkeypatch.setattr(
-        kernel_driver, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch, cuGetErrorString=print)
+        "mktts.kernel.launch._driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch, cuGetErrorString=print)
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: STREAM)
     kernel, params, status = kernel_without_a_card(), Params(frames=3), 0
@@ -117,26 +116,14 @@ def backend(tiny, launcher) -> MegakernelBackend:
 def without_a_card(kind: type[MegakernelBackend], tiny, launcher) -> MegakernelBackend:
     found = object.__new__(kind)
     found.config, found.device, found.dtype = tiny.config, torch.device("cpu"), torch.bfloat16
-    found._launcher, found._tags_per_frame = launcher, TAGS
+    found._launcher, found._tags_per_frame, found.shape = launcher, TAGS, choose_shape(tiny.config, 132)
     found._weights = {"talker_tape": torch.zeros(8)}
     found._fixed = found._fixed_params()
     return found
 
 
 def stream(backend: MegakernelBackend, seed: int = 3, prompt_rows: int = 10) -> MegakernelStream:
-    width = backend.config.talker.hidden_size
-    return MegakernelStream(
-        kv=torch.zeros(2, 2, 2, 4, 2, 8, dtype=torch.bfloat16),
-        hidden=torch.zeros(width, dtype=torch.bfloat16),
-        sum=torch.zeros(width, dtype=torch.bfloat16),
-        seen=torch.zeros(96, dtype=torch.int32),
-        out=torch.zeros(STATUS_WORDS + MAX_FRAMES_A_LAUNCH * FRAME_WORDS, dtype=torch.int32),
-        sampling=Sampling(talker=Choice(top_k=4)),
-        seed=seed,
-        prompt_rows=prompt_rows,
-        max_frames=100,
-        fixed=backend._fixed,
-    )
+    return backend._new_stream(Sampling(talker=Choice(top_k=4)), seed, prompt_rows, 100)
 
 
 def row_of(backend: MegakernelBackend) -> torch.Tensor:
@@ -164,7 +151,8 @@ def test_debug_pointers_and_prefill_are_those_of_their_own_launch_alone(backend,
 
 
 def test_streams_that_take_turns_keep_their_own_parameters_and_their_own_events(backend, driver):
-    states, row = [stream(backend, seed, rows) for seed, rows in ((5 + (6 << 32), 10), (7, 20))], row_of(backend)
+    seeds, row = (5 + (6 << 32), 7), row_of(backend)
+    states = [stream(backend, seed, rows) for seed, rows in zip(seeds, (10, 20), strict=True)]
     put = backend.put_rows(states[0], row[None], 9)
     events = []
     for frame in range(3):
@@ -177,9 +165,9 @@ def test_streams_that_take_turns_keep_their_own_parameters_and_their_own_events(
     assert [len(event.recorded) for event in (put, *events[:2])] == [1, 3, 3]
     for turn, params in enumerate(driver.params[1:]):
         state, own = states[turn % 2], params.stream
-        assert (own.seed_lo, own.seed_hi) == (state.seed & 0xFFFFFFFF, state.seed >> 32)
+        assert own.seed_lo + (own.seed_hi << 32) == seeds[turn % 2]
         assert (own.kv, own.seen, own.out) == (state.kv.data_ptr(), state.seen.data_ptr(), state.out.data_ptr())
-        assert (own.hidden, own.sum, own.slots) == (state.hidden.data_ptr(), state.sum.data_ptr(), 4)
+        assert (own.hidden, own.sum, own.slots) == (state.hidden.data_ptr(), state.sum.data_ptr(), state.kv.shape[3])
         assert (own.frame, own.position) == (turn // 2, state.prompt_rows + turn // 2 - 1)
         assert (own.top_k0, own.top_k) == (4, Sampling().predictor.top_k)
         assert params.talker_tape == backend._weights["talker_tape"].data_ptr()
@@ -216,22 +204,6 @@ def test_a_launch_whose_waiting_is_interrupted_is_stopped_and_waited_for(backend
     assert state.words[STOP] and waits == [state.done] * 2
 
 
-def test_marks_have_room_in_a_traced_launch_alone(tiny, monkeypatch, driver, launcher):
-    backend = without_a_card(TracedBackend, tiny, launcher)
-    backend._room = torch.zeros(2, 8, dtype=torch.int64)
-    backend._marking = [launcher_without_a_card(monkeypatch) for _ in range(2)]
-    state, row = stream(backend), row_of(backend)
-    backend.step(state, None)
-    for still in (False, True):
-        with pytest.raises(EngineError, match="marks"):  # the stand-in leaves none
-            backend.traced(state, [row], still)
-        backend.step(state, row)
-    room = backend._room.data_ptr()
-    assert [params.trace for params in driver.params] == [None, room, None, room, None]
-    launchers = launcher, backend._marking[0], launcher, backend._marking[1], launcher
-    assert [params.exchange for params in driver.params] == [each._exchange.data_ptr() for each in launchers]
-
-
 def test_a_stream_that_speech_ended_and_one_that_failed_say_so(backend, driver):
     driver.makes, driver.ends = 1, True
     state, row = stream(backend), row_of(backend)
@@ -251,16 +223,9 @@ def test_debug_memory_of_a_text_is_that_of_its_own_launch_alone(driver, launcher
     backend._fixed, backend._tags_per_token = Params(frames=1), TAGS
     backend._launcher = launcher
     backend._fixed.embeddings0 = torch.zeros(8).data_ptr()
-    state = TextKernelState(
-        kv=torch.zeros(2, 2, 2, 4, 2, 8, dtype=torch.bfloat16),
-        hidden=torch.zeros(8, dtype=torch.bfloat16),
-        out=torch.zeros(STATUS_WORDS + FRAME_WORDS, dtype=torch.int32),
-        choice=Choice(),
-        seed=5,
-        prompt_tokens=10,
-        max_tokens=40,
-        fixed=backend._fixed,
-    )
+    kv, out = torch.zeros(2, 2, 2, 4, 2, 8), torch.zeros(STATUS_WORDS + FRAME_WORDS, dtype=torch.int32)
+    params = params_of(backend._fixed, 5, kv, out=out)
+    state = TextKernelState(kv, torch.zeros(8), out, params, prompt_tokens=10)
     debug = torch.zeros(8, dtype=torch.bfloat16)
     for before, asked in enumerate((None, debug, None)):
         assert backend.step(state, asked) == before

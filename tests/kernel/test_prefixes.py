@@ -8,7 +8,7 @@ import torch
 
 from mktts.checkpoint import open_checkpoint
 from mktts.errors import PromptError
-from mktts.kernel.prefill import Prefill, PrefixCache
+from mktts.kernel.prefill import KernelPrefill, kept_of_cache
 from mktts.measure.parity.upstream import made_up_voice
 from mktts.model.prompt import FedPrompt, Prompt, PromptBuilder, Request
 from mktts.model.qwen3 import Qwen3Stack
@@ -131,90 +131,72 @@ def test_keys_are_equal_exactly_where_prefixes_are(tmp_path):
                 assert a.prefix_key == b.prefix_key or not same or source == BASE
 
 
-# ---- the cache
+# ---- those that are kept
 
 
-@pytest.fixture
-def prefill(tiny) -> Prefill:
-    weights = Qwen3Stack(tiny.config.talker, tiny.tensors(), "talker.model.", torch.device("cpu"), torch.bfloat16)
-    return Prefill(weights, capacity=256)
+@pytest.fixture(scope="module")
+def stack(tiny) -> Qwen3Stack:
+    return Qwen3Stack(tiny.config.talker, tiny.tensors(), "talker.model.", torch.device("cpu"), torch.bfloat16)
 
 
 def prompts_of(*speakers: str, text: str = TEXTS[0]) -> list[Prompt]:
     return [builder("random:tiny").build(Request(text, speaker=speaker, layout="streaming")) for speaker in speakers]
 
 
-def run(prefixes: PrefixCache, prompt: Prompt) -> tuple[torch.Tensor, ...]:
-    hidden = prefixes.run(prompt.embeds, prompt.prefix_rows, prompt.prefix_key)
-    return hidden, prefixes.prefill.keys_values.clone()
+def cache_of(stack: Qwen3Stack) -> torch.Tensor:
+    c = stack.config
+    return torch.zeros(c.num_hidden_layers, c.num_key_value_heads, 4, 40, 2, c.head_dim, dtype=torch.bfloat16)
+
+
+def run(prefill: KernelPrefill, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
+    kv = cache_of(prefill.stack)
+    return prefill.fill(prompt.embeds, kv, prompt.prefix_rows, prompt.prefix_key), kv
 
 
 def equal(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
     return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
-def test_a_known_prefix_gives_the_bits_of_a_new_one_and_speakers_do_not_mix(prefill):
+def test_a_known_prefix_gives_the_bits_of_a_new_one_and_speakers_do_not_mix(stack):
     prompts = [prompts_of("ryan", text=text)[0] for text in TEXTS] + prompts_of("vivian", "eric")
-    expected = [run(PrefixCache(prefill), prompt) for prompt in prompts]
-    assert not torch.equal(expected[0][0], expected[-1][0])
-    prefixes = PrefixCache(prefill)
+    nothing = KernelPrefill(stack, max_bytes=0)
+    expected = [run(nothing, prompt) for prompt in prompts]
+    assert not torch.equal(expected[0][0], expected[-1][0]) and nothing.prefix_bytes == 0
+    prefill = KernelPrefill(stack)
     for order in (1, -1):
         for prompt, bits in list(zip(prompts, expected, strict=True))[::order]:
-            assert equal(run(prefixes, prompt), bits)
-    assert len(prefixes) == 3
+            assert equal(run(prefill, prompt), bits)
     rows = prompts[0].prefix_rows + sum(prompt.prefix_rows for prompt in prompts[-2:])
-    assert prefixes.nbytes == rows * prefill.stack.config.kv_bytes_per_position
-    nothing = PrefixCache(prefill, max_bytes=0)
-    assert equal(run(nothing, prompts[0]), expected[0]) and not len(nothing)
-    hidden = nothing.run(prompts[0].embeds, prompts[0].prefix_rows, None)
-    assert torch.equal(hidden, expected[0][0])
+    assert prefill.prefix_bytes == rows * stack.config.kv_bytes_per_position
+    alone = cache_of(stack)
+    prefill.prefix(prompts[0].embeds[: prompts[0].prefix_rows], prompts[0].prefix_key, alone)
+    kept = [kept_of_cache(kv, prompts[0].prefix_rows) for kv in (alone, expected[0][1])]
+    assert torch.equal(*kept) and prefill.prefix_bytes == rows * stack.config.kv_bytes_per_position
 
 
-def test_the_least_recently_used_goes_first(prefill):
+def test_the_least_recently_used_goes_first(stack, monkeypatch):
     ryan, vivian, serena = prompts_of("ryan", "vivian", "serena")  # of no dialect: prefixes are equally long
-    each = ryan.prefix_rows * prefill.stack.config.kv_bytes_per_position
-    prefixes = PrefixCache(prefill, max_bytes=2 * each)
-    for prompt in (ryan, vivian, ryan, serena):
-        run(prefixes, prompt)
-    assert [prefixes.find(p.prefix_key, p.prefix_rows) is None for p in (ryan, vivian, serena)] == [False, True, False]
-    assert len(prefixes) == 2 and prefixes.nbytes == 2 * each
-    small = PrefixCache(prefill, max_bytes=each - 1)
-    run(small, ryan)
-    assert len(small) == small.nbytes == 0
+    each = ryan.prefix_rows * stack.config.kv_bytes_per_position
+    prefill = KernelPrefill(stack, max_bytes=2 * each)
+    passes, made = prefill._prefill.run, []
+    monkeypatch.setattr(prefill._prefill, "run", lambda *at: made.append(at) or passes(*at))
+    for prompt, computed in ((ryan, 2), (vivian, 2), (ryan, 1), (serena, 2), (ryan, 1), (vivian, 2)):
+        run(prefill, prompt)
+        assert (len(made), prefill.prefix_bytes <= 2 * each) == (computed, True)
+        made.clear()
 
 
-def test_a_prefix_alone_is_found_or_made(prefill):
-    (prompt,) = prompts_of("ryan")
-    rows = prompt.embeds[: prompt.prefix_rows]
-    prefixes = PrefixCache(prefill)
-    made = prefixes.prefix(rows, prompt.prefix_key)
-    assert prefixes.prefix(rows, prompt.prefix_key) is made
-    prefill.run(rows)
-    assert torch.equal(made, prefill.keys_values)
-
-
-def test_wrong_prefixes_are_refused(prefill):
-    (prompt,) = prompts_of("ryan")
-    prefixes = PrefixCache(prefill)
-    with pytest.raises(PromptError, match=r"prefix_rows must be in 0\.\."):
-        prefixes.run(prompt.embeds, len(prompt.embeds), prompt.prefix_key)
-    prefixes.run(prompt.embeds, 4, "key")
-    with pytest.raises(PromptError, match="names a prefix of 4 rows, this one has 5"):
-        prefixes.run(prompt.embeds, 5, "key")
-
-
-def test_a_voice_that_is_forgotten_takes_its_prefixes_along_and_no_others(prefill):
-    prefixes = PrefixCache(prefill)
+def test_a_voice_that_is_forgotten_takes_its_prefixes_along_and_no_others(stack):
+    prefill = KernelPrefill(stack)
     anna = voice(0)
     ben = replace(anna, embedding=-anna.embedding)
     for who in (anna, ben):
         for language in ("auto", "english"):
             prompt = builder(BASE).build(Request("Hello.", language, voice=who, layout="streaming"))
             rows = torch.zeros_like(prompt.embeds, dtype=torch.bfloat16)
-            prefixes.run(rows, prompt.prefix_rows, prompt.prefix_key)
-    assert len(prefixes) == 4
-    held = prefixes.nbytes
-    prefixes.forget(anna)
-    assert len(prefixes) == 2 and prefixes.nbytes == held // 2
-    prefixes.forget(ben)
-    assert len(prefixes) == 0 and prefixes.nbytes == 0
+            prefill.fill(rows, cache_of(stack), prompt.prefix_rows, prompt.prefix_key)
+    held = prefill.prefix_bytes
+    prefill.forget(anna)
+    assert prefill.prefix_bytes == held // 2 > 0
+    prefill.forget(ben)
+    assert prefill.prefix_bytes == 0

@@ -39,7 +39,7 @@ def small(arch: str, code: str = SMALL, **more: int) -> bytes:
     """The machine code of SMALL at tiny shapes."""
     defines = {**choose_shape(config_at("tiny"), 132).defines, "RING": 2, **more}
     flags = ["--std=c++17", *(f"-D{name}={value}" for name, value in defines.items())]
-    return compile_source(source(SHARED) + code, SHARED, arch, flags)[0]
+    return compile_source(source(SHARED) + code, SHARED, arch, flags).image
 
 
 # ---- the kernel's side

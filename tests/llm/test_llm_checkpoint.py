@@ -21,7 +21,6 @@ from mktts.llm.checkpoint import (
     HEAD,
     TextCheckpoint,
     ensure_named,
-    make_text_checkpoint,
     open_text_checkpoint,
 )
 from mktts.llm.tokens import TextVocabulary
@@ -193,5 +192,3 @@ def test_a_random_checkpoint_is_made_once_and_always_the_same(tmp_path, tiny):
     assert (first / "model.safetensors").stat().st_mtime_ns == stamp
     for file in tiny.folder.iterdir():
         assert (first / file.name).read_bytes() == file.read_bytes()
-    with pytest.raises(CheckpointError, match="found content"):
-        make_text_checkpoint(first)

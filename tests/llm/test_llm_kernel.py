@@ -7,7 +7,7 @@ import torch
 
 from mktts.kernel.grid import Shape, choose_text_shape
 from mktts.kernel.tape import pack_wide_head
-from mktts.llm.backend import TorchTextBackend
+from mktts.llm.backend import TextKernelBackend, TorchTextBackend
 from mktts.llm.checkpoint import open_text_checkpoint
 from mktts.model.sampling import Choice, choose, gumbel
 
@@ -22,8 +22,6 @@ CHOICES = {
 
 
 def kernel_of(checkpoint):
-    from mktts.llm.kernel import TextKernelBackend
-
     return TextKernelBackend(checkpoint.config, checkpoint.tensors())
 
 

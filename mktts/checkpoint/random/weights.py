@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -73,16 +72,6 @@ def _fan_in(name: str, shape: Shape) -> int:
     return math.prod(shape[1:])
 
 
-@dataclass(frozen=True)
-class _Codes:
-    """Code c of the talker is the pair (step, word) = (c // TEXT_CLASSES, c % TEXT_CLASSES)."""
-
-    steps: Tensor  # (codes / TEXT_CLASSES, H) unit rows, orthogonal to all rows below
-    words: Tensor  # (TEXT_CLASSES, H) unit rows: where the projected text points
-    marks: Tensor  # (TEXT_CLASSES, H) orthonormal rows: tell the word of a code in its embedding
-    order: Tensor  # (codes / TEXT_CLASSES,) one cycle: step s is followed by order[s]
-
-
 def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, seed: int, eos_after: int | None = None) -> None:
     """Rewrites talker and predictor in place so that every greedy choice wins by a wide margin.
 
@@ -98,8 +87,7 @@ def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, seed: int, eo
     generator = _generator("margins", seed)
     shrink_branches(tensors, "talker.model.", config.talker, 1.0)
     shrink_branches(tensors, "talker.code_predictor.model.", config.predictor, GROUP_RMS)
-    codes = _pair_codes(tensors, config, generator)
-    _rewrite_talker(tensors, config, codes, eos_after)
+    _rewrite_talker(tensors, config, generator, eos_after)
     _rewrite_predictor(tensors, config, generator)
 
 
@@ -111,50 +99,43 @@ def shrink_branches(tensors: dict[str, Tensor], prefix: str, stack: StackConfig,
             tensors[f"{prefix}layers.{i}.{leaf}.weight"] *= gain
 
 
-def _pair_codes(tensors: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> _Codes:
-    steps = config.predictor.vocab_size // TEXT_CLASSES
-    rows = torch.arange(config.text_vocab_size) % TEXT_CLASSES
-    embedding = tensors["talker.model.text_embedding.weight"]
+def _rewrite_talker(
+    tensors: dict[str, Tensor], config: ModelConfig, generator: torch.Generator, eos_after: int | None
+) -> None:
+    """Code c is the pair (step, word) = (c // TEXT_CLASSES, c % TEXT_CLASSES)."""
+    width, size = config.talker.hidden_size, config.predictor.vocab_size
+    count = size // TEXT_CLASSES
     classes = torch.randn(TEXT_CLASSES, config.text_hidden_size, generator=generator)
-    embedding.copy_(classes.to(embedding.dtype)[rows])
+    text = tensors["talker.model.text_embedding.weight"]
+    text.copy_(classes.to(text.dtype)[torch.arange(config.text_vocab_size) % TEXT_CLASSES])
     projected = _project_text(tensors, classes)
     spread = (projected - projected.mean(0)).square().mean().sqrt()
     for leaf in ("weight", "bias"):
         tensors[f"talker.text_projection.linear_fc2.{leaf}"] /= spread  # text rows vary with standard deviation 1
     projected = _project_text(tensors, classes)
-    cycle = torch.randperm(steps, generator=generator)
-    order = torch.empty_like(cycle)
+    cycle = torch.randperm(count, generator=generator)
+    order, before = torch.empty_like(cycle), torch.empty_like(cycle)  # step s is followed by order[s]
     order[cycle] = cycle.roll(-1)
-    width = config.talker.hidden_size
-    words = _unit(projected - projected.mean(0))
-    # one orthonormal basis for words and marks, so that neither disturbs the choice of the step
+    before[order] = torch.arange(count)
+    words = _unit(projected - projected.mean(0))  # where the projected text points
+    # One orthonormal basis for words and marks, which tell the word of a code in its embedding: neither disturbs the
+    # choice of the step.
     basis = torch.linalg.qr(torch.cat([words, torch.randn(TEXT_CLASSES + 1, width, generator=generator)]).T).Q
-    rows = torch.randn(steps, width, generator=generator)
-    return _Codes(
-        steps=_unit(rows - rows @ basis @ basis.T),
-        words=words,
-        marks=basis[:, TEXT_CLASSES : 2 * TEXT_CLASSES].T,
-        order=order,
-    )
-
-
-def _rewrite_talker(tensors: dict[str, Tensor], config: ModelConfig, codes: _Codes, eos_after: int | None) -> None:
-    width, size = config.talker.hidden_size, config.predictor.vocab_size
+    marks = basis[:, TEXT_CLASSES : 2 * TEXT_CLASSES].T
+    rows = torch.randn(count, width, generator=generator)
+    steps = _unit(rows - rows @ basis @ basis.T)
+    step, word = torch.arange(size) // TEXT_CLASSES, torch.arange(size) % TEXT_CLASSES
     embedding, head = tensors["talker.model.codec_embedding.weight"], tensors["talker.codec_head.weight"]
-    code = torch.arange(size)
-    step, word = code // TEXT_CLASSES, code % TEXT_CLASSES
-    embedding[:size] = (math.sqrt(width) * (codes.steps[step] + 0.7 * codes.marks[word])).to(embedding.dtype)
-    embedding[config.codec_ids.bos] = (math.sqrt(width) * codes.steps[0]).to(embedding.dtype)
-    before = torch.empty_like(codes.order)
-    before[codes.order] = torch.arange(len(codes.order))
+    embedding[:size] = (math.sqrt(width) * (steps[step] + 0.7 * marks[word])).to(embedding.dtype)
+    embedding[config.codec_ids.bos] = (math.sqrt(width) * steps[0]).to(embedding.dtype)
     gain = PEAK_LOGIT / math.sqrt(width)
-    head[:size] = (gain * (codes.steps[before[step]] + codes.words[word])).to(head.dtype)
+    head[:size] = (gain * (steps[before[step]] + words[word])).to(head.dtype)
     head[size:] = 0
     if eos_after is not None:
         last = torch.tensor(0)
         for _ in range(eos_after):
-            last = codes.order[last]
-        head[config.codec_ids.eos] = (4 * gain * codes.steps[last]).to(head.dtype)
+            last = order[last]
+        head[config.codec_ids.eos] = (4 * gain * steps[last]).to(head.dtype)
 
 
 def _rewrite_predictor(tensors: dict[str, Tensor], config: ModelConfig, generator: torch.Generator) -> None:

@@ -45,7 +45,7 @@ struct SharedMemory {
   size_t size() const { return bytes; }
 };
 struct Block {
-  u32 id, row = 0;
+  u32 id, row = 0, rows = 1;
   SharedMemory shared;
   Warp warps[(THREADS + FEED_THREADS) / 32];
   Meeting consumers, all;
@@ -76,6 +76,7 @@ struct Index { u32 x, y = 0; };
 #define threadIdx Index{now->thread}
 #define blockIdx Index{now->block->id, now->block->row}
 #define blockDim Index{THREADS + FEED_THREADS}
+#define gridDim Index{0, now->block->rows}
 HOST Warp& own_warp() { return now->block->warps[now->thread / 32]; }
 HOST u32 own_lane() { return now->thread % 32; }
 HOST void meet(Meeting& m, u32 expected) {
@@ -122,6 +123,10 @@ HOST u32 __byte_perm(u32 a, u32 b, u32 which) {
   for (int i = 0; i < 4; i++) r |= (u32)(all >> (which >> 4 * i & 7) * 8 & 0xff) << 8 * i;
   return r;
 }
+struct uint2 { u32 x, y; };
+struct uint4 { u32 x, y, z, w; };
+HOST uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+HOST uint4 __ldcs(const uint4* p) { return *p; }
 HOST float exp_of(float x) { return expf(x); }
 #define __expf exp_of
 HOST float __fdividef(float a, float b) { return a / b; }
