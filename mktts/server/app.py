@@ -21,16 +21,16 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from mktts.audio.encoding import encoder_of, import_av
 from mktts.errors import BackendUnavailable
-from mktts.server.access import AccessMiddleware, owner_of_request
+from mktts.server.access import AccessMiddleware
 from mktts.server.address import LOOPBACK_ORIGIN
 from mktts.server.api_errors import ApiError, current_id, from_error, from_validation
-from mktts.server.document import AUDIO_HEADERS, ERRORS, audio_response, describe
+from mktts.server.audio_response import AUDIO_HEADERS, AudioResponse, documented
 from mktts.server.openai_routes import PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
-from mktts.server.schemas import Health, SpeechRequest, StreamState
-from mktts.server.served_stream import AudioResponse
+from mktts.server.schemas import DEFAULT, ErrorBody, Health, SpeechRequest, StreamState
 from mktts.server.service import SpeechService
 from mktts.server.voices import References, VoiceFolder
 from mktts.server.websocket import SpeechSocket
+from mktts.spec import LANGUAGE_CODES, SAMPLE_RATE_HZ
 
 PAGE = Path(__file__).parent / "page"
 # The page may load from this server alone; blob: is audio that the page has made itself.
@@ -42,6 +42,26 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
+}
+_DESCRIPTION = f"""Qwen3-TTS speech, streamed frame by frame: 16-bit PCM at {SAMPLE_RATE_HZ} Hz, one channel.
+
+**Finish reason.** `X-Request-Id` is the id under which `GET /tts/stream/{{id}}` says how a response's stream ended:
+`eos` (the text was spoken), `max_frames` (the limit), `runaway` (the model lost the end), `cancelled`, `error`. The
+record is complete before the last byte of the body is sent. A body that breaks off without its last chunk is not whole.
+
+**A slow reader** stops the generation until it reads on. **Closing the connection** cancels it within one frame.
+
+**WebSocket** `/tts/ws`, for text that is still being written; with a key, a page may open it with `?key=KEY`. The
+client sends JSON: `{{"type": "start", ...}}` with the keys of `POST /tts/stream`, without `text` where that is still
+being written; `{{"type": "text", "text": "..."}}`; `{{"type": "finish"}}`; `{{"type": "cancel"}}` at any time. The
+server sends `started`; for each chunk a `chunk` (start_s, duration_s, frames, timings in ms, `words` where they were
+asked for) followed by one binary message of PCM; then `finished` (what `GET /tts/stream/{{id}}` says), or for a refused
+`start` an `error`. Another `start` may follow. Behind a message that makes no sense it is closed with 1008.
+
+**Errors** have one shape, OpenAI's, and the id of their request: in `X-Request-Id` and in the body."""
+_ERRORS = {  # of every route: the shape is the same everywhere
+    "4XX": {"description": "The caller's mistake, or a server with too much to do (429).", "model": ErrorBody},
+    "5XX": {"description": "The server's own, or that it stops (503).", "model": ErrorBody},
 }
 _EXPOSED = [*AUDIO_HEADERS, "X-Sample-Rate", "X-Mktts-Ignored", "Retry-After"]
 _CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -69,7 +89,7 @@ def make_app(
         sweeping.cancel()
 
     # /docs with its scripts from here: FastAPI's own page loads them from another host
-    app = FastAPIOffline(title="mktts", redoc_url=None, static_url="/page/docs", lifespan=lifespan, responses=ERRORS)
+    app = FastAPIOffline(title="mktts", redoc_url=None, static_url="/page/docs", lifespan=lifespan, responses=_ERRORS)
     limits = service.limits
 
     with_recording = limits.max_body_bytes + limits.max_reference_bytes * 4 // 3
@@ -100,8 +120,10 @@ def make_app(
         if isinstance(error, RequestValidationError):
             error = from_validation(list(error.errors()))
         elif isinstance(error, StarletteHTTPException):
-            if error.status_code == 405:
-                headers = {"Allow": _allowed(app, request)}
+            if error.status_code == 405:  # the framework names only the methods of the path's first route
+                asked = {method: {**request.scope, "method": method} for method in _METHODS}
+                there = (name for name in asked if any(r.matches(asked[name])[0] is Match.FULL for r in app.routes))
+                headers = {"Allow": ", ".join(there)}
             error = ApiError(error.status_code, _CODES.get(error.status_code, "bad_request"), str(error.detail))
         service.meters.refuse(error.code)
         return (error.in_openai_terms() if request.url.path.startswith(PREFIX) else error).response(headers)
@@ -118,12 +140,12 @@ def make_app(
         "/tts/stream",
         response_class=Response,
         dependencies=[*locked, Depends(json_only)],
-        responses={200: audio_response("audio/pcm")},
+        responses={200: documented("audio/pcm")},
     )
     async def tts_stream(body: SpeechRequest, request: Request) -> Response:
         """Speaks a text; raw 16-bit PCM is sent while it is made."""
-        stream = service.speak("tts_stream", body, body.text, owner=owner_of_request(request.scope))
-        return AudioResponse(stream, encoder_of("pcm"), limits.stall_s, service.model.random_weights)
+        stream = service.speak("tts_stream", body, body.text, owner=request.state.owner)
+        return AudioResponse(stream, encoder_of("pcm"))
 
     @app.get("/tts/stream/{id}", dependencies=locked)
     async def tts_stream_state(id: str) -> StreamState:
@@ -170,7 +192,7 @@ def make_app(
     async def no_such_socket(path: str) -> None:
         raise ApiError(404, "not_found", "no WebSocket is spoken here")
 
-    describe(app.openapi(), service)  # it is kept, and every GET /openapi.json gets it
+    _describe(app.openapi(), service)  # it is kept, and every GET /openapi.json gets it
     return app
 
 
@@ -181,15 +203,6 @@ class _PageFiles(StaticFiles):
         return response
 
 
-def _allowed(app: FastAPI, request: Request) -> str:
-    """The methods of all routes of a path; the framework names only those of the first."""
-
-    def there(method: str) -> bool:
-        return any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in app.routes)
-
-    return ", ".join(filter(there, _METHODS))
-
-
 async def _sweep(folder: VoiceFolder | None) -> None:
     """Drops voices that have expired or that another server has deleted, every _SWEEP_S."""
     while folder is not None:
@@ -198,3 +211,28 @@ async def _sweep(folder: VoiceFolder | None) -> None:
         except Exception:
             log.exception("the folder of uploaded voices could not be swept")
         await asyncio.sleep(_SWEEP_S)
+
+
+def _describe(document: dict[str, Any], service: SpeechService) -> None:
+    """Adds to FastAPI's document what `service` serves."""
+    document["info"]["description"] = _DESCRIPTION
+    schemas = document["components"]["schemas"]
+    speech, openai = schemas["SpeechRequest"]["properties"], schemas["OpenAISpeechRequest"]["properties"]
+    codes = [code for code, name in LANGUAGE_CODES.items() if name in service.languages]
+    for properties, text, instruct in ((speech, "text", "instruct"), (openai, "input", "instructions")):
+        properties[text]["maxLength"] = service.limits.max_chars
+        _narrow(properties["language"], enum=[*service.languages, *codes])  # a region may follow a code
+        _narrow(properties["max_frames"], maximum=service.limits.max_frames)
+        if service.takes_instruct:
+            _narrow(properties[instruct], maxLength=service.limits.max_chars)
+        else:  # it would be refused or ignored, whatever it says
+            del properties[instruct]
+    _narrow(speech["speaker"], enum=service.speakers)
+    name = {"type": "string", "enum": [*service.speakers, *service.aliases, DEFAULT]}
+    as_object = {"type": "object", "properties": {"id": name}, "required": ["id"], "additionalProperties": False}
+    openai["voice"] = {"description": openai["voice"]["description"], "anyOf": [name, as_object, {"type": "null"}]}
+
+
+def _narrow(schema: dict[str, Any], **limit: Any) -> None:
+    """Adds a limit to a schema, or to the part of an optional value's that is not null."""
+    next((part for part in schema.get("anyOf", ()) if part["type"] != "null"), schema).update(limit)

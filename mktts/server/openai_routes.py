@@ -15,13 +15,11 @@ from fastapi.responses import Response
 from mktts.audio.encoding import STREAM_FORMATS, encoder_of, usual_rate_hz
 from mktts.errors import BusyError, MkttsError
 from mktts.model.voice import Voice
-from mktts.server.access import owner_of_request
 from mktts.server.address import LOOPBACK_ORIGIN
 from mktts.server.api_errors import ApiError
-from mktts.server.document import audio_response
+from mktts.server.audio_response import MEDIA_TYPES, AudioResponse, KeptSounds, documented
 from mktts.server.limits import DAY_S
 from mktts.server.schemas import DEFAULT, OpenAISpeechQuery, OpenAISpeechRequest, UploadedVoice, VoiceUpload
-from mktts.server.served_stream import MEDIA_TYPES, AudioResponse, KeptSounds
 from mktts.server.service import SpeechService
 from mktts.server.voices import OPENAI_VOICES, References, VoiceFolder
 from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
@@ -60,7 +58,7 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
     media = [MEDIA_TYPES[format].format(rate_hz=SAMPLE_RATE_HZ).partition(";")[0] for format in STREAM_FORMATS]
 
     sounds = KeptSounds()
-    spoken = {200: audio_response(*media, "text/event-stream")}
+    spoken = {200: documented(*media, "text/event-stream")}
 
     @router.post(SPEECH_PATH, response_class=Response, dependencies=[Depends(json_only)], responses=spoken)
     async def openai_speech(body: OpenAISpeechRequest, request: Request) -> Response:
@@ -96,8 +94,8 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
         except MkttsError as error:
             raise ApiError(400, "bad_format", str(error), "response_format") from None
         if body.stream_format == "sse":
-            how["tokens"] = lambda: len(service.tokenizer().encode(body.input))
-        owner = owner_of_request(request.scope)
+            how["events_of"] = body.input
+        owner = request.state.owner
         voice = await brought_voice(body, owner)
         if whole and request.method == "GET":
             named = voice or service.saved_voice(body.speaker or DEFAULT, owner)
@@ -109,9 +107,7 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
             body.max_frames = min(body.max_new_tokens, limits.max_frames)
         layout = {None: None, True: "whole", False: "streaming"}[body.non_streaming_mode]
         stream = service.speak("openai_speech", body, body.input, voice=voice, layout=layout, owner=owner)
-        return AudioResponse(
-            stream, encoder, limits.stall_s, model.random_weights, format=format, ignored_keys=sorted(ignored), **how
-        )
+        return AudioResponse(stream, encoder, format=format, ignored_keys=sorted(ignored), **how)
 
     @router.get(
         SPEECH_PATH,
@@ -171,7 +167,7 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
         with the voice that each stands for. `uploaded_voices`: the caller's own. `uploads`: whether more may come."""
         uploaded = []
         if service.uploads is not None:
-            uploaded = await asyncio.to_thread(service.uploads.list, owner_of_request(request.scope))
+            uploaded = await asyncio.to_thread(service.uploads.list, request.state.owner)
         return {
             "voices": [*service.speakers, *(voice.name for voice in uploaded)],
             "aliases": service.aliases,
@@ -190,7 +186,7 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
     ) -> dict[str, Any]:
         """Keeps the voice of a recording under a name of the caller's, for requests with the caller's key. The
         recording itself is not kept."""
-        kept, owner = folder(), owner_of_request(request.scope)
+        kept, owner = folder(), request.state.owner
         if not model.clones:
             message = f"a {model.type} checkpoint clones no voices: serve a Base one"
             raise ApiError(400, "cloning_unavailable", message)
@@ -225,7 +221,7 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
     async def delete_voice(name: str, request: Request) -> dict[str, Any]:
         """Deletes an uploaded voice of the caller's: on every server that shares the folder, and out of its caches.
         Speech that is on its way goes on."""
-        if not await asyncio.to_thread(folder().delete, owner_of_request(request.scope), name):
+        if not await asyncio.to_thread(folder().delete, request.state.owner, name):
             raise ApiError(404, "unknown_voice", "you have no voice of this name", "name")
         deleted = {"object": "audio.voice.deleted", "id": name.lower(), "deleted": True, "success": True}
         return {**deleted, "message": f"Voice '{name.lower()}' deleted successfully"}

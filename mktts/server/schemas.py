@@ -249,13 +249,13 @@ class StreamState(StrictModel):
 
     id: str
     route: Route
-    state: Literal["running", "ended"]
-    finish_reason: EndReason | None
+    state: Literal["running", "ended"] = "running"
+    finish_reason: EndReason | None = None
     seed: int
-    frames: int
-    audio_s: float
-    first_audio_ms: float | None
-    error: ErrorDetail | None
+    frames: int = 0
+    audio_s: float = 0.0
+    first_audio_ms: float | None = None
+    error: ErrorDetail | None = None
     words: list[WordTime] | None = None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mktts.audio import to_pcm16
-from mktts.server.service import _KEPT_WORDS
+from mktts.server.service import KEPT_WORDS
 
 FRAMES = 40
 WORDS = [
@@ -69,7 +69,7 @@ def test_the_websocket_sends_words_with_chunks_and_all_of_them_at_the_end(api):
 def test_the_record_has_the_words_of_the_last_streams_only(api):
     ids = [api.tts(max_frames=FRAMES, word_timestamps=True).headers["X-Request-Id"]]
     assert near(api.get(f"/tts/stream/{ids[0]}").json()["words"])
-    ids += [api.tts().headers["X-Request-Id"] for _ in range(_KEPT_WORDS)]
+    ids += [api.tts().headers["X-Request-Id"] for _ in range(KEPT_WORDS)]
     first, *others = (api.get(f"/tts/stream/{id}").json() for id in ids)
     assert first["words"] is None and first["frames"] == FRAMES
-    assert [other["words"] for other in others] == [None] * _KEPT_WORDS
+    assert [other["words"] for other in others] == [None] * KEPT_WORDS
