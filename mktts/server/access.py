@@ -12,8 +12,8 @@ from typing import Any
 from fastapi.datastructures import Headers
 from fastapi.requests import HTTPConnection
 
-from mktts.server.address import LOOPBACK_ORIGIN, is_own_name
 from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, current_id, new_id
+from mktts.server.settings import LOOPBACK_ORIGIN, is_own_name
 
 _OPEN_PATHS = ("/", "/docs", "/health", "/v1/health", "/ready", "/ping", "/openapi.json")
 NO_OWNER = "nobody"  # the owner of all requests to a server without a key

@@ -22,12 +22,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from mktts.audio.encoding import encoder_of, import_av
 from mktts.errors import BackendUnavailable
 from mktts.server.access import AccessMiddleware
-from mktts.server.address import LOOPBACK_ORIGIN
 from mktts.server.api_errors import ApiError, current_id, from_error, from_validation
 from mktts.server.audio_response import AUDIO_HEADERS, AudioResponse, documented
 from mktts.server.openai_routes import PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
 from mktts.server.schemas import DEFAULT, ErrorBody, Health, SpeechRequest, StreamState
 from mktts.server.service import SpeechService
+from mktts.server.settings import LOOPBACK_ORIGIN
 from mktts.server.voices import References, VoiceFolder
 from mktts.server.websocket import SpeechSocket
 from mktts.spec import LANGUAGE_CODES, SAMPLE_RATE_HZ

@@ -15,8 +15,7 @@ from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import counted
 from mktts.errors import ServerError
-from mktts.server.address import access_of, add_address_arguments, listen, url_of
-from mktts.server.limits import Limits
+from mktts.server.settings import Limits, access_of, add_address_arguments, listen, url_of
 
 if TYPE_CHECKING:
     from mktts.synth import Synthesizer

@@ -15,12 +15,11 @@ from fastapi.responses import Response
 from mktts.audio.encoding import STREAM_FORMATS, encoder_of, usual_rate_hz
 from mktts.errors import BusyError, MkttsError
 from mktts.model.voice import Voice
-from mktts.server.address import LOOPBACK_ORIGIN
 from mktts.server.api_errors import ApiError
 from mktts.server.audio_response import MEDIA_TYPES, AudioResponse, KeptSounds, documented
-from mktts.server.limits import DAY_S
 from mktts.server.schemas import DEFAULT, OpenAISpeechQuery, OpenAISpeechRequest, UploadedVoice, VoiceUpload
 from mktts.server.service import SpeechService
+from mktts.server.settings import DAY_S, LOOPBACK_ORIGIN
 from mktts.server.voices import OPENAI_VOICES, References, VoiceFolder
 from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
 

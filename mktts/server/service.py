@@ -20,9 +20,9 @@ from mktts.engine.options import Chunk, StreamOptions, Timings
 from mktts.errors import MkttsError
 from mktts.server.access import NO_OWNER
 from mktts.server.api_errors import ApiError, current_id, from_error, new_id
-from mktts.server.limits import Limits
 from mktts.server.meters import Meters
 from mktts.server.schemas import DEFAULT, Health, ModelInfo, Route, StreamState, VoiceParams
+from mktts.server.settings import Limits
 from mktts.server.voices import voice_aliases
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, language_named
 

@@ -25,8 +25,8 @@ from mktts.common import counted
 from mktts.errors import BackendUnavailable, BusyError, MkttsError, ServerError, VoiceError
 from mktts.model.voice import Voice
 from mktts.server.api_errors import ApiError
-from mktts.server.limits import Limits
 from mktts.server.schemas import DEFAULT, UploadedVoice
+from mktts.server.settings import Limits
 from mktts.synth.cloning import clone_voice
 
 # OpenAI's voices. Clients and user interfaces that were made for them send no other name.

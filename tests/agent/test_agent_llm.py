@@ -22,8 +22,7 @@ from mktts.errors import EngineError
 from mktts.llm.decoder import TextDecoder
 from mktts.llm.tokens import ChatTemplate, Message
 from mktts.model.qwen3 import Qwen3Stack
-from mktts.server.address import listen
-from mktts.server.limits import Limits
+from mktts.server.settings import Limits, listen
 
 ASKED = {"role": "user", "content": "Who are you?"}
 INSTRUCTIONS = "Be brief."

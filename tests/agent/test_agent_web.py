@@ -18,8 +18,8 @@ from pipecat.processors.frame_processor import FrameDirection
 from served import running_agent
 
 from mktts.agent import intents, user_speech
-from mktts.agent.page_transport import PageObserver
 from mktts.agent.settings import AgentSettings
+from mktts.agent.web import PageObserver
 from mktts.cli import main
 from mktts.spec import SAMPLE_RATE_HZ
 

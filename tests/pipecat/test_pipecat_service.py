@@ -38,6 +38,7 @@ from pipecat_fakes import TOO_LATE_S, FakeSource, FakeSpeech, Talk, metrics, tur
 from mktts.agent.scripted import RecordingOutput
 from mktts.errors import PromptError
 from mktts.pipecat import MkttsTTSService, SpeechFailedFrame
+from mktts.pipecat.service import AudioTimes, Playout
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 Settings = MkttsTTSService.Settings
@@ -369,3 +370,21 @@ async def test_a_turn_that_is_heard_to_its_end_is_in_the_context_word_for_word(m
         await talk.until(lambda: said(context))
     assert said(context) == "One. Two."
     assert played_s(loudspeaker) >= 0.8
+
+
+# ---- when words are heard, apart from any pipeline
+
+
+def test_audio_is_heard_after_what_was_pushed_before_it_and_not_before_now():
+    playout = Playout()
+    assert [playout.push(1.0, now_s) for now_s in (10.0, 10.2, 15.0)] == [10.0, 11.0, 15.0]
+    playout.drop()
+    assert playout.push(1.0, 15.1) == 15.1
+
+
+def test_a_pause_of_the_engine_moves_the_words_after_it():
+    heard = AudioTimes()
+    heard.add(1.0, begin_s=20.0)
+    heard.add(1.0, begin_s=25.0)
+    assert [heard.at(offset_s) for offset_s in (0.0, 0.5, 1.0, 1.5, 2.0)] == [20.0, 20.5, 25.0, 25.5, 26.0]
+    assert heard.made_s == 2.0

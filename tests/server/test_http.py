@@ -14,7 +14,7 @@ from served import first_speaker, served
 
 from mktts.audio import to_pcm16
 from mktts.errors import BusyError, CapacityError, OptionsError, PromptError
-from mktts.server.limits import Limits
+from mktts.server.settings import Limits
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 
 

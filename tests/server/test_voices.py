@@ -18,8 +18,8 @@ from mktts.checkpoint import Checkpoint
 from mktts.errors import BackendUnavailable, ServerError, VoiceError
 from mktts.model.voice import Voice
 from mktts.server.access import owner_of
-from mktts.server.limits import Limits
 from mktts.server.schemas import UploadedVoice
+from mktts.server.settings import Limits
 from mktts.server.voices import VoiceFolder
 from mktts.spec import SAMPLE_RATE_HZ
 

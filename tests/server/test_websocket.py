@@ -14,7 +14,7 @@ from fastapi import WebSocketDisconnect
 from served import first_speaker, served
 
 from mktts.audio import to_pcm16
-from mktts.server.limits import Limits
+from mktts.server.settings import Limits
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
