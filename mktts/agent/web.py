@@ -40,9 +40,9 @@ from pipecat.utils.string import TextPartForConcatenation, concatenate_aggregate
 from mktts.agent import intents
 from mktts.agent.conversation import Conversation, build, create_tts, load_voice
 from mktts.agent.latency import TIMES, TurnLatency
-from mktts.agent.llm import load_llm
+from mktts.agent.llm import create_llm
 from mktts.agent.settings import AgentSettings
-from mktts.agent.stt import load_stt
+from mktts.agent.stt import create_stt
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.server.access import AccessMiddleware
 from mktts.server.app import PAGE as SERVERS_PAGE
@@ -85,10 +85,10 @@ def create_app(
     origins, hosts: as `AccessMiddleware`.
     Raises what loading the voice raises, PromptError or VoiceError for a voice, language or instruction that it does
     not take, and AgentError where a package of speech to text is missing."""
-    load_stt(settings)  # a missing package shows before seconds of loading
-    llm_runs = load_llm(settings)
+    create_stt(settings)  # what is missing or does not fit shows now, a package before seconds of loading
+    llm_runs = getattr(create_llm(settings), "runs", "")
+    create_tts(settings)
     synthesizer = load_voice(settings)
-    create_tts(settings)  # a voice, language or instruction that it does not take shows now
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(
         AccessMiddleware,
