@@ -20,7 +20,7 @@ import contextlib
 import importlib.util
 import json
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +72,11 @@ _STATES = {
 }
 
 
-def create_app(
-    settings: AgentSettings,
-    api_key: str | Sequence[str] | None = None,
-    origins: Collection[str] = (),
-    hosts: Collection[str] = (),
-) -> FastAPI:
+def create_app(settings: AgentSettings, **access: Any) -> FastAPI:
     """The ASGI application. The voice is loaded here, unless it is already.
 
-    api_key: asked for by everything under /agent, as `?key=` or as a bearer; the page itself holds no secret. None
-    checks no key: such an application must be bound to loopback (`access_of`).
-    origins, hosts: as `AccessMiddleware`.
+    access: api_key, origins and hosts of `AccessMiddleware`. The key is asked for by everything under /agent, as
+    `?key=` or as a bearer; the page itself holds no secret. Without one, the application must be bound to loopback.
     Raises what loading the voice raises, PromptError or VoiceError for a voice, language or instruction that it does
     not take, and AgentError where a package of speech to text is missing."""
     create_stt(settings)  # what is missing or does not fit shows now, a package before seconds of loading
@@ -92,13 +86,11 @@ def create_app(
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(
         AccessMiddleware,
-        api_key=api_key,
-        origins=origins,
         max_body_bytes=_MAX_BODY_BYTES,
         on_refusal=lambda code: None,
-        hosts=hosts,
         is_open=lambda path: not f"{path}/".startswith("/agent/"),
         key_in_query=True,  # of the page's address; none of our logs contains the query
+        **access,
     )
     sessions = app.state.sessions = Sessions(settings, MAX_SESSIONS)
     has_webrtc = importlib.util.find_spec("aiortc") is not None  # what Pipecat's transport needs

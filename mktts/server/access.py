@@ -49,12 +49,12 @@ class AccessMiddleware:
     key_in_query: whether ?key= is accepted over HTTP, as it is for WebSockets, whose headers a page cannot set."""
 
     app: Any
-    api_key: InitVar[str | Sequence[str] | None]
-    origins: Collection[str]
     max_body_bytes: int
     on_refusal: Callable[[str], None]
-    larger_bodies: Mapping[str, int] = field(default_factory=dict)
+    api_key: InitVar[str | Sequence[str] | None] = None
+    origins: Collection[str] = ()
     hosts: Collection[str] = ()
+    larger_bodies: Mapping[str, int] = field(default_factory=dict)
     body_s: float = 20.0
     is_open: Callable[[str], bool] = needs_no_key
     key_in_query: bool = False

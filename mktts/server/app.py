@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Security, WebSocket
 from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import Match
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
@@ -71,14 +71,9 @@ _SWEEP_S = 5.0  # the longest that a voice deleted by another server stays in me
 log = logging.getLogger(__name__)
 
 
-def make_app(
-    service: SpeechService,
-    api_key: str | Sequence[str] | None = None,
-    origins: Collection[str] = (),
-    hosts: Collection[str] = (),
-) -> FastAPI:
-    """The ASGI application of a speech server. api_key, origins, hosts: as `AccessMiddleware`. Pages of the origins and
-    of this machine also get CORS headers."""
+def make_app(service: SpeechService, **access: Any) -> FastAPI:
+    """The ASGI application of a speech server. access: api_key, origins and hosts of `AccessMiddleware`. Pages of the
+    origins and of this machine also get CORS headers."""
     with contextlib.suppress(BackendUnavailable):  # a request that needs it gets the error
         import_av()  # not at the first request: it takes 0.2 s, which would hold up every stream
 
@@ -91,21 +86,18 @@ def make_app(
     # /docs with its scripts from here: FastAPI's own page loads them from another host
     app = FastAPIOffline(title="mktts", redoc_url=None, static_url="/page/docs", lifespan=lifespan, responses=_ERRORS)
     limits = service.limits
-
     with_recording = limits.max_body_bytes + limits.max_reference_bytes * 4 // 3
     app.add_middleware(
         AccessMiddleware,
-        api_key=api_key,
-        origins=origins,
         max_body_bytes=limits.max_body_bytes,
         on_refusal=service.meters.refuse,
         larger_bodies=dict.fromkeys((SPEECH_PATH, VOICES_PATH), with_recording) if service.model.clones else {},
-        hosts=hosts,
         body_s=limits.body_s,
+        **access,
     )
     app.add_middleware(  # outermost: a refusal needs CORS headers, too
         CORSMiddleware,
-        allow_origins=list(origins),
+        allow_origins=list(access.get("origins", ())),
         allow_origin_regex=LOOPBACK_ORIGIN,
         allow_methods=_METHODS,
         allow_headers=["*"],
@@ -134,7 +126,7 @@ def make_app(
         return from_error(error).response()
 
     # AccessMiddleware checks the key; the scheme is named here for the OpenAPI document.
-    locked = [] if api_key is None else [Security(HTTPBearer(auto_error=False))]
+    locked = [] if access.get("api_key") is None else [Security(HTTPBearer(auto_error=False))]
 
     @app.post(
         "/tts/stream",
@@ -178,15 +170,17 @@ def make_app(
         """Prometheus metrics."""
         return Response(service.meters.page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def root() -> Response:
+    pages = _PageFiles(directory=PAGE)
+
+    async def root(request: Request) -> Response:
         """A page to try the server."""
-        return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
+        return await pages.get_response("index.html", request.scope)
 
     # /ping: the name that other servers and cloud platforms use
     for answer, paths in ((root, ["/"]), (health, ["/health", "/v1/health", "/ping"]), (ready, ["/ready"])):
         for path in paths:
             app.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False)
-    app.mount("/page", _PageFiles(directory=PAGE))
+    app.mount("/page", pages)
 
     @app.websocket("/{path:path}")  # last of the routes: the framework alone would answer 403
     async def no_such_socket(path: str) -> None:

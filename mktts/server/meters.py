@@ -87,6 +87,3 @@ class Meters(Collector):
             bounds = [*map(str, TICK_BOUNDS_S), "+Inf"]
             ticks.add_metric((engine,), list(zip(bounds, counts, strict=True)), one.ticks.sum_s)
         yield ticks
-
-    def describe(self) -> Iterable[Metric]:
-        return ()  # nothing is asked for before a scrape
