@@ -96,6 +96,19 @@ def noise(seed: int, frames: int) -> np.ndarray:
     return np.random.default_rng(seed).uniform(-0.5, 0.5, frames * SAMPLES_PER_FRAME).astype(np.float32)
 
 
+def word_times(found: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
+    """Of words as the server tells them, to the ms."""
+    return [(word["word"], round(word["start_s"], 3), round(word["end_s"], 3)) for word in found]
+
+
+def noise_words(frames: int, speed: float = 1.0) -> list[tuple[str, float, float]]:
+    """The words of so many frames, in the time of what is played."""
+    starts_s = [0.08 * first for first in range(0, frames, 4)]
+    return [
+        (f"word {n}", round(at_s / speed, 3), round((at_s + 0.08) / speed, 3)) for n, at_s in enumerate(starts_s, 1)
+    ]
+
+
 class FakeSynthesizer:
     """streams: what was opened. forgotten: voices that were let go. error_at: of the streams to come. holds: they give
     one chunk and no more until they are cancelled."""
