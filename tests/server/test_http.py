@@ -89,11 +89,9 @@ def test_bodies_that_are_not_json_of_the_right_shape_or_not_said_to_be_json_are_
         error = answer.json()["error"]
         assert answer.status_code in (400, 422) and error["type"] == "invalid_request_error", content[:20]
         assert content != b"{" or ("at character" in error["message"] and error["param"] is None)
-    for kind in (
-        {},
-        *({"Content-Type": one} for one in ("text/plain", "multipart/form-data", "application/x-www-form-urlencoded")),
-    ):
-        answer = api.post(path, content=b'{"input": "Hello.", "text": "Hello."}', headers=kind)
+    for kind in (None, "text/plain", "multipart/form-data", "application/x-www-form-urlencoded"):
+        head = {} if kind is None else {"Content-Type": kind}
+        answer = api.post(path, content=b'{"input": "Hello.", "text": "Hello."}', headers=head)
         assert answer.status_code == 415 and "Content-Type: application/json" in answer.json()["error"]["message"]
 
 
