@@ -28,7 +28,7 @@ from mktts.server.openai_routes import PREFIX, SPEECH_PATH, VOICES_PATH, json_on
 from mktts.server.schemas import DEFAULT, ErrorBody, Health, SpeechRequest, StreamState
 from mktts.server.service import SpeechService
 from mktts.server.settings import LOOPBACK_ORIGIN
-from mktts.server.voices import References, VoiceFolder
+from mktts.server.voices import VoiceFolder
 from mktts.server.websocket import SpeechSocket
 from mktts.spec import LANGUAGE_CODES, SAMPLE_RATE_HZ
 
@@ -148,8 +148,7 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
     async def tts_ws(socket: WebSocket) -> None:
         await SpeechSocket(socket, service).run()
 
-    references = References(service.checkpoint, limits)
-    app.include_router(openai_routes(service, references), dependencies=locked)
+    app.include_router(openai_routes(service), dependencies=locked)
 
     @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "Not ok."}})
     async def health() -> Response:

@@ -19,7 +19,9 @@ from mktts.server.service import SpeechService
 
 Stop = Callable[[], Awaitable[None]]
 _FLUSH_S = 1.0  # for the last bytes to connections whose work has ended
+# What uvicorn logs and is no fault of this server: a refused handshake, and broken text of a client.
 _NO_FAULTS = ("ASGI callable returned without completing handshake", "Invalid UTF-8 sequence received from client")
+logging.getLogger("uvicorn.error").addFilter(lambda record: str(record.msg).rstrip(".") not in _NO_FAULTS)
 
 
 class GracefulServer(uvicorn.Server):
@@ -132,11 +134,3 @@ class _TimedHttp(H11Protocol):
             message = f"the head of the request did not come within {self.head_s:g} s: send it again"
             self._refuse(b"Request Timeout", ApiError(408, "head_timeout", message))
         self.transport.close()
-
-
-def _is_fault(record: logging.LogRecord) -> bool:
-    """Whether what uvicorn logs is a fault of this server: a refused handshake and broken text of a client are not."""
-    return str(record.msg).rstrip(".") not in _NO_FAULTS
-
-
-logging.getLogger("uvicorn.error").addFilter(_is_fault)

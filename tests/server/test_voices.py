@@ -48,7 +48,7 @@ class Clones:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[tuple[np.ndarray, int, str | None]] = []
         self.made: list[Voice] = []
-        monkeypatch.setattr("mktts.server.voices.clone_voice", self._clone)
+        monkeypatch.setattr("mktts.server.openai_routes.clone_voice", self._clone)
 
     def _clone(self, checkpoint: Checkpoint, pcm: np.ndarray, rate_hz: int, transcript: str | None = None) -> Any:
         self.asked.append((pcm, rate_hz, transcript))
@@ -123,7 +123,7 @@ def test_what_cannot_be_cloned_is_one_line_under_the_callers_key(base_api, clone
     [(VoiceError("too quiet"), "bad_reference"), (BackendUnavailable("no qwen_tts"), "cloning_unavailable")],
 )
 def test_what_cloning_refuses_is_the_callers_mistake(base_api, monkeypatch, error, code):
-    monkeypatch.setattr("mktts.server.voices.clone_voice", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr("mktts.server.openai_routes.clone_voice", lambda *_: (_ for _ in ()).throw(error))
     found = base_api.speech(ref_audio=data_url(encoded(hum(0.5), "wav"))).json()["error"]
     assert (found["code"], found["param"]) == (code, "ref_audio") and str(error) in found["message"]
 
