@@ -118,8 +118,7 @@ def create_app(settings: AgentSettings, **access: Any) -> FastAPI:
         try:
             params = FastAPIWebsocketParams(**_SOUND, serializer=PcmSerializer())
             await sessions.begin(FastAPIWebsocketTransport(websocket, params))  # sends at the listener's pace
-        except Exception as error:
-            logger.exception(f"a conversation failed: {error}")
+        except Exception:
             with contextlib.suppress(RuntimeError):  # the page may be gone
                 await websocket.close(_INTERNAL_ERROR, "the bot failed: its log says why")
 
@@ -154,8 +153,13 @@ class Sessions:
         it is not within CONNECT_S, the conversation ends, and its place is free."""
         task = asyncio.create_task(self._hold(transport, arrived))
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.opt(exception=task.exception()).error("a conversation failed")
 
     async def close(self) -> None:
         """Ends every conversation, and begins no more."""
@@ -223,14 +227,8 @@ def _add_webrtc(app: FastAPI, sessions: Sessions) -> None:
             raise HTTPException(400, f"expected type and sdp of an offer that can be answered: {words}") from None
         transport = SmallWebRTCTransport(webrtc_connection=connection, params=TransportParams(**_SOUND))
         task = sessions.begin(transport, connection.is_connected)
-        task.add_done_callback(_log_failure)
         task.add_done_callback(lambda _: asyncio.ensure_future(connection.disconnect()))
         return connection.get_answer()
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        logger.opt(exception=task.exception()).error("a conversation failed")
 
 
 def page_server(app: FastAPI) -> GracefulServer:
