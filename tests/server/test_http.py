@@ -20,7 +20,9 @@ from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 
 
 def test_pcm_is_that_of_the_stream_and_the_record_says_how_it_ended(api, tiny):
-    answer = api.tts(seed=3, max_frames=9, speaker=first_speaker(tiny).upper(), trim_lead=True)
+    words = {"nginx": "engine X"}
+    asked = {"seed": 3, "max_frames": 9, "speaker": first_speaker(tiny).upper(), "pronunciations": words}
+    answer = api.tts(**asked, trim_lead=True)
     assert answer.status_code == 200 and answer.content == to_pcm16(noise(3, 9))
     assert answer.headers["Content-Type"].startswith("audio/pcm") and answer.headers["X-Seed"] == "3"
     assert int(answer.headers["X-Sample-Rate-Hz"]) == SAMPLE_RATE_HZ and answer.headers["X-Random-Weights"] == "true"
@@ -28,22 +30,12 @@ def test_pcm_is_that_of_the_stream_and_the_record_says_how_it_ended(api, tiny):
     settings = stream.settings
     assert (stream.text, settings["speaker"], settings["language"]) == ("Hello.", first_speaker(tiny), "auto")
     assert (settings["layout"], settings["instruct"], settings["voice"]) == (None, None, None)
+    assert settings["pronunciations"] == words
     assert settings["options"].trim_lead and settings["sampling"] == api.synth.sampling
     found = api.get(f"/tts/stream/{answer.headers['X-Request-Id']}").json()
     assert (found["state"], found["finish_reason"], found["frames"], found["seed"]) == ("ended", "max_frames", 9, 3)
     assert found["audio_s"] == pytest.approx(9 / FRAME_RATE_HZ) and found["error"] is None
     assert found["first_audio_ms"] >= 0
-
-
-def test_what_is_said_for_words_reaches_every_route(api):
-    words = {"nginx": "engine X"}
-    assert api.tts(pronunciations=words).status_code == api.speech(pronunciations=words).status_code == 200
-    query = {"input": "Hello.", "response_format": "pcm", "pronunciations": json.dumps(words)}
-    assert api.get("/v1/audio/speech", params=query).status_code == 200
-    with api.open_socket() as socket:
-        socket.send_json({"type": "start", "text": "Hello.", "max_frames": 1, "pronunciations": words})
-        assert socket.receive_json()["type"] == "started"
-    assert [stream.settings["pronunciations"] for stream in api.synth.streams] == [words] * 4
 
 
 def test_a_request_that_names_no_length_gets_the_limit(make_api):

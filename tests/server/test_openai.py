@@ -102,7 +102,7 @@ def address(**query) -> str:
 @pytest.mark.parametrize(
     "query",
     [
-        {"voice": "alloy", "seed": 1, "max_frames": FRAMES},
+        {"voice": "alloy", "seed": 1, "max_frames": FRAMES, "pronunciations": '{"nginx": "engine X"}'},
         {"input": "5", "language": "English", "temperature": 0, "top_k": -1, "do_sample": "false"},
         {"response_format": "wav", "speed": 2, "sample_rate": 16_000, "stream": "true", "seed": 3},
         {"response_format": "mp3", "instructions": "true", "lang_code": "a", "x": "null", "seed": 3},
@@ -110,7 +110,7 @@ def address(**query) -> str:
     ids=str,
 )
 def test_an_address_speaks_as_the_same_body_does(api, query):
-    words = {"true": True, "false": False, "null": None}
+    words = {"true": True, "false": False, "null": None, '{"nginx": "engine X"}': {"nginx": "engine X"}}
     body = {name: words.get(value, value) if name != "instructions" else value for name, value in query.items()}
     answer, posted = api.get(address(**query)), api.speech(**{"max_frames": None, **body})
     assert answer.status_code == 200 and answer.content == posted.content, answer.text
@@ -118,7 +118,8 @@ def test_an_address_speaks_as_the_same_body_does(api, query):
     for name in ("Content-Type", "X-Mktts-Ignored", "X-Sample-Rate"):
         assert answer.headers.get(name) == posted.headers.get(name)
     first, second = api.synth.streams
-    assert (first.text, first.settings["sampling"]) == (second.text, second.settings["sampling"])
+    assert first.text == second.text
+    assert all(first.settings[name] == second.settings[name] for name in ("sampling", "pronunciations"))
 
 
 def test_what_is_whole_behind_an_address_is_kept_and_given_in_parts(api):
