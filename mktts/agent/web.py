@@ -86,7 +86,7 @@ def create_app(settings: AgentSettings, **access: Any) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(
         AccessMiddleware,
-        max_body_bytes=_MAX_BODY_BYTES,
+        max_body_bytes=lambda path: _MAX_BODY_BYTES,
         on_refusal=lambda code: None,
         is_open=lambda path: not f"{path}/".startswith("/agent/"),
         key_in_query=True,  # of the page's address; none of our logs contains the query

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 from fastapi.datastructures import Headers
@@ -40,7 +40,7 @@ class AccessMiddleware:
     api_key: one or several keys; None accepts every request, which is for loopback only (`access_of`).
     origins: of web pages that may use the server, as browsers write them. Pages from loopback may use a server without
         a key. Any other page is refused: neither WebSocket nor a plain POST waits for CORS.
-    max_body_bytes: of a request's body. larger_bodies: other limits in bytes, by path.
+    max_body_bytes: of a request's body, by its path.
     on_refusal: called with the code of each refusal.
     hosts: accepted values of Host in addition to IP addresses and localhost. A server with a key checks Host only
         where some are given.
@@ -49,12 +49,11 @@ class AccessMiddleware:
     key_in_query: whether ?key= is accepted over HTTP, as it is for WebSockets, whose headers a page cannot set."""
 
     app: Any
-    max_body_bytes: int
+    max_body_bytes: Callable[[str], int]
     on_refusal: Callable[[str], None]
     api_key: InitVar[str | Sequence[str] | None] = None
     origins: Collection[str] = ()
     hosts: Collection[str] = ()
-    larger_bodies: Mapping[str, int] = field(default_factory=dict)
     body_s: float = 20.0
     is_open: Callable[[str], bool] = needs_no_key
     key_in_query: bool = False
@@ -119,7 +118,7 @@ class AccessMiddleware:
     async def _whole_body(self, connection: HTTPConnection, receive: Any) -> Any:
         """Reads the body within its limits of size and time; returns a `receive` that gives it at once, None where the
         client left meanwhile. Raises ApiError."""
-        at_most = self.larger_bodies.get(connection.scope["path"], self.max_body_bytes)
+        at_most = self.max_body_bytes(connection.scope["path"])
         length = connection.headers.get("content-length", "")
         found_bytes = int(length) if length.isdigit() else 0
         body = bytearray()

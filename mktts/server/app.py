@@ -86,12 +86,11 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
     # /docs with its scripts from here: FastAPI's own page loads them from another host
     app = FastAPIOffline(title="mktts", redoc_url=None, static_url="/page/docs", lifespan=lifespan, responses=_ERRORS)
     limits = service.limits
-    with_recording = limits.max_body_bytes + limits.max_reference_bytes * 4 // 3
+    recording_bytes = limits.max_reference_bytes * 4 // 3 if service.model.clones else 0
     app.add_middleware(
         AccessMiddleware,
-        max_body_bytes=limits.max_body_bytes,
+        max_body_bytes=lambda path: limits.max_body_bytes + recording_bytes * (path in (SPEECH_PATH, VOICES_PATH)),
         on_refusal=service.meters.refuse,
-        larger_bodies=dict.fromkeys((SPEECH_PATH, VOICES_PATH), with_recording) if service.model.clones else {},
         body_s=limits.body_s,
         **access,
     )

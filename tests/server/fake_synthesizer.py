@@ -37,10 +37,6 @@ class FakeStream:
         self._changed = asyncio.Event()
 
     @property
-    def sound(self) -> np.ndarray:
-        return noise(self.seed, self.frames)
-
-    @property
     def idle(self) -> bool:
         """A session has a chunk to give for every piece of text, and the rest at its end."""
         return not self._finished and self._chunks >= self._pieces
@@ -61,7 +57,7 @@ class FakeStream:
         if self._error_at is not None and self._chunks == self._error_at[0]:
             raise self._error_at[1]
         frames = min(4, self.frames - self._made)
-        pcm = self.sound[self._made * SAMPLES_PER_FRAME :][: frames * SAMPLES_PER_FRAME]
+        pcm = noise(self.seed, self.frames)[self._made * SAMPLES_PER_FRAME :][: frames * SAMPLES_PER_FRAME]
         start_s, self._made = self._made * 0.08, self._made + frames
         words: list[WordTime] = []
         if self.settings["options"].word_times:
