@@ -7,20 +7,25 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import astuple
-from functools import cache
-from itertools import chain, islice
+from functools import cache, partial
+from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
 from mktts import audio
 from mktts.engine.admission import AdmissionLimits
 from mktts.engine.metrics import Player
 from mktts.engine.options import Chunk, StreamOptions, Timings
+from mktts.engine.runner import TICK_BOUNDS_S
 from mktts.errors import MkttsError
 from mktts.server.access import NO_OWNER
 from mktts.server.api_errors import ApiError, current_id, from_error, new_id
-from mktts.server.meters import Meters
 from mktts.server.schemas import DEFAULT, Health, ModelInfo, Route, StreamState, VoiceParams
 from mktts.server.settings import Limits
 from mktts.server.voices import voice_aliases
@@ -39,6 +44,16 @@ KEPT_WORDS = 32  # ended streams whose words are kept: a text may have thousands
 _FAILING_AFTER = 3  # streams in a row: one may be the request's own fault, a broken device fails every one
 _POLL_S = 0.02
 _HELD_UP_S = 0.05  # a write that took longer waited for the client
+
+_FIRST_AUDIO_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
+_OF_ENGINES = {
+    "mktts_streams_listened": ("Streams that need frames in time, by engine.", "listeners"),
+    "mktts_streams_waiting": ("Streams that wait for admission, by engine.", "waiting"),
+    "mktts_lanes": ("Slots for streams, by engine.", "lanes"),
+    "mktts_lanes_used": ("Slots that a stream has, by engine.", "lanes_used"),
+    "mktts_pages": ("Pages of keys and values, by engine.", "pages"),
+    "mktts_pages_free": ("Pages that are free, by engine.", "pages_free"),
+}
 
 log = logging.getLogger(__name__)
 
@@ -91,9 +106,8 @@ class SpeechService:
             size=config.model_size,
             random_weights=checkpoint.is_random,
         )
-        self._served = {"backend": synthesizer.backend_name, "device": str(synthesizer.device)}
-        labels = {"model": self.model.checkpoint, "random_weights": str(checkpoint.is_random).lower(), **self._served}
-        self.meters = Meters(labels, lambda: synthesizer.stats, lambda: self.streams_max, lambda: self.streams_open)
+        self.served = {"backend": synthesizer.backend_name, "device": str(synthesizer.device)}
+        self.meters = Meters(self)
         self._open: dict[str, ServedStream] = {}
         self._ended: OrderedDict[str, StreamState] = OrderedDict()
         self._failures = 0  # in a row
@@ -229,7 +243,7 @@ class SpeechService:
         return Health(
             status="stopping" if self.stopping else "failing" if failing else "ok",
             model=self.model,
-            **self._served,
+            **self.served,
             dtype=str(synthesizer.dtype).removeprefix("torch."),
             sample_rate_hz=SAMPLE_RATE_HZ,
             speakers=self.speakers,
@@ -253,6 +267,65 @@ class SpeechService:
             self._failures += 1
         elif state.frames:
             self._failures = 0
+
+
+class Meters(Collector):
+    """Prometheus metrics of one service, in a registry of its own, so that several can live in one process. Names and
+    units as https://prometheus.io/docs/practices/naming/ has them: base units (seconds), counters end in _total."""
+
+    def __init__(self, service: SpeechService) -> None:
+        self._registry = registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        seconds = partial(Histogram, labelnames=("route",), buckets=_FIRST_AUDIO_S, registry=registry)
+        since = "From the request (or the first text) to the first"
+        model, served = service.model, service.served
+        labels = {"model": model.checkpoint, "random_weights": str(model.random_weights).lower(), **served}
+        ProcessCollector(registry=registry)  # resident memory, open files
+        gauge("mktts_info", "Always 1; the labels say what is served.", tuple(labels)).labels(**labels).set(1)
+        gauge("mktts_capacity", "Listeners that are admitted at once.").set_function(lambda: service.streams_max)
+        gauge("mktts_streams_open", "Streams being generated.").set_function(lambda: service.streams_open)
+        self._streams = counter("mktts_streams", "Streams ended, by route and finish reason.", ("route", "reason"))
+        self._refused = counter("mktts_refused", "Requests refused, by code.", ("code",))
+        self._audio_s = counter("mktts_audio_seconds", "Audio handed to connections.")
+        self._first_audio_s = seconds("mktts_first_audio_seconds", f"{since} PCM on the host.")
+        self.first_byte_s = seconds("mktts_first_byte_seconds", f"{since} write of sound to the connection.")
+        self.underruns = counter(
+            "mktts_underruns",
+            "Writes later than the place of a listener who plays from the first one on, without a prebuffer.",
+        )
+        self.late_s = counter("mktts_late_seconds", "By which those writes were late.")
+        self._service = service
+        registry.register(self)
+
+    def refuse(self, code: str) -> None:
+        self._refused.labels(code).inc()
+
+    def count(self, state: StreamState) -> None:
+        """Counts a stream that has ended; one that found no place was refused, and was none."""
+        if state.error is not None and state.error.code == "busy":
+            return
+        self._streams.labels(state.route, state.finish_reason).inc()
+        self._audio_s.inc(state.audio_s)
+        if state.first_audio_ms is not None:
+            self._first_audio_s.labels(state.route).observe(state.first_audio_ms / 1_000)
+
+    def page(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        """The state of the engines."""
+        stats = self._service.synthesizer.stats
+        for name, (text, field) in _OF_ENGINES.items():
+            family = GaugeMetricFamily(name, text, labels=("engine",))
+            for engine, one in stats.items():
+                family.add_metric((engine,), getattr(one, field))
+            yield family
+        ticks = HistogramMetricFamily("mktts_tick_seconds", "Ticks, on the device, by engine.", labels=("engine",))
+        for engine, one in stats.items():
+            counts = list(accumulate(list(one.ticks.counts)))
+            bounds = [*map(str, TICK_BOUNDS_S), "+Inf"]
+            ticks.add_metric((engine,), list(zip(bounds, counts, strict=True)), one.ticks.sum_s)
+        yield ticks
 
 
 class ServedStream:
