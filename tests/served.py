@@ -14,7 +14,7 @@ from mktts.checkpoint import Checkpoint
 from mktts.engine.options import Guard, StreamOptions
 from mktts.engine.stream import Stream
 from mktts.model.voice import Voice
-from mktts.server.graceful import speech_server
+from mktts.server.app import speech_server
 from mktts.server.service import SpeechService
 from mktts.server.settings import Limits, listen, url_of
 from mktts.server.voices import VoiceFolder

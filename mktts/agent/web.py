@@ -46,7 +46,7 @@ from mktts.agent.stt import create_stt
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.server.access import AccessMiddleware
 from mktts.server.app import PAGE as SERVERS_PAGE
-from mktts.server.graceful import GracefulServer
+from mktts.server.app import GracefulServer
 from mktts.spec import SAMPLE_RATE_HZ
 
 PAGE = Path(__file__).parent / "page"

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Serves until a signal; 0 after SIGTERM, 1 where the engine's own process has died."""
     from mktts.model.voice import Voice
-    from mktts.server.graceful import speech_server
+    from mktts.server.app import speech_server
     from mktts.server.service import SpeechService
     from mktts.server.voices import VoiceFolder
 

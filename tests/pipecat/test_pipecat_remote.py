@@ -27,7 +27,7 @@ from mktts import errors
 from mktts.engine import scheduler
 from mktts.pipecat import MkttsTTSService, RemoteSource, SpeechFailedFrame, Style
 from mktts.pipecat.remote import PATIENCE_S
-from mktts.server.graceful import speech_server
+from mktts.server.app import speech_server
 from mktts.server.service import SpeechService
 from mktts.server.settings import Limits, listen
 from mktts.spec import SAMPLE_RATE_HZ
