@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -38,6 +39,8 @@ AUDIO_HEADERS = {
     "X-Sample-Format": "s16le: signed 16 bits, little endian; or the name of the format that holds them",
     "X-Random-Weights": "true: the audio is noise, not speech",
 }
+
+log = logging.getLogger(__name__)
 
 
 def documented(*media_types: str) -> dict[str, Any]:
@@ -106,7 +109,7 @@ class AudioResponse(Response):
         self._words = 0  # that were sent
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        stream, sound_s, started = self._stream, 0.0, False
+        stream, stall_s, sound_s, started = self._stream, self._stream.service.limits.stall_s, 0.0, False
 
         async def close_on_disconnect() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -129,8 +132,9 @@ class AudioResponse(Response):
                     data = await self._encoded(chunk)
                     sound_s += chunk.duration_s / self._speed
                     if data:
-                        async with stream.sending(sound_s):
-                            await write(data)
+                        with stream.sending(sound_s):
+                            async with asyncio.timeout(stall_s):
+                                await write(data)
                         sound_s = 0.0
             rest = b"" if stream.closed else await self._encoded(None)
             if stream.closed:  # the client went away
@@ -147,7 +151,7 @@ class AudioResponse(Response):
             if self._events_of is not None:  # OpenAI's clients raise it
                 await write(_event({"type": "error", "error": error.detail().shown()}), more=False)
         except TimeoutError:
-            pass
+            log.warning("stream %s: the client took nothing for %g s", stream.id, stall_s)
         finally:
             watch.cancel()
             stream.close()

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple
 from functools import cache, partial
 from itertools import accumulate, chain, islice
@@ -381,10 +381,9 @@ class ServedStream:
         if self.error is not None:
             raise self.error
 
-    @contextlib.asynccontextmanager
-    async def sending(self, duration_s: float) -> AsyncIterator[None]:
-        """Around a write of sound of so many seconds. One that waits for the client makes nothing late. Raises
-        TimeoutError where the client takes nothing for `Limits.stall_s`."""
+    @contextlib.contextmanager
+    def sending(self, duration_s: float) -> Iterator[None]:
+        """Around a write of sound of so many seconds. One that waits for the client makes nothing late."""
         began_s, meters = time.perf_counter(), self.service.meters
         if self._player.dry_s is None:
             meters.first_byte_s.labels(self._state.route).observe(began_s - self._started_s)
@@ -392,12 +391,7 @@ class ServedStream:
         if late_s > 0:
             meters.underruns.inc()
             meters.late_s.inc(late_s)
-        try:
-            async with asyncio.timeout(self.service.limits.stall_s):
-                yield
-        except TimeoutError:
-            log.warning("stream %s: the client took nothing for %g s", self.id, self.service.limits.stall_s)
-            raise
+        yield
         if (now_s := time.perf_counter()) - began_s > _HELD_UP_S:
             self._player.pause(now_s)
 

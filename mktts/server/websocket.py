@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +25,8 @@ _MESSAGES: TypeAdapter[Any] = TypeAdapter(ClientMessage)
 _MAX_WAITING = 8  # utterances started and cancelled while the client has read none of their ends
 _POLICY_VIOLATION = 1008  # RFC 6455, 7.4.1
 _GONE = (RuntimeError, WebSocketDisconnect, TimeoutError)  # what sending raises where the client is, or reads nothing
+
+log = logging.getLogger(__name__)
 
 
 class SpeechSocket:
@@ -136,6 +139,7 @@ class SpeechSocket:
             stream.close()
             await self._send("finished", **stream.state.model_dump())
         except TimeoutError:
+            log.warning("stream %s: the client took nothing for %g s", stream.id, self._limits.stall_s)
             with contextlib.suppress(*_GONE):
                 async with asyncio.timeout(1):
                     await self._socket.close(_POLICY_VIOLATION, "stalled")
@@ -145,9 +149,10 @@ class SpeechSocket:
     async def _send_chunk(self, stream: ServedStream, chunk: Chunk) -> None:
         words = {} if stream.state.words is None else {"words": [asdict(word) for word in chunk.words]}
         about = {"start_s": chunk.start_s, "duration_s": chunk.duration_s, "frames": chunk.frames}
-        async with stream.sending(chunk.duration_s):
+        with stream.sending(chunk.duration_s):
             await self._send("chunk", id=stream.id, **about, timings=asdict(chunk.timings), **words)
-            await self._socket.send_bytes(chunk.pcm16)
+            async with asyncio.timeout(self._limits.stall_s):
+                await self._socket.send_bytes(chunk.pcm16)
 
     async def _send(self, type: str, **fields: Any) -> None:
         """Sends a message in JSON, in ASCII: what it quotes may have half a surrogate pair in it."""
