@@ -14,10 +14,9 @@ from mktts.checkpoint import Checkpoint
 from mktts.engine.options import Guard, StreamOptions
 from mktts.engine.stream import Stream
 from mktts.model.voice import Voice
-from mktts.server.address import listen, url_of
-from mktts.server.graceful import speech_server
-from mktts.server.limits import Limits
+from mktts.server.app import speech_server
 from mktts.server.service import SpeechService
+from mktts.server.settings import Limits, listen, url_of
 from mktts.server.voices import VoiceFolder
 from mktts.synth import Synthesizer
 
@@ -92,11 +91,11 @@ def running(server: uvicorn.Server, bound: socket.socket) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def running_agent(settings: Any, api_key: str | None = None) -> Iterator[str]:
+def running_agent(settings: Any, **access: Any) -> Iterator[str]:
     """The agent's page and its sockets, for `AgentSettings`; yields the base URL."""
     from mktts.agent.web import create_app, page_server
 
-    with listen("127.0.0.1", 0, Limits()) as bound, running(page_server(create_app(settings, api_key)), bound) as url:
+    with listen("127.0.0.1", 0, Limits()) as bound, running(page_server(create_app(settings, **access)), bound) as url:
         yield url
 
 

@@ -16,8 +16,7 @@ from mktts.agent.settings import AgentSettings, from_environment
 from mktts.arguments import add_options, given
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.errors import AgentError
-from mktts.server.address import access_of, add_address_arguments, listen, url_of
-from mktts.server.limits import Limits
+from mktts.server.settings import Limits, access_of, add_address_arguments, listen, url_of
 
 EXAMPLES = """examples:
   python -m mktts agent

@@ -33,7 +33,8 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 def create_llm(settings: AgentSettings) -> LLMService:
-    """The service that `settings` name. Raises as `load_llm`."""
+    """The service that `settings` name; the first of a Qwen3 model loads it, for seconds. Raises CheckpointError,
+    BackendUnavailable."""
     if settings.llm == "qwen3":
         return Qwen3LLMService(shared_model(settings), instructions=settings.instructions, seed=settings.seed)
     if settings.llm == "openai":
@@ -45,16 +46,6 @@ def create_llm(settings: AgentSettings) -> LLMService:
             settings=OpenAILLMService.Settings(model=settings.openai_model, system_instruction=settings.instructions),
         )
     return ScriptedLLMService()
-
-
-def load_llm(settings: AgentSettings) -> str:
-    """Loads a model of this process, unless it is already loaded; returns how it runs, in words that follow
-    `AgentSettings.parts`, "" for a model elsewhere. Raises CheckpointError, BackendUnavailable."""
-    if settings.llm != "qwen3":
-        return ""
-    decoder = shared_model(settings).decoder
-    meaning = ", random weights: its words mean nothing" if decoder.checkpoint.is_random else ""
-    return f", {decoder.backend_name} on {decoder.device}{meaning}"
 
 
 class LocalLLMService(LLMService):
@@ -204,6 +195,13 @@ class Qwen3LLMService(LocalLLMService):
         super().__init__(model.decoder.checkpoint.folder.name, instructions=instructions, seed=seed)
         self.conversation = TextConversation(model.decoder)
         self._model = model
+
+    @property
+    def runs(self) -> str:
+        """How the model runs, in words that follow `AgentSettings.parts`."""
+        decoder = self._model.decoder
+        meaning = ", random weights: its words mean nothing" if decoder.checkpoint.is_random else ""
+        return f", {decoder.backend_name} on {decoder.device}{meaning}"
 
     async def _answer(self, context: LLMContext) -> None:
         conversation, model = self.conversation, self._model

@@ -26,9 +26,7 @@ from pipecat.transports.base_transport import BaseTransport, TransportParams
 from mktts.agent import user_speech
 from mktts.agent.conversation import Conversation, build, load_voice
 from mktts.agent.latency import TurnLatency
-from mktts.agent.llm import load_llm
 from mktts.agent.settings import AgentSettings
-from mktts.agent.stt import load_stt
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.audio import from_pcm16, resample
 from mktts.common import write_whole
@@ -102,13 +100,11 @@ async def converse(
     """Holds the conversation, in real time, in the running event loop. `say` gets the lines for a person. Raises
     AgentError where the bot does not answer, or a package that it hears with is missing."""
     speech = [user_speech.load(turn.text) for turn in script]  # an unknown text shows at once
-    await asyncio.to_thread(load_stt, settings)
-    await asyncio.to_thread(load_llm, settings)
-    random_weights = (await asyncio.to_thread(load_voice, settings)).checkpoint.is_random
+    transport = LoopbackTransport()
+    conversation = await asyncio.to_thread(build, transport, settings, observers=observers)  # it loads models
+    random_weights = load_voice(settings).checkpoint.is_random
     for line in [*settings.describe(), *([RANDOM_NOTE] if random_weights else [])]:
         say(line)
-    transport = LoopbackTransport()
-    conversation = build(transport, settings, observers=observers)
     running = asyncio.create_task(conversation.run())
     try:
         await _talk(conversation, transport, script, speech)

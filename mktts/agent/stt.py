@@ -26,8 +26,9 @@ _WARM_UP_S = 0.5
 
 
 def create_stt(settings: AgentSettings) -> STTService:
-    """The service that `settings` name. Raises AgentError where its package is missing, or its model."""
-    load_stt(settings)
+    """The service that `settings` name; the first Whisper loads its model, for seconds. Raises AgentError where its
+    package is missing, or its model."""
+    check_stt(settings)
     if settings.stt == "whisper":
         return _whisper_service(settings)
     if settings.stt == "pocketsphinx":
@@ -49,13 +50,6 @@ def check_stt(settings: AgentSettings) -> None:
             import pipecat.services.deepgram.stt  # noqa: F401
         except ImportError as error:
             raise AgentError(f"Deepgram needs the package deepgram-sdk: {error}") from None
-
-
-def load_stt(settings: AgentSettings) -> None:
-    """Loads Whisper's model, which all conversations share. Raises as `create_stt`."""
-    check_stt(settings)
-    if settings.stt == "whisper":
-        _whisper_model(settings.stt_model, settings.device)
 
 
 class PocketsphinxSTTService(SegmentedSTTService):

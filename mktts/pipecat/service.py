@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,7 +52,6 @@ from mktts.errors import (
 from mktts.model.prompt import Layout
 from mktts.model.sampling import Sampling
 from mktts.pipecat.source import LocalSource, Speech, SpeechSource, Style, shared_synthesizer
-from mktts.pipecat.words import AudioTimes, Playout
 from mktts.spec import LANGUAGE_CODES
 from mktts.synth.synthesizer import BackendName
 from mktts.text.front_end import AUTO, ENGLISH
@@ -130,6 +131,44 @@ def speech_failed(error: Exception, context_id: str) -> SpeechFailedFrame:
         context_id=context_id,
         permanent=permanent,
     )
+
+
+class Playout:
+    """When pushed audio is heard: one piece after another, none before it was pushed."""
+
+    def __init__(self) -> None:
+        self._until_s = 0.0
+
+    def push(self, duration_s: float, now_s: float) -> float:
+        """Adds a piece; returns when it begins to be heard."""
+        begin_s = max(self._until_s, now_s)
+        self._until_s = begin_s + duration_s
+        return begin_s
+
+    def drop(self) -> None:
+        """Drops the audio that has not been heard."""
+        self._until_s = 0.0
+
+
+class AudioTimes:
+    """When the audio of one utterance is heard, with the pauses of a slow engine."""
+
+    def __init__(self) -> None:
+        self.made_s = 0.0
+        self._pieces: list[tuple[float, float]] = []  # how far into the utterance each begins, and when it is heard
+
+    def add(self, duration_s: float, begin_s: float) -> None:
+        self._pieces.append((self.made_s, begin_s))
+        self.made_s += duration_s
+
+    @property
+    def begin_s(self) -> float | None:
+        return self._pieces[0][1] if self._pieces else None
+
+    def at(self, offset_s: float) -> float:
+        """When the sample `offset_s` into the utterance is heard."""
+        piece_s, begin_s = self._pieces[bisect_right(self._pieces, offset_s, key=itemgetter(0)) - 1]
+        return begin_s + offset_s - piece_s
 
 
 class SpokenText:

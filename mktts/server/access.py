@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
-from urllib.parse import parse_qsl
 
 from fastapi.datastructures import Headers
+from fastapi.requests import HTTPConnection
 
-from mktts.server.address import LOOPBACK_ORIGIN, is_own_name
 from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, current_id, new_id
+from mktts.server.settings import LOOPBACK_ORIGIN, is_own_name
 
 _OPEN_PATHS = ("/", "/docs", "/health", "/v1/health", "/ready", "/ping", "/openapi.json")
 NO_OWNER = "nobody"  # the owner of all requests to a server without a key
-_OWNER = "mktts_owner"  # in a request's state
 _OWNER_PREFIX = b"mktts: owner of uploaded voices\0"
 _SLOWEST_BYTES_PER_S = 64 * 1024  # of a body
 _FIRST_MESSAGES = ("http.response.start", "websocket.accept", "websocket.http.response.start")
@@ -33,32 +32,27 @@ def owner_of(key: str) -> str:
     return hashlib.sha256(_OWNER_PREFIX + key.encode()).hexdigest()
 
 
-def owner_of_request(scope: Any) -> str:
-    """The owner of a request's key."""
-    return scope.get("state", {}).get(_OWNER) or NO_OWNER
-
-
 @dataclass
 class AccessMiddleware:
-    """ASGI middleware that gives every request an id and refuses those that may not pass.
+    """ASGI middleware that gives every request an id and, in its state, the `owner` of its key, and refuses those that
+    may not pass.
 
     api_key: one or several keys; None accepts every request, which is for loopback only (`access_of`).
     origins: of web pages that may use the server, as browsers write them. Pages from loopback may use a server without
         a key. Any other page is refused: neither WebSocket nor a plain POST waits for CORS.
-    max_body_bytes: of a request's body. larger_bodies: other limits in bytes, by path.
+    max_body_bytes: of a request's body, by its path.
     on_refusal: called with the code of each refusal.
     hosts: accepted values of Host in addition to IP addresses and localhost. A server with a key checks Host only
         where some are given.
     body_s: time for a body, in seconds; longer for a long one.
     is_open: whether a path is answered without a key.
-    key_in_query: whether ?key= is accepted over HTTP, as it is for WebSockets."""
+    key_in_query: whether ?key= is accepted over HTTP, as it is for WebSockets, whose headers a page cannot set."""
 
     app: Any
-    api_key: InitVar[str | Sequence[str] | None]
-    origins: Collection[str]
-    max_body_bytes: int
+    max_body_bytes: Callable[[str], int]
     on_refusal: Callable[[str], None]
-    larger_bodies: Mapping[str, int] = field(default_factory=dict)
+    api_key: InitVar[str | Sequence[str] | None] = None
+    origins: Collection[str] = ()
     hosts: Collection[str] = ()
     body_s: float = 20.0
     is_open: Callable[[str], bool] = needs_no_key
@@ -77,16 +71,14 @@ class AccessMiddleware:
 
         async def send_with_id(message: Any) -> None:
             if message["type"] in _FIRST_MESSAGES and REQUEST_ID_HEADER not in Headers(raw=message["headers"]):
-                message = {
-                    **message,
-                    "headers": [*message["headers"], (REQUEST_ID_HEADER.lower().encode(), id.encode())],
-                }
+                message["headers"] = [*message["headers"], (REQUEST_ID_HEADER.lower().encode(), id.encode())]
             await send(message)
 
+        connection = HTTPConnection(scope)
         try:
-            scope.setdefault("state", {})[_OWNER] = self._check(scope)
+            connection.state.owner = self._check(connection)
             if scope["type"] == "http":
-                receive = await self._whole_body(scope, receive)
+                receive = await self._whole_body(connection, receive)
             if receive is None:
                 return
         except ApiError as error:
@@ -98,9 +90,9 @@ class AccessMiddleware:
         else:
             await self.app(scope, receive, send_with_id)
 
-    def _check(self, scope: Any) -> str | None:
+    def _check(self, connection: HTTPConnection) -> str:
         """Checks host, origin and key; returns the owner. Raises ApiError."""
-        headers = Headers(scope=scope)
+        headers = connection.headers
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and (self.hosts or not self._owners) and not is_own_name(host, self.hosts):
             raise ApiError(403, "foreign_host", "this server is called by another name; --allow-host gives it one more")
@@ -109,21 +101,25 @@ class AccessMiddleware:
             raise ApiError(403, "foreign_origin", message)
         if not self._owners:
             return NO_OWNER
-        in_query = self.key_in_query or scope["type"] == "websocket"
-        for key in _keys_of(scope, in_query):
-            if (owner := owner_of(key)) in self._owners:  # digests: the time it takes tells nothing of a key
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        keys = [bearer.strip()] if scheme.lower() == "bearer" else []
+        in_query = self.key_in_query or connection.scope["type"] == "websocket"
+        if in_query:
+            keys += connection.query_params.getlist("key")
+        for owner in map(owner_of, keys):
+            if owner in self._owners:  # digests: the time it takes tells nothing of a key
                 return owner
-        if not self.is_open(scope["path"]):
+        if not self.is_open(connection.scope["path"]):
             where = ", or ?key=KEY" if in_query else ""
             message = f"expected the header Authorization: Bearer KEY{where} with a key of this server's"
             raise ApiError(401, "invalid_api_key", message)
-        return None
+        return NO_OWNER
 
-    async def _whole_body(self, scope: Any, receive: Any) -> Any:
+    async def _whole_body(self, connection: HTTPConnection, receive: Any) -> Any:
         """Reads the body within its limits of size and time; returns a `receive` that gives it at once, None where the
         client left meanwhile. Raises ApiError."""
-        at_most = self.larger_bodies.get(scope["path"], self.max_body_bytes)
-        length = Headers(scope=scope).get("content-length", "")
+        at_most = self.max_body_bytes(connection.scope["path"])
+        length = connection.headers.get("content-length", "")
         found_bytes = int(length) if length.isdigit() else 0
         body = bytearray()
         more = True
@@ -146,12 +142,3 @@ class AccessMiddleware:
             return whole.pop() if whole else await receive()
 
         return replay
-
-
-def _keys_of(scope: Any, in_query: bool) -> Iterator[str]:
-    """Keys of a request: a bearer token, or in the query, as a page can set no header of a WebSocket."""
-    scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        yield given.strip()
-    if in_query:
-        yield from (value for name, value in parse_qsl(scope["query_string"].decode("latin-1")) if name == "key")

@@ -1,36 +1,41 @@
-"""The ASGI application: middleware, error handlers, and the routes that are our own."""
+"""The ASGI application (middleware, error handlers, and the routes that are our own), and uvicorn as it serves one:
+ending in order on a signal, with a time limit for request heads and without texts or keys in its log."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import uvicorn
 from fastapi import Depends, FastAPI, Request, Security, WebSocket
 from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import Match
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST
+from uvicorn.protocols.http.h11_impl import H11Protocol, h11
 
 from mktts.audio.encoding import encoder_of, import_av
 from mktts.errors import BackendUnavailable
-from mktts.server.access import AccessMiddleware, owner_of_request
-from mktts.server.address import LOOPBACK_ORIGIN
-from mktts.server.api_errors import ApiError, current_id, from_error, from_validation
-from mktts.server.document import AUDIO_HEADERS, ERRORS, audio_response, describe
+from mktts.server.access import AccessMiddleware
+from mktts.server.api_errors import ApiError, current_id, from_error, from_validation, new_id
+from mktts.server.audio_response import AUDIO_HEADERS, AudioResponse, documented
 from mktts.server.openai_routes import PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
-from mktts.server.schemas import Health, SpeechRequest, StreamState
-from mktts.server.served_stream import AudioResponse
+from mktts.server.schemas import DEFAULT, ErrorBody, Health, SpeechRequest, StreamState
 from mktts.server.service import SpeechService
-from mktts.server.voices import References, VoiceFolder
+from mktts.server.settings import LOOPBACK_ORIGIN
+from mktts.server.voices import VoiceFolder
 from mktts.server.websocket import SpeechSocket
+from mktts.spec import LANGUAGE_CODES, SAMPLE_RATE_HZ
 
 PAGE = Path(__file__).parent / "page"
 # The page may load from this server alone; blob: is audio that the page has made itself.
@@ -43,22 +48,42 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+_DESCRIPTION = f"""Qwen3-TTS speech, streamed frame by frame: 16-bit PCM at {SAMPLE_RATE_HZ} Hz, one channel.
+
+**Finish reason.** `X-Request-Id` is the id under which `GET /tts/stream/{{id}}` says how a response's stream ended:
+`eos` (the text was spoken), `max_frames` (the limit), `runaway` (the model lost the end), `cancelled`, `error`. The
+record is complete before the last byte of the body is sent. A body that breaks off without its last chunk is not whole.
+
+**A slow reader** stops the generation until it reads on. **Closing the connection** cancels it within one frame.
+
+**WebSocket** `/tts/ws`, for text that is still being written; with a key, a page may open it with `?key=KEY`. The
+client sends JSON: `{{"type": "start", ...}}` with the keys of `POST /tts/stream`, without `text` where that is still
+being written; `{{"type": "text", "text": "..."}}`; `{{"type": "finish"}}`; `{{"type": "cancel"}}` at any time. The
+server sends `started`; for each chunk a `chunk` (start_s, duration_s, frames, timings in ms, `words` where they were
+asked for) followed by one binary message of PCM; then `finished` (what `GET /tts/stream/{{id}}` says), or for a refused
+`start` an `error`. Another `start` may follow. Behind a message that makes no sense it is closed with 1008.
+
+**Errors** have one shape, OpenAI's, and the id of their request: in `X-Request-Id` and in the body."""
+_ERRORS = {  # of every route: the shape is the same everywhere
+    "4XX": {"description": "The caller's mistake, or a server with too much to do (429).", "model": ErrorBody},
+    "5XX": {"description": "The server's own, or that it stops (503).", "model": ErrorBody},
+}
 _EXPOSED = [*AUDIO_HEADERS, "X-Sample-Rate", "X-Mktts-Ignored", "Retry-After"]
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 _METHODS = ("GET", "HEAD", "POST", "DELETE")
+_Stop = Callable[[], Awaitable[None]]
+_FLUSH_S = 1.0  # for the last bytes to connections whose work has ended
+# What uvicorn logs and is no fault of this server: a refused handshake, and broken text of a client.
+_NO_FAULTS = ("ASGI callable returned without completing handshake", "Invalid UTF-8 sequence received from client")
 _SWEEP_S = 5.0  # the longest that a voice deleted by another server stays in memory
 
+logging.getLogger("uvicorn.error").addFilter(lambda record: str(record.msg).rstrip(".") not in _NO_FAULTS)
 log = logging.getLogger(__name__)
 
 
-def make_app(
-    service: SpeechService,
-    api_key: str | Sequence[str] | None = None,
-    origins: Collection[str] = (),
-    hosts: Collection[str] = (),
-) -> FastAPI:
-    """The ASGI application of a speech server. api_key, origins, hosts: as `AccessMiddleware`. Pages of the origins and
-    of this machine also get CORS headers."""
+def make_app(service: SpeechService, **access: Any) -> FastAPI:
+    """The ASGI application of a speech server. access: api_key, origins and hosts of `AccessMiddleware`. Pages of the
+    origins and of this machine also get CORS headers."""
     with contextlib.suppress(BackendUnavailable):  # a request that needs it gets the error
         import_av()  # not at the first request: it takes 0.2 s, which would hold up every stream
 
@@ -69,23 +94,19 @@ def make_app(
         sweeping.cancel()
 
     # /docs with its scripts from here: FastAPI's own page loads them from another host
-    app = FastAPIOffline(title="mktts", redoc_url=None, static_url="/page/docs", lifespan=lifespan, responses=ERRORS)
+    app = FastAPIOffline(title="mktts", redoc_url=None, static_url="/page/docs", lifespan=lifespan, responses=_ERRORS)
     limits = service.limits
-
-    with_recording = limits.max_body_bytes + limits.max_reference_bytes * 4 // 3
+    recording_bytes = limits.max_reference_bytes * 4 // 3 if service.model.clones else 0
     app.add_middleware(
         AccessMiddleware,
-        api_key=api_key,
-        origins=origins,
-        max_body_bytes=limits.max_body_bytes,
+        max_body_bytes=lambda path: limits.max_body_bytes + recording_bytes * (path in (SPEECH_PATH, VOICES_PATH)),
         on_refusal=service.meters.refuse,
-        larger_bodies=dict.fromkeys((SPEECH_PATH, VOICES_PATH), with_recording) if service.model.clones else {},
-        hosts=hosts,
         body_s=limits.body_s,
+        **access,
     )
     app.add_middleware(  # outermost: a refusal needs CORS headers, too
         CORSMiddleware,
-        allow_origins=list(origins),
+        allow_origins=list(access.get("origins", ())),
         allow_origin_regex=LOOPBACK_ORIGIN,
         allow_methods=_METHODS,
         allow_headers=["*"],
@@ -100,8 +121,10 @@ def make_app(
         if isinstance(error, RequestValidationError):
             error = from_validation(list(error.errors()))
         elif isinstance(error, StarletteHTTPException):
-            if error.status_code == 405:
-                headers = {"Allow": _allowed(app, request)}
+            if error.status_code == 405:  # the framework names only the methods of the path's first route
+                asked = {method: {**request.scope, "method": method} for method in _METHODS}
+                there = (name for name in asked if any(r.matches(asked[name])[0] is Match.FULL for r in app.routes))
+                headers = {"Allow": ", ".join(there)}
             error = ApiError(error.status_code, _CODES.get(error.status_code, "bad_request"), str(error.detail))
         service.meters.refuse(error.code)
         return (error.in_openai_terms() if request.url.path.startswith(PREFIX) else error).response(headers)
@@ -112,18 +135,18 @@ def make_app(
         return from_error(error).response()
 
     # AccessMiddleware checks the key; the scheme is named here for the OpenAPI document.
-    locked = [] if api_key is None else [Security(HTTPBearer(auto_error=False))]
+    locked = [] if access.get("api_key") is None else [Security(HTTPBearer(auto_error=False))]
 
     @app.post(
         "/tts/stream",
         response_class=Response,
         dependencies=[*locked, Depends(json_only)],
-        responses={200: audio_response("audio/pcm")},
+        responses={200: documented("audio/pcm")},
     )
     async def tts_stream(body: SpeechRequest, request: Request) -> Response:
         """Speaks a text; raw 16-bit PCM is sent while it is made."""
-        stream = service.speak("tts_stream", body, body.text, owner=owner_of_request(request.scope))
-        return AudioResponse(stream, encoder_of("pcm"), limits.stall_s, service.model.random_weights)
+        stream = service.speak("tts_stream", body, body.text, owner=request.state.owner)
+        return AudioResponse(stream, encoder_of("pcm"))
 
     @app.get("/tts/stream/{id}", dependencies=locked)
     async def tts_stream_state(id: str) -> StreamState:
@@ -134,8 +157,7 @@ def make_app(
     async def tts_ws(socket: WebSocket) -> None:
         await SpeechSocket(socket, service).run()
 
-    references = References(service.checkpoint, limits)
-    app.include_router(openai_routes(service, references), dependencies=locked)
+    app.include_router(openai_routes(service), dependencies=locked)
 
     @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "Not ok."}})
     async def health() -> Response:
@@ -156,21 +178,23 @@ def make_app(
         """Prometheus metrics."""
         return Response(service.meters.page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def root() -> Response:
+    pages = _PageFiles(directory=PAGE)
+
+    async def root(request: Request) -> Response:
         """A page to try the server."""
-        return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
+        return await pages.get_response("index.html", request.scope)
 
     # /ping: the name that other servers and cloud platforms use
     for answer, paths in ((root, ["/"]), (health, ["/health", "/v1/health", "/ping"]), (ready, ["/ready"])):
         for path in paths:
             app.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False)
-    app.mount("/page", _PageFiles(directory=PAGE))
+    app.mount("/page", pages)
 
     @app.websocket("/{path:path}")  # last of the routes: the framework alone would answer 403
     async def no_such_socket(path: str) -> None:
         raise ApiError(404, "not_found", "no WebSocket is spoken here")
 
-    describe(app.openapi(), service)  # it is kept, and every GET /openapi.json gets it
+    _describe(app.openapi(), service)  # it is kept, and every GET /openapi.json gets it
     return app
 
 
@@ -181,15 +205,6 @@ class _PageFiles(StaticFiles):
         return response
 
 
-def _allowed(app: FastAPI, request: Request) -> str:
-    """The methods of all routes of a path; the framework names only those of the first."""
-
-    def there(method: str) -> bool:
-        return any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in app.routes)
-
-    return ", ".join(filter(there, _METHODS))
-
-
 async def _sweep(folder: VoiceFolder | None) -> None:
     """Drops voices that have expired or that another server has deleted, every _SWEEP_S."""
     while folder is not None:
@@ -198,3 +213,140 @@ async def _sweep(folder: VoiceFolder | None) -> None:
         except Exception:
             log.exception("the folder of uploaded voices could not be swept")
         await asyncio.sleep(_SWEEP_S)
+
+
+def _describe(document: dict[str, Any], service: SpeechService) -> None:
+    """Adds to FastAPI's document what `service` serves."""
+    document["info"]["description"] = _DESCRIPTION
+    schemas = document["components"]["schemas"]
+    speech, openai = schemas["SpeechRequest"]["properties"], schemas["OpenAISpeechRequest"]["properties"]
+    codes = [code for code, name in LANGUAGE_CODES.items() if name in service.languages]
+    for properties, text, instruct in ((speech, "text", "instruct"), (openai, "input", "instructions")):
+        properties[text]["maxLength"] = service.limits.max_chars
+        _narrow(properties["language"], enum=[*service.languages, *codes])  # a region may follow a code
+        _narrow(properties["max_frames"], maximum=service.limits.max_frames)
+        if service.takes_instruct:
+            _narrow(properties[instruct], maxLength=service.limits.max_chars)
+        else:  # it would be refused or ignored, whatever it says
+            del properties[instruct]
+    _narrow(speech["speaker"], enum=service.speakers)
+    name = {"type": "string", "enum": [*service.speakers, *service.aliases, DEFAULT]}
+    as_object = {"type": "object", "properties": {"id": name}, "required": ["id"], "additionalProperties": False}
+    openai["voice"] = {"description": openai["voice"]["description"], "anyOf": [name, as_object, {"type": "null"}]}
+
+
+def _narrow(schema: dict[str, Any], **limit: Any) -> None:
+    """Adds a limit to a schema, or to the part of an optional value's that is not null."""
+    next((part for part in schema.get("anyOf", ()) if part["type"] != "null"), schema).update(limit)
+
+
+class GracefulServer(uvicorn.Server):
+    """Serves an ASGI application; leaves signals of the rest of the process to the caller.
+
+    stopped_by: the signal that ended it; None while none has. max_message_bytes: of a WebSocket message from a client.
+    stop: ends what the application does, before connections are ended. head_s: within which the head of a request must
+    come. settings: more of `uvicorn.Config`."""
+
+    stopped_by: int | None = None
+
+    def __init__(self, app: Any, max_message_bytes: int, stop: _Stop, head_s: float = 10.0, **settings: Any) -> None:
+        self._stop = stop
+        super().__init__(
+            uvicorn.Config(
+                app,
+                # h11 and websockets: with these everything was tested, whatever else is installed
+                http=type("Http", (_TimedHttp,), {"head_s": head_s}),
+                ws="websockets-sansio",
+                loop="asyncio",
+                log_config=None,
+                log_level="warning",  # below it, uvicorn logs addresses, which may hold keys, and frames
+                access_log=False,
+                ws_max_size=max_message_bytes,
+                timeout_graceful_shutdown=_FLUSH_S,
+                server_header=False,
+                proxy_headers=False,
+                **settings,
+            )
+        )
+
+    def handle_exit(self, number: int, frame: FrameType | None) -> None:
+        """The first signal asks for an orderly end, a second one for an end at once. uvicorn raises again at the end
+        what its own method notes; the caller of this server has a model to close first."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self.stopped_by = number
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._stop()
+        await super().shutdown(sockets)
+
+
+def speech_server(service: SpeechService, **access: Any) -> GracefulServer:
+    """Ends by refusing new streams, letting open ones finish for a while, and cancelling the rest. access: as
+    `make_app`."""
+    limits = service.limits
+    server = GracefulServer(
+        make_app(service, **access),
+        limits.max_body_bytes,
+        lambda: service.stop(lambda: server.force_exit),
+        head_s=limits.head_s,
+        ws_ping_timeout=None,  # a client that plays as it reads has its pong behind minutes of audio; stall_s finds it
+    )
+    return server
+
+
+class _TimedHttp(H11Protocol):
+    """HTTP/1.1 whose request heads must come within `head_s`; then a half one is answered by 408, and the connection is
+    closed. The time runs from the connection's beginning, and from the first byte of a further request on it. (Between
+    requests uvicorn's own limit holds.)"""
+
+    head_s = 10.0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+            self._wait()
+        else:
+            self._stop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """As uvicorn's, in the shape of every other error."""
+        self._refuse(b"Bad Request", ApiError(400, "invalid_http", msg))
+
+    def _refuse(self, reason: bytes, error: ApiError) -> None:
+        """Answers a request that no application will see, and closes the connection."""
+        current_id.set(new_id())
+        found = error.response({"Connection": "close"})
+        answer = [
+            h11.Response(status_code=error.status, headers=found.raw_headers, reason=reason),
+            h11.Data(data=found.body),
+            h11.EndOfMessage(),
+        ]
+        with contextlib.suppress(h11.LocalProtocolError):  # an answer is on its way already
+            self.transport.write(b"".join(self.conn.send(part) for part in answer))
+        self.transport.close()
+
+    def _wait(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.head_s, self._too_late)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_late(self) -> None:
+        self._timer = None
+        if self.conn.trailing_data[0]:  # otherwise nothing was asked
+            message = f"the head of the request did not come within {self.head_s:g} s: send it again"
+            self._refuse(b"Request Timeout", ApiError(408, "head_timeout", message))
+        self.transport.close()

@@ -6,17 +6,17 @@ import argparse
 import logging
 import signal
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from mktts.arguments import add_options, given
+from mktts.arguments import add_options, given, option
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import counted
 from mktts.errors import ServerError
-from mktts.server.address import access_of, add_address_arguments, listen, url_of
-from mktts.server.limits import Limits
+from mktts.server.settings import Limits, access_of, add_address_arguments, listen, url_of
 
 if TYPE_CHECKING:
     from mktts.synth import Synthesizer
@@ -30,6 +30,23 @@ EXAMPLES = """examples:
 
 An address that other machines reach needs a key, from --api-key-file or the variable MKTTS_API_KEY; clients send it
 as `Authorization: Bearer KEY`. SIGTERM and Ctrl-C let open streams finish for a while; twice ends at once."""
+
+
+@dataclass
+class _Serving:
+    """Options of this command alone."""
+
+    strict: bool = option(False, "refuse keys and instructions that change nothing (default: ignore them)")
+    instruct_clones: bool = option(False, "experimental: cloned voices take instructions")
+    engine: Literal["auto", "single", "batch"] = option(
+        "auto", "one stream a step, many together, or what suits how many are open"
+    )
+    engine_process: Literal["auto", "same", "own"] = option(
+        "auto", "in the process of the sockets, or in its own (default: own for --engine batch on CUDA)"
+    )
+    codec_precision: Literal["full", "fast"] = option(
+        "full", "of many streams together on a CUDA device: fast computes the waveform in fp16"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,35 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     voices.add_argument(
         "--voice-folder", type=Path, metavar="FOLDER", help="keeps voices that callers upload (default: none are kept)"
     )
-    voices.add_argument("--instruct-clones", action="store_true", help="experimental: cloned voices take instructions")
-    parser.add_argument(
-        "--strict", action="store_true", help="refuse keys and instructions that change nothing (default: ignore them)"
-    )
-    parser.add_argument(
-        "--engine",
-        default="auto",
-        choices=("auto", "single", "batch"),
-        help="one stream a step, many together, or what suits how many are open (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--engine-process",
-        default="auto",
-        choices=("auto", "same", "own"),
-        help="where it runs: in the process of the sockets, or in its own (default: own for --engine batch on CUDA)",
-    )
-    parser.add_argument(
-        "--codec-precision",
-        default="full",
-        choices=("full", "fast"),
-        help="of many streams together on a CUDA device: fast computes the waveform in fp16 (default: %(default)s)",
-    )
+    add_options(parser, _Serving)
     add_options(parser.add_argument_group("limits"), Limits)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Serves until a signal; 0 after SIGTERM, 1 where the engine's own process has died."""
     from mktts.model.voice import Voice
-    from mktts.server.graceful import speech_server
+    from mktts.server.app import speech_server
     from mktts.server.service import SpeechService
     from mktts.server.voices import VoiceFolder
 

@@ -1,10 +1,13 @@
-"""The routes of OpenAI's shape: speech, models, voices."""
+"""The routes of OpenAI's shape: speech, models, voices, and the voices of recordings that requests bring."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import re
 import time
+from collections import OrderedDict
 from difflib import get_close_matches
 from functools import partial
 from typing import Annotated, Any
@@ -13,22 +16,23 @@ from fastapi import APIRouter, Depends, Form, Query, Request
 from fastapi.responses import Response
 
 from mktts.audio.encoding import STREAM_FORMATS, encoder_of, usual_rate_hz
-from mktts.errors import BusyError, MkttsError
+from mktts.audio.untrusted import decode_untrusted
+from mktts.errors import BackendUnavailable, BusyError, MkttsError
 from mktts.model.voice import Voice
-from mktts.server.access import owner_of_request
-from mktts.server.address import LOOPBACK_ORIGIN
 from mktts.server.api_errors import ApiError
-from mktts.server.document import audio_response
-from mktts.server.limits import DAY_S
+from mktts.server.audio_response import MEDIA_TYPES, AudioResponse, KeptSounds, documented
 from mktts.server.schemas import DEFAULT, OpenAISpeechQuery, OpenAISpeechRequest, UploadedVoice, VoiceUpload
-from mktts.server.served_stream import MEDIA_TYPES, AudioResponse, KeptSounds
 from mktts.server.service import SpeechService
-from mktts.server.voices import OPENAI_VOICES, References, VoiceFolder
+from mktts.server.settings import DAY_S, LOOPBACK_ORIGIN
+from mktts.server.voices import OPENAI_VOICES, VoiceFolder
 from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
+from mktts.synth.cloning import clone_voice
 
 PREFIX = "/v1/"  # under it the caller's mistakes are 400, as OpenAI's are
 SPEECH_PATH = "/v1/audio/speech"
 VOICES_PATH = "/v1/audio/voices"
+_BASE64_TEXT = re.compile(r"[A-Za-z0-9+/_\s-]+={0,2}\s*")
+_SHORTEST_BASE64 = 64  # characters; a WAV's header alone has 60
 _MAX_KEY_CHARS = 40  # of an unknown key in an answer
 
 
@@ -51,8 +55,83 @@ async def no_foreign_element(request: Request) -> None:
         raise ApiError(403, "foreign_origin", message)
 
 
-def openai_routes(service: SpeechService, references: References) -> APIRouter:
-    router = APIRouter()
+class References:
+    """Makes voices of recordings, one at a time, in a thread; keeps the last ones that requests brought."""
+
+    def __init__(self, service: SpeechService) -> None:
+        limits = service.limits
+        self._service = service
+        self._decoding = limits.max_reference_bytes, limits.max_reference_s, limits.reference_decode_s
+        self._voices: OrderedDict[str, Voice] = OrderedDict()
+        self._lock = asyncio.Lock()
+
+    async def make(self, data: bytes, transcript: str | None, key: str = "ref_audio") -> Voice:
+        """The voice of a recording's bytes, which is not kept here, in-context where `transcript` is given. key: what
+        the caller calls it. Raises ApiError."""
+        service, said = self._service, (transcript or "").strip() or None
+        if not service.model.clones:
+            message = f"{key}: a {service.model.type} checkpoint clones no voices: serve a Base one"
+            raise ApiError(400, "cloning_unavailable", message, key)
+        service.check_chars(len(said or ""), "ref_text")
+        service.admit()  # before the work, not after it
+
+        def made() -> Voice:
+            pcm, rate_hz = decode_untrusted(data, *self._decoding)
+            return clone_voice(service.checkpoint, pcm, rate_hz, said)
+
+        try:
+            async with self._lock:
+                return await asyncio.to_thread(made)
+        except BackendUnavailable as error:
+            raise ApiError(400, "cloning_unavailable", f"this server cannot clone a voice: {error}", key) from None
+        except MkttsError as error:
+            raise ApiError(400, "bad_reference", f"{key}: {error}", key) from None
+
+    async def brought(self, body: OpenAISpeechRequest, owner: str) -> Voice | None:
+        """The voice of the recording that a request brings, the same one again for the same one, or of the name that it
+        has in its place; None where it has neither. Raises ApiError."""
+        recording, transcript = body.ref_audio, (body.ref_text or "").strip() or None
+        if not recording:
+            if transcript is not None:
+                raise ApiError(400, "bad_reference", "ref_text: there is no ref_audio that says it", "ref_text")
+            return None
+        if (body.speaker or DEFAULT).lower() not in (DEFAULT, *OPENAI_VOICES):
+            raise ApiError(400, "two_voices", "ref_audio: leave out voice, or this", "ref_audio")
+        if (saved := self._service.saved_voice(recording[:256], owner)) is not None:
+            return saved
+        if body.x_vector_only_mode is False and transcript is None:
+            message = "ref_text: expected what ref_audio says, or x_vector_only_mode"
+            raise ApiError(400, "bad_reference", message, "ref_text")
+        if body.x_vector_only_mode:
+            transcript = None
+        data = await asyncio.to_thread(_read, recording)
+        key = hashlib.sha256(data + repr(transcript).encode()).hexdigest()
+        if key not in self._voices:
+            self._voices[key] = await self.make(data, transcript)
+        self._voices.move_to_end(key)
+        while len(self._voices) > self._service.limits.kept_voices:
+            self._voices.popitem(last=False)
+        return self._voices[key]
+
+
+def _read(recording: str) -> bytes:
+    """The bytes of a recording as a request brings it: base64 of either alphabet, with or without its padding. A server
+    that opened what a request names could be sent to files and addresses that only it can reach. Raises ApiError."""
+    if recording[:64].partition(":")[0].lower() == "data":
+        recording = recording.partition(",")[2]
+    elif len(recording) < _SHORTEST_BASE64 or not _BASE64_TEXT.fullmatch(recording):
+        message = "expected the recording in base64 or a data: URL, or the name of a voice; nothing else is read"
+        raise ApiError(400, "reference_not_allowed", f"ref_audio: {message}", "ref_audio")
+    plain = "".join(recording.split()).replace("-", "+").replace("_", "/").rstrip("=")
+    try:
+        return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
+    except ValueError:
+        message = "ref_audio: expected base64, found other characters"
+        raise ApiError(400, "bad_reference", message, "ref_audio") from None
+
+
+def openai_routes(service: SpeechService) -> APIRouter:
+    router, references = APIRouter(), References(service)
     limits, model = service.limits, service.model
     task = MODEL_TYPES[model.type].upstream_name
     started_s = int(time.time())
@@ -60,7 +139,7 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
     media = [MEDIA_TYPES[format].format(rate_hz=SAMPLE_RATE_HZ).partition(";")[0] for format in STREAM_FORMATS]
 
     sounds = KeptSounds()
-    spoken = {200: audio_response(*media, "text/event-stream")}
+    spoken = {200: documented(*media, "text/event-stream")}
 
     @router.post(SPEECH_PATH, response_class=Response, dependencies=[Depends(json_only)], responses=spoken)
     async def openai_speech(body: OpenAISpeechRequest, request: Request) -> Response:
@@ -96,9 +175,9 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
         except MkttsError as error:
             raise ApiError(400, "bad_format", str(error), "response_format") from None
         if body.stream_format == "sse":
-            how["tokens"] = lambda: len(service.tokenizer().encode(body.input))
-        owner = owner_of_request(request.scope)
-        voice = await brought_voice(body, owner)
+            how["events_of"] = body.input
+        owner = request.state.owner
+        voice = await references.brought(body, owner)
         if whole and request.method == "GET":
             named = voice or service.saved_voice(body.speaker or DEFAULT, owner)
             asked = (owner, request.url.query, named and named.digest), request.headers.get("range")
@@ -109,9 +188,7 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
             body.max_frames = min(body.max_new_tokens, limits.max_frames)
         layout = {None: None, True: "whole", False: "streaming"}[body.non_streaming_mode]
         stream = service.speak("openai_speech", body, body.input, voice=voice, layout=layout, owner=owner)
-        return AudioResponse(
-            stream, encoder, limits.stall_s, model.random_weights, format=format, ignored_keys=sorted(ignored), **how
-        )
+        return AudioResponse(stream, encoder, format=format, ignored_keys=sorted(ignored), **how)
 
     @router.get(
         SPEECH_PATH,
@@ -123,29 +200,6 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
         """As POST, for what has an address and no body, such as `<audio src>`. With `stream=false` the sound is kept
         for a while, by its address and the caller's key, and Range is heeded."""
         return await openai_speech(query, request)
-
-    async def brought_voice(body: OpenAISpeechRequest, owner: str) -> Voice | None:
-        """The voice of the recording that the request brings or names; None where it does neither. Raises ApiError."""
-        recording, transcript = body.ref_audio, (body.ref_text or "").strip() or None
-        if not recording:
-            if transcript is not None:
-                raise ApiError(400, "bad_reference", "ref_text: there is no ref_audio that says it", "ref_text")
-            return None
-        if not model.clones:
-            message = f"ref_audio: a {model.type} checkpoint clones no voices; leave it out, or serve a Base one"
-            raise ApiError(400, "cloning_unavailable", message, "ref_audio")
-        if (body.speaker or DEFAULT).lower() not in (DEFAULT, *OPENAI_VOICES):
-            raise ApiError(400, "two_voices", "ref_audio: leave out voice, or this", "ref_audio")
-        if (saved := service.saved_voice(recording[:256], owner)) is not None:
-            return saved
-        service.check_chars(len(transcript or ""), "ref_text")
-        if body.x_vector_only_mode:
-            transcript = None
-        elif body.x_vector_only_mode is False and transcript is None:
-            message = "ref_text: expected what ref_audio says, or x_vector_only_mode"
-            raise ApiError(400, "bad_reference", message, "ref_text")
-        service.admit()  # before the work, not after it
-        return await references.voice(recording, transcript)
 
     def card(id: str) -> dict[str, Any]:
         return {"id": id, "object": "model", "created": started_s, "owned_by": "mktts"}
@@ -171,7 +225,7 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
         with the voice that each stands for. `uploaded_voices`: the caller's own. `uploads`: whether more may come."""
         uploaded = []
         if service.uploads is not None:
-            uploaded = await asyncio.to_thread(service.uploads.list, owner_of_request(request.scope))
+            uploaded = await asyncio.to_thread(service.uploads.list, request.state.owner)
         return {
             "voices": [*service.speakers, *(voice.name for voice in uploaded)],
             "aliases": service.aliases,
@@ -190,16 +244,11 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
     ) -> dict[str, Any]:
         """Keeps the voice of a recording under a name of the caller's, for requests with the caller's key. The
         recording itself is not kept."""
-        kept, owner = folder(), owner_of_request(request.scope)
-        if not model.clones:
-            message = f"a {model.type} checkpoint clones no voices: serve a Base one"
-            raise ApiError(400, "cloning_unavailable", message)
+        kept, owner = folder(), request.state.owner
         name, data = upload.name.lower(), await upload.audio_sample.read()
         if name in (*service.speakers, *service.aliases, DEFAULT):
             raise ApiError(400, "name_taken", f"name: {name} is a voice of this server's own: take another", "name")
-        transcript = (upload.ref_text or "").strip() or None
-        service.check_chars(len(transcript or ""), "ref_text")
-        voice = await references.make(data, transcript, "audio_sample")
+        voice = await references.make(data, upload.ref_text, "audio_sample")
         now_s = int(time.time())
         longest_s = limits.voice_days * DAY_S
         lifetime_s = min(upload.expires_in_s or longest_s, longest_s)
@@ -210,7 +259,7 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
             expires_at=now_s + max(1, int(lifetime_s)),
             mime_type=(upload.audio_sample.content_type or "application/octet-stream")[:100],
             file_size=len(data),
-            ref_text=transcript,
+            ref_text=voice.transcript,
             speaker_description=upload.speaker_description,
         )
         try:
@@ -225,7 +274,7 @@ def openai_routes(service: SpeechService, references: References) -> APIRouter:
     async def delete_voice(name: str, request: Request) -> dict[str, Any]:
         """Deletes an uploaded voice of the caller's: on every server that shares the folder, and out of its caches.
         Speech that is on its way goes on."""
-        if not await asyncio.to_thread(folder().delete, owner_of_request(request.scope), name):
+        if not await asyncio.to_thread(folder().delete, request.state.owner, name):
             raise ApiError(404, "unknown_voice", "you have no voice of this name", "name")
         deleted = {"object": "audio.voice.deleted", "id": name.lower(), "deleted": True, "success": True}
         return {**deleted, "message": f"Voice '{name.lower()}' deleted successfully"}

@@ -4,7 +4,7 @@ checkpoint and the limits (names, maxima) is checked by `mktts.server.service` a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import UploadFile
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model, model_validator
@@ -38,24 +38,17 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def _sampling_fields() -> dict[str, Any]:
-    """Pydantic's fields for `Sampling.flat`, with bounds by type; `Sampling` checks the rest."""
-    bounds: dict[type, dict[str, float]] = {bool: {}, int: {"ge": 0, "le": 10_000}, float: {"ge": 0, "le": 10}}
-    found: dict[str, Any] = {}
-    for name, value in Sampling().flat().items():
-        model = "the code predictor" if name.startswith("predictor_") else "the talker"
-        description = f"of {model}; left out: the checkpoint's"
-        found[name] = (type(value) | None, Field(None, description=description, **bounds[type(value)]))
-    # A penalty next to 0 makes scores infinite.
-    description = "of codes that were drawn before, 1 = off; left out: the checkpoint's"
-    found["repetition_penalty"] = (float | None, Field(None, ge=0.1, le=10, description=description))
-    return found
+def _sampling_field(name: str, value: Any) -> tuple[Any, Any]:
+    """Pydantic's field for one of `Sampling.flat`, with bounds by its type; `Sampling` checks the rest."""
+    bounds = {bool: {}, int: {"ge": 0, "le": 10_000}, float: {"ge": 0, "le": 10}}[type(value)]
+    of = "of the code predictor" if name.startswith("predictor_") else "of the talker"
+    if name == "repetition_penalty":  # one next to 0 makes scores infinite
+        bounds, of = {"ge": 0.1, "le": 10}, "of codes that were drawn before, 1 = off"
+    return type(value) | None, Field(None, description=f"{of}; left out: the checkpoint's", **bounds)
 
 
-if TYPE_CHECKING:
-    SamplingParams = StrictModel
-else:
-    SamplingParams = create_model("SamplingParams", __base__=StrictModel, **_sampling_fields())
+_SAMPLING: dict[str, Any] = {name: _sampling_field(name, value) for name, value in Sampling().flat().items()}
+SamplingParams: Any = create_model("SamplingParams", __base__=StrictModel, **_SAMPLING)
 
 
 class VoiceParams(SamplingParams):
@@ -249,13 +242,13 @@ class StreamState(StrictModel):
 
     id: str
     route: Route
-    state: Literal["running", "ended"]
-    finish_reason: EndReason | None
+    state: Literal["running", "ended"] = "running"
+    finish_reason: EndReason | None = None
     seed: int
-    frames: int
-    audio_s: float
-    first_audio_ms: float | None
-    error: ErrorDetail | None
+    frames: int = 0
+    audio_s: float = 0.0
+    first_audio_ms: float | None = None
+    error: ErrorDetail | None = None
     words: list[WordTime] | None = None
 
 

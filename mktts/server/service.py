@@ -1,35 +1,61 @@
-"""The one model of the process as all connections share it: admission, open streams and ended ones."""
+"""The one model of the process as all connections share it: its voices and limits, open streams and ended ones."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from functools import cache
-from itertools import islice
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from dataclasses import astuple
+from functools import cache, partial
+from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from mktts import audio
 from mktts.engine.admission import AdmissionLimits
-from mktts.engine.options import StreamOptions
+from mktts.engine.metrics import Player
+from mktts.engine.options import Chunk, StreamOptions, Timings
+from mktts.engine.runner import TICK_BOUNDS_S
+from mktts.errors import MkttsError
 from mktts.server.access import NO_OWNER
-from mktts.server.api_errors import ApiError, from_error
-from mktts.server.limits import Limits
-from mktts.server.meters import Meters
+from mktts.server.api_errors import ApiError, current_id, from_error, new_id
 from mktts.server.schemas import DEFAULT, Health, ModelInfo, Route, StreamState, VoiceParams
-from mktts.server.served_stream import ServedStream
+from mktts.server.settings import Limits
 from mktts.server.voices import voice_aliases
-from mktts.spec import SAMPLE_RATE_HZ, language_named
+from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, language_named
 
 if TYPE_CHECKING:
+    from mktts.engine.stream import Session, Stream
     from mktts.model.prompt import Layout
     from mktts.model.voice import Voice
     from mktts.server.voices import VoiceFolder
     from mktts.synth import Synthesizer
 
+KEPT_LEAD_S = 0.5  # that a listener has to play while something is held back
+MAX_HELD_FRAMES = round(FRAME_RATE_HZ)  # a second
+KEPT_WORDS = 32  # ended streams whose words are kept: a text may have thousands
 _FAILING_AFTER = 3  # streams in a row: one may be the request's own fault, a broken device fails every one
 _POLL_S = 0.02
-_KEPT_WORDS = 32  # ended streams whose words are kept: a text may have thousands
+_HELD_UP_S = 0.05  # a write that took longer waited for the client
+
+_FIRST_AUDIO_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
+_OF_ENGINES = {
+    "mktts_streams_listened": ("Streams that need frames in time, by engine.", "listeners"),
+    "mktts_streams_waiting": ("Streams that wait for admission, by engine.", "waiting"),
+    "mktts_lanes": ("Slots for streams, by engine.", "lanes"),
+    "mktts_lanes_used": ("Slots that a stream has, by engine.", "lanes_used"),
+    "mktts_pages": ("Pages of keys and values, by engine.", "pages"),
+    "mktts_pages_free": ("Pages that are free, by engine.", "pages_free"),
+}
+
+log = logging.getLogger(__name__)
 
 
 class SpeechService:
@@ -67,7 +93,7 @@ class SpeechService:
         self.tokenizer = cache(checkpoint.tokenizer)  # its first call reads it: too long for the event loop
         config = checkpoint.config
         self.speakers = [*self._voices, *sorted(config.speakers)]
-        self.default_speaker = next(iter(self._voices), config.default_speaker)
+        self._default_speaker = next(iter(self._voices), config.default_speaker)
         dialects = [name for name, dialect in config.dialects.items() if dialect]
         self.aliases = voice_aliases(self.speakers, dialects, aliases)
         self.languages = config.spoken_languages
@@ -80,13 +106,8 @@ class SpeechService:
             size=config.model_size,
             random_weights=checkpoint.is_random,
         )
-        served = {
-            "model": self.model.checkpoint,
-            "backend": synthesizer.backend_name,
-            "device": str(synthesizer.device),
-            "random_weights": str(checkpoint.is_random).lower(),
-        }
-        self.meters = Meters(served, lambda: synthesizer.stats, lambda: self.streams_max)
+        self.served = {"backend": synthesizer.backend_name, "device": str(synthesizer.device)}
+        self.meters = Meters(self)
         self._open: dict[str, ServedStream] = {}
         self._ended: OrderedDict[str, StreamState] = OrderedDict()
         self._failures = 0  # in a row
@@ -101,9 +122,10 @@ class SpeechService:
         layout: Layout | None = None,
         owner: str = NO_OWNER,
     ) -> ServedStream:
-        """Starts to speak. Raises ApiError. text: None where it comes later (`ServedStream.feed`). voice: in place of
-        the one that `params` names. layout: of the prompt; None takes the checkpoint's. owner: whose uploaded voices
-        may be named."""
+        """Starts to speak. Raises ApiError; whether there is a place for one more the engine says: the stream's chunks
+        then begin, or raise. text: None where it comes later (`ServedStream.feed`). voice: in place of the one that
+        `params` names. layout: of the prompt; None takes the checkpoint's. owner: whose uploaded voices may be
+        named."""
         self.admit()
         try:
             settings = self._settings(params, voice, owner)
@@ -114,15 +136,12 @@ class SpeechService:
                 stream = self.synthesizer.stream(text, layout=layout, **settings)
         except Exception as error:
             raise from_error(error) from error
-        timed = params.word_timestamps
-        made = ServedStream(route, stream, len(text or ""), self.meters, self.check_chars, self._has_ended, timed)
+        made = ServedStream(self, route, stream, len(text or ""), params.word_timestamps)
         self._open[made.id] = made
-        self.meters.open_streams.set(len(self._open))
         return made
 
     def admit(self) -> None:
-        """Raises ApiError where no further stream can be opened now. Whether there is a place for one the engine says:
-        its chunks then begin, or raise."""
+        """Raises ApiError while the server stops."""
         if self.stopping:
             raise ApiError(503, "stopping", "the server is stopping")
 
@@ -148,9 +167,7 @@ class SpeechService:
         if language not in self.languages:
             known = ", ".join(self.languages)
             raise ApiError(422, "bad_prompt", f"language must be one of {known}; got {params.language!r}", "language")
-        speaker = None
-        if voice is None:
-            speaker, voice = self._speaker_or_voice(params.speaker, owner)
+        speaker, voice = (None, voice) if voice is not None else self._speaker_or_voice(params.speaker, owner)
         return {
             "language": language,
             "speaker": speaker,
@@ -174,7 +191,7 @@ class SpeechService:
         name: str | None = (wanted or DEFAULT).lower()
         name = self.aliases.get(name, name)
         if name == DEFAULT and name not in self.speakers:
-            name = self.default_speaker
+            name = self._default_speaker
         if name is None and self.model.clones:
             message = "speaker: this server has no voice: send ref_audio, or start it with --voice NAME=FILE"
             raise ApiError(422, "no_voice", message, "speaker")
@@ -226,8 +243,7 @@ class SpeechService:
         return Health(
             status="stopping" if self.stopping else "failing" if failing else "ok",
             model=self.model,
-            backend=synthesizer.backend_name,
-            device=str(synthesizer.device),
+            **self.served,
             dtype=str(synthesizer.dtype).removeprefix("torch."),
             sample_rate_hz=SAMPLE_RATE_HZ,
             speakers=self.speakers,
@@ -238,23 +254,210 @@ class SpeechService:
             capacity=synthesizer.capacity.basis,
         )
 
-    def _has_ended(self, stream: ServedStream) -> None:
+    def has_ended(self, stream: ServedStream) -> None:
+        """Keeps the record of a stream, and counts it."""
         del self._open[stream.id]
         self._ended[stream.id] = state = stream.state
-        for id in islice(reversed(self._ended), _KEPT_WORDS, _KEPT_WORDS + 1):
-            self._ended[id] = self._ended[id].model_copy(update={"words": None})
+        for id in islice(reversed(self._ended), KEPT_WORDS, KEPT_WORDS + 1):
+            self._ended[id].words = None
         if len(self._ended) > self.limits.kept_states:
             self._ended.popitem(last=False)
-        meters = self.meters
-        meters.open_streams.set(len(self._open))
-        if state.error is not None and state.error.code == "busy":
-            meters.refuse("busy")
-            return
-        meters.streams.labels(stream.route, state.finish_reason).inc()
-        meters.audio_s.inc(state.audio_s)
-        if state.first_audio_ms is not None:
-            meters.first_audio_s.labels(stream.route).observe(state.first_audio_ms / 1_000)
+        self.meters.count(state)
         if state.error is not None and state.error.code == "engine_error":
             self._failures += 1
         elif state.frames:
             self._failures = 0
+
+
+class Meters(Collector):
+    """Prometheus metrics of one service, in a registry of its own, so that several can live in one process. Names and
+    units as https://prometheus.io/docs/practices/naming/ has them: base units (seconds), counters end in _total."""
+
+    def __init__(self, service: SpeechService) -> None:
+        self._registry = registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        seconds = partial(Histogram, labelnames=("route",), buckets=_FIRST_AUDIO_S, registry=registry)
+        since = "From the request (or the first text) to the first"
+        model, served = service.model, service.served
+        labels = {"model": model.checkpoint, "random_weights": str(model.random_weights).lower(), **served}
+        ProcessCollector(registry=registry)  # resident memory, open files
+        gauge("mktts_info", "Always 1; the labels say what is served.", tuple(labels)).labels(**labels).set(1)
+        gauge("mktts_capacity", "Listeners that are admitted at once.").set_function(lambda: service.streams_max)
+        gauge("mktts_streams_open", "Streams being generated.").set_function(lambda: service.streams_open)
+        self._streams = counter("mktts_streams", "Streams ended, by route and finish reason.", ("route", "reason"))
+        self._refused = counter("mktts_refused", "Requests refused, by code.", ("code",))
+        self._audio_s = counter("mktts_audio_seconds", "Audio handed to connections.")
+        self._first_audio_s = seconds("mktts_first_audio_seconds", f"{since} PCM on the host.")
+        self.first_byte_s = seconds("mktts_first_byte_seconds", f"{since} write of sound to the connection.")
+        self.underruns = counter(
+            "mktts_underruns",
+            "Writes later than the place of a listener who plays from the first one on, without a prebuffer.",
+        )
+        self.late_s = counter("mktts_late_seconds", "By which those writes were late.")
+        self._service = service
+        registry.register(self)
+
+    def refuse(self, code: str) -> None:
+        self._refused.labels(code).inc()
+
+    def count(self, state: StreamState) -> None:
+        """Counts a stream that has ended; one that found no place was refused, and was none."""
+        if state.error is not None and state.error.code == "busy":
+            return
+        self._streams.labels(state.route, state.finish_reason).inc()
+        self._audio_s.inc(state.audio_s)
+        if state.first_audio_ms is not None:
+            self._first_audio_s.labels(state.route).observe(state.first_audio_ms / 1_000)
+
+    def page(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        """The state of the engines."""
+        stats = self._service.synthesizer.stats
+        for name, (text, field) in _OF_ENGINES.items():
+            family = GaugeMetricFamily(name, text, labels=("engine",))
+            for engine, one in stats.items():
+                family.add_metric((engine,), getattr(one, field))
+            yield family
+        ticks = HistogramMetricFamily("mktts_tick_seconds", "Ticks, on the device, by engine.", labels=("engine",))
+        for engine, one in stats.items():
+            counts = list(accumulate(list(one.ticks.counts)))
+            bounds = [*map(str, TICK_BOUNDS_S), "+Inf"]
+            ticks.add_metric((engine,), list(zip(bounds, counts, strict=True)), one.ticks.sum_s)
+        yield ticks
+
+
+class ServedStream:
+    """One stream of speech on its way to one connection, from its admission to its record. Belongs to the event loop's
+    thread. `close` must be called, once or more; it ends what still runs.
+
+    stream: what makes the speech. chars: of the text, so far. word_times: the stream finds them. error: what ended it;
+    None otherwise."""
+
+    def __init__(
+        self, service: SpeechService, route: Route, stream: Stream | Session, chars: int, word_times: bool = False
+    ) -> None:
+        # A request over HTTP speaks once; its id is that of its stream.
+        self.id = new_id() if route == "tts_ws" else (current_id.get() or new_id())
+        self.stream = stream
+        self.chars = chars
+        self.error: ApiError | None = None
+        self.service = service
+        self._state = StreamState(id=self.id, route=route, seed=stream.seed, words=[] if word_times else None)
+        self._started_s = time.perf_counter()
+        self._player = Player()
+
+    async def chunks(self) -> AsyncGenerator[Chunk]:
+        """Chunks as they are to be written, each within `sending`: at once, or several together where the listener has
+        time. A write costs the event loop about the same whatever it holds, and the network a packet. Ends where the
+        stream does. Raises ApiError where it failed, or the server ended it, behind what was held back."""
+        state = self._state
+        held: list[Chunk] = []
+        ended = False
+        while not ended:
+            late = False
+            try:
+                chunk = await self.stream.take(max(0.0, self._lead_s() - KEPT_LEAD_S) if held else None)
+                ended = chunk is None
+                held += [chunk] if chunk else []
+            except TimeoutError:
+                late = True
+            except Exception as error:
+                ended = True
+                if self.error is None:
+                    self.error = from_error(error)
+                    if self.error.status >= 500:
+                        log.exception("stream %s failed", self.id)
+            frames = sum(one.frames for one in held)
+            if held and (late or ended or self._lead_s() <= KEPT_LEAD_S or frames >= MAX_HELD_FRAMES):
+                if state.first_audio_ms is None:
+                    state.first_audio_ms = round((time.perf_counter() - self._started_s) * 1_000, 3)
+                joined = _joined(held)
+                state.frames += frames
+                state.audio_s += joined.duration_s
+                yield joined
+                held = []
+        if self.error is not None:
+            raise self.error
+
+    @contextlib.contextmanager
+    def sending(self, duration_s: float) -> Iterator[None]:
+        """Around a write of sound of so many seconds. One that waits for the client makes nothing late."""
+        began_s, meters = time.perf_counter(), self.service.meters
+        if self._player.dry_s is None:
+            meters.first_byte_s.labels(self._state.route).observe(began_s - self._started_s)
+        _, late_s = self._player.play(began_s, duration_s)
+        if late_s > 0:
+            meters.underruns.inc()
+            meters.late_s.inc(late_s)
+        yield
+        if (now_s := time.perf_counter()) - began_s > _HELD_UP_S:
+            self._player.pause(now_s)
+
+    def _lead_s(self) -> float:
+        return self._player.lead_s(time.perf_counter())
+
+    def feed(self, text: str | None) -> None:
+        """More text of a session; None: no more comes. The stream fails where it cannot be spoken, or is too long. The
+        clock of the first audio starts with the first text that can be seen."""
+        if self.stream.idle:  # it waited for text: nothing is late until a frame's time after it
+            self._player.pause(time.perf_counter() + 1 / FRAME_RATE_HZ)
+        try:
+            if text is None:
+                self.stream.finish()
+                return
+            if self.chars == 0 and text.strip():
+                self._started_s = time.perf_counter()
+            self.chars += len(text)
+            self.service.check_chars(self.chars)
+            self.stream.feed(text)
+        except MkttsError as error:
+            self.fail(from_error(error))
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the generation for a reason that the client receives."""
+        self.error = self.error or error
+        self.close()
+
+    def close(self) -> None:
+        """Ends the generation within one frame if it still runs, and gives the place back."""
+        if self.closed:
+            return
+        state, error = self.state, self.error
+        state.state = "ended"
+        self.stream.cancel()
+        state.finish_reason = "error" if error is not None else self.stream.finish_reason or "cancelled"
+        state.error = error and error.detail(self.id)
+        self.service.has_ended(self)
+        first_ms = state.first_audio_ms
+        how = "no audio" if first_ms is None else f"{state.frames} frames, first audio after {first_ms} ms"
+        refused = error is not None and first_ms is None and error.status < 500
+        how = "refused" if refused else f"{how}, {state.finish_reason}"
+        if error is not None:  # of its message only busy's, which has numbers in it: others may quote the text
+            how += f", {error.code}: {error}" if error.code == "busy" else f", {error.code}"
+        log.info("stream %s: %s, %d characters, seed %d, %s", self.id, state.route, self.chars, state.seed, how)
+
+    @property
+    def closed(self) -> bool:
+        return self._state.state == "ended"
+
+    @property
+    def state(self) -> StreamState:
+        """Its record, so far or at its end."""
+        if self._state.words is not None and not self.closed:
+            self._state.words = list(self.stream.words)
+        return self._state
+
+
+def _joined(chunks: list[Chunk]) -> Chunk:
+    """One chunk of several that follow each other; it was ready when the last one was."""
+    if len(chunks) == 1:
+        return chunks[0]
+    ready_ms, *spent_ms = zip(*(astuple(chunk.timings) for chunk in chunks), strict=True)
+    timings = Timings(ready_ms[-1], *map(sum, spent_ms))
+    ready = [chunk.ready_pcm16 for chunk in chunks]
+    pcm16 = None if None in ready else b"".join(ready)
+    frames = sum(chunk.frames for chunk in chunks)
+    words = tuple(chain.from_iterable(chunk.words for chunk in chunks))
+    return Chunk(audio.joined([chunk.pcm for chunk in chunks]), chunks[0].start_s, frames, timings, pcm16, words)

@@ -1,10 +1,7 @@
-"""What requests may call the voices, the voices of recordings that they bring, and voices that callers upload."""
+"""What requests may call the voices, and voices that callers upload."""
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import hashlib
 import logging
 import os
 import re
@@ -19,15 +16,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mktts.audio.untrusted import decode_untrusted
-from mktts.checkpoint import Checkpoint
 from mktts.common import counted
-from mktts.errors import BackendUnavailable, BusyError, MkttsError, ServerError, VoiceError
+from mktts.errors import BusyError, ServerError, VoiceError
 from mktts.model.voice import Voice
-from mktts.server.api_errors import ApiError
-from mktts.server.limits import Limits
 from mktts.server.schemas import DEFAULT, UploadedVoice
-from mktts.synth.cloning import clone_voice
 
 # OpenAI's voices. Clients and user interfaces that were made for them send no other name.
 _OPENAI = {
@@ -40,8 +32,6 @@ _SPEAKERS = {
     "female": ("vivian", "serena", "ono_anna", "sohee", "heart"),
     "male": ("uncle_fu", "dylan", "eric", "ryan", "aiden", "michael"),
 }
-_BASE64_TEXT = re.compile(r"[A-Za-z0-9+/_\s-]+={0,2}\s*")
-_SHORTEST_BASE64 = 64  # characters; a WAV's header alone has 60
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _SUFFIX = ".safetensors"
 _LOADED = 256  # voices in memory
@@ -72,60 +62,6 @@ def voice_aliases(
             raise ServerError(f"--voice-alias {alias}={name}: there is a voice {alias!r}; take another name")
         aliases[alias.lower()] = name.lower()
     return aliases
-
-
-class References:
-    """Makes voices of recordings, one at a time, in a thread; keeps the last ones."""
-
-    def __init__(self, checkpoint: Checkpoint, limits: Limits) -> None:
-        self._checkpoint = checkpoint
-        self._kept_voices = limits.kept_voices
-        self._decoding = limits.max_reference_bytes, limits.max_reference_s, limits.reference_decode_s
-        self._voices: OrderedDict[str, Voice] = OrderedDict()
-        self._lock = asyncio.Lock()
-
-    async def make(self, data: bytes, transcript: str | None, key: str = "ref_audio") -> Voice:
-        """The voice of a recording's bytes, which is not kept here, in-context where `transcript` is given. key: what
-        the caller calls it. Raises ApiError."""
-
-        def made() -> Voice:
-            pcm, rate_hz = decode_untrusted(data, *self._decoding)
-            return clone_voice(self._checkpoint, pcm, rate_hz, transcript)
-
-        try:
-            async with self._lock:
-                return await asyncio.to_thread(made)
-        except BackendUnavailable as error:
-            raise ApiError(400, "cloning_unavailable", f"this server cannot clone a voice: {error}", key) from None
-        except MkttsError as error:
-            raise ApiError(400, "bad_reference", f"{key}: {error}", key) from None
-
-    async def voice(self, recording: str, transcript: str | None) -> Voice:
-        """As `make`, of a recording as a request brings it; the same voice again for the same one."""
-        data = await asyncio.to_thread(_read, recording)
-        key = hashlib.sha256(data + repr(transcript).encode()).hexdigest()
-        if key not in self._voices:
-            self._voices[key] = await self.make(data, transcript)
-        self._voices.move_to_end(key)
-        while len(self._voices) > self._kept_voices:
-            self._voices.popitem(last=False)
-        return self._voices[key]
-
-
-def _read(recording: str) -> bytes:
-    """The bytes of a recording as a request brings it: base64 of either alphabet, with or without its padding. A server
-    that opened what a request names could be sent to files and addresses that only it can reach. Raises ApiError."""
-    if recording[:64].partition(":")[0].lower() == "data":
-        recording = recording.partition(",")[2]
-    elif len(recording) < _SHORTEST_BASE64 or not _BASE64_TEXT.fullmatch(recording):
-        message = "expected the recording in base64 or a data: URL, or the name of a voice; nothing else is read"
-        raise ApiError(400, "reference_not_allowed", f"ref_audio: {message}", "ref_audio")
-    plain = "".join(recording.split()).replace("-", "+").replace("_", "/").rstrip("=")
-    try:
-        return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
-    except ValueError:
-        message = "ref_audio: expected base64, found other characters"
-        raise ApiError(400, "bad_reference", message, "ref_audio") from None
 
 
 class VoiceFolder:

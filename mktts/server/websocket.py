@@ -9,20 +9,16 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from fastapi import WebSocket, WebSocketDisconnect
 from pydantic import TypeAdapter, ValidationError
 
 from mktts.engine.options import Chunk
-from mktts.server.access import owner_of_request
 from mktts.server.api_errors import ApiError, from_validation
 from mktts.server.schemas import Cancel, ClientMessage, Start, Text
-from mktts.server.served_stream import ServedStream
-from mktts.server.service import SpeechService
+from mktts.server.service import ServedStream, SpeechService
 from mktts.spec import SAMPLE_RATE_HZ
 
 _MESSAGES: TypeAdapter[Any] = TypeAdapter(ClientMessage)
@@ -43,7 +39,8 @@ class SpeechSocket:
         self._stream: ServedStream | None = None  # the latest
         self._begun = False  # there was a start
         self._writing = False  # more text may come
-        self._answers: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue(_MAX_WAITING)
+        # Streams to send, each with whether its text is still being written, and what refused a start.
+        self._answers: asyncio.Queue[tuple[ServedStream, bool] | ApiError] = asyncio.Queue(_MAX_WAITING)
 
     async def run(self) -> None:
         await self._socket.accept()
@@ -65,7 +62,11 @@ class SpeechSocket:
     async def _answer(self) -> None:
         with contextlib.suppress(*_GONE):  # the receiving task sees it
             while True:
-                await (await self._answers.get())()
+                answer = await self._answers.get()
+                if isinstance(answer, ApiError):
+                    await self._refuse(answer)
+                else:
+                    await self._send_all(*answer)
 
     async def _take_message(self) -> None:
         """Does what the next message says. Raises ApiError, and WebSocketDisconnect at the end of the connection."""
@@ -97,15 +98,13 @@ class SpeechSocket:
         if self._answers.full():
             raise ApiError(422, "too_many_starts", f"{_MAX_WAITING} answers wait to be read: read them")
         self._begun = True
-        owner = owner_of_request(self._socket.scope)
         try:
-            self._stream = stream = self._service.speak("tts_ws", message, message.text, owner=owner)
+            self._stream = self._service.speak("tts_ws", message, message.text, owner=self._socket.state.owner)
         except ApiError as error:
-            self._service.meters.refuse(error.code)
-            self._answers.put_nowait(partial(self._refuse, error))
+            self._answers.put_nowait(error)
             return
         self._writing = message.text is None
-        self._answers.put_nowait(partial(self._send_all, stream, begun=self._writing))
+        self._answers.put_nowait((self._stream, self._writing))
 
     def _takes_text(self) -> bool:
         return self._writing and not self._stream.closed
@@ -119,33 +118,24 @@ class SpeechSocket:
     async def _send_all(self, stream: ServedStream, begun: bool) -> None:
         """begun: `started` is sent at once, as text may still come; otherwise with the first sound, or the end: a
         stream for which there is no place is refused instead."""
-        started = partial(
-            self._send,
-            "started",
-            id=stream.id,
-            seed=stream.seed,
-            sample_rate_hz=SAMPLE_RATE_HZ,
-            sample_format="s16le",
-            channels=1,
-            random_weights=self._service.model.random_weights,
-        )
+        about = {"sample_rate_hz": SAMPLE_RATE_HZ, "sample_format": "s16le", "channels": 1}
+        about |= {"id": stream.id, "seed": stream.state.seed, "random_weights": self._service.model.random_weights}
         try:
             if begun:
-                await started()
+                await self._send("started", **about)
             try:
                 async with contextlib.aclosing(stream.chunks()) as chunks:
                     async for chunk in chunks:
                         if not begun:
                             begun = True
-                            await started()
+                            await self._send("started", **about)
                         await self._send_chunk(stream, chunk)
-            except ApiError as error:  # what else is wrong the state holds
+            except ApiError as error:  # what else is wrong the record holds
                 if error.code == "busy" and not begun:
-                    stream.close()
                     await self._refuse(error)
                     return
             if not begun:
-                await started()
+                await self._send("started", **about)
             stream.close()
             await self._send("finished", **stream.state.model_dump())
         except TimeoutError:
@@ -157,7 +147,7 @@ class SpeechSocket:
             stream.close()
 
     async def _send_chunk(self, stream: ServedStream, chunk: Chunk) -> None:
-        words = {} if stream.words is None else {"words": [asdict(word) for word in chunk.words]}
+        words = {} if stream.state.words is None else {"words": [asdict(word) for word in chunk.words]}
         about = {"start_s": chunk.start_s, "duration_s": chunk.duration_s, "frames": chunk.frames}
         with stream.sending(chunk.duration_s):
             await self._send("chunk", id=stream.id, **about, timings=asdict(chunk.timings), **words)
@@ -171,4 +161,5 @@ class SpeechSocket:
 
     async def _refuse(self, error: ApiError) -> None:
         """Says that a `start` was refused, or (before the connection is closed) that a message makes no sense."""
+        self._service.meters.refuse(error.code)
         await self._send("error", error=error.detail().model_dump(), retry_after_s=error.retry_after_s)

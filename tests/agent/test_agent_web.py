@@ -18,8 +18,8 @@ from pipecat.processors.frame_processor import FrameDirection
 from served import running_agent
 
 from mktts.agent import intents, user_speech
-from mktts.agent.page_transport import PageObserver
 from mktts.agent.settings import AgentSettings
+from mktts.agent.web import PageObserver
 from mktts.cli import main
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -171,7 +171,10 @@ async def test_the_page_is_guarded_as_a_server_is_and_takes_its_key_in_the_addre
 BARE_SDP = "v=0\r\no=- 1 1 IN IP4 0.0.0.0\r\ns=-\r\nt=0 0\r\nm=audio 9 UDP/TLS/RTP/SAVPF 0\r\n"
 
 
-async def test_offers_that_webrtc_cannot_answer_are_refused_and_hold_no_place(one_place):
+async def test_an_offer_that_cannot_be_answered_holds_no_place_and_one_that_nobody_follows_gives_it_back(
+    one_place, monkeypatch
+):
+    monkeypatch.setattr("mktts.agent.web.CONNECT_S", 0.5)
     sdp = await an_offer()
     broken = [sdp.replace(line, "") for line in ("a=rtcp-mux\r\n", "a=ice-pwd:", "a=fingerprint:")]
     assert sdp not in broken
@@ -180,7 +183,14 @@ async def test_offers_that_webrtc_cannot_answer_are_refused_and_hold_no_place(on
     for wrong in ("garbage", "", "v=0\r\n", BARE_SDP, *broken):
         answer = httpx.post(f"{one_place}/agent/offer", json={"sdp": wrong, "type": "offer"})
         assert answer.status_code == 400 and answer.json()["detail"], wrong
-    assert await is_ready(one_place)
+    offer = {"sdp": sdp, "type": "offer"}
+    answer = await asyncio.to_thread(httpx.post, f"{one_place}/agent/offer", json=offer, timeout=WAIT_S)
+    assert answer.status_code == 200 and answer.json()["type"] == "answer"
+    assert httpx.post(f"{one_place}/agent/offer", json=offer).status_code == 503
+    end_s = time.monotonic() + WAIT_S
+    while not await is_ready(one_place):
+        assert time.monotonic() < end_s
+        await asyncio.sleep(0.1)
 
 
 async def an_offer() -> str:
@@ -193,18 +203,6 @@ async def an_offer() -> str:
     sdp = peer.localDescription.sdp
     await peer.close()
     return sdp
-
-
-async def test_an_offer_that_nobody_follows_gives_its_place_back(one_place, monkeypatch):
-    monkeypatch.setattr("mktts.agent.web.CONNECT_S", 0.5)
-    offer = {"sdp": await an_offer(), "type": "offer"}
-    answer = await asyncio.to_thread(httpx.post, f"{one_place}/agent/offer", json=offer, timeout=WAIT_S)
-    assert answer.status_code == 200 and answer.json()["type"] == "answer"
-    assert httpx.post(f"{one_place}/agent/offer", json=offer).status_code == 503
-    end_s = time.monotonic() + WAIT_S
-    while not await is_ready(one_place):
-        assert time.monotonic() < end_s
-        await asyncio.sleep(0.1)
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,7 @@ from served import running_agent
 import mktts
 from mktts.agent.settings import AgentSettings
 from mktts.audio import to_pcm16
-from mktts.server.address import listen
-from mktts.server.limits import Limits
+from mktts.server.settings import Limits, listen
 from mktts.spec import SAMPLE_RATE_HZ
 
 PAGE = Path(mktts.__file__).parent / "agent" / "page"

@@ -27,10 +27,9 @@ from mktts import errors
 from mktts.engine import scheduler
 from mktts.pipecat import MkttsTTSService, RemoteSource, SpeechFailedFrame, Style
 from mktts.pipecat.remote import PATIENCE_S
-from mktts.server.address import listen
-from mktts.server.graceful import speech_server
-from mktts.server.limits import Limits
+from mktts.server.app import speech_server
 from mktts.server.service import SpeechService
+from mktts.server.settings import Limits, listen
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer
 
@@ -73,9 +72,11 @@ def failure(code: str) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def fake_server(script: Callable[[Client], Awaitable[None]], **health: Any) -> AsyncIterator[SimpleNamespace]:
-    """Its url and clients. It plays `script` for each connection, which ends with it. health: what `GET /health` says
-    beside the usual."""
+async def fake_server(
+    script: Callable[[Client], Awaitable[None]], silence_s: float = 5.0, **health: Any
+) -> AsyncIterator[SimpleNamespace]:
+    """Its url and clients, and a source that asks it. It plays `script` for each connection, and says nothing from then
+    on. health: what `GET /health` says beside the usual."""
     clients: list[Client] = []
     said = {
         "status": "ok",
@@ -96,14 +97,17 @@ async def fake_server(script: Callable[[Client], Awaitable[None]], **health: Any
         clients.append(Client(socket))
         with contextlib.suppress(ConnectionClosed):
             await script(clients[-1])
+            await asyncio.wait_for(socket.wait_closed(), 60)
 
     async with serve(play, "127.0.0.1", 0, process_request=answer, close_timeout=0.1) as server:
-        yield SimpleNamespace(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", clients=clients)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        source = RemoteSource(url, silence_s=silence_s)
+        yield SimpleNamespace(url=url, clients=clients, source=source)
+        await source.disconnect()
 
 
-async def forever(client: Client) -> None:
-    """Reads on and says nothing."""
-    await asyncio.wait_for(client.socket.wait_closed(), 60)
+async def silent(client: Client) -> None:
+    pass
 
 
 @pytest.fixture(scope="module")
@@ -130,12 +134,9 @@ async def test_a_server_lost_in_mid_utterance_ends_it_and_the_context_is_true(fa
             await client.finished("error", "stopping")
         else:
             await client.socket.send("[1, 2]")
-        await forever(client)
 
-    async with fake_server(script) as server:
-        tts = MkttsTTSService(
-            source=RemoteSource(server.url, silence_s=0.1), text_aggregation_mode=mode, stop_frame_timeout_s=TOO_LATE_S
-        )
+    async with fake_server(script, silence_s=0.1) as server:
+        tts = MkttsTTSService(source=server.source, text_aggregation_mode=mode, stop_frame_timeout_s=TOO_LATE_S)
         async with Talk(tts) as talk:
             await talk.say(*turn(text))
             await talk.until(lambda: talk.up and talk.of(LLMFullResponseEndFrame))
@@ -156,27 +157,22 @@ async def test_a_slow_server_that_answers_pings_is_waited_for():
         await asyncio.sleep(1.0)
         await client.audio(PIECE)
         await client.finished()
-        await forever(client)
 
-    async with fake_server(slow) as server:
-        source = RemoteSource(server.url, silence_s=0.3)
-        assert await taken(await source.speak("Hello.", Style())) == PIECE
-        await source.disconnect()
+    async with fake_server(slow, silence_s=0.3) as server:
+        assert await taken(await server.source.speak("Hello.", Style())) == PIECE
 
 
 async def test_a_cancel_ends_the_connection_and_the_next_utterance_has_one_that_is_open():
     async def script(client: Client) -> None:
         if client is server.clients[0]:
             await client.read("start")
-            await client.audio(*[PIECE] * 3)
-            await forever(client)
+            return await client.audio(*[PIECE] * 3)
         await client.read("start")
         await client.audio(b"\1\0", b"\2\0")
         await client.finished()
-        await forever(client)
 
     async with fake_server(script) as server:
-        source = RemoteSource(server.url)
+        source = server.source
         await source.connect()
         first = await source.speak("One.", Style())
         assert await anext(first) == PIECE
@@ -186,7 +182,6 @@ async def test_a_cancel_ends_the_connection_and_the_next_utterance_has_one_that_
             await until(lambda: source._idle)  # opened for the next one
             speech = await source.speak(text, Style())
             assert await taken(speech) == b"\1\0\2\0" and speech.finish_reason == "eos"
-        await source.disconnect()
     assert [[message["type"] for message in client.got] for client in server.clients] == [["start"]] * 3 + [[]]
 
 
@@ -200,16 +195,13 @@ async def test_a_slow_consumer_stops_the_server_and_loses_nothing():
             await client.audio(piece)
             sent += 1
         await client.finished()
-        await forever(client)
 
-    async with fake_server(fast) as server:
-        source = RemoteSource(server.url, silence_s=0.1)
-        speech = await source.speak("Hello.", Style())
+    async with fake_server(fast, silence_s=0.1) as server:
+        speech = await server.source.speak("Hello.", Style())
         await anext(speech)
         await asyncio.sleep(0.3)  # long enough for all of it; not reading is no silence of the server either
         assert sent * len(piece) < MOST_IN_SOCKETS_BYTES
         assert len(await taken(speech)) == 1_999 * len(piece)
-        await source.disconnect()
 
 
 @pytest.mark.parametrize(
@@ -230,42 +222,36 @@ async def test_errors_of_the_server_are_those_of_a_source_in_process(code, error
     async def refuse(client: Client) -> None:
         await client.read("start")
         if client is server.clients[0]:
-            await client.say("error", error=failure(code))
-            return await forever(client)
+            return await client.say("error", error=failure(code))
         await client.say("started")
         await client.audio(PIECE)
         await client.finished("error", code)
-        await forever(client)
 
     async with fake_server(refuse) as server:
-        source = RemoteSource(server.url)
-        refused = await source.open(Style())
+        refused = await server.source.open(Style())
         refused.feed("Hello.")
         refused.finish()
         with pytest.raises(error, match="told by the server"):
             await anext(refused)
-        broken = await source.speak("Hello.", Style())
+        broken = await server.source.speak("Hello.", Style())
         assert await anext(broken) == PIECE
         with pytest.raises(error, match="told by the server"):
             await anext(broken)
         assert await taken(broken) == b""
-        await source.disconnect()
 
 
 @pytest.mark.parametrize("by", ["source", "task"])
 async def test_disconnecting_and_cancelling_the_task_that_waits_end_the_generation(by):
-    async with fake_server(forever) as server:
-        source = RemoteSource(server.url)
-        waiting = asyncio.create_task(taken(await source.speak("Hello.", Style())))
+    async with fake_server(silent) as server:
+        waiting = asyncio.create_task(taken(await server.source.speak("Hello.", Style())))
         await asyncio.sleep(0.05)  # it waits
         if by == "source":
-            await source.disconnect()
+            await server.source.disconnect()
             with pytest.raises(errors.EngineError, match="disconnected"):
                 await waiting
         else:
             waiting.cancel()
         await until(lambda: server.clients[0].socket.state is State.CLOSED)
-        await source.disconnect()
 
 
 @pytest.mark.parametrize(
@@ -280,7 +266,7 @@ async def test_disconnecting_and_cancelling_the_task_that_waits_end_the_generati
 )
 async def test_a_server_that_is_none_or_stops_is_an_error_at_the_start_and_the_pipeline_ends_in_order(health, message):
     async with contextlib.AsyncExitStack() as running:
-        url = (await running.enter_async_context(fake_server(forever, **health or {}))).url
+        url = (await running.enter_async_context(fake_server(silent, **health or {}))).url
         if health is None:
             await running.aclose()
             with pytest.raises(errors.EngineError, match=message):
@@ -336,7 +322,7 @@ async def test_a_server_with_no_place_free_costs_the_sentence_and_not_the_servic
     assert talk.heard() == "Three four."
 
 
-def test_the_address_of_the_websocket_follows_from_the_servers():
+def test_the_address_of_the_websocket_follows_from_the_servers_and_what_is_no_key_is_not_repeated():
     for url, address in (
         ("http://127.0.0.1:8000", "ws://127.0.0.1:8000/tts/ws"),
         ("https://speech.example/", "wss://speech.example/tts/ws"),
@@ -346,13 +332,10 @@ def test_the_address_of_the_websocket_follows_from_the_servers():
     for url in ("127.0.0.1:8000", "ftp://x", "http://", "http://x:y", "http://me:key@x", "http://x?a=1", ""):
         with pytest.raises(errors.OptionsError, match="url must be"):
             RemoteSource(url)
-
-
-@pytest.mark.parametrize("key", ["", " ", "a\nb", "schlüssel"])
-def test_what_is_no_key_is_refused_without_repeating_it(key):
-    with pytest.raises(errors.OptionsError, match="api_key") as refused:
-        RemoteSource("http://x", key)
-    assert not key.strip() or key not in str(refused.value)
+    for key in ("", " ", "a\nb", "schlüssel"):
+        with pytest.raises(errors.OptionsError, match="api_key") as refused:
+            RemoteSource("http://x", key)
+        assert not key.strip() or key not in str(refused.value)
 
 
 # ---- servers that go away, come back, or have no place free
@@ -404,33 +387,32 @@ async def test_an_utterance_of_which_nothing_was_heard_begins_again(fed, how):
             await client.read("finish")
         await client.audio(PIECE)
         await client.finished()
-        await forever(client)
 
     async with fake_server(script) as server:
-        source = RemoteSource(server.url)
         if fed:
-            speech = await source.open(Style())
+            speech = await server.source.open(Style())
             speech.feed("Hel")
             await until(lambda: server.clients and server.clients[0].got)
             speech.feed("lo.")
             speech.finish()
         else:
-            speech = await source.speak("Hello.", Style(seed=3))
+            speech = await server.source.speak("Hello.", Style(seed=3))
         assert await taken(speech) == PIECE and speech.finish_reason == "eos"
-        await source.disconnect()
     last = server.clients[-1].got
     assert "".join(message.get("text", "") for message in last) == "Hello." and len(server.clients) == 2
 
 
 async def test_tries_have_an_end_and_a_cancel_ends_them():
-    async with fake_server(lambda client: client.read("start")) as server:  # and breaks off
-        source = RemoteSource(server.url)
+    async def lost(client: Client) -> None:
+        await client.read("start")
+        client.break_off()
+
+    async with fake_server(lost) as server:
         with pytest.raises(errors.ConnectionLost):
-            await taken(await source.speak("Hello.", Style()))
+            await taken(await server.source.speak("Hello.", Style()))
         assert len(server.clients) == 1 + len(PATIENCE_S)
-        speech = await source.speak("Hello.", Style())
+        speech = await server.source.speak("Hello.", Style())
         waiting = asyncio.create_task(taken(speech))
         await until(lambda: len(server.clients) > 2 + len(PATIENCE_S))
         speech.cancel()
         assert await waiting == b"" and speech.finish_reason == "cancelled"
-        await source.disconnect()

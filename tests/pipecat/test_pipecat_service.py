@@ -8,25 +8,7 @@ from itertools import pairwise
 
 import pytest
 from loguru import logger
-from pipecat.frames.frames import (
-    AggregatedTextFrame,
-    BotStartedSpeakingFrame,
-    CancelFrame,
-    EndFrame,
-    ErrorFrame,
-    InterruptionFrame,
-    LLMAssistantPushAggregationFrame,
-    LLMFullResponseEndFrame,
-    LLMFullResponseStartFrame,
-    LLMTextFrame,
-    MetricsFrame,
-    TTSAudioRawFrame,
-    TTSSpeakFrame,
-    TTSStartedFrame,
-    TTSStoppedFrame,
-    TTSTextFrame,
-    TTSUpdateSettingsFrame,
-)
+from pipecat.frames import frames
 from pipecat.metrics.metrics import ProcessingMetricsData, TTFAMetricsData, TTFBMetricsData, TTSUsageMetricsData
 from pipecat.processors.aggregators.llm_context import LLMContext
 from pipecat.processors.aggregators.llm_response_universal import LLMContextAggregatorPair
@@ -38,6 +20,7 @@ from pipecat_fakes import TOO_LATE_S, FakeSource, FakeSpeech, Talk, metrics, tur
 from mktts.agent.scripted import RecordingOutput
 from mktts.errors import PromptError
 from mktts.pipecat import MkttsTTSService, SpeechFailedFrame
+from mktts.pipecat.service import AudioTimes, Playout
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 Settings = MkttsTTSService.Settings
@@ -50,16 +33,14 @@ def service(plan=lambda text: FakeSpeech(3), **kwargs) -> tuple[MkttsTTSService,
 
 async def test_frames_of_one_spoken_sentence_come_in_pipecats_order():
     tts, _ = service()
-    down, up = await run_test(tts, frames_to_send=[TTSSpeakFrame("Hello there.")])
-    kinds = [type(frame) for frame in down if isinstance(frame, (AggregatedTextFrame, TTSTextFrame, TTSAudioRawFrame))]
-    assert kinds[0] is AggregatedTextFrame
-    assert [k for k in kinds if k is TTSAudioRawFrame] == [TTSAudioRawFrame] * 3
+    down, up = await run_test(tts, frames_to_send=[frames.TTSSpeakFrame("Hello there.")])
     order = [type(frame) for frame in down]
-    started, stopped = order.index(TTSStartedFrame), order.index(TTSStoppedFrame)
-    assert order.index(AggregatedTextFrame) < started < order.index(TTSAudioRawFrame) < stopped
-    assert order.count(TTSStartedFrame) == order.count(TTSStoppedFrame) == 1
-    assert order.index(LLMAssistantPushAggregationFrame) < stopped
-    assert {frame.context_id for frame in down if isinstance(frame, TTSAudioRawFrame)} == {down[started].context_id}
+    started, stopped = order.index(frames.TTSStartedFrame), order.index(frames.TTSStoppedFrame)
+    assert order.index(frames.AggregatedTextFrame) < started < order.index(frames.TTSAudioRawFrame) < stopped
+    assert order.count(frames.TTSStartedFrame) == order.count(frames.TTSStoppedFrame) == 1
+    assert order.index(frames.LLMAssistantPushAggregationFrame) < stopped
+    audio = [frame for frame in down if isinstance(frame, frames.TTSAudioRawFrame)]
+    assert len(audio) == 3 and {frame.context_id for frame in audio} == {down[started].context_id}
     assert up == []
 
 
@@ -69,10 +50,10 @@ async def test_an_llm_turn_of_three_sentences_is_one_audio_context_in_order():
         await talk.say(*turn("One two. ", "Three four", ". Five", " six."))
     assert [text for text, _ in source.asked] == ["One two.", "Three four.", "Five six."]
     assert talk.heard() == "One two. Three four. Five six."
-    assert len(talk.of(TTSStartedFrame)) == len(talk.of(TTSStoppedFrame)) == 1
+    assert len(talk.of(frames.TTSStartedFrame)) == len(talk.of(frames.TTSStoppedFrame)) == 1
     assert talk.samples() == 9 * SAMPLES_PER_FRAME
-    last = [type(frame) for frame in talk.down if not isinstance(frame, (MetricsFrame, EndFrame))][-1]
-    assert last is LLMFullResponseEndFrame
+    last = [type(frame) for frame in talk.down if not isinstance(frame, (frames.MetricsFrame, frames.EndFrame))][-1]
+    assert last is frames.LLMFullResponseEndFrame
     assert len(metrics(talk, TTFBMetricsData)) == len(metrics(talk, TTFAMetricsData)) == 1
     assert [data.value for data in metrics(talk, TTSUsageMetricsData)] == [8, 11, 9]
     assert len(metrics(talk, ProcessingMetricsData)) == 3
@@ -90,7 +71,7 @@ async def test_ipa_is_said_in_english_letters_and_the_context_has_the_words_as_w
         async with Talk(tts) as talk:
             await talk.say(*turn("Use nginx, ", "Rose."))
         assert [text for text, _ in source.asked] == [sent]
-        kept = [frame.raw_text or frame.text for frame in talk.of(TTSTextFrame) if frame.append_to_context]
+        kept = [frame.raw_text or frame.text for frame in talk.of(frames.TTSTextFrame) if frame.append_to_context]
         assert " ".join(kept) == "Use nginx, Rose."
 
 
@@ -98,7 +79,7 @@ async def test_word_times_rise_from_zero_over_the_audio_of_the_turn():
     tts, _ = service(lambda text: FakeSpeech(25))  # two seconds a sentence
     async with Talk(tts) as talk:
         await talk.say(*turn("One two three four. ", "Five six seven eight."))
-    times_s = [frame.pts / 1e9 for frame in talk.of(TTSTextFrame)]
+    times_s = [frame.pts / 1e9 for frame in talk.of(frames.TTSTextFrame)]
     assert len(times_s) == 8
     assert times_s == sorted(times_s)
     assert times_s[-1] - times_s[0] < 4.0
@@ -110,7 +91,7 @@ async def test_a_pause_that_the_text_asks_for_is_no_word_and_stays_in_the_contex
     tts, _ = service(lambda text: FakeSpeech(25), text_aggregation_mode=mode)
     async with Talk(tts) as talk:
         await talk.say(*turn("One two [pause 0.5s] three."))
-    assert [frame.text for frame in talk.of(TTSTextFrame)] == ["One", "two", "[pause 0.5s] three."]
+    assert [frame.text for frame in talk.of(frames.TTSTextFrame)] == ["One", "two", "[pause 0.5s] three."]
 
 
 @pytest.mark.parametrize("mode", TextAggregationMode)
@@ -119,8 +100,8 @@ async def test_an_interruption_before_the_first_audio_reports_no_ttfb(mode):
     async with Talk(tts) as talk:
         await talk.say(*turn("One two three."))
         await talk.until(lambda: source.speeches)
-        await talk.say(InterruptionFrame())
-        await talk.until(lambda: talk.of(InterruptionFrame))
+        await talk.say(frames.InterruptionFrame())
+        await talk.until(lambda: talk.of(frames.InterruptionFrame))
     assert source.speeches[0].cancelled
     assert metrics(talk, TTFBMetricsData) == []
     assert talk.heard() == ""
@@ -134,12 +115,12 @@ async def test_cancel_ends_the_generation_and_leaves_the_source_disconnected(mod
             await talk.say(*turn("One two three."))
             await talk.until(lambda: source.speeches)
             source.speeches[0].give(2, open=True)
-            await talk.until(lambda: len(talk.of(TTSAudioRawFrame)) == 2)
+            await talk.until(lambda: len(talk.of(frames.TTSAudioRawFrame)) == 2)
             assert source.connected == 1
             raise ZeroDivisionError  # the talk is cancelled
     assert source.speeches[0].cancelled
     assert source.connected == 0
-    assert talk.of(CancelFrame)
+    assert talk.of(frames.CancelFrame)
 
 
 @pytest.mark.parametrize("text", ["\U0001f44d", "...", "\u200b!", "Sh."])
@@ -147,11 +128,11 @@ async def test_a_turn_without_sound_ends_at_once_and_is_no_failure(text):
     tts, source = service(lambda said: FakeSpeech(0 if said == text else 3), stop_frame_timeout_s=TOO_LATE_S)
     async with Talk(tts) as talk:
         for _ in range(4):  # one more than Pipecat writes a silent service off for
-            await talk.say(TTSSpeakFrame(text))
+            await talk.say(frames.TTSSpeakFrame(text))
         await talk.say(*turn("Good."))
     assert [asked for asked, _ in source.asked if asked != "Sh."] == ["Good."]  # the model is not asked for marks
     assert talk.up == []
-    assert len(talk.of(TTSStoppedFrame)) == 5
+    assert len(talk.of(frames.TTSStoppedFrame)) == 5
     assert talk.samples() == 4 * 480 + 3 * SAMPLES_PER_FRAME
     assert len(metrics(talk, TTFBMetricsData)) == 1
     assert tts.is_usable
@@ -160,7 +141,7 @@ async def test_a_turn_without_sound_ends_at_once_and_is_no_failure(text):
 async def test_an_end_in_the_middle_of_a_reply_does_not_wait_for_its_rest():
     tts, _ = service(stop_frame_timeout_s=TOO_LATE_S)
     async with Talk(tts) as talk:
-        await talk.say(LLMFullResponseStartFrame(), LLMTextFrame("One two three. "), LLMTextFrame("Four"), EndFrame())
+        await talk.say(*turn("One two three. ", "Four")[:-1], frames.EndFrame())
         await talk.ended()
     assert talk.heard() == "One two three."
 
@@ -171,8 +152,8 @@ async def test_words_after_an_interruption_are_told_while_they_are_heard():
         await talk.say(*turn("A sentence of which eight seconds are made at once."))
         await talk.until(lambda: source.speeches)
         source.speeches[0].give(100, open=True)
-        await talk.until(lambda: len(talk.of(TTSAudioRawFrame)) == 100)
-        await talk.say(InterruptionFrame(), *turn("Now this one."))
+        await talk.until(lambda: len(talk.of(frames.TTSAudioRawFrame)) == 100)
+        await talk.say(frames.InterruptionFrame(), *turn("Now this one."))
         await talk.until(lambda: len(source.speeches) == 2)
         source.speeches[1].give(10, open=True)
         await talk.until(lambda: talk.heard().endswith("Now this one."))
@@ -191,16 +172,16 @@ async def test_a_failed_engine_is_a_permanent_error_and_the_unspoken_text_stays_
     tts, source = service(plan, stop_frame_timeout_s=TOO_LATE_S, text_aggregation_mode=mode)
     async with Talk(tts) as talk:
         await talk.say(*turn("All is good. ", bad, "This is never said."))
-        await talk.until(lambda: talk.of(LLMFullResponseEndFrame))
+        await talk.until(lambda: talk.of(frames.LLMFullResponseEndFrame))
         await talk.say(*turn("Nor is this."))
-    errors = [frame for frame in talk.up if isinstance(frame, ErrorFrame)]
+    errors = [frame for frame in talk.up if isinstance(frame, frames.ErrorFrame)]
     assert isinstance(errors[0], SpeechFailedFrame)
     assert "device lost" in errors[0].error
     assert errors[0].permanent
     assert not tts.is_usable
     assert whole.startswith(talk.heard()) and "All is good. one two" in talk.heard()
     assert "nine" in talk.heard() and "fifteen" not in talk.heard()
-    assert len(talk.of(TTSStoppedFrame)) == 2  # no context is left hanging
+    assert len(talk.of(frames.TTSStoppedFrame)) == 2  # no context is left hanging
     assert "Nor is this." not in [text for text, _ in source.asked]
 
 
@@ -212,10 +193,10 @@ async def test_settings_that_do_not_fit_are_permanent_until_they_change():
 
     tts, source = service(plan, stop_frame_timeout_s=TOO_LATE_S)
     async with Talk(tts) as talk:
-        await talk.say(TTSUpdateSettingsFrame(delta=Settings(voice="nobody")), *turn("One."))
-        await talk.until(lambda: talk.of(LLMFullResponseEndFrame))
+        await talk.say(frames.TTSUpdateSettingsFrame(delta=Settings(voice="nobody")), *turn("One."))
+        await talk.until(lambda: talk.of(frames.LLMFullResponseEndFrame))
         assert not tts.is_usable
-        await talk.say(TTSUpdateSettingsFrame(delta=Settings(voice="vivian", instruct="Calmly.")), *turn("Two."))
+        await talk.say(frames.TTSUpdateSettingsFrame(delta=Settings(voice="vivian", instruct="Calmly.")), *turn("Two."))
     assert talk.heard() == "Two."
     assert (source.asked[-1][1].voice, source.asked[-1][1].instruct) == ("vivian", "Calmly.")
     assert tts.is_usable
@@ -223,15 +204,15 @@ async def test_settings_that_do_not_fit_are_permanent_until_they_change():
 
 async def test_uninterruptible_speech_survives_an_interruption():
     tts, source = service(lambda text: FakeSpeech(None))
-    frame = TTSSpeakFrame("This call is recorded.")
+    frame = frames.TTSSpeakFrame("This call is recorded.")
     frame.interruptible = False
     async with Talk(tts) as talk:
         await talk.say(frame)
         await talk.until(lambda: source.speeches)
         source.speeches[0].give(2, open=True)
-        await talk.until(lambda: len(talk.of(TTSAudioRawFrame)) == 2)
-        await talk.say(InterruptionFrame())
-        await talk.until(lambda: talk.of(InterruptionFrame))
+        await talk.until(lambda: len(talk.of(frames.TTSAudioRawFrame)) == 2)
+        await talk.say(frames.InterruptionFrame())
+        await talk.until(lambda: talk.of(frames.InterruptionFrame))
         source.speeches[0].give(2)
     assert not source.speeches[0].made < 4
     assert talk.samples() == 4 * SAMPLES_PER_FRAME
@@ -246,7 +227,7 @@ async def test_resampled_speech_keeps_its_length_to_the_sample(rate_hz, mode):
     tts, source = service(lambda text: FakeSpeech(7), text_aggregation_mode=TextAggregationMode(mode))
     async with Talk(tts, rate_hz) as talk:
         await talk.say(*turn("One two three."))
-    assert {frame.sample_rate for frame in talk.of(TTSAudioRawFrame)} == {rate_hz}
+    assert {frame.sample_rate for frame in talk.of(frames.TTSAudioRawFrame)} == {rate_hz}
     assert abs(talk.samples() - 7 * SAMPLES_PER_FRAME * rate_hz / source.sample_rate_hz) <= 0.5
 
 
@@ -278,18 +259,18 @@ def token_service(**kwargs) -> tuple[MkttsTTSService, FakeSource]:
 async def test_tokens_of_a_turn_go_into_one_generation_as_they_come():
     tts, source = token_service()
     async with Talk(tts) as talk:
-        await talk.say(LLMFullResponseStartFrame(), LLMTextFrame("Hel"), LLMTextFrame("lo there."))
+        await talk.say(*turn("Hel", "lo there.")[:-1])
         await talk.until(lambda: source.speeches and source.speeches[0].texts == ["Hel", "lo there."])
         source.speeches[0].give(1, open=True)
-        await talk.until(lambda: talk.of(TTSAudioRawFrame))  # speech before the text is complete
+        await talk.until(lambda: talk.of(frames.TTSAudioRawFrame))  # speech before the text is complete
         assert not source.speeches[0].finished.is_set()
-        await talk.say(LLMTextFrame(" How are"), LLMTextFrame(" you?"), LLMFullResponseEndFrame())
+        await talk.say(*turn(" How are", " you?")[1:])
         await talk.until(source.speeches[0].finished.is_set)
         source.speeches[0].give(9)
     assert len(source.speeches) == 1
     assert "".join(source.speeches[0].texts) == "Hello there. How are you?"
     assert talk.heard() == "Hello there. How are you?"
-    assert len(talk.of(TTSStartedFrame)) == len(talk.of(TTSStoppedFrame)) == 1
+    assert len(talk.of(frames.TTSStartedFrame)) == len(talk.of(frames.TTSStoppedFrame)) == 1
     assert [data.value for data in metrics(talk, TTSUsageMetricsData)] == [25]
     assert len(metrics(talk, TTFBMetricsData)) == 1
 
@@ -305,7 +286,7 @@ async def test_two_token_turns_are_generated_one_after_another():
         await talk.until(lambda: len(source.speeches) == 2)
         source.speeches[1].give(2)
     assert talk.heard() == "First one. Second one."
-    contexts = [frame.context_id for frame in talk.of(TTSAudioRawFrame)]
+    contexts = [frame.context_id for frame in talk.of(frames.TTSAudioRawFrame)]
     assert contexts == sorted(contexts, key=contexts.index)
     assert len([pair for pair in pairwise(contexts) if pair[0] != pair[1]]) == 1
 
@@ -313,11 +294,11 @@ async def test_two_token_turns_are_generated_one_after_another():
 async def test_a_token_turn_that_a_limit_ends_early_keeps_the_rest_out_of_the_context():
     tts, source = token_service(stop_frame_timeout_s=TOO_LATE_S)
     async with Talk(tts) as talk:
-        await talk.say(LLMFullResponseStartFrame(), LLMTextFrame("One two three four five six seven. "))
+        await talk.say(frames.LLMFullResponseStartFrame(), frames.LLMTextFrame("One two three four five six seven. "))
         await talk.until(lambda: source.speeches)
         source.speeches[0].give(3)
         await talk.until(lambda: tts._speaking and next(iter(tts._speaking.values())).over)
-        await talk.say(LLMTextFrame("Never said."), LLMFullResponseEndFrame())
+        await talk.say(frames.LLMTextFrame("Never said."), frames.LLMFullResponseEndFrame())
     assert talk.heard()
     assert "One two three four".startswith(talk.heard())
 
@@ -329,8 +310,8 @@ SENTENCES = ("Once upon a time there was a computer. ", "It dreamed of singing i
 
 def conversation(mode: TextAggregationMode, speech_s: float) -> tuple[LLMContext, RecordingOutput, Talk]:
     """Behind an output that takes audio as fast as it is heard. speech_s: of each of two sentences."""
-    frames = round(speech_s * FRAME_RATE_HZ)
-    source = FakeSource(lambda text: FakeSpeech(frames if text else 2 * frames))
+    pieces = round(speech_s * FRAME_RATE_HZ)
+    source = FakeSource(lambda text: FakeSpeech(pieces if text else 2 * pieces))
     context = LLMContext()
     loudspeaker = RecordingOutput(TransportParams(audio_out_enabled=True, audio_out_end_silence_secs=0))
     assistant = LLMContextAggregatorPair(context).assistant()
@@ -347,25 +328,36 @@ def said(context: LLMContext) -> str:
 
 
 @pytest.mark.parametrize("mode", TextAggregationMode)
-async def test_after_an_interruption_the_context_ends_where_the_listener_was(mode):
+async def test_the_context_ends_where_an_interrupted_listener_was_and_has_a_turn_heard_to_its_end(mode):
     context, loudspeaker, talk = conversation(mode, 2.4)
     async with talk:
         await talk.say(*turn(*SENTENCES))
         await talk.until(lambda: played_s(loudspeaker) > 1.0)
-        await talk.say(InterruptionFrame())
+        await talk.say(frames.InterruptionFrame())
         await talk.until(lambda: said(context))
-    heard, text = said(context), "".join(SENTENCES)
-    assert text.startswith(heard)
+        heard, before_s = said(context), played_s(loudspeaker)
+        await talk.say(*turn("One. ", "Two."))
+        await talk.until(lambda: said(context) != heard)
+    assert "".join(SENTENCES).startswith(heard)
     assert "Once upon a" in heard  # all audio was made long before: what counts is what was played
     assert "computer" not in heard
-    assert talk.of(BotStartedSpeakingFrame)
+    assert talk.of(frames.BotStartedSpeakingFrame)
+    assert said(context) == f"{heard} One. Two." and played_s(loudspeaker) >= before_s + 4.7
 
 
-@pytest.mark.parametrize("mode", TextAggregationMode)
-async def test_a_turn_that_is_heard_to_its_end_is_in_the_context_word_for_word(mode):
-    context, loudspeaker, talk = conversation(mode, 0.4)
-    async with talk:
-        await talk.say(*turn("One. ", "Two."))
-        await talk.until(lambda: said(context))
-    assert said(context) == "One. Two."
-    assert played_s(loudspeaker) >= 0.8
+# ---- when words are heard, apart from any pipeline
+
+
+def test_audio_is_heard_after_what_was_pushed_before_it_and_not_before_now():
+    playout = Playout()
+    assert [playout.push(1.0, now_s) for now_s in (10.0, 10.2, 15.0)] == [10.0, 11.0, 15.0]
+    playout.drop()
+    assert playout.push(1.0, 15.1) == 15.1
+
+
+def test_a_pause_of_the_engine_moves_the_words_after_it():
+    heard = AudioTimes()
+    heard.add(1.0, begin_s=20.0)
+    heard.add(1.0, begin_s=25.0)
+    assert [heard.at(offset_s) for offset_s in (0.0, 0.5, 1.0, 1.5, 2.0)] == [20.0, 20.5, 25.0, 25.5, 26.0]
+    assert heard.made_s == 2.0

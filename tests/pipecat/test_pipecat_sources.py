@@ -12,14 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from pipecat.frames.frames import (
-    InterruptionFrame,
-    TTSAudioRawFrame,
-    TTSSpeakFrame,
-    TTSStartedFrame,
-    TTSStoppedFrame,
-    TTSUpdateSettingsFrame,
-)
+from pipecat.frames import frames
 from pipecat.metrics.metrics import TTFBMetricsData
 from pipecat.services.tts_service import TextAggregationMode
 from pipecat.transcriptions.language import Language
@@ -78,7 +71,7 @@ def place(request: pytest.FixtureRequest, synth: Synthesizer, server: Served) ->
 
 
 def audio(talk: Talk) -> bytes:
-    return b"".join(frame.audio for frame in talk.of(TTSAudioRawFrame))
+    return b"".join(frame.audio for frame in talk.of(frames.TTSAudioRawFrame))
 
 
 def spoken(synth: Synthesizer, mode: TextAggregationMode, *sentences: str) -> bytes:
@@ -98,7 +91,7 @@ async def test_the_audio_of_a_turn_is_the_synthesizers_sentence_by_sentence_or_f
         await talk.say(*turn("Hel", "lo there.", " How are", " you?"))
     assert audio(talk) == spoken(synth, mode, "Hello there.", "How are you?")
     assert talk.heard() == "Hello there. How are you?"
-    assert len(talk.of(TTSStartedFrame)) == len(talk.of(TTSStoppedFrame)) == 1
+    assert len(talk.of(frames.TTSStartedFrame)) == len(talk.of(frames.TTSStoppedFrame)) == 1
     assert len(metrics(talk, TTFBMetricsData)) == 1
     assert {data.model for data in metrics(talk, TTFBMetricsData)} == {synth.checkpoint.folder.name}
 
@@ -108,7 +101,7 @@ async def test_a_service_may_choose_the_layout_of_its_sentences(synth):
     for layout in ("streaming", "whole"):
         source = LocalSource(synth, options=OPTIONS, layout=layout)
         async with Talk(MkttsTTSService(source=source, settings=Settings(voice="vivian", seed=5))) as talk:
-            await talk.say(TTSSpeakFrame("Hello there."))
+            await talk.say(frames.TTSSpeakFrame("Hello there."))
         heard[layout] = audio(talk)
         alone = synth.say("Hello there.", speaker="vivian", seed=5, options=OPTIONS, layout=layout)
         assert heard[layout] == to_pcm16(alone)
@@ -128,8 +121,8 @@ async def test_settings_reach_the_model_from_the_next_sentence_on(place, synth):
         Settings.from_mapping({"speaker": "ryan", "language": Language.HI}),  # which the model was not trained on
     ]
     async with Talk(place.service()) as talk:
-        await talk.say(*turn("One."), TTSUpdateSettingsFrame(delta=changes[0]), *turn("Two."))
-        await talk.say(TTSUpdateSettingsFrame(delta=changes[1]), *turn("Three."))
+        await talk.say(*turn("One."), frames.TTSUpdateSettingsFrame(delta=changes[0]), *turn("Two."))
+        await talk.say(frames.TTSUpdateSettingsFrame(delta=changes[1]), *turn("Three."))
     parts = [
         synth.say("One.", speaker="vivian", seed=5, options=OPTIONS),
         synth.say("Two.", speaker="vivian", language="english", seed=6, sampling=other, options=OPTIONS),
@@ -143,11 +136,11 @@ async def test_two_sessions_of_one_source_take_turns(place, synth):
     one, two = (MkttsTTSService(source=source, settings=Settings(voice="vivian", seed=5)) for _ in range(2))
     async with Talk(one) as first:
         async with Talk(two) as second:
-            await first.say(TTSSpeakFrame(LONG))
-            await first.until(lambda: first.of(TTSAudioRawFrame))
-            await second.say(TTSSpeakFrame("Yes."))
-            await second.until(lambda: second.of(TTSAudioRawFrame))
-            assert not first.of(TTSStoppedFrame)  # the second caller did not wait for the first one's sentence
+            await first.say(frames.TTSSpeakFrame(LONG))
+            await first.until(lambda: first.of(frames.TTSAudioRawFrame))
+            await second.say(frames.TTSSpeakFrame("Yes."))
+            await second.until(lambda: second.of(frames.TTSAudioRawFrame))
+            assert not first.of(frames.TTSStoppedFrame)  # the second caller did not wait for the first one's sentence
         assert audio(second) == to_pcm16(synth.say("Yes.", speaker="vivian", seed=5, options=OPTIONS))
     assert first.heard() == LONG.strip()  # the end of the second session did not cut it
 
@@ -156,12 +149,12 @@ async def test_two_sessions_of_one_source_take_turns(place, synth):
 async def test_after_an_interruption_no_stale_audio_comes_and_the_model_stops_within_a_frame(place, synth, mode):
     async with Talk(place.service(text_aggregation_mode=mode)) as talk:
         await talk.say(*turn(LONG.replace(".", ",")))  # one sentence
-        await talk.until(lambda: len(talk.of(TTSAudioRawFrame)) == 2)
-        await talk.say(InterruptionFrame(), *turn("Now this."))
-        await talk.until(lambda: len(talk.of(TTSStoppedFrame)) == 1)
-    at = next(i for i, frame in enumerate(talk.down) if isinstance(frame, InterruptionFrame))
-    after = [frame for frame in talk.down[at:] if isinstance(frame, TTSAudioRawFrame)]
-    assert {frame.context_id for frame in after}.isdisjoint({talk.of(TTSStartedFrame)[0].context_id})
+        await talk.until(lambda: len(talk.of(frames.TTSAudioRawFrame)) == 2)
+        await talk.say(frames.InterruptionFrame(), *turn("Now this."))
+        await talk.until(lambda: len(talk.of(frames.TTSStoppedFrame)) == 1)
+    at = next(i for i, frame in enumerate(talk.down) if isinstance(frame, frames.InterruptionFrame))
+    after = [frame for frame in talk.down[at:] if isinstance(frame, frames.TTSAudioRawFrame)]
+    assert {frame.context_id for frame in after}.isdisjoint({talk.of(frames.TTSStartedFrame)[0].context_id})
     assert b"".join(frame.audio for frame in after) == spoken(synth, mode, "Now this.")
     interrupted = place.watched.streams[-2]
     assert await asyncio.to_thread(place.watched.wasted_frames, interrupted) <= 1
@@ -209,8 +202,8 @@ async def test_a_synthesizer_closed_in_mid_speech_is_a_failure_not_an_end(tiny):
     synth = Synthesizer.load(tiny, device="cpu", cpu_threads=1, engine="single")
     tts = MkttsTTSService(source=LocalSource(synth, options=StreamOptions(guard=Guard.off())))
     async with Talk(tts) as talk:
-        await talk.say(TTSSpeakFrame("One two three four five six seven eight nine ten eleven."))
-        await talk.until(lambda: talk.of(TTSAudioRawFrame))
+        await talk.say(frames.TTSSpeakFrame("One two three four five six seven eight nine ten eleven."))
+        await talk.until(lambda: talk.of(frames.TTSAudioRawFrame))
         synth.close()
         await talk.until(lambda: talk.up)
     assert [type(frame) for frame in talk.up] == [SpeechFailedFrame]
@@ -227,7 +220,7 @@ async def test_a_saved_voice_speaks_on_a_base_checkpoint(tiny_base, tmp_path):
         voice.save(tmp_path / "voice.safetensors")
         tts = local_service(synth, Settings(voice=str(tmp_path / "voice.safetensors"), seed=5))
         async with Talk(tts) as talk:
-            await talk.say(TTSSpeakFrame("Hello."))
+            await talk.say(frames.TTSSpeakFrame("Hello."))
         assert audio(talk) == to_pcm16(synth.say("Hello.", voice=voice, seed=5, options=OPTIONS))
 
 

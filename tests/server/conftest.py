@@ -10,8 +10,8 @@ from served import Served, served, until
 
 from mktts.checkpoint import Checkpoint
 from mktts.server.app import make_app
-from mktts.server.limits import Limits
 from mktts.server.service import SpeechService
+from mktts.server.settings import Limits
 from mktts.synth import Synthesizer
 
 

@@ -37,10 +37,6 @@ class FakeStream:
         self._changed = asyncio.Event()
 
     @property
-    def sound(self) -> np.ndarray:
-        return noise(self.seed, self.frames)
-
-    @property
     def idle(self) -> bool:
         """A session has a chunk to give for every piece of text, and the rest at its end."""
         return not self._finished and self._chunks >= self._pieces
@@ -61,7 +57,7 @@ class FakeStream:
         if self._error_at is not None and self._chunks == self._error_at[0]:
             raise self._error_at[1]
         frames = min(4, self.frames - self._made)
-        pcm = self.sound[self._made * SAMPLES_PER_FRAME :][: frames * SAMPLES_PER_FRAME]
+        pcm = noise(self.seed, self.frames)[self._made * SAMPLES_PER_FRAME :][: frames * SAMPLES_PER_FRAME]
         start_s, self._made = self._made * 0.08, self._made + frames
         words: list[WordTime] = []
         if self.settings["options"].word_times:
@@ -94,6 +90,19 @@ class FakeStream:
 def noise(seed: int, frames: int) -> np.ndarray:
     """The sound of a seed, float32; every length is a beginning of the longer ones."""
     return np.random.default_rng(seed).uniform(-0.5, 0.5, frames * SAMPLES_PER_FRAME).astype(np.float32)
+
+
+def word_times(found: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
+    """Of words as the server tells them, to the ms."""
+    return [(word["word"], round(word["start_s"], 3), round(word["end_s"], 3)) for word in found]
+
+
+def noise_words(frames: int, speed: float = 1.0) -> list[tuple[str, float, float]]:
+    """The words of so many frames, in the time of what is played."""
+    starts_s = [0.08 * first for first in range(0, frames, 4)]
+    return [
+        (f"word {n}", round(at_s / speed, 3), round((at_s + 0.08) / speed, 3)) for n, at_s in enumerate(starts_s, 1)
+    ]
 
 
 class FakeSynthesizer:

@@ -5,7 +5,7 @@ from fastapi import WebSocketDisconnect
 
 from mktts.errors import ServerError
 from mktts.server.access import owner_of
-from mktts.server.address import checked_hosts, checked_origins, read_keys
+from mktts.server.settings import checked_hosts, checked_origins, read_keys
 
 KEY, OTHER = "a/key=of-the+tests", "another-key"
 BEARER = {"Authorization": f"Bearer {KEY}"}

@@ -8,18 +8,21 @@ import weakref
 
 import httpx
 import pytest
-from fake_synthesizer import FakeSynthesizer, noise
+from fake_synthesizer import FakeSynthesizer, noise, noise_words, word_times
 from prometheus_client.parser import text_string_to_metric_families
 from served import first_speaker, served
 
 from mktts.audio import to_pcm16
 from mktts.errors import BusyError, CapacityError, OptionsError, PromptError
-from mktts.server.limits import Limits
+from mktts.server.service import KEPT_WORDS
+from mktts.server.settings import Limits
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 
 
 def test_pcm_is_that_of_the_stream_and_the_record_says_how_it_ended(api, tiny):
-    answer = api.tts(seed=3, max_frames=9, speaker=first_speaker(tiny).upper(), trim_lead=True)
+    words = {"nginx": "engine X"}
+    asked = {"seed": 3, "max_frames": 9, "speaker": first_speaker(tiny).upper(), "pronunciations": words}
+    answer = api.tts(**asked, trim_lead=True)
     assert answer.status_code == 200 and answer.content == to_pcm16(noise(3, 9))
     assert answer.headers["Content-Type"].startswith("audio/pcm") and answer.headers["X-Seed"] == "3"
     assert int(answer.headers["X-Sample-Rate-Hz"]) == SAMPLE_RATE_HZ and answer.headers["X-Random-Weights"] == "true"
@@ -27,36 +30,12 @@ def test_pcm_is_that_of_the_stream_and_the_record_says_how_it_ended(api, tiny):
     settings = stream.settings
     assert (stream.text, settings["speaker"], settings["language"]) == ("Hello.", first_speaker(tiny), "auto")
     assert (settings["layout"], settings["instruct"], settings["voice"]) == (None, None, None)
+    assert settings["pronunciations"] == words
     assert settings["options"].trim_lead and settings["sampling"] == api.synth.sampling
     found = api.get(f"/tts/stream/{answer.headers['X-Request-Id']}").json()
     assert (found["state"], found["finish_reason"], found["frames"], found["seed"]) == ("ended", "max_frames", 9, 3)
     assert found["audio_s"] == pytest.approx(9 / FRAME_RATE_HZ) and found["error"] is None
     assert found["first_audio_ms"] >= 0
-
-
-@pytest.mark.parametrize(
-    ("body", "implied"),
-    [
-        ({"greedy": True}, {"predictor_greedy": True}),
-        ({"greedy": True, "predictor_greedy": False}, {}),
-        ({"temperature": 0.3, "top_k": 5, "predictor_top_p": 0.8, "repetition_penalty": 2.5}, {}),
-    ],
-    ids=str,
-)
-def test_sampling_settings_reach_talker_and_predictor(api, body, implied):
-    assert api.tts(**body).status_code == 200
-    assert api.synth.streams[0].settings["sampling"] == api.synth.sampling.with_flat(body | implied)
-
-
-def test_what_is_said_for_words_reaches_every_route(api):
-    words = {"nginx": "engine X"}
-    assert api.tts(pronunciations=words).status_code == api.speech(pronunciations=words).status_code == 200
-    query = {"input": "Hello.", "response_format": "pcm", "pronunciations": json.dumps(words)}
-    assert api.get("/v1/audio/speech", params=query).status_code == 200
-    with api.open_socket() as socket:
-        socket.send_json({"type": "start", "text": "Hello.", "max_frames": 1, "pronunciations": words})
-        assert socket.receive_json()["type"] == "started"
-    assert [stream.settings["pronunciations"] for stream in api.synth.streams] == [words] * 4
 
 
 def test_a_request_that_names_no_length_gets_the_limit(make_api):
@@ -96,24 +75,16 @@ def test_bad_requests_are_refused_in_one_shape_and_open_nothing(api, body, statu
 
 
 @pytest.mark.parametrize("path", ["/tts/stream", "/v1/audio/speech"])
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"\xff", b'{"text": NaN}', b'{"text": "\\ud800"}', b"[" * 60_000, b"9" * 6_000, b"null"],
-    ids=lambda content: repr(content[:20]),
-)
-def test_bodies_that_are_not_json_of_the_right_shape_are_the_callers_mistake(api, path, content):
-    answer = api.post(path, content=content, headers={"Content-Type": "application/json"})
-    error = answer.json()["error"]
-    assert answer.status_code in (400, 422) and error["type"] == "invalid_request_error"
-    assert content != b"{" or ("at character" in error["message"] and error["param"] is None)
-
-
-@pytest.mark.parametrize("path", ["/tts/stream", "/v1/audio/speech"])
-@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
-def test_a_body_that_is_not_said_to_be_json_is_told_the_header(api, kind, path):
-    head = {} if kind is None else {"Content-Type": kind}
-    answer = api.post(path, content=b'{"input": "Hello.", "text": "Hello."}', headers=head)
-    assert answer.status_code == 415 and "Content-Type: application/json" in answer.json()["error"]["message"]
+def test_bodies_that_are_not_json_of_the_right_shape_or_not_said_to_be_json_are_the_callers_mistake(api, path):
+    for content in (b"", b"{", b"\xff", b'{"text": NaN}', b'{"text": "\\ud800"}', b"[" * 60_000, b"9" * 6_000, b"null"):
+        answer = api.post(path, content=content, headers={"Content-Type": "application/json"})
+        error = answer.json()["error"]
+        assert answer.status_code in (400, 422) and error["type"] == "invalid_request_error", content[:20]
+        assert content != b"{" or ("at character" in error["message"] and error["param"] is None)
+    for kind in (None, "text/plain", "multipart/form-data", "application/x-www-form-urlencoded"):
+        head = {} if kind is None else {"Content-Type": kind}
+        answer = api.post(path, content=b'{"input": "Hello.", "text": "Hello."}', headers=head)
+        assert answer.status_code == 415 and "Content-Type: application/json" in answer.json()["error"]["message"]
 
 
 def test_what_the_model_refuses_is_the_callers_mistake(api):
@@ -167,6 +138,14 @@ def test_of_streams_that_are_over_the_records_of_the_last_ones_are_kept_and_noth
     api.synth.streams.clear()
     gc.collect()
     assert not [one for one in over if one() is not None]
+
+
+def test_the_record_has_the_words_of_the_last_streams_only(api):
+    ids = [api.tts(max_frames=40, word_timestamps=True).headers["X-Request-Id"]]
+    assert word_times(api.get(f"/tts/stream/{ids[0]}").json()["words"]) == noise_words(40)
+    ids += [api.tts().headers["X-Request-Id"] for _ in range(KEPT_WORDS)]
+    records = [api.get(f"/tts/stream/{id}").json() for id in ids]
+    assert records[0]["frames"] == 40 and not any(record["words"] for record in records)
 
 
 def test_probes_and_methods(api):

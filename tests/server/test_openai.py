@@ -10,16 +10,15 @@ import openai
 import pytest
 import torch
 from absent import needs
-from fake_synthesizer import FakeSynthesizer, noise
-from served import first_speaker, served
+from fake_synthesizer import noise, noise_words, word_times
+from served import first_speaker
 from sounds import decoded
 
 from mktts.audio import to_pcm16
 from mktts.errors import ServerError
 from mktts.model.voice import Voice
-from mktts.server.limits import Limits
+from mktts.server.audio_response import KeptSounds
 from mktts.server.schemas import DEFAULT
-from mktts.server.served_stream import KeptSounds
 from mktts.server.voices import OPENAI_VOICES, voice_aliases
 from mktts.spec import FRAME_RATE_HZ
 
@@ -103,7 +102,7 @@ def address(**query) -> str:
 @pytest.mark.parametrize(
     "query",
     [
-        {"voice": "alloy", "seed": 1, "max_frames": FRAMES},
+        {"voice": "alloy", "seed": 1, "max_frames": FRAMES, "pronunciations": '{"nginx": "engine X"}'},
         {"input": "5", "language": "English", "temperature": 0, "top_k": -1, "do_sample": "false"},
         {"response_format": "wav", "speed": 2, "sample_rate": 16_000, "stream": "true", "seed": 3},
         {"response_format": "mp3", "instructions": "true", "lang_code": "a", "x": "null", "seed": 3},
@@ -111,7 +110,7 @@ def address(**query) -> str:
     ids=str,
 )
 def test_an_address_speaks_as_the_same_body_does(api, query):
-    words = {"true": True, "false": False, "null": None}
+    words = {"true": True, "false": False, "null": None, '{"nginx": "engine X"}': {"nginx": "engine X"}}
     body = {name: words.get(value, value) if name != "instructions" else value for name, value in query.items()}
     answer, posted = api.get(address(**query)), api.speech(**{"max_frames": None, **body})
     assert answer.status_code == 200 and answer.content == posted.content, answer.text
@@ -119,7 +118,8 @@ def test_an_address_speaks_as_the_same_body_does(api, query):
     for name in ("Content-Type", "X-Mktts-Ignored", "X-Sample-Rate"):
         assert answer.headers.get(name) == posted.headers.get(name)
     first, second = api.synth.streams
-    assert (first.text, first.settings["sampling"]) == (second.text, second.settings["sampling"])
+    assert first.text == second.text
+    assert all(first.settings[name] == second.settings[name] for name in ("sampling", "pronunciations"))
 
 
 def test_what_is_whole_behind_an_address_is_kept_and_given_in_parts(api):
@@ -185,6 +185,18 @@ async def test_events_carry_the_sound_and_end_with_the_usage(api, tiny, format):
     assert done == {"type": "speech.audio.done", "usage": usage}
 
 
+@needs("av")
+@pytest.mark.parametrize("speed", [1.0, 1.6])
+async def test_events_have_the_words_each_once_beside_the_same_sound(api, speed):
+    how = {"response_format": "pcm", "speed": speed, **HOW}
+    plain, timed = [await events(api, word_timestamps=asked, **how) for asked in (False, True)]
+    found = [word for event in timed for word in event.get("words", [])]
+    assert word_times(found) == noise_words(FRAMES, speed) and all(word["estimated"] for word in found)
+    assert [event["type"] for event in timed[-2:]] == ["speech.audio.words", "speech.audio.done"]
+    sound = [[event["audio"] for event in of if "audio" in event] for of in (plain, timed)]
+    assert sound[0] == sound[1] and not any("words" in event for event in plain)
+
+
 async def test_a_failure_after_the_first_event_is_raised_by_openais_client(api):
     api.synth.error_at = (2, RuntimeError("the device is gone"))
     with pytest.raises(openai.APIError, match="the generation failed"):
@@ -225,6 +237,9 @@ def test_keys_that_change_nothing_are_ignored_and_named(api):
     assert answer.content == HELLO
     assert answer.headers["X-Mktts-Ignored"] == "initial_codec_chunk_frames, pitch, user"
     assert "X-Mktts-Ignored" not in api.speech().headers
+    assert api.speech(word_timestamps=True).headers["X-Mktts-Ignored"] == "word_timestamps"
+    assert not api.synth.streams[-1].settings["options"].word_times
+    assert api.speech(word_timestamps=True, strict=True).json()["error"]["param"] == "word_timestamps"
 
 
 async def test_what_clients_send_by_habit_is_spoken_and_refused_by_a_strict_server(api, make_api):
@@ -250,7 +265,7 @@ def test_nulls_are_as_keys_left_out_and_neither_model_nor_voice_is_needed(api):
     assert {**with_nulls, "seed": None, "max_frames": 2} == without
 
 
-# What each project's pages tell its users to send, and what of it is no default.
+# Ours, and what each project's pages tell its users to send, and what of it is no default.
 @pytest.mark.parametrize(
     ("body", "settings"),
     [
@@ -263,14 +278,17 @@ def test_nulls_are_as_keys_left_out_and_neither_model_nor_voice_is_needed(api):
         ({"do_sample": False}, {"greedy": True, "predictor_greedy": True}),
         ({"do_sample": True, "subtalker_dosample": None}, {"greedy": False, "predictor_greedy": False}),
         ({"subtalker_temperature": 0.3, "subtalker_top_k": 7}, {"predictor_temperature": 0.3, "predictor_top_k": 7}),
+        ({"greedy": True, "temperature": None}, {"greedy": True, "predictor_greedy": True}),
+        ({"greedy": True, "predictor_greedy": False}, {"greedy": True, "predictor_greedy": False}),
         ({"task_type": "CustomVoice", "top_k": -1, "instructions": ""}, {"top_k": 0}),
         ({"temperature": 0.9, "top_p": 0.5, "repetition_penalty": 1.1}, {"top_p": 0.5, "repetition_penalty": 1.1}),
+        ({"temperature": 0.3, "predictor_top_p": 0.8}, {"temperature": 0.3, "predictor_top_p": 0.8}),
         ({"model": "kokoro", "speed": 1.0, "lang_code": None, "volume_multiplier": 1.0, "stream": True}, {}),
         ({"voice": "alloy", "model": "gpt-4o-mini-tts", "initial_codec_chunk_frames": 2}, {}),
     ],
     ids=str,
 )
-def test_keys_of_other_servers_mean_the_same_here(api, body, settings):
+def test_sampling_reaches_talker_and_predictor_and_keys_of_other_servers_mean_the_same_here(api, body, settings):
     assert api.speech(**body).status_code == 200
     found = api.synth.streams[0].settings
     flat = {name: value for name, value in settings.items() if name not in found}
@@ -340,24 +358,3 @@ def test_given_aliases_come_first_and_are_checked():
     for given, message in (({"a": "nobody"}, "got 'nobody'"), ({"rms": "slt"}, "there is a voice 'rms'")):
         with pytest.raises(ServerError, match=message):
             voice_aliases(["rms", "slt"], given=given)
-
-
-@needs("pipecat", "openai")
-async def test_pipecats_openai_service_speaks_here_unchanged(tiny):
-    from pipecat.frames.frames import ErrorFrame, TTSAudioRawFrame, TTSSpeakFrame
-    from pipecat.services.openai.tts import OpenAITTSService
-    from pipecat.tests.utils import run_test
-
-    synthesizer = FakeSynthesizer(tiny)
-    with served(synthesizer, Limits(max_duration_s=FRAMES / FRAME_RATE_HZ)) as server:
-        service = OpenAITTSService(
-            api_key="none",
-            base_url=f"{server.url}/v1",
-            sample_rate=24_000,
-            settings=OpenAITTSService.Settings(voice="nova", speed=2.0),
-        )
-        down, up = await run_test(service, frames_to_send=[TTSSpeakFrame("Hello there.")])
-    assert not [frame for frame in (*down, *up) if isinstance(frame, ErrorFrame)]
-    audio = b"".join(frame.audio for frame in down if isinstance(frame, TTSAudioRawFrame))
-    assert len(audio) / 2 / 24_000 == FRAMES / FRAME_RATE_HZ / 2 and any(audio)
-    assert synthesizer.streams[0].settings["speaker"] == server.service.aliases["nova"]

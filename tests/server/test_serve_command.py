@@ -157,8 +157,8 @@ def test_a_gpu_that_serves_many_is_apart_unless_said_otherwise(monkeypatch):
 
 
 def test_without_the_servers_packages_help_is_there_and_serving_names_what_is_missing():
-    code = "from mktts.cli import main, parse\nfrom mktts.server.address import listen, read_keys\n"
-    code += "from mktts.server.limits import Limits\nlisten('localhost', 0, Limits()).close()\n"
+    code = "from mktts.cli import main, parse\nfrom mktts.server.settings import listen, read_keys\n"
+    code += "from mktts.server.settings import Limits\nlisten('localhost', 0, Limits()).close()\n"
     code += "parse(['serve'])\nsys.exit(main(['serve', '--port', '0']))"
     done = python_without(PACKAGES, code)
     assert done.returncode == 2 and done.stderr.count("\n") == 1

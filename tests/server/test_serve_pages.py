@@ -18,7 +18,7 @@ from served import served
 from test_voices import Clones
 
 from mktts.server.app import PAGE
-from mktts.server.limits import Limits
+from mktts.server.settings import Limits
 from mktts.server.voices import VoiceFolder
 from mktts.spec import FRAME_RATE_HZ
 

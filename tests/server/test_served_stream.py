@@ -2,16 +2,16 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from mktts.engine.options import Chunk, Timings
 from mktts.errors import EngineError
-from mktts.server import served_stream
+from mktts.server import service
 from mktts.server.api_errors import ApiError
-from mktts.server.meters import Meters
-from mktts.server.served_stream import KEPT_LEAD_S, MAX_HELD_FRAMES, ServedStream
+from mktts.server.service import KEPT_LEAD_S, MAX_HELD_FRAMES, ServedStream
 from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
 
 FRAME_S = 1 / FRAME_RATE_HZ
@@ -52,16 +52,17 @@ class Source:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Its `now_s` passes where something is waited for."""
     clock = SimpleNamespace(now_s=100.0)
-    monkeypatch.setattr(served_stream, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    monkeypatch.setattr(service, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
     return clock
 
 
 def served_stream_of(source: Source) -> tuple[ServedStream, list[float]]:
     """A stream, and the list of how late its writes were."""
     late: list[float] = []
-    meters = Meters({"model": "a"}, dict, float)
+    meters = MagicMock()
     meters.late_s.inc = late.append
-    return ServedStream("tts_stream", source, 0, meters, lambda chars: None, lambda stream: None), late
+    around = SimpleNamespace(meters=meters, check_chars=lambda chars: None, has_ended=lambda stream: None)
+    return ServedStream(around, "tts_stream", source, 0), late
 
 
 async def written(source: Source, clock: Any) -> tuple[list[tuple[float, int]], list[float], ServedStream]:

@@ -22,7 +22,7 @@ from websockets.sync.client import ClientConnection, connect
 from mktts.audio import to_pcm16
 from mktts.engine import scheduler
 from mktts.engine.options import StreamOptions
-from mktts.server.limits import Limits
+from mktts.server.settings import Limits
 
 LONG = {"text": TEXT, "seed": 1, "max_frames": 120}
 SHORT = {"text": "Hello.", "max_frames": 1}

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_synthesizer import FakeSynthesizer, noise
+from fake_synthesizer import FakeSynthesizer, noise, noise_words, word_times
 from fastapi import WebSocketDisconnect
 from served import first_speaker, served
 
 from mktts.audio import to_pcm16
-from mktts.server.limits import Limits
+from mktts.server.settings import Limits
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -63,6 +63,18 @@ def test_fed_text_gives_the_sessions_samples_with_timings_and_a_finish_reason(ap
     assert [note["start_s"] for note in notes] == pytest.approx([0.0, *ends[:-1]])
     assert all(note["timings"]["ready_ms"] > 0 and note["id"] == started["id"] for note in notes)
     assert api.get(f"/tts/stream/{started['id']}").json()["frames"] == 40
+
+
+def test_words_come_with_chunks_and_all_of_them_at_the_end(api):
+    for asked in (True, False):
+        with api.open_socket() as socket:
+            notes, pcm, finished = say(socket, seed=1, max_frames=40, word_timestamps=asked)
+        assert pcm == to_pcm16(noise(1, 40))
+        if not asked:
+            assert finished["words"] is None and not any("words" in note for note in notes)
+            continue
+        assert word_times(finished["words"]) == noise_words(40)
+        assert [word for note in notes for word in note["words"]] == finished["words"][:-1]  # one waits for the end
 
 
 def test_several_utterances_share_a_connection_and_a_refused_start_drops_what_was_sent_for_it(api):

@@ -15,16 +15,7 @@ from mktts.errors import AgentError
 
 USER_RATE_HZ = 16_000  # of the recordings, and of everything a user says to the agent
 FOLDER = Path(__file__).parent
-TEXTS = (
-    "hello",
-    "what time is it",
-    "tell me a story",
-    "stop please",
-    "go on",
-    "tell me a joke",
-    "how fast are you",
-    "thank you",
-)
+TEXTS = tuple(sorted(path.stem.replace("_", " ") for path in FOLDER.glob("*.wav")))
 
 
 def load(text: str) -> np.ndarray:

@@ -189,7 +189,7 @@ class Server(Subject):
     """A server by its address, ours or another of OpenAI's shape. Raises MetricsError where none answers."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        from mktts.server.address import read_keys
+        from mktts.server.settings import read_keys
 
         url = client.endpoint(arguments.url)
         key = next(iter(read_keys(arguments.api_key_file)), None)
