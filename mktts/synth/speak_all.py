@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mktts.audio import encoded, require_format
-from mktts.batch.settings import BatchSettings
+from mktts.batch import BatchSettings
 from mktts.checkpoint.arguments import add_model_arguments, add_voice_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import checked_int, write_whole

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 import numpy as np
 import torch
 
-from mktts.batch.settings import BatchSettings
+from mktts.batch import BatchSettings
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
 from mktts.common import checked_int
 from mktts.engine.admission import AdmissionLimits, Capacity

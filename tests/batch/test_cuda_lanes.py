@@ -177,7 +177,7 @@ def test_what_cannot_be_begun_or_run_is_named_and_changes_nothing(tiny):
 
 
 def test_copies_of_pages_are_made_as_if_one_after_the_other(tiny):
-    from mktts.batch.cuda.stage import PagedMemory
+    from mktts.batch.cuda.frame import PagedMemory
 
     pages, device, rng = 12, torch.device("cuda"), np.random.default_rng(0)
     memory = PagedMemory(Pages(pages, 4, 128), tiny.config.talker, pages, device, torch.float32)

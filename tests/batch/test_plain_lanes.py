@@ -10,8 +10,8 @@ import torch
 from lane_player import CHOICES, Player, differences, random_segments
 from torch import Tensor
 
-from mktts.batch.plain.lanes import TorchLanes
-from mktts.batch.plain.stack import FoldedStack
+from mktts.batch.folded import FoldedStack
+from mktts.batch.plain import TorchLanes
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.engine.lanes import Made

@@ -4,25 +4,90 @@ Padded lanes and rows work on the slot that is nobody's."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.cuda.block import PENALTY, SETTINGS, BlockLayout
 from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.cuda.kernels import attention, draws, rows
 from mktts.batch.cuda.kernels.launching import launch
+from mktts.batch.cuda.kernels.products import CublasProducts
 from mktts.batch.cuda.memory import ATTENTION_PARTS, Slots, Workspace, space_shapes
-from mktts.batch.cuda.products import CublasProducts
-from mktts.batch.cuda.stage import PagedMemory
-from mktts.engine.pages import PAGE_ROWS
+from mktts.batch.cuda.stage import PENALTY, SETTINGS, BlockLayout, uploaded
+from mktts.engine.pages import NO_OWNER, PAGE_ROWS, Copy, Pages
+from mktts.errors import CapacityError
 from mktts.kernel.grid import power_of_two
 from mktts.kernel.rows import add_norm
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.qwen3 import LayerWeights, Qwen3Stack
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig, StackConfig
+
+
+class PagedMemory:
+    """`memory` (pages, layers, kv heads, 2, 64, D) and `table` (slots + 1, pages a slot) int32, both on the device.
+    Changes of the book and copies wait for `push`, which queues them on the current CUDA stream."""
+
+    def __init__(self, book: Pages, talker: StackConfig, pages: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises CapacityError where the device has no room for `pages`."""
+        shape = (pages, talker.num_hidden_layers, talker.num_key_value_heads, 2, PAGE_ROWS, talker.head_dim)
+        try:
+            self.memory = torch.zeros(shape, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            size = math.prod(shape) * dtype.itemsize
+            raise CapacityError(
+                f"{pages} pages of keys and values take {size / 2**30:.1f} GiB, which are not free: take fewer pages "
+                "(see LaneMemory), or end what else runs on the device"
+            ) from error
+        self.table = torch.full(book.table.shape, NO_OWNER, dtype=torch.int32, device=device)
+        self._book, self._device = book, device
+        self._waves: list[list[Copy]] = []
+        self._written: set[int] = set()  # pages that the last wave writes
+        self._touched: set[int] = set()  # and those that it reads or writes
+
+    @property
+    def positions(self) -> int:
+        """Rows that the table has room for, of one slot."""
+        return self.table.shape[1] * PAGE_ROWS
+
+    def copy(self, copies: Iterable[Copy]) -> None:
+        """Copies of one wave run at the same time, so one that needs another's page waits for the next wave."""
+        for one in copies:
+            if not self._waves or one.source in self._written or one.target in self._touched:
+                self._waves.append([])
+                self._written, self._touched = set(), set()
+            self._waves[-1].append(one)
+            self._written.add(one.target)
+            self._touched |= {one.source, one.target}
+
+    def push(self) -> None:
+        """Queues the copies, then what changed in the table."""
+        for wave in self._waves:
+            _, layers, heads, two, page_rows, width = self.memory.shape
+            launch(
+                rows.copy_rows,
+                (len(wave), layers * heads * two),
+                uploaded(np.array(wave, np.int32), self._device),
+                self.memory,
+                D=width,
+                PAGE=page_rows,
+            )
+        self._waves, self._written, self._touched = [], set(), set()
+        changed = self._book.changes()
+        if len(changed):
+            columns = self.table.shape[1]
+            lines = np.concatenate((changed[:, None].astype(np.int32), self._book.table[changed]), 1)
+            launch(
+                rows.set_table,
+                (len(changed),),
+                uploaded(lines, self._device),
+                self.table,
+                columns,
+                COLUMNS=power_of_two(columns),
+                num_warps=1,
+            )
 
 
 @dataclass(frozen=True)

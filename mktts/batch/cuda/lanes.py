@@ -14,13 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.cuda.block import SETTINGS, BlockLayout, packed
 from mktts.batch.cuda.codec import CudaCodec
-from mktts.batch.cuda.frame import BatchFrame, FrameWeights
+from mktts.batch.cuda.frame import BatchFrame, FrameWeights, PagedMemory
 from mktts.batch.cuda.kernels.launching import compiling
+from mktts.batch.cuda.kernels.products import CublasProducts, FixedOrderProducts
 from mktts.batch.cuda.memory import Slots, Workspace
-from mktts.batch.cuda.products import CublasProducts, FixedOrderProducts
-from mktts.batch.cuda.stage import PagedMemory, Stage, uploaded
+from mktts.batch.cuda.stage import SETTINGS, BlockLayout, Stage, packed, uploaded
 from mktts.codec.decoder import PrimedStates
 from mktts.codec.packed import Precision
 from mktts.common import announced

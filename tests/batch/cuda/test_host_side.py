@@ -9,10 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mktts.batch.cuda.block import PENALTY, BlockLayout, packed
-from mktts.batch.cuda.codec_memory import INPUT_SCALE, RingStates, RowsShape
-from mktts.batch.cuda.loading import cuda_lanes
-from mktts.batch.cuda.memory import LaneMemory, Workspace, space_bytes, space_shapes
+from mktts.batch import BatchSettings
+from mktts.batch.cuda.memory import INPUT_SCALE, LaneMemory, RingStates, RowsShape, Workspace, space_bytes, space_shapes
+from mktts.batch.cuda.stage import PENALTY, BlockLayout, packed
 from mktts.batch.cuda.tiles import (
     _MEASURED,
     MEASURED,
@@ -21,7 +20,6 @@ from mktts.batch.cuda.tiles import (
     product_tile,
     step_depth,
 )
-from mktts.batch.settings import BatchSettings
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.packed import LOW_SCALE, rows_per_frame
@@ -29,6 +27,7 @@ from mktts.engine.scheduler import Piece, Tick
 from mktts.errors import BackendUnavailable, CodecError, EngineError
 from mktts.measure.parity.codec import random_codes
 from mktts.model.sampling import Choice, Sampling
+from mktts.synth.loading import cuda_lanes
 
 CPU = torch.device("cpu")
 SHARED_BYTES = {"H100": 232_448, "A100": 166_912, "RTX 4090": 101_376}  # of one program, CUDA Programming Guide

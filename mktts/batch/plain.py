@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.plain.stack import FoldedStack
+from mktts.batch.folded import FoldedStack
 from mktts.codec.decoder import CodecDecoder, CodecState, PrimedStates
 from mktts.engine.lanes import Made
 from mktts.engine.pages import PAGE_ROWS, Copy, Pages
