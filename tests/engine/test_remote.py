@@ -22,9 +22,8 @@ from mktts.audio import to_pcm16
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.common import python_path
 from mktts.engine.admission import AdmissionLimits
-from mktts.engine.child import sendable
 from mktts.engine.options import Guard, StreamOptions
-from mktts.engine.remote import Call, Wire
+from mktts.engine.remote import Call, Wire, sendable
 from mktts.errors import BackendUnavailable, BusyError, EngineError, OptionsError, PromptError, TextError
 from mktts.model.voice import Voice
 from mktts.synth import Synthesizer
