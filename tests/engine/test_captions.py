@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mktts.engine.options import WordTime
 from mktts.errors import MkttsError
-from mktts.synth.captions import captions
+from mktts.synth.say import captions
 
 Cue = tuple[float, float, str]
 TEXT = "Dr. Smith opened the door. There was nobody, as far as anybody could tell, in the long and dark hall behind it!"
