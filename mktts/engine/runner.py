@@ -74,18 +74,16 @@ class TickPace:
 
     def __init__(self, believed: TickModel, width: int) -> None:
         """believed: what a tick takes, before any was seen. width: lanes of a tick, at most."""
-        self._device = TickFit(believed) if width > 1 else MeanTick(believed)
-        self._steps = TickFit(believed) if width > 1 else None  # one stream's ticks have no pause between them
+        learns = TickFit if width > 1 else MeanTick
+        self._device, self._steps = learns(believed), learns(believed)
         self.model = self.step_model = believed
         self.early_s = _EARLY_S
 
     def observe(self, tick: Tick, made: Made, follows: bool) -> None:
         """A tick was read. follows: it was launched while the one before it ran."""
-        paused_s = made.idle_s if follows else 0.0
-        self.model = self._device.observe(*tick.bucket, tick.context_rows, made.took_s)
-        self.step_model = self.model
-        if self._steps is not None:
-            self.step_model = self._steps.observe(*tick.bucket, tick.context_rows, made.took_s + paused_s)
+        paused_s, size = made.idle_s if follows else 0.0, (*tick.bucket, tick.context_rows)
+        self.model = self._device.observe(*size, made.took_s)
+        self.step_model = self._steps.observe(*size, made.took_s + paused_s)
         if follows:
             self.early_s = min(_RELAX * self.early_s + _GAP_PART * paused_s, _MOST_EARLY_S)
 
