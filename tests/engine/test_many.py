@@ -45,20 +45,6 @@ def test_every_text_draws_a_seed_of_its_own_where_none_is_given(make):
         assert len(set(backend.order)) == 5
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
-def test_no_more_streams_are_open_than_asked_for(make, at_once):
-    open_streams = []
-    with make(FakeBackend(eos_after=3)) as synth:
-
-        def texts():
-            for text in TEXTS:
-                open_streams.append(sum(not job.over for job in list(synth.engine._utterances)))
-                yield text
-
-        assert len(list(synth.say_many(texts(), at_once=at_once))) == len(TEXTS)
-    assert max(open_streams) <= at_once - 1  # one more is opened then
-
-
 @pytest.mark.parametrize("at_once", [1, 2, 100])
 @pytest.mark.parametrize("fails", ["opening", "speaking"])
 def test_an_error_is_raised_in_its_turn_and_the_others_are_cancelled(make, at_once, fails):
@@ -74,17 +60,21 @@ def test_an_error_is_raised_in_its_turn_and_the_others_are_cancelled(make, at_on
 
 
 @pytest.mark.parametrize(("engine", "room"), [("single", 1), ("batch", 16), ("auto", 16)])
-def test_as_many_are_open_as_there_is_room_for_and_a_few_more_where_they_are_asked_for_one_by_one(engine, room):
+@pytest.mark.parametrize("at_once", [None, 3])
+def test_as_many_are_open_as_asked_for_or_as_there_is_room_and_a_few_more_of_those_asked_one_by_one(
+    engine, room, at_once
+):
     with fake_synthesizer(engine=engine, slots=16) as synth:
         taken = []
-        many = synth.say_many((taken.append(text) or text for text in itertools.repeat("Text.")), max_frames=3)
+        texts = (taken.append(text) or text for text in itertools.repeat("Text."))
+        many = synth.say_many(texts, max_frames=3, at_once=at_once)
         next(many)
-        assert len(taken) == room + 1
+        assert len(taken) == (at_once or room) + 1 and open_streams(synth) <= (at_once or room)
         many.close()
         taken.clear()
-        said = synth.say_each(lambda: taken.append(1) or SayRequest("Text.", {"max_frames": 2}))
+        said = synth.say_each(lambda: taken.append(1) or SayRequest("Text.", {"max_frames": 2}), at_once=at_once)
         next(said)
-        assert len(taken) == room + room // 8 + 1
+        assert len(taken) == (at_once or room + room // 8) + 1
         said.close()
 
 
