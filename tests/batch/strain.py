@@ -12,7 +12,7 @@ import torch
 from lane_player import Player, random_segments
 
 from mktts.batch.cuda.codec import CudaCodec
-from mktts.batch.cuda.kernels.launching import compiling
+from mktts.batch.cuda.kernels import compiling
 from mktts.batch.cuda.lanes import CudaLanes
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder, PrimedStates

@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from mktts.batch.cuda.kernels.launching import compiling, launch
+from mktts.batch.cuda.kernels import compiling, launch
 from mktts.batch.cuda.memory import PIECE_VALUES, UNIT, CodecWork, RingStates, Rows, RowsShape
 from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.codec.layers import CONVNEXT_EPS, SnakeBeta

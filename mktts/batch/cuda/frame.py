@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from mktts.batch.cuda.codec import CudaCodec
-from mktts.batch.cuda.kernels import attention, draws, rows
-from mktts.batch.cuda.kernels.launching import launch
+from mktts.batch.cuda.kernels import attention, draws, launch, rows
 from mktts.batch.cuda.kernels.products import CublasProducts
 from mktts.batch.cuda.memory import ATTENTION_PARTS, Slots, Workspace, space_shapes
 from mktts.batch.cuda.stage import PENALTY, SETTINGS, BlockLayout, uploaded

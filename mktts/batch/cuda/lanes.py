@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.cuda.frame import BatchFrame, FrameWeights, PagedMemory
-from mktts.batch.cuda.kernels.launching import compiling
+from mktts.batch.cuda.kernels import compiling
 from mktts.batch.cuda.kernels.products import CublasProducts, FixedOrderProducts
 from mktts.batch.cuda.memory import Slots, Workspace
 from mktts.batch.cuda.stage import SETTINGS, BlockLayout, Stage, packed, uploaded

@@ -197,7 +197,7 @@ class FrameInside:
     before."""
 
     def __init__(self, lanes: CudaLanes) -> None:
-        from mktts.batch.cuda.kernels.launching import compiling
+        from mktts.batch.cuda.kernels import compiling
         from mktts.batch.cuda.lanes import _THREADS
 
         self._logits: list[Tensor] = [torch.empty(0)] * NUM_CODEBOOKS  # (lanes, vocabulary) each
