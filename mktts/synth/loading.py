@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
 
 from mktts.batch import BatchSettings
 from mktts.checkpoint import Checkpoint
-from mktts.codec.decoder import CodecDecoder, PrimedStates
+from mktts.codec.decoder import CodecDecoder
 from mktts.codec.graphs import codec_for
 from mktts.common import checked_int, one_of
 from mktts.engine.admission import Admission
 from mktts.engine.capacity import machine_key
 from mktts.engine.engine import Engine
-from mktts.engine.lanes import Lanes, SingleLanes
+from mktts.engine.lanes import SingleLanes
 from mktts.engine.runner import Runner
-from mktts.engine.scheduler import TickSettings
-from mktts.errors import BackendUnavailable, CapacityError, OptionsError
+from mktts.errors import BackendUnavailable, OptionsError
 from mktts.model.backend import Backend, default_dtype, device_named
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import PromptBuilder, SpokenRows
@@ -31,9 +28,6 @@ BackendName = Literal["auto", "torch", "megakernel", "upstream"]
 EngineChoice = Literal["auto", "single", "batch"]
 _WIDE = 512  # hidden size from which a matrix-vector product gains from a second thread
 _CPU_STREAMS, _CPU_BYTES = 32, 2 << 30
-_CUDA_STREAMS = 2_048
-_CUDA_PART = 0.8  # of what is free: graphs, the working memory of prompts and whatever else runs need some
-_STATES_PART = 0.25  # of that, at most, for what every stream has whether it speaks or not
 
 
 @dataclass
@@ -157,6 +151,13 @@ def batch_runner(checkpoint: Checkpoint, wanted: Loading, single: Runner | None,
     shared: SingleLanes | None = None if single is None else single.lanes
     cuda = wanted.device.type == "cuda"
     if cuda:
+        try:
+            from mktts.batch.cuda.lanes import cuda_lanes
+        except ModuleNotFoundError:
+            raise BackendUnavailable(
+                "engine='batch' needs triton on a CUDA device, which comes with torch's CUDA builds: install one of "
+                "those, or take engine='single'"
+            ) from None
         embeddings = None if shared is None else shared.backend.embeddings
         lanes = cuda_lanes(checkpoint, wanted.device, wanted.dtype, settings, wanted.deterministic, embeddings)
     else:
@@ -179,68 +180,3 @@ def batch_runner(checkpoint: Checkpoint, wanted: Loading, single: Runner | None,
         embedded = {**tensors, **lanes.embeddings}
         prompts = PromptBuilder(config, embedded, checkpoint.tokenizer(), wanted.device, wanted.dtype)
     return Runner(lanes, prompts, admission, partial(prompts.of_checked, spoken=SpokenRows(prompts)) if cuda else None)
-
-
-def cuda_lanes(
-    checkpoint: Checkpoint,
-    device: torch.device,
-    dtype: torch.dtype,
-    settings: BatchSettings,
-    deterministic: bool | None = None,
-    embeddings: Mapping[str, Tensor] | None = None,
-) -> Lanes:
-    """Lanes whose graphs are recorded. embeddings: the codebooks' tables by Hub name, where the device has them. Raises
-    BackendUnavailable where triton is missing, CapacityError where the memory does not hold one stream."""
-    try:
-        from mktts.batch.cuda.codec import CudaCodec
-        from mktts.batch.cuda.lanes import CudaLanes
-        from mktts.batch.cuda.memory import LaneMemory
-    except ModuleNotFoundError:
-        raise BackendUnavailable(
-            "engine='batch' needs triton on a CUDA device, which comes with torch's CUDA builds: install one of those, "
-            "or take engine='single'"
-        ) from None
-    config = checkpoint.config
-    plain = partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors(), device)
-    decoder: CodecDecoder | None = plain()
-    # A slot holds a state of the decoder, in fp16 with the fast precision, and one more place of keys and values.
-    state_bytes = int(1.02 * decoder.start().bytes) // (1 if settings.codec == "full" else 2)
-    each = LaneMemory.of(config, dtype, settings.positions, state_bytes)
-    free = int(_CUDA_PART * torch.cuda.mem_get_info(device)[0]) - each.tick - _weight_bytes(checkpoint, dtype)
-    slots = settings.max_streams or max(1, min(_CUDA_STREAMS, int(_STATES_PART * free / each.slot)))
-    left = free - each.slot * (slots + 1) if settings.memory_bytes is None else settings.memory_bytes
-    pages = left // each.page
-    if pages < 2:
-        raise CapacityError(
-            f"the batch engine needs {each.bytes(slots, 2) >> 20} MiB for {slots} streams and one page of keys and "
-            f"values, {max(free, 0) >> 20} MiB can be had: lower BatchSettings(max_streams=...), or free the device"
-        )
-    codec = CudaCodec(lambda: decoder, slots + 1, settings.codec)
-    decoder = None
-    lanes = CudaLanes(
-        config,
-        {**checkpoint.tensors(), **(embeddings or {})},
-        device,
-        dtype,
-        slots=slots,
-        positions=min(settings.positions, config.talker.max_position_embeddings),
-        pages=int(pages),
-        codec=codec,
-        primed=lambda: PrimedStates(plain()),
-        settings=TickSettings.h200(slots),
-        deterministic=deterministic is not False,
-    )
-    lanes.prepare()
-    logging.getLogger(__name__).info(
-        "batch engine: %d streams, %d pages of 64 positions (%.1f GiB), codec in %s precision",
-        slots, pages, pages * each.page / 2**30, settings.codec,
-    )  # fmt: skip
-    return lanes
-
-
-def _weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Of talker and predictor. The text table stays in its file; its rows as prompts have them are one of ours."""
-    tensors = checkpoint.tensors()
-    names = (name for name in tensors if name.startswith("talker.") and "text_embedding" not in name)
-    texts = len(tensors["talker.model.text_embedding.weight"]) * checkpoint.config.talker.hidden_size
-    return (sum(tensors[name].numel() for name in names) + texts) * dtype.itemsize

@@ -2,6 +2,7 @@
 by slot, and tiles of products."""
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,11 +24,12 @@ from mktts.batch.cuda.tiles import (
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.packed import LOW_SCALE, rows_per_frame
+from mktts.engine.admission import Admission
 from mktts.engine.scheduler import Piece, Tick
 from mktts.errors import BackendUnavailable, CodecError, EngineError
 from mktts.measure.parity.codec import random_codes
 from mktts.model.sampling import Choice, Sampling
-from mktts.synth.loading import cuda_lanes
+from mktts.synth.loading import batch_runner
 
 CPU = torch.device("cpu")
 SHARED_BYTES = {"H100": 232_448, "A100": 166_912, "RTX 4090": 101_376}  # of one program, CUDA Programming Guide
@@ -215,4 +217,4 @@ def test_parts_are_whole_blocks_and_no_others_are_split(kind, columns, depth, it
 def test_where_triton_is_missing_it_is_named(tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "mktts.batch.cuda.lanes", None)  # importing it then fails, as without triton
     with pytest.raises(BackendUnavailable, match="engine='batch' needs triton"):
-        cuda_lanes(tiny, torch.device("cuda"), torch.bfloat16, BatchSettings())
+        batch_runner(tiny, SimpleNamespace(device=torch.device("cuda"), batch=BatchSettings()), None, Admission())
