@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 from mktts.batch import BatchSettings
 from mktts.batch.cuda.memory import INPUT_SCALE, LaneMemory, RingStates, RowsShape, Workspace, space_bytes, space_shapes
 from mktts.batch.cuda.stage import PENALTY, BlockLayout, packed
-from mktts.batch.cuda.tiles import (
-    _MEASURED,
-    MEASURED,
-    Kind,
-    plan_of,
-    product_tile,
-    step_depth,
-)
+from mktts.batch.cuda.tiles import _MEASURED, MEASURED, Kind, plan_of, product_tile, step_depth
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.packed import LOW_SCALE, rows_per_frame
