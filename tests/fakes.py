@@ -18,7 +18,7 @@ from torch import Tensor
 from mktts.codec.decoder import PendingPcm, PrimedStates
 from mktts.engine.admission import Admission, AdmissionLimits
 from mktts.engine.engine import Engine
-from mktts.engine.lanes import Copy, Made, SingleLanes
+from mktts.engine.lanes import Made, SingleLanes
 from mktts.engine.options import SCHEDULE, Guard, StreamOptions
 from mktts.engine.pages import NO_OWNER, Pages
 from mktts.engine.runner import Runner
@@ -305,14 +305,9 @@ class FakeLanes:
         if voice.codes is not None:
             self._primed.forget(voice.codes)
 
-    def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
+    def begin(self, slot: int, segment: Segment) -> None:
         here = _Segment(segment.prompt.embeds, segment.sampling, segment.seed)
         self._do(partial(self.segments.__setitem__, slot, here))
-        self.copy(copies)
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        for source, target, rows in copies:
-            self._do(partial(self._copy, source, target, rows))
 
     def leave(self, slot: int) -> None:
         self._do(partial(self.codecs.pop, slot, None))
@@ -323,7 +318,9 @@ class FakeLanes:
         assert not tick.empty and len(tick.lanes) <= self.settings.max_lanes
         assert [row is None for row in rows] == [i < tick.new_lanes for i in range(len(tick.lanes))]
         assert len(set(tick.lanes.tolist())) == len(tick.lanes)
-        changed = self.pages.changes()
+        copies, changed = self.pages.changes()
+        for copy in copies:
+            self._do(partial(self._copy, *copy))
         self._do(partial(self._table.__setitem__, changed, self.pages.table[changed]))
         made = Made(
             np.zeros((len(rows), NUM_CODEBOOKS), np.int64),

@@ -17,7 +17,7 @@ from torch import Tensor
 from mktts.batch.folded import FoldedStack
 from mktts.codec.decoder import CodecDecoder, CodecState, PrimedStates
 from mktts.engine.lanes import Made
-from mktts.engine.pages import PAGE_ROWS, Copy, Pages
+from mktts.engine.pages import PAGE_ROWS, Pages
 from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
 from mktts.errors import CodecError
@@ -172,16 +172,13 @@ class TorchLanes:
         if voice.codes is not None:
             self._primed.forget(voice.codes)
 
-    def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
+    def begin(self, slot: int, segment: Segment) -> None:
         """See Lanes. Waits for the talker of a tick that runs: the next one needs it, and is planned at its end."""
         prompt = segment.prompt.embeds
         if not prompt.isfinite().all():
             raise no_number()
         stream = self._backend.open(prompt, segment.sampling, segment.seed)
         self._talking.do(self._streams.__setitem__, slot, stream).result()
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """See Lanes."""
 
     def leave(self, slot: int) -> None:
         self._talking.do(self._streams.pop, slot, None)

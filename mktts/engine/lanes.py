@@ -18,7 +18,7 @@ from torch import Tensor
 from mktts.codec.decoder import CodecDecoder, CodecState, PendingPcm, PrimedStates
 from mktts.codec.graphs import GraphedCodec
 from mktts.codec.packed import Precision
-from mktts.engine.pages import Copy, Pages
+from mktts.engine.pages import Pages
 from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
 from mktts.model.backend import Backend, Frame
@@ -65,13 +65,9 @@ class Lanes(Protocol):
     def forget(self, voice: Voice) -> None:
         """Nothing of the voice is kept for streams to come."""
 
-    def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
+    def begin(self, slot: int, segment: Segment) -> None:
         """A segment of the stream in `slot`: the talker starts anew behind its prompt's rows, which enter by the pieces
-        of the ticks that follow; the codec goes on. copies: of pages, to be made before the next tick. Raises
-        PromptError, SamplingError."""
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """Copies rows of pages behind what was launched and before what will be."""
+        of the ticks that follow; the codec goes on. Raises PromptError, SamplingError."""
 
     def leave(self, slot: int) -> None:
         """The stream is over, or `enter` has raised; a tick that still runs may have a lane of it."""
@@ -97,9 +93,6 @@ class OneLane:
     slots = SLOTS
     settings = TickSettings.one()
     model = TickModel(constant_s=1e-3, lane_s=0.0, row_s=0.0, attention_s=0.0)
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """There are no shared pages."""
 
     def collect(self, launched: Made) -> Made:
         return launched
@@ -145,7 +138,7 @@ class SingleLanes(OneLane):
         if voice.codes is not None:
             self.primed.forget(voice.codes)
 
-    def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
+    def begin(self, slot: int, segment: Segment) -> None:
         """The backend starts it with the tick of its first frame."""
         self._slots[slot].segment = segment
 

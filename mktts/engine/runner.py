@@ -333,12 +333,12 @@ class Runner:
             self._begin_anew(slot, stream, now_s)
             if not stream.open:
                 return
-        prompt, kept, copies = segment.prompt, 0, ()
+        prompt, kept = segment.prompt, 0
         rows = len(prompt.embeds)
         if self._pages is not None:
-            kept, copies = self._pages.open(slot, rows + segment.max_frames, kept_under(prompt))
+            kept = self._pages.open(slot, rows + segment.max_frames, kept_under(prompt))
         self._begun.add(slot)
-        self.lanes.begin(slot, segment, copies)
+        self.lanes.begin(slot, segment)
         self._table.prompt(slot, rows - kept, kept)
         self._table.text(slot, True, now_s)
 
@@ -555,7 +555,7 @@ class Runner:
                 continue
             prompt = segment.prompt
             if (key := kept_under(prompt)) is not None and not self._pages.find(key):
-                self.lanes.copy(self._pages.keep(slot, key, prompt.prefix_rows) or ())
+                self._pages.keep(slot, key, prompt.prefix_rows)
 
 
 def kept_under(prompt: Any) -> Hashable | None:

@@ -28,7 +28,6 @@ from mktts.codec.decoder import PendingPcm
 from mktts.common import checked_int
 from mktts.engine.lanes import Made, OneLane
 from mktts.engine.options import FinishReason, GuardState
-from mktts.engine.pages import Copy
 from mktts.engine.scheduler import Tick
 from mktts.engine.stream import Segment
 from mktts.errors import BackendUnavailable, CapacityError, MkttsError, PromptError
@@ -316,7 +315,7 @@ class UpstreamLanes(OneLane):
     def forget(self, voice: Voice) -> None:
         """Nothing is kept here."""
 
-    def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
+    def begin(self, slot: int, segment: Segment) -> None:
         self._segments[slot] = segment
 
     def leave(self, slot: int) -> None:

@@ -129,9 +129,9 @@ class Player(RandomTicks):
         state = self._open[slot]
         state.index = state.left.popleft()
         segment = self._streams[state.index]
-        state.entered, copies = self.lanes.pages.open(slot, segment.positions, segment.key)
+        state.entered = self.lanes.pages.open(slot, segment.positions, segment.key)
         self.kept += state.entered > 0
-        self.lanes.begin(slot, Segment.of_rows(segment.embeds, segment.sampling, segment.seed), copies)
+        self.lanes.begin(slot, Segment.of_rows(segment.embeds, segment.sampling, segment.seed))
         state.launched, state.made, state.serial = 0, [], state.serial + 1
         self.made[state.stream].append(state.made)
 
@@ -155,7 +155,7 @@ class Player(RandomTicks):
         for slot, state in zip(slots[: tick.new_lanes], states, strict=False):
             segment = self._streams[state.index]
             if segment.key is not None:
-                self.lanes.copy(self.lanes.pages.keep(slot, segment.key, segment.prefix) or ())
+                self.lanes.pages.keep(slot, segment.key, segment.prefix)
         self._flying.append((launched, [(slot, self._open[slot], self._open[slot].serial) for slot in slots]))
 
     def _collect(self) -> None:

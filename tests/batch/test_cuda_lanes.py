@@ -180,13 +180,14 @@ def test_copies_of_pages_are_made_as_if_one_after_the_other(tiny):
     from mktts.batch.cuda.frame import PagedMemory
 
     pages, device, rng = 12, torch.device("cuda"), np.random.default_rng(0)
-    memory = PagedMemory(Pages(pages, 4, 128), tiny.config.talker, pages, device, torch.float32)
+    book = Pages(pages, 4, 128)
+    memory = PagedMemory(book, tiny.config.talker, pages, device, torch.float32)
     memory.memory.normal_()
     expected = memory.memory.cpu()
     for _ in range(5):
         for source, target, rows in zip(*rng.integers(0, pages, (2, 9)), rng.integers(1, 65, 9), strict=True):
             if source != target:
-                memory.copy([Copy(int(source), int(target), int(rows))])
+                book._copies.append(Copy(int(source), int(target), int(rows)))
                 expected[target, ..., :rows, :] = expected[source, ..., :rows, :]
         memory.push()
     assert torch.equal(memory.memory.cpu(), expected)

@@ -27,7 +27,7 @@ from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConf
 
 class PagedMemory:
     """`memory` (pages, layers, kv heads, 2, 64, D) and `table` (slots + 1, pages a slot) int32, both on the device.
-    Changes of the book and copies wait for `push`, which queues them on the current CUDA stream."""
+    Changes of the book wait for `push`, which queues them on the current CUDA stream."""
 
     def __init__(self, book: Pages, talker: StackConfig, pages: int, device: torch.device, dtype: torch.dtype) -> None:
         """Raises CapacityError where the device has no room for `pages`."""
@@ -42,28 +42,16 @@ class PagedMemory:
             ) from error
         self.table = torch.full(book.table.shape, NO_OWNER, dtype=torch.int32, device=device)
         self._book, self._device = book, device
-        self._waves: list[list[Copy]] = []
-        self._written: set[int] = set()  # pages that the last wave writes
-        self._touched: set[int] = set()  # and those that it reads or writes
 
     @property
     def positions(self) -> int:
         """Rows that the table has room for, of one slot."""
         return self.table.shape[1] * PAGE_ROWS
 
-    def copy(self, copies: Iterable[Copy]) -> None:
-        """Copies of one wave run at the same time, so one that needs another's page waits for the next wave."""
-        for one in copies:
-            if not self._waves or one.source in self._written or one.target in self._touched:
-                self._waves.append([])
-                self._written, self._touched = set(), set()
-            self._waves[-1].append(one)
-            self._written.add(one.target)
-            self._touched |= {one.source, one.target}
-
     def push(self) -> None:
         """Queues the copies, then what changed in the table."""
-        for wave in self._waves:
+        copies, changed = self._book.changes()
+        for wave in _waves(copies):
             _, layers, heads, two, page_rows, width = self.memory.shape
             launch(
                 rows.copy_rows,
@@ -73,8 +61,6 @@ class PagedMemory:
                 D=width,
                 PAGE=page_rows,
             )
-        self._waves, self._written, self._touched = [], set(), set()
-        changed = self._book.changes()
         if len(changed):
             columns = self.table.shape[1]
             lines = np.concatenate((changed[:, None].astype(np.int32), self._book.table[changed]), 1)
@@ -87,6 +73,21 @@ class PagedMemory:
                 COLUMNS=power_of_two(columns),
                 num_warps=1,
             )
+
+
+def _waves(copies: Iterable[Copy]) -> list[list[Copy]]:
+    """Copies of one wave run at the same time, so one that needs another's page waits for the next wave."""
+    waves: list[list[Copy]] = []
+    written: set[int] = set()  # pages that the last wave writes
+    touched: set[int] = set()  # and those that it reads or writes
+    for one in copies:
+        if not waves or one.source in written or one.target in touched:
+            waves.append([])
+            written, touched = set(), set()
+        waves[-1].append(one)
+        written.add(one.target)
+        touched |= {one.source, one.target}
+    return waves
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from mktts.codec.decoder import CodecDecoder, PrimedStates
 from mktts.codec.packed import Precision
 from mktts.common import announced
 from mktts.engine.lanes import Made
-from mktts.engine.pages import Copy, Pages
+from mktts.engine.pages import Pages
 from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
 from mktts.errors import CapacityError, EngineError, PromptError
@@ -183,7 +183,7 @@ class CudaLanes:
         if self._primed is not None and voice.codes is not None:
             self._primed.forget(voice.codes)
 
-    def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
+    def begin(self, slot: int, segment: Segment) -> None:
         """See `Lanes.begin`. Raises PromptError for a prompt of another shape, or longer than a stream may be."""
         prompt, sampling = segment.prompt.embeds, segment.sampling
         width, most = self.config.talker.hidden_size, self._memory.positions
@@ -193,10 +193,6 @@ class CudaLanes:
         if isinstance(prompt, Tensor):
             prompt = AddressedRows.of(prompt.to(self.device, self.dtype).contiguous())
         self._prompts[slot] = prompt
-        self._memory.copy(copies)
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        self._memory.copy(copies)
 
     def leave(self, slot: int) -> None:
         self._prompts.pop(slot, None)

@@ -84,10 +84,10 @@ class RandomTicks:
 
     def _enter(self, index: int) -> None:
         stream, slot = self._streams[index], self._free.pop()
-        kept_rows, copies = self._lanes.pages.open(slot, stream.positions, stream.key)
+        kept_rows = self._lanes.pages.open(slot, stream.positions, stream.key)
         self.kept += kept_rows > 0
         self._lanes.enter(slot, None)
-        self._lanes.begin(slot, Segment.of_rows(stream.embeds, stream.sampling, stream.seed), copies)
+        self._lanes.begin(slot, Segment.of_rows(stream.embeds, stream.sampling, stream.seed))
         self._open[slot] = _Playing(index, stream, kept_rows)
 
     def _tick(self) -> Tick:
@@ -123,7 +123,7 @@ class RandomTicks:
             self._open[piece.slot].entered += piece.rows
         for slot, one in zip(slots[: tick.new_lanes], lanes, strict=False):
             if one.stream.key is not None:
-                self._lanes.copy(self._lanes.pages.keep(slot, one.stream.key, one.stream.prefix) or ())
+                self._lanes.pages.keep(slot, one.stream.key, one.stream.prefix)
         made = self._lanes.collect(launched)
         for lane, (one, codes, ended) in enumerate(zip(lanes, made.codes, made.ended, strict=True)):
             one.ended = bool(ended or codes[0] < 0)
