@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.cuda.kernels import attention, draws, launch, rows
 from mktts.batch.cuda.kernels.products import CublasProducts
-from mktts.batch.cuda.memory import ATTENTION_PARTS, Slots, Workspace, space_shapes
+from mktts.batch.cuda.memory import ATTENTION_PARTS, Slots
 from mktts.batch.cuda.stage import PENALTY, SETTINGS, BlockLayout, uploaded
 from mktts.engine.pages import NO_OWNER, PAGE_ROWS, Copy, Pages
 from mktts.errors import CapacityError
@@ -161,9 +162,15 @@ _PREDICTED_HEADS = 2
 _OLD_POSITIONS = 4  # the predictor's attention is compiled for multiples of so many
 
 
+def attention_programs(config: ModelConfig, lanes: int) -> int:
+    """That attend for one row and key-value head, in a bucket of so many lanes."""
+    return ATTENTION_PARTS if lanes * config.talker.num_key_value_heads < _BUSY_PROGRAMS else 1
+
+
 class BatchFrame:
     """`run` makes one frame of a bucket for the lanes that stand in `block` (words,) int64 on the device, and takes the
-    prompt rows in it along. space: where it works, and what it made: `made` and `pcm`, until the next tick."""
+    prompt rows in it along. space: where it works, of `memory.space_shapes`, and what it made: `made` and `pcm`, until
+    the next tick."""
 
     def __init__(
         self,
@@ -173,22 +180,18 @@ class BatchFrame:
         pages: PagedMemory,
         layout: BlockLayout,
         block: Tensor,
-        workspace: Workspace,
+        space: SimpleNamespace,
         products: CublasProducts,
         codec: CudaCodec | None = None,
     ) -> None:
         self._weights, self._slots, self._pages, self._codec = weights, slots, pages, codec
         self._products = products
         self.lane_count, self.prompt_rows = layout.lanes, layout.prompt_rows
-        self._numbers, self._workspace = layout.parts(block), workspace
-        self._programs = ATTENTION_PARTS if self.lane_count * config.talker.num_key_value_heads < _BUSY_PROGRAMS else 1
-        dtype = weights.talker.norm.dtype
-        self._shapes = space_shapes(config, dtype, self.lane_count, self.prompt_rows, self._programs)
-        workspace.reserve(self._shapes)
+        self._numbers, self.space = layout.parts(block), space
+        self._programs = attention_programs(config, self.lane_count)
 
     def run(self) -> None:
         """Queues kernels only: nothing waits for the device."""
-        self.space = self._workspace.views(self._shapes)
         self._talk()
         self._predict()
         if self._codec is not None:

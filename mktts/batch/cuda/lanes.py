@@ -18,10 +18,10 @@ from torch import Tensor
 
 from mktts.batch import BatchSettings
 from mktts.batch.cuda.codec import CudaCodec
-from mktts.batch.cuda.frame import BatchFrame, FrameWeights, PagedMemory
+from mktts.batch.cuda.frame import BatchFrame, FrameWeights, PagedMemory, attention_programs
 from mktts.batch.cuda.kernels import compiling
 from mktts.batch.cuda.kernels.products import CublasProducts, FixedOrderProducts
-from mktts.batch.cuda.memory import LaneMemory, Slots, Workspace
+from mktts.batch.cuda.memory import LaneMemory, Slots, shared_spaces, space_shapes
 from mktts.batch.cuda.stage import SETTINGS, BlockLayout, Stage, packed, uploaded
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder, PrimedStates
@@ -101,18 +101,22 @@ class CudaLanes:
         self.embeddings = dict(zip(CODE_EMBEDDINGS, weights.embeddings, strict=True))
         self._codec, self._make_primed = codec, primed
         self._primed: PrimedStates | None = None
-        state, workspace = Slots.make(config, slots + 1, device), Workspace(device)
+        state = Slots.make(config, slots + 1, device)
         products = FixedOrderProducts(device) if deterministic else CublasProducts()
         layouts = [BlockLayout(*size) for size in self.settings.buckets]
         words, most = max(layout.words for layout in layouts), max(layout.lanes for layout in layouts)
         self._block = torch.zeros(words, dtype=torch.int64, device=device)
+        shapes = [
+            space_shapes(config, dtype, of.lanes, of.prompt_rows, attention_programs(config, of.lanes))
+            for of in layouts
+        ]
         self._buckets = {
             (layout.lanes, layout.prompt_rows): _Bucket(
                 layout,
-                BatchFrame(config, weights, state, self._memory, layout, self._block, workspace, products, codec),
+                BatchFrame(config, weights, state, self._memory, layout, self._block, space, products, codec),
                 layout.padded(state.nobody),
             )
-            for layout in layouts
+            for layout, space in zip(layouts, shared_spaces(shapes, device), strict=True)
         }
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle() if graphs else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from mktts.codec.decoder import CodecState, StateLayout
 from mktts.codec.packed import LOW_SCALE
 from mktts.engine.pages import PAGE_ROWS
-from mktts.errors import CodecError, EngineError
+from mktts.errors import CodecError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig, StackConfig
 
 
@@ -92,32 +92,18 @@ def space_bytes(shapes: Shapes) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
 
 
-class Workspace:
-    """Memory by name. Every bucket names its shapes first; then all get views of the same memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._sizes: dict[str, int] = {}
-        self._memory: dict[str, Tensor] = {}
-
-    def reserve(self, shapes: Shapes) -> None:
-        """A bucket will need this. Raises EngineError once memory was taken."""
-        if self._memory:
-            raise EngineError("the memory of ticks is laid out already: make every bucket before the first one runs")
+def shared_spaces(of_buckets: Sequence[Shapes], device: torch.device) -> list[SimpleNamespace]:
+    """What each bucket works in: views of one memory, as large as the largest needs. It is zeros at first."""
+    sizes: dict[str, int] = {}
+    for shapes in of_buckets:
         for name, (shape, dtype) in shapes.items():
-            self._sizes[name] = max(self._sizes.get(name, 0), math.prod(shape) * dtype.itemsize)
+            sizes[name] = max(sizes.get(name, 0), math.prod(shape) * dtype.itemsize)
+    memory = {name: torch.zeros(size, dtype=torch.uint8, device=device) for name, size in sizes.items()}
 
-    def views(self, shapes: Shapes) -> SimpleNamespace:
-        """The memory in a bucket's shapes, which were reserved; it is zeros at first."""
-        if not self._memory:
-            self._memory = {
-                name: torch.zeros(size, dtype=torch.uint8, device=self._device) for name, size in self._sizes.items()
-            }
+    def view(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return memory[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-        def view(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return self._memory[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-        return SimpleNamespace(**{name: view(name, *of) for name, of in shapes.items()})
+    return [SimpleNamespace(**{name: view(name, *of) for name, of in shapes.items()}) for shapes in of_buckets]
 
 
 @dataclass(frozen=True)
