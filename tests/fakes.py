@@ -297,15 +297,14 @@ class FakeLanes:
         self._launched: deque[_Launched] = deque()
         self._queue: deque[tuple[_Launched | None, Callable[[], None]]] = deque()
 
-    def enter(self, slot: int, reference: Tensor | None) -> None:
-        assert 0 <= slot < self.slots
-        self._do(partial(self._enter, slot, reference))
-
     def forget(self, voice: Voice) -> None:
         if voice.codes is not None:
             self._primed.forget(voice.codes)
 
-    def begin(self, slot: int, segment: Segment) -> None:
+    def begin(self, slot: int, segment: Segment, anew: bool = True) -> None:
+        assert 0 <= slot < self.slots
+        if anew:
+            self._do(partial(self._enter, slot, segment.reference))
         here = _Segment(segment.prompt.embeds, segment.sampling, segment.seed)
         self._do(partial(self.segments.__setitem__, slot, here))
 
@@ -366,7 +365,6 @@ class FakeLanes:
                 of.error = error
 
     def _enter(self, slot: int, reference: Tensor | None) -> None:
-        assert slot not in self.codecs
         self.codecs[slot] = self.codec.start() if reference is None else self._primed.of(reference).copy()
 
     def _copy(self, source: int, target: int, rows: int) -> None:

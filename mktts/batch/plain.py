@@ -164,19 +164,18 @@ class TorchLanes:
         self.pages = Pages(int(pages) + 1, slots, positions, max_kept=0)
         self.positions = self.pages.rows_per_slot
 
-    def enter(self, slot: int, reference: Tensor | None) -> None:
-        primed = None if reference is None else self._primed.of(reference)
-        self._entered.append(self._talking.do(self._decoding.do, self._codec.enter, slot, primed))
-
     def forget(self, voice: Voice) -> None:
         if voice.codes is not None:
             self._primed.forget(voice.codes)
 
-    def begin(self, slot: int, segment: Segment) -> None:
+    def begin(self, slot: int, segment: Segment, anew: bool = True) -> None:
         """See Lanes. Waits for the talker of a tick that runs: the next one needs it, and is planned at its end."""
         prompt = segment.prompt.embeds
         if not prompt.isfinite().all():
             raise no_number()
+        if anew:
+            primed = None if segment.reference is None else self._primed.of(segment.reference)
+            self._entered.append(self._talking.do(self._decoding.do, self._codec.enter, slot, primed))
         stream = self._backend.open(prompt, segment.sampling, segment.seed)
         self._talking.do(self._streams.__setitem__, slot, stream).result()
 

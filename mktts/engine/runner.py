@@ -315,7 +315,6 @@ class Runner:
             stream.on_close = partial(self._leave, slot)
             self._table.enter(slot, arrival.arrived_s, stream.paced)
             try:
-                self.lanes.enter(slot, stream.segment.reference)
                 if self.lanes.submit is not None:
                     stream.submit = partial(self.lanes.submit, slot)
                 self._begin(slot, now_s)
@@ -329,8 +328,10 @@ class Runner:
         """The segment of the stream in `slot` gets its memory, and its prompt waits to enter."""
         stream = self._streams[slot]
         segment: Segment = stream.segment
-        if stream.begins_anew:
-            self._begin_anew(slot, stream, now_s)
+        anew = stream.begins_anew or not stream.segment_number
+        if stream.begins_anew:  # the listener gets all that was said before the segment, and the pause
+            stream.begins_anew = False
+            self._flush(slot, stream, now_s)
             if not stream.open:
                 return
         prompt, kept = segment.prompt, 0
@@ -338,17 +339,9 @@ class Runner:
         if self._pages is not None:
             kept = self._pages.open(slot, rows + segment.max_frames, kept_under(prompt))
         self._begun.add(slot)
-        self.lanes.begin(slot, segment)
+        self.lanes.begin(slot, segment, anew)
         self._table.prompt(slot, rows - kept, kept)
         self._table.text(slot, True, now_s)
-
-    def _begin_anew(self, slot: int, stream: Utterance, now_s: float) -> None:
-        """The listener gets all that was said before the segment, and the pause; then the codec begins anew."""
-        stream.begins_anew = False
-        self._flush(slot, stream, now_s)
-        if stream.open and stream.segment_number:
-            self.lanes.leave(slot)
-            self.lanes.enter(slot, stream.segment.reference)
 
     def _flush(self, slot: int, stream: Utterance, now_s: float) -> None:
         stream.flush()

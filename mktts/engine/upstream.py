@@ -309,13 +309,13 @@ class UpstreamLanes(OneLane):
         self._frames: dict[int, deque[Tensor]] = defaultdict(deque)  # made, not handed on
         self._pcm: dict[int, np.ndarray] = defaultdict(partial(np.zeros, 0, np.float32))  # not in chunks yet
 
-    def enter(self, slot: int, reference: Tensor | None) -> None:
-        """qwen-tts hears the reference itself."""
-
     def forget(self, voice: Voice) -> None:
         """Nothing is kept here."""
 
-    def begin(self, slot: int, segment: Segment) -> None:
+    def begin(self, slot: int, segment: Segment, anew: bool = True) -> None:
+        """qwen-tts hears the reference itself."""
+        if anew:
+            self.leave(slot)
         self._segments[slot] = segment
 
     def leave(self, slot: int) -> None:

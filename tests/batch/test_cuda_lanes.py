@@ -125,7 +125,6 @@ def test_a_slot_whose_pages_are_full_harms_no_other(tiny):
     others = [[replace(s, text=s.text[:1].expand(FRAMES, -1).contiguous())] for s in segments[:2]]
     long = segments[2].embeds[:1].expand(250, -1).contiguous()
     lanes.pages.open(SLOTS - 1, 250)
-    lanes.enter(SLOTS - 1, None)
     lanes.begin(SLOTS - 1, Segment.of_rows(long, Sampling().greedy(), 1))
     lane = np.array([SLOTS - 1], np.int32)
     lanes.collect(lanes.launch(Tick((16, 256), lane, 1, pieces=(Piece(SLOTS - 1, 0, 250, True),)), [None]))
@@ -148,7 +147,6 @@ def test_what_cannot_be_begun_or_run_is_named_and_changes_nothing(tiny):
     with pytest.raises(SamplingError, match="seed"):
         lanes.begin(0, Segment.of_rows(prompt, Sampling(), -1))
     lanes.pages.open(0, len(prompt) + 10)
-    lanes.enter(0, None)
     lanes.begin(0, Segment.of_rows(prompt, segment.sampling, segment.seed))
     lane, rows = np.array([0], np.int32), len(prompt)
     first = Tick((16, 256), lane, 1, pieces=(Piece(0, 0, rows, True),))

@@ -80,7 +80,6 @@ def entered(lanes: TorchLanes, tiny: Checkpoint, slots: Sequence[int]) -> Tick:
     """A tick that begins a stream in each of the slots."""
     prompt = 0.5 * torch.randn(7, tiny.config.talker.hidden_size, generator=torch.Generator().manual_seed(1))
     for slot in slots:
-        lanes.enter(slot, None)
         lanes.begin(slot, Segment.of_rows(prompt, Sampling().greedy(), slot))
     pieces = tuple(Piece(slot, 0, len(prompt), True) for slot in slots)
     return Tick((len(slots), 7 * len(slots)), np.array(slots, np.int32), len(slots), pieces)

@@ -185,9 +185,7 @@ def served(at: Desk, seed: int = 77) -> None:
 # ---- one stream
 
 
-@pytest.mark.parametrize(
-    ("name", "call", "made"), [("enter", 1, 6), ("begin", 1, 6), ("_arrival", 1, 6), ("begin", 2, 9)]
-)
+@pytest.mark.parametrize(("name", "call", "made"), [("begin", 1, 6), ("_arrival", 1, 6), ("begin", 2, 9)])
 def test_a_stream_whose_segment_the_lanes_refuse_or_cannot_be_measured_ends_alone(desk, monkeypatch, name, call, made):
     at = desk(FakeBackend(eos_after=3))
     jobs = [at.say("One.", "Two.", seed=1), at.say("Three.", "Four.", seed=20)]

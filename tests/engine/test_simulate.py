@@ -259,7 +259,7 @@ class TimedLanes(FakeLanes):
         self.launched: list[SimpleNamespace] = []
         self._arrival_s, self._launch_s = arrival_s, launch_s
 
-    def begin(self, slot, segment):
+    def begin(self, slot, segment, anew=True):
         self.clock.now_s += self._arrival_s
 
     def launch(self, tick, rows):

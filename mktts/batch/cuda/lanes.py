@@ -106,17 +106,15 @@ class CudaLanes:
         layouts = [BlockLayout(*size) for size in self.settings.buckets]
         words, most = max(layout.words for layout in layouts), max(layout.lanes for layout in layouts)
         self._block = torch.zeros(words, dtype=torch.int64, device=device)
-        shapes = [
-            space_shapes(config, dtype, of.lanes, of.prompt_rows, attention_programs(config, of.lanes))
-            for of in layouts
-        ]
+        sizes = [(of.lanes, of.prompt_rows, attention_programs(config, of.lanes)) for of in layouts]
+        spaces = shared_spaces([space_shapes(config, dtype, *size) for size in sizes], device)
         self._buckets = {
             (layout.lanes, layout.prompt_rows): _Bucket(
                 layout,
                 BatchFrame(config, weights, state, self._memory, layout, self._block, space, products, codec),
                 layout.padded(state.nobody),
             )
-            for layout, space in zip(layouts, shared_spaces(shapes, device), strict=True)
+            for layout, space in zip(layouts, spaces, strict=True)
         }
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -165,8 +163,8 @@ class CudaLanes:
 
     # ---- streams
 
-    def enter(self, slot: int, reference: Tensor | None) -> None:
-        """See `Lanes.enter`. Raises EngineError for a reference where the lanes were made without `primed`."""
+    def _begin_codec(self, slot: int, reference: Tensor | None) -> None:
+        """Raises EngineError for a reference where the lanes were made without `primed`."""
         if self._codec is None:
             return
         if reference is None:
@@ -187,13 +185,15 @@ class CudaLanes:
         if self._primed is not None and voice.codes is not None:
             self._primed.forget(voice.codes)
 
-    def begin(self, slot: int, segment: Segment) -> None:
+    def begin(self, slot: int, segment: Segment, anew: bool = True) -> None:
         """See `Lanes.begin`. Raises PromptError for a prompt of another shape, or longer than a stream may be."""
         prompt, sampling = segment.prompt.embeds, segment.sampling
         width, most = self.config.talker.hidden_size, self._memory.positions
         if len(prompt.shape) != 2 or not 0 < len(prompt) <= most or prompt.shape[1] != width:
             raise PromptError(f"a prompt must be (1 to {most}, {width}), got {tuple(prompt.shape)}")
         self._settings[slot] = packed(sampling, checked_seed(segment.seed))
+        if anew:
+            self._begin_codec(slot, segment.reference)
         if isinstance(prompt, Tensor):
             prompt = AddressedRows.of(prompt.to(self.device, self.dtype).contiguous())
         self._prompts[slot] = prompt

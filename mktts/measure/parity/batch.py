@@ -86,7 +86,6 @@ class RandomTicks:
         stream, slot = self._streams[index], self._free.pop()
         kept_rows = self._lanes.pages.open(slot, stream.positions, stream.key)
         self.kept += kept_rows > 0
-        self._lanes.enter(slot, None)
         self._lanes.begin(slot, Segment.of_rows(stream.embeds, stream.sampling, stream.seed))
         self._open[slot] = _Playing(index, stream, kept_rows)
 
