@@ -15,7 +15,7 @@ from torch import Tensor
 from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.cuda.kernels import attention, draws, launch, rows
 from mktts.batch.cuda.kernels.products import CublasProducts
-from mktts.batch.cuda.memory import ATTENTION_PARTS, Slots
+from mktts.batch.cuda.memory import ATTENTION_PARTS
 from mktts.batch.cuda.stage import PENALTY, SETTINGS, BlockLayout, uploaded
 from mktts.engine.pages import NO_OWNER, PAGE_ROWS, Copy, Pages
 from mktts.errors import CapacityError
@@ -170,13 +170,13 @@ def attention_programs(config: ModelConfig, lanes: int) -> int:
 class BatchFrame:
     """`run` makes one frame of a bucket for the lanes that stand in `block` (words,) int64 on the device, and takes the
     prompt rows in it along. space: where it works, of `memory.space_shapes`, and what it made: `made` and `pcm`, until
-    the next tick."""
+    the next tick. slots: of `memory.slot_shapes`."""
 
     def __init__(
         self,
         config: ModelConfig,
         weights: FrameWeights,
-        slots: Slots,
+        slots: SimpleNamespace,
         pages: PagedMemory,
         layout: BlockLayout,
         block: Tensor,
@@ -185,7 +185,7 @@ class BatchFrame:
         codec: CudaCodec | None = None,
     ) -> None:
         self._weights, self._slots, self._pages, self._codec = weights, slots, pages, codec
-        self._products = products
+        self._products, self._nobody = products, len(slots.positions) - 1
         self.lane_count, self.prompt_rows = layout.lanes, layout.prompt_rows
         self._numbers, self.space = layout.parts(block), space
         self._programs = attention_programs(config, self.lane_count)
@@ -206,7 +206,7 @@ class BatchFrame:
         launch(rows.inputs, (len(space.x),),
             of.slots, of.fresh, of.ends, of.text, of.row_slots, of.row_positions, of.row_addresses, slots.positions,
             slots.frames, slots.ended, slots.seen, slots.embedding_sum, space.row_slot, space.row_pos, space.x, space.h,
-            stack.layers[0].input_norm, stack.config.rms_norm_eps, self.lane_count, slots.nobody, self._pages.positions,
+            stack.layers[0].input_norm, stack.config.rms_norm_eps, self.lane_count, self._nobody, self._pages.positions,
             H=width, V=vocabulary, SIZE=power_of_two(vocabulary),
         )  # fmt: skip
         for index in range(stack.config.num_hidden_layers):
@@ -280,7 +280,7 @@ class BatchFrame:
             space.made[NUM_CODEBOOKS * self.lane_count :], space.codec_slots, weights.embeddings[book],
             slots.embedding_sum, space.px, space.ph, weights.predictor.layers[0].input_norm,
             weights.predictor.config.rms_norm_eps, book, logits.stride(0), weights.eos,
-            weights.heads[0].shape[0] - SUPPRESSED_TAIL, MIN_NEW_FRAMES, slots.nobody, V=vocabulary,
+            weights.heads[0].shape[0] - SUPPRESSED_TAIL, MIN_NEW_FRAMES, self._nobody, V=vocabulary,
             SIZE=power_of_two(vocabulary), H=weights.talker.config.hidden_size, FIRST=first,
             LAST=book == NUM_CODEBOOKS - 1, NORM=weights.projection is None, SETTINGS=SETTINGS, PENALTY=PENALTY,
             num_warps=8, enable_fp_fusion=False,

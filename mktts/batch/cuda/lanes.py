@@ -21,7 +21,7 @@ from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.cuda.frame import BatchFrame, FrameWeights, PagedMemory, attention_programs
 from mktts.batch.cuda.kernels import compiling
 from mktts.batch.cuda.kernels.products import CublasProducts, FixedOrderProducts
-from mktts.batch.cuda.memory import LaneMemory, Slots, shared_spaces, space_shapes
+from mktts.batch.cuda.memory import LaneMemory, shared_spaces, slot_shapes, space_shapes
 from mktts.batch.cuda.stage import SETTINGS, BlockLayout, Stage, packed, uploaded
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder, PrimedStates
@@ -101,7 +101,7 @@ class CudaLanes:
         self.embeddings = dict(zip(CODE_EMBEDDINGS, weights.embeddings, strict=True))
         self._codec, self._make_primed = codec, primed
         self._primed: PrimedStates | None = None
-        state = Slots.make(config, slots + 1, device)
+        (state,) = shared_spaces([slot_shapes(config, slots + 1)], device)
         products = FixedOrderProducts(device) if deterministic else CublasProducts()
         layouts = [BlockLayout(*size) for size in self.settings.buckets]
         words, most = max(layout.words for layout in layouts), max(layout.lanes for layout in layouts)
@@ -112,7 +112,7 @@ class CudaLanes:
             (layout.lanes, layout.prompt_rows): _Bucket(
                 layout,
                 BatchFrame(config, weights, state, self._memory, layout, self._block, space, products, codec),
-                layout.padded(state.nobody),
+                layout.padded(nobody=slots),
             )
             for layout, space in zip(layouts, spaces, strict=True)
         }

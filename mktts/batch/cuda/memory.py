@@ -17,46 +17,23 @@ from mktts.engine.pages import PAGE_ROWS
 from mktts.errors import CodecError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig, StackConfig
 
-
-@dataclass(frozen=True)
-class Slots:
-    """Tensors of `count` slots; the last slot is nobody's: padded lanes and rows work on it."""
-
-    count: int
-    positions: Tensor  # (slots,) int32: rows in the cache
-    frames: Tensor  # (slots,) int32: frames drawn
-    ended: Tensor  # (slots,) int32: 1 from the frame on in which end of speech was drawn
-    seen: Tensor  # (slots, talker's vocabulary) uint8: code 0 was drawn
-    embedding_sum: Tensor  # (slots, H) fp32: of the newest frame
-
-    @classmethod
-    def make(cls, config: ModelConfig, count: int, device: torch.device) -> Slots:
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        return cls(
-            count=count,
-            positions=zeros(count),
-            frames=zeros(count),
-            ended=zeros(count),
-            seen=zeros(count, config.talker.vocab_size, dtype=torch.uint8),
-            embedding_sum=zeros(count, config.talker.hidden_size, dtype=torch.float32),
-        )
-
-    @staticmethod
-    def bytes_each(config: ModelConfig) -> int:
-        return 3 * 4 + config.talker.vocab_size + 4 * config.talker.hidden_size
-
-    @property
-    def nobody(self) -> int:
-        return self.count - 1
-
-
 # Of a row's positions at most, in attention; its length alone decides them, see mktts.batch.cuda.kernels.attention.
 ATTENTION_PARTS = 8
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def slot_shapes(config: ModelConfig, count: int) -> Shapes:
+    """What `count` slots have, by name; the last one is nobody's: padded lanes and rows work on it.
+
+    positions: rows in the cache. frames: drawn. ended: 1 from the frame on in which end of speech was drawn. seen
+    (count, talker's vocabulary): code 0 was drawn. embedding_sum (count, H): of the newest frame.
+    """
+    return {
+        **dict.fromkeys(("positions", "frames", "ended"), ((count,), torch.int32)),
+        "seen": ((count, config.talker.vocab_size), torch.uint8),
+        "embedding_sum": ((count, config.talker.hidden_size), torch.float32),
+    }
 
 
 def space_shapes(config: ModelConfig, dtype: torch.dtype, lanes: int, prompt_rows: int, parts: int) -> Shapes:
@@ -134,7 +111,7 @@ class LaneMemory:
         widest = max(_widest(config.talker) * rows, _widest(config.predictor) * 2 * lanes)
         return cls(
             page=PAGE_ROWS * c.num_hidden_layers * c.num_key_value_heads * 2 * c.head_dim * dtype.itemsize,
-            slot=Slots.bytes_each(config) + 4 * -(-positions // PAGE_ROWS) + codec_state,
+            slot=space_bytes(slot_shapes(config, 1)) + 4 * -(-positions // PAGE_ROWS) + codec_state,
             tick=space + widest * dtype.itemsize,
         )
 
