@@ -170,7 +170,7 @@ def attention_programs(config: ModelConfig, lanes: int) -> int:
 class BatchFrame:
     """`run` makes one frame of a bucket for the lanes that stand in `block` (words,) int64 on the device, and takes the
     prompt rows in it along. space: where it works, of `memory.space_shapes`, and what it made: `made` and `pcm`, until
-    the next tick. slots: of `memory.slot_shapes`."""
+    the next tick. slots: of `memory.slot_shapes`. padded (words,) int64: the block of a tick without lanes."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class BatchFrame:
     ) -> None:
         self._weights, self._slots, self._pages, self._codec = weights, slots, pages, codec
         self._products, self._nobody = products, len(slots.positions) - 1
-        self.lane_count, self.prompt_rows = layout.lanes, layout.prompt_rows
+        self.layout, self.lane_count, self.padded = layout, layout.lanes, layout.padded(self._nobody)
         self._numbers, self.space = layout.parts(block), space
         self._programs = attention_programs(config, self.lane_count)
 

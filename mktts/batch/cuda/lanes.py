@@ -8,7 +8,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,15 +44,6 @@ _STAGES = 3  # one more, so that what was collected last is not written again by
 _STREAMS = 2_048
 _PART = 0.8  # of what is free: graphs, the working memory of prompts and whatever else runs need some
 _STATES_PART = 0.25  # of that, at most, for what every stream has whether it speaks or not
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    """padded (words,) int64: the block of a tick without lanes."""
-
-    layout: BlockLayout
-    frame: BatchFrame
-    padded: np.ndarray
 
 
 class CudaLanes:
@@ -109,10 +99,8 @@ class CudaLanes:
         sizes = [(of.lanes, of.prompt_rows, attention_programs(config, of.lanes)) for of in layouts]
         spaces = shared_spaces([space_shapes(config, dtype, *size) for size in sizes], device)
         self._buckets = {
-            (layout.lanes, layout.prompt_rows): _Bucket(
-                layout,
-                BatchFrame(config, weights, state, self._memory, layout, self._block, space, products, codec),
-                layout.padded(nobody=slots),
+            (layout.lanes, layout.prompt_rows): BatchFrame(
+                config, weights, state, self._memory, layout, self._block, space, products, codec
             )
             for layout, space in zip(layouts, spaces, strict=True)
         }
@@ -141,7 +129,7 @@ class CudaLanes:
         ):
             with compiling(_THREADS):
                 for size in sizes:
-                    self._buckets[size].frame.run()
+                    self._buckets[size].run()
         with announced(f"mktts: recording {len(sizes)} CUDA graphs of the batch engine"):
             for size in sizes:
                 self.record(size)
@@ -154,9 +142,9 @@ class CudaLanes:
             return
         with torch.cuda.stream(self._stream):
             self._block[: bucket.layout.words].copy_(torch.from_numpy(bucket.padded))
-        self._replays[size] = record(bucket.frame.run, self._pool, self._stream).replay
+        self._replays[size] = record(bucket.run, self._pool, self._stream).replay
 
-    def _bucket(self, size: tuple[int, int]) -> _Bucket:
+    def _bucket(self, size: tuple[int, int]) -> BatchFrame:
         if size not in self._buckets:
             raise EngineError(f"{size} (lanes, prompt rows) is none of the buckets {sorted(self._buckets)}")
         return self._buckets[size]
@@ -225,9 +213,9 @@ class CudaLanes:
             self._memory.push()
             self._clear()
             self._block[:words].copy_(stage.block[:words], non_blocking=True)
-            self._replays.get(tick.bucket, bucket.frame.run)()
-            space = bucket.frame.space
-            stage.end(space.made, None if self._codec is None else space.pcm, len(tick.lanes))
+            self._replays.get(tick.bucket, bucket.run)()
+            made, pcm = bucket.space.made, bucket.space.pcm
+            stage.end(made, None if self._codec is None else pcm, len(tick.lanes))
         for piece in tick.pieces:
             if piece.last:
                 del self._prompts[piece.slot]

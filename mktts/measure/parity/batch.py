@@ -201,7 +201,7 @@ class FrameInside:
 
         self._logits: list[Tensor] = [torch.empty(0)] * NUM_CODEBOOKS  # (lanes, vocabulary) each
         self._hidden: list[Tensor] = [torch.empty(0)] * lanes.config.talker.num_hidden_layers  # (lanes, H) each
-        frames = [lanes._buckets[size].frame for size in sorted(lanes._buckets, reverse=True)]
+        frames = [lanes._buckets[size] for size in sorted(lanes._buckets, reverse=True)]
         with torch.cuda.stream(lanes._stream), compiling(_THREADS):
             for frame in frames:
                 frame.run()
