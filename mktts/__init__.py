@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mktts.audio import read_audio, write_audio
-    from mktts.batch.settings import BatchSettings
+    from mktts.batch import BatchSettings
     from mktts.engine.options import Chunk, Guard, StreamOptions
     from mktts.engine.stream import Session, Stream
     from mktts.errors import (
@@ -41,7 +41,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "mktts.audio": ("read_audio", "write_audio"),
-    "mktts.batch.settings": ("BatchSettings",),
+    "mktts.batch": ("BatchSettings",),
     "mktts.errors": (
         "AudioError", "BackendUnavailable", "BusyError", "CapacityError", "CheckpointError", "EngineError",
         "MkttsError", "OptionsError", "PromptError", "SamplingError", "TextError", "VoiceError",

@@ -18,7 +18,7 @@ from torch import Tensor
 from mktts.codec.decoder import PendingPcm, PrimedStates
 from mktts.engine.admission import Admission, AdmissionLimits
 from mktts.engine.engine import Engine
-from mktts.engine.lanes import Copy, Made, SingleLanes
+from mktts.engine.lanes import Made, SingleLanes
 from mktts.engine.options import SCHEDULE, Guard, StreamOptions
 from mktts.engine.pages import NO_OWNER, Pages
 from mktts.engine.runner import Runner
@@ -293,22 +293,16 @@ class FakeLanes:
         self._launched: deque[_Launched] = deque()
         self._queue: deque[tuple[_Launched | None, Callable[[], None]]] = deque()
 
-    def enter(self, slot: int, reference: Tensor | None) -> None:
-        assert 0 <= slot < self.slots
-        self._do(partial(self._enter, slot, reference))
-
     def forget(self, voice: Voice) -> None:
         if voice.codes is not None:
             self._primed.forget(voice.codes)
 
-    def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
+    def begin(self, slot: int, segment: Segment, anew: bool = True) -> None:
+        assert 0 <= slot < self.slots
+        if anew:
+            self._do(partial(self._enter, slot, segment.reference))
         here = _Segment(segment.prompt.embeds, segment.sampling, segment.seed)
         self._do(partial(self.segments.__setitem__, slot, here))
-        self.copy(copies)
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        for source, target, rows in copies:
-            self._do(partial(self._copy, source, target, rows))
 
     def leave(self, slot: int) -> None:
         self._do(partial(self.codecs.pop, slot, None))
@@ -319,7 +313,9 @@ class FakeLanes:
         assert not tick.empty and len(tick.lanes) <= self.settings.max_lanes
         assert [row is None for row in rows] == [i < tick.new_lanes for i in range(len(tick.lanes))]
         assert len(set(tick.lanes.tolist())) == len(tick.lanes)
-        changed = self.pages.changes()
+        copies, changed = self.pages.changes()
+        for copy in copies:
+            self._do(partial(self._copy, *copy))
         self._do(partial(self._table.__setitem__, changed, self.pages.table[changed]))
         made = Made(
             np.zeros((len(rows), NUM_CODEBOOKS), np.int64),
@@ -365,7 +361,6 @@ class FakeLanes:
                 of.error = error
 
     def _enter(self, slot: int, reference: Tensor | None) -> None:
-        assert slot not in self.codecs
         self.codecs[slot] = self.codec.start() if reference is None else self._primed.of(reference).copy()
 
     def _copy(self, source: int, target: int, rows: int) -> None:

@@ -1,1 +1,33 @@
-"""Lanes of many streams: `plain` makes a tick of PyTorch operators, `cuda` one CUDA graph."""
+"""Lanes of many streams, and what the user sets about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from mktts.codec.packed import Precision
+from mktts.common import checked_int, one_of
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """max_streams: open at once; None: on a CUDA device up to 2 048, as many as a quarter of the memory holds the slots
+    of; on a CPU 32. positions: of one segment's prompt and frames together, at most. memory_bytes: for keys and values;
+    None: on a CUDA device what weights and slots leave of four fifths of what is free, on a CPU 2 GiB. codec: its
+    precision on a CUDA device; "fast" computes the waveform in fp16, in half the memory a slot.
+
+    A slot takes memory whether it speaks or not. A stream has the pages of its prompt and of the most frames that it
+    may speak from the start of a segment, so that none stops for want of one: a lower `max_frames` lets more streams
+    in. Raises OptionsError for values out of range.
+    """
+
+    max_streams: int | None = None
+    positions: int = 4_096
+    memory_bytes: int | None = None
+    codec: Precision = "full"
+
+    def __post_init__(self) -> None:
+        for name in ("max_streams", "positions", "memory_bytes"):
+            if (value := getattr(self, name)) is not None:
+                checked_int(name, value, at_least=1)
+        one_of("codec", self.codec, get_args(Precision))

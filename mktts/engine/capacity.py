@@ -91,7 +91,6 @@ def tick_times(lanes: Lanes, slots: Sequence[int], prompt: Any, fit: TickFit) ->
     rows, settings = len(prompt.embeds), lanes.settings
     for seed, slot in enumerate(slots):
         lanes.pages.open(slot, rows + FRAMES + 1)
-        lanes.enter(slot, None)
         lanes.begin(slot, Segment(prompt, Sampling(), seed, FRAMES + 1))
     at_once = max(1, settings.max_rows // rows)
     groups = [slots[i : i + at_once] for i in range(0, len(slots), at_once)]

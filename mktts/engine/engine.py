@@ -110,7 +110,7 @@ class Engine:
 
         Raises EngineError after `close` and in a forked child, SamplingError for draws that no lanes make.
         """
-        utterance = self.reserve(plan, paced=paced, sink=sink)
+        utterance = Utterance(plan, self._inbox, self.notifier, paced, sink)
         self._begin(utterance, lambda runner: Script(parts, runner.build, started_s), engine)
         return utterance
 
@@ -139,6 +139,7 @@ class Engine:
     def _begin(self, utterance: Utterance, script_of: Callable[[Runner], Any], engine: EngineName | None = None) -> Any:
         with self._lock:
             self._check(utterance.plan.sampling)
+            self._utterances.add(utterance)
             runner = self._choose(utterance.plan.sampling, engine)
             counters, script = self._counters[runner.name], script_of(runner)
             counters.opened += 1

@@ -18,7 +18,7 @@ from torch import Tensor
 from mktts.codec.decoder import CodecDecoder, CodecState, PendingPcm, PrimedStates
 from mktts.codec.graphs import GraphedCodec
 from mktts.codec.packed import Precision
-from mktts.engine.pages import Copy, Pages
+from mktts.engine.pages import Pages
 from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
 from mktts.model.backend import Backend, Frame
@@ -59,22 +59,16 @@ class Lanes(Protocol):
     decodes_beside: bool  # whether a chunk may be decoded while the next frames are made
     submit: Callable[[int, list[Any]], Any] | None  # begins to decode a slot's next frames; None: `Made.pcm` has them
 
-    def enter(self, slot: int, reference: Tensor | None) -> None:
-        """A stream takes `slot`: its codec state is silence, or has heard the codes `reference` (R, 16)."""
-
     def forget(self, voice: Voice) -> None:
         """Nothing of the voice is kept for streams to come."""
 
-    def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
+    def begin(self, slot: int, segment: Segment, anew: bool = True) -> None:
         """A segment of the stream in `slot`: the talker starts anew behind its prompt's rows, which enter by the pieces
-        of the ticks that follow; the codec goes on. copies: of pages, to be made before the next tick. Raises
-        PromptError, SamplingError."""
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """Copies rows of pages behind what was launched and before what will be."""
+        of the ticks that follow. anew: so does the codec, from silence, or from what it has heard of the segment's
+        reference; else it goes on. Raises PromptError, SamplingError."""
 
     def leave(self, slot: int) -> None:
-        """The stream is over, or `enter` has raised; a tick that still runs may have a lane of it."""
+        """The stream is over, or `begin` has raised; a tick that still runs may have a lane of it."""
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Any:
         """Queues one tick; two at most may wait to be collected. rows: for each of `tick.lanes` the text row (H,), None
@@ -98,19 +92,15 @@ class OneLane:
     settings = TickSettings.one()
     model = TickModel(constant_s=1e-3, lane_s=0.0, row_s=0.0, attention_s=0.0)
 
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """There are no shared pages."""
-
     def collect(self, launched: Made) -> Made:
         return launched
 
 
 @dataclass
 class _Slot:
-    """reference: codes that the codec hears first. state: the backend's, of the segment. ahead: frames of one launch of
+    """state: the backend's, of the segment. ahead: frames of one launch of
     which some are to come. queued: the first chunk, decoded behind its frame's launch."""
 
-    reference: Tensor | None
     codec_state: CodecState | None = None
     segment: Segment | None = None
     state: Any = None
@@ -137,16 +127,15 @@ class SingleLanes(OneLane):
         self._slots: dict[int, _Slot] = {}
         self.name = self.backend.name
 
-    def enter(self, slot: int, reference: Tensor | None) -> None:
-        self._slots[slot] = _Slot(reference)
-
     def forget(self, voice: Voice) -> None:
         self.backend.forget(voice)
         if voice.codes is not None:
             self.primed.forget(voice.codes)
 
-    def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
+    def begin(self, slot: int, segment: Segment, anew: bool = True) -> None:
         """The backend starts it with the tick of its first frame."""
+        if anew:
+            self._slots[slot] = _Slot()
         self._slots[slot].segment = segment
 
     def leave(self, slot: int) -> None:
@@ -206,5 +195,5 @@ class SingleLanes(OneLane):
 
     def _open_codec(self, here: _Slot) -> None:
         if here.codec_state is None:
-            reference = here.reference
+            reference = here.segment.reference
             here.codec_state = self.codec.start() if reference is None else self.primed.of(reference).copy()

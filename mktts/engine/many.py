@@ -38,7 +38,6 @@ def say_many(
     open_stream: OpenStream,
     texts: Iterable[str],
     settings: Any,
-    on_done: Callable[[int], None] | None,
     at_once: int,
 ) -> Iterator[np.ndarray]:
     """The PCM (S,) float32 of each text, in order. A text that cannot be opened ends the opening; its error is raised
@@ -54,16 +53,13 @@ def say_many(
         except Exception as error:
             failed = error
 
-    source, done = opening(), 0
+    source = opening()
     try:
         opened.extend(islice(source, at_once))
         while opened:
             pcm = opened[0].read()
             opened.popleft()
             opened.extend(islice(source, 1))  # before the caller does anything with what it gets
-            done += 1
-            if on_done is not None:
-                on_done(done)
             yield pcm
         if failed is not None:
             raise failed

@@ -62,6 +62,7 @@ class Pages:
         self._slots: dict[int, list[int]] = {}  # their pages, in order
         self._kept: OrderedDict[Hashable, KeptPrefix] = OrderedDict()
         self._changed: set[int] = set()
+        self._copies: list[Copy] = []
 
     # ---- what there is
 
@@ -94,17 +95,18 @@ class Pages:
         more = self.count(rows) - self.find(key) // self.page_rows + beside
         return more <= len(self._free) or more <= len(self._free) + len(self._idle(key))
 
-    def changes(self) -> np.ndarray:
-        """Slots (n,) whose row of `table` changed since the last call: to be brought to the device."""
-        changed = np.array(sorted(self._changed), np.int64)
-        self._changed.clear()
-        return changed
+    def changes(self) -> tuple[list[Copy], np.ndarray]:
+        """What came since the last call, to be brought to the device before the next tick: copies, to be made one after
+        the other, and then the slots (n,) whose row of `table` changed."""
+        copies, changed = self._copies, np.array(sorted(self._changed), np.int64)
+        self._copies, self._changed = [], set()
+        return copies, changed
 
     # ---- streams
 
-    def open(self, slot: int, rows: int, key: Hashable | None = None) -> tuple[int, list[Copy]]:
+    def open(self, slot: int, rows: int, key: Hashable | None = None) -> int:
         """Gives `slot` every page that `rows` positions need. Returns the rows that the prefix under `key` has filled
-        already (0: not kept) and the copies to make. Raises CapacityError where the pages are not there (see `fits`;
+        already, 0 where it is not kept. Raises CapacityError where the pages are not there (see `fits`;
         nothing is changed), PromptError where the prefix is as long as the whole stream, EngineError for a slot in
         use."""
         if slot in self._slots:
@@ -125,11 +127,11 @@ class Pages:
             self._users[page] += 1
         self._slots[slot] = shared + own
         self._write(slot)
-        if kept is None:
-            return 0, []
-        self._kept.move_to_end(key)
-        partial = kept_rows % self.page_rows
-        return kept_rows, [Copy(kept.pages[-1], own[0], partial)] if partial else []
+        if kept is not None:
+            self._kept.move_to_end(key)
+            if partial := kept_rows % self.page_rows:
+                self._copies.append(Copy(kept.pages[-1], own[0], partial))
+        return kept_rows
 
     def close(self, slot: int) -> None:
         """The stream is over: its pages are free, except those that others share. Raises EngineError if not open."""
@@ -141,26 +143,26 @@ class Pages:
 
     # ---- prefixes
 
-    def keep(self, slot: int, key: Hashable, rows: int) -> list[Copy] | None:
-        """Keeps the first `rows` rows of `slot` under `key`. Returns the copies to make, None where the prefix is not
-        kept: the key is known, or there is no room."""
+    def keep(self, slot: int, key: Hashable, rows: int) -> None:
+        """Keeps the first `rows` rows of `slot` under `key`, unless the key is known or there is no room."""
         held = self._of(slot)
         if not 0 < rows <= len(held) * self.page_rows:
             raise PromptError(f"slot {slot} has room for {len(held)} pages, a prefix of {rows} rows was named")
         full, partial = divmod(rows, self.page_rows)
         if key in self._kept or full + bool(partial) > self.max_kept:
-            return None
+            return
         new = sum(not self._keepers[page] for page in held[:full]) + bool(partial)
         while self.kept + new > self.max_kept and self._forget_one():
             pass
         if self.kept + new > self.max_kept or (partial and not self._free and not self._idle(None)):
-            return None
+            return
         last = self._take(1, used=False) if partial else []
         pages = held[:full] + last
         for page in pages:
             self._keepers[page] += 1
         self._kept[key] = KeptPrefix(rows, tuple(pages))
-        return [Copy(held[full], last[0], partial)] if partial else []
+        if partial:
+            self._copies.append(Copy(held[full], last[0], partial))
 
     def forget(self, unwanted: Callable[[Hashable], bool]) -> None:
         """Prefixes whose keys are `unwanted` are not offered any more; streams that share their pages go on."""

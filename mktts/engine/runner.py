@@ -74,18 +74,16 @@ class TickPace:
 
     def __init__(self, believed: TickModel, width: int) -> None:
         """believed: what a tick takes, before any was seen. width: lanes of a tick, at most."""
-        self._device = TickFit(believed) if width > 1 else MeanTick(believed)
-        self._steps = TickFit(believed) if width > 1 else None  # one stream's ticks have no pause between them
+        learns = TickFit if width > 1 else MeanTick
+        self._device, self._steps = learns(believed), learns(believed)
         self.model = self.step_model = believed
         self.early_s = _EARLY_S
 
     def observe(self, tick: Tick, made: Made, follows: bool) -> None:
         """A tick was read. follows: it was launched while the one before it ran."""
-        paused_s = made.idle_s if follows else 0.0
-        self.model = self._device.observe(*tick.bucket, tick.context_rows, made.took_s)
-        self.step_model = self.model
-        if self._steps is not None:
-            self.step_model = self._steps.observe(*tick.bucket, tick.context_rows, made.took_s + paused_s)
+        paused_s, size = made.idle_s if follows else 0.0, (*tick.bucket, tick.context_rows)
+        self.model = self._device.observe(*size, made.took_s)
+        self.step_model = self._steps.observe(*size, made.took_s + paused_s)
         if follows:
             self.early_s = min(_RELAX * self.early_s + _GAP_PART * paused_s, _MOST_EARLY_S)
 
@@ -317,7 +315,6 @@ class Runner:
             stream.on_close = partial(self._leave, slot)
             self._table.enter(slot, arrival.arrived_s, stream.paced)
             try:
-                self.lanes.enter(slot, stream.segment.reference)
                 if self.lanes.submit is not None:
                     stream.submit = partial(self.lanes.submit, slot)
                 self._begin(slot, now_s)
@@ -331,26 +328,20 @@ class Runner:
         """The segment of the stream in `slot` gets its memory, and its prompt waits to enter."""
         stream = self._streams[slot]
         segment: Segment = stream.segment
-        if stream.begins_anew:
-            self._begin_anew(slot, stream, now_s)
+        anew = stream.begins_anew or not stream.segment_number
+        if stream.begins_anew:  # the listener gets all that was said before the segment, and the pause
+            stream.begins_anew = False
+            self._flush(slot, stream, now_s)
             if not stream.open:
                 return
-        prompt, kept, copies = segment.prompt, 0, ()
+        prompt, kept = segment.prompt, 0
         rows = len(prompt.embeds)
         if self._pages is not None:
-            kept, copies = self._pages.open(slot, rows + segment.max_frames, kept_under(prompt))
+            kept = self._pages.open(slot, rows + segment.max_frames, kept_under(prompt))
         self._begun.add(slot)
-        self.lanes.begin(slot, segment, copies)
+        self.lanes.begin(slot, segment, anew)
         self._table.prompt(slot, rows - kept, kept)
         self._table.text(slot, True, now_s)
-
-    def _begin_anew(self, slot: int, stream: Utterance, now_s: float) -> None:
-        """The listener gets all that was said before the segment, and the pause; then the codec begins anew."""
-        stream.begins_anew = False
-        self._flush(slot, stream, now_s)
-        if stream.open and stream.segment_number:
-            self.lanes.leave(slot)
-            self.lanes.enter(slot, stream.segment.reference)
 
     def _flush(self, slot: int, stream: Utterance, now_s: float) -> None:
         stream.flush()
@@ -557,7 +548,7 @@ class Runner:
                 continue
             prompt = segment.prompt
             if (key := kept_under(prompt)) is not None and not self._pages.find(key):
-                self.lanes.copy(self._pages.keep(slot, key, prompt.prefix_rows) or ())
+                self._pages.keep(slot, key, prompt.prefix_rows)
 
 
 def kept_under(prompt: Any) -> Hashable | None:

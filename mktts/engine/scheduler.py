@@ -126,23 +126,17 @@ class TickFit:
         return self.model
 
 
-_EVERY = 8  # ticks of one lane, which take a millisecond on a GPU, the mean is made anew
-
-
 class MeanTick:
     """As `TickFit`, of ticks that have one lane: their mean, exponentially weighted."""
 
     def __init__(self, prior: TickModel) -> None:
         self.model = prior
-        self._sum_s, self._ticks, self._seen = prior.constant_s, 1.0, 0
+        self._sum_s, self._ticks = prior.constant_s, 1.0
 
     def observe(self, lanes: int, rows: int, context_rows: float, took_s: float) -> TickModel:
         """Takes a tick that was run; returns the model from now on."""
         self._sum_s = _KEEP * self._sum_s + took_s
         self._ticks = _KEEP * self._ticks + 1
-        self._seen += 1
-        if self._seen % _EVERY:
-            return self.model
         self.model = TickModel(constant_s=self._sum_s / self._ticks, lane_s=0.0, row_s=0.0, attention_s=0.0)
         return self.model
 

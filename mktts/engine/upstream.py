@@ -28,7 +28,6 @@ from mktts.codec.decoder import PendingPcm
 from mktts.common import checked_int
 from mktts.engine.lanes import Made, OneLane
 from mktts.engine.options import FinishReason, GuardState
-from mktts.engine.pages import Copy
 from mktts.engine.scheduler import Tick
 from mktts.engine.stream import Segment
 from mktts.errors import BackendUnavailable, CapacityError, MkttsError, PromptError
@@ -310,13 +309,13 @@ class UpstreamLanes(OneLane):
         self._frames: dict[int, deque[Tensor]] = defaultdict(deque)  # made, not handed on
         self._pcm: dict[int, np.ndarray] = defaultdict(partial(np.zeros, 0, np.float32))  # not in chunks yet
 
-    def enter(self, slot: int, reference: Tensor | None) -> None:
-        """qwen-tts hears the reference itself."""
-
     def forget(self, voice: Voice) -> None:
         """Nothing is kept here."""
 
-    def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
+    def begin(self, slot: int, segment: Segment, anew: bool = True) -> None:
+        """qwen-tts hears the reference itself."""
+        if anew:
+            self.leave(slot)
         self._segments[slot] = segment
 
     def leave(self, slot: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from mktts.batch.settings import BatchSettings
+from mktts.batch import BatchSettings
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.graphs import codec_for
@@ -151,12 +151,17 @@ def batch_runner(checkpoint: Checkpoint, wanted: Loading, single: Runner | None,
     shared: SingleLanes | None = None if single is None else single.lanes
     cuda = wanted.device.type == "cuda"
     if cuda:
-        from mktts.batch.cuda.loading import cuda_lanes
-
+        try:
+            from mktts.batch.cuda.lanes import cuda_lanes
+        except ModuleNotFoundError:
+            raise BackendUnavailable(
+                "engine='batch' needs triton on a CUDA device, which comes with torch's CUDA builds: install one of "
+                "those, or take engine='single'"
+            ) from None
         embeddings = None if shared is None else shared.backend.embeddings
         lanes = cuda_lanes(checkpoint, wanted.device, wanted.dtype, settings, wanted.deterministic, embeddings)
     else:
-        from mktts.batch.plain.lanes import TorchLanes
+        from mktts.batch.plain import TorchLanes
 
         lanes = TorchLanes(
             config,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 import numpy as np
 import torch
 
-from mktts.batch.settings import BatchSettings
+from mktts.batch import BatchSettings
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
 from mktts.common import checked_int
 from mktts.engine.admission import AdmissionLimits, Capacity
@@ -184,20 +184,18 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         self,
         texts: Iterable[str],
         *,
-        on_done: Callable[[int], None] | None = None,
         at_once: int | None = None,
         **settings: Unpack[StreamSettings],
     ) -> Iterator[np.ndarray]:
         """The PCM of `say` for each text, in order. Leaving the iterator, and an error, raised behind the PCM of the
         texts before, end the streams that are open.
 
-        on_done: called with the number of texts so far, after each. at_once: streams that are open; None: as many as
-        are made together. Every text gets the seed of the settings, or one of its own. Raises OptionsError here for an
-        `at_once` below 1.
+        at_once: streams that are open; None: as many as are made together. Every text gets the seed of the settings, or
+        one of its own. Raises OptionsError here for an `at_once` below 1.
         """
         if at_once is not None:
             checked_int("at_once", at_once, at_least=1)
-        return say_many(self._stream_unpaced, texts, settings, on_done, at_once or self._room)
+        return say_many(self._stream_unpaced, texts, settings, at_once or self._room)
 
     def say_each(self, ask: Callable[[], SayRequest | None], *, at_once: int | None = None) -> Iterator[SayResult]:
         """As `say_many`, for texts with settings of their own: each as soon as it is over, and its error is its alone.

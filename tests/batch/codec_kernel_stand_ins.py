@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.cuda.codec_memory import INPUT_SCALE, UNIT, Rows
+from mktts.batch.cuda.memory import INPUT_SCALE, UNIT, Rows
 from mktts.codec.packed import LOW_SCALE, Packed
 
 

@@ -120,18 +120,19 @@ class Player(RandomTicks):
         slot, reference = self._free.pop(), None
         if stream % 2:
             reference = torch.full((stream % 4, NUM_CODEBOOKS), 1)
-        self.lanes.enter(slot, reference)
         self._open[slot] = _Open(stream, segments, 0 if reference is None else len(reference))
         self.made[stream] = []
-        self._begin(slot)
+        self._begin(slot, reference)
 
-    def _begin(self, slot: int) -> None:
+    def _begin(self, slot: int, reference: Tensor | None = None) -> None:
         state = self._open[slot]
         state.index = state.left.popleft()
         segment = self._streams[state.index]
-        state.entered, copies = self.lanes.pages.open(slot, segment.positions, segment.key)
+        state.entered = self.lanes.pages.open(slot, segment.positions, segment.key)
         self.kept += state.entered > 0
-        self.lanes.begin(slot, Segment.of_rows(segment.embeds, segment.sampling, segment.seed), copies)
+        begun = Segment.of_rows(segment.embeds, segment.sampling, segment.seed)
+        begun.reference = reference
+        self.lanes.begin(slot, begun, anew=not state.serial)
         state.launched, state.made, state.serial = 0, [], state.serial + 1
         self.made[state.stream].append(state.made)
 
@@ -155,7 +156,7 @@ class Player(RandomTicks):
         for slot, state in zip(slots[: tick.new_lanes], states, strict=False):
             segment = self._streams[state.index]
             if segment.key is not None:
-                self.lanes.copy(self.lanes.pages.keep(slot, segment.key, segment.prefix) or ())
+                self.lanes.pages.keep(slot, segment.key, segment.prefix)
         self._flying.append((launched, [(slot, self._open[slot], self._open[slot].serial) for slot in slots]))
 
     def _collect(self) -> None:

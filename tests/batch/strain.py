@@ -12,7 +12,7 @@ import torch
 from lane_player import Player, random_segments
 
 from mktts.batch.cuda.codec import CudaCodec
-from mktts.batch.cuda.kernels.launching import compiling
+from mktts.batch.cuda.kernels import compiling
 from mktts.batch.cuda.lanes import CudaLanes
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder, PrimedStates
@@ -35,7 +35,7 @@ def strained(source: str, deterministic: bool, precision: str, graphs: bool) -> 
     )  # fmt: skip
     with torch.cuda.stream(lanes._stream), compiling(THREADS):  # one by one they would take minutes
         for size in sorted(lanes._buckets, reverse=True):
-            lanes._buckets[size].frame.run()
+            lanes._buckets[size].run()
     segments = random_segments(checkpoint.config, device, 2 * STREAMS, FRAMES)
     streams = [segments[i : i + 1 + i % 2] for i in range(STREAMS)]
     player = Player(lanes, streams, cancelled={2: 1, 5: 2}, sounds=False)

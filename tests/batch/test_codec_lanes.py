@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mktts.batch.cuda.codec import CudaCodec
-from mktts.batch.plain.lanes import CodecLanes
+from mktts.batch.plain import CodecLanes
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.errors import BackendUnavailable, CodecError

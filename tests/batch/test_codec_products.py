@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.cuda.codec_memory import INPUT_SCALE, Rows, RowsShape
+from mktts.batch.cuda.memory import INPUT_SCALE, Rows, RowsShape
 from mktts.batch.cuda.tiles import ProductTile
 from mktts.codec.layers import SnakeBeta
 from mktts.codec.packed import LOW_SCALE, Packed, pack

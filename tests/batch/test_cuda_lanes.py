@@ -125,7 +125,6 @@ def test_a_slot_whose_pages_are_full_harms_no_other(tiny):
     others = [[replace(s, text=s.text[:1].expand(FRAMES, -1).contiguous())] for s in segments[:2]]
     long = segments[2].embeds[:1].expand(250, -1).contiguous()
     lanes.pages.open(SLOTS - 1, 250)
-    lanes.enter(SLOTS - 1, None)
     lanes.begin(SLOTS - 1, Segment.of_rows(long, Sampling().greedy(), 1))
     lane = np.array([SLOTS - 1], np.int32)
     lanes.collect(lanes.launch(Tick((16, 256), lane, 1, pieces=(Piece(SLOTS - 1, 0, 250, True),)), [None]))
@@ -148,7 +147,6 @@ def test_what_cannot_be_begun_or_run_is_named_and_changes_nothing(tiny):
     with pytest.raises(SamplingError, match="seed"):
         lanes.begin(0, Segment.of_rows(prompt, Sampling(), -1))
     lanes.pages.open(0, len(prompt) + 10)
-    lanes.enter(0, None)
     lanes.begin(0, Segment.of_rows(prompt, segment.sampling, segment.seed))
     lane, rows = np.array([0], np.int32), len(prompt)
     first = Tick((16, 256), lane, 1, pieces=(Piece(0, 0, rows, True),))
@@ -177,16 +175,17 @@ def test_what_cannot_be_begun_or_run_is_named_and_changes_nothing(tiny):
 
 
 def test_copies_of_pages_are_made_as_if_one_after_the_other(tiny):
-    from mktts.batch.cuda.stage import PagedMemory
+    from mktts.batch.cuda.frame import PagedMemory
 
     pages, device, rng = 12, torch.device("cuda"), np.random.default_rng(0)
-    memory = PagedMemory(Pages(pages, 4, 128), tiny.config.talker, pages, device, torch.float32)
+    book = Pages(pages, 4, 128)
+    memory = PagedMemory(book, tiny.config.talker, pages, device, torch.float32)
     memory.memory.normal_()
     expected = memory.memory.cpu()
     for _ in range(5):
         for source, target, rows in zip(*rng.integers(0, pages, (2, 9)), rng.integers(1, 65, 9), strict=True):
             if source != target:
-                memory.copy([Copy(int(source), int(target), int(rows))])
+                book._copies.append(Copy(int(source), int(target), int(rows)))
                 expected[target, ..., :rows, :] = expected[source, ..., :rows, :]
         memory.push()
     assert torch.equal(memory.memory.cpu(), expected)

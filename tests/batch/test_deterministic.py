@@ -12,7 +12,7 @@ import torch
 from lane_player import random_segments
 from torch import Tensor
 
-from mktts.batch.settings import BatchSettings
+from mktts.batch import BatchSettings
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.engine.lanes import Lanes
 from mktts.measure.parity.batch import RandomTicks, exact_buckets, pages_for

@@ -30,8 +30,8 @@ class Device(RuleBasedStateMachine):
         for position, row in enumerate(rows, start):
             self.memory[self.book.table[slot, position // PAGE_ROWS], position % PAGE_ROWS] = row
 
-    def copy(self, copies: list[Copy] | None) -> None:
-        for source, target, rows in copies or []:
+    def copy(self) -> None:
+        for source, target, rows in self.book.changes()[0]:
             self.memory[target, :rows] = self.memory[source, :rows]
 
     @rule(target=opened, slot=st.integers(0, SLOTS - 1), key=st.none() | KEYS, own=st.integers(1, 20))
@@ -48,9 +48,9 @@ class Device(RuleBasedStateMachine):
                 self.book.open(slot, rows, key)
             assert (self.book.free, self.book.kept) == before
             return multiple()
-        kept_rows, copies = self.book.open(slot, rows, key)
+        kept_rows = self.book.open(slot, rows, key)
         assert kept_rows in (0, len(prefix))
-        self.copy(copies)
+        self.copy()
         content = prefix + [f"slot {slot} {row}" for row in range(own)]
         self.write(slot, kept_rows, content[kept_rows:])
         self.held[slot] = rows, content
@@ -60,7 +60,8 @@ class Device(RuleBasedStateMachine):
     def keep(self, slot, key):
         rows, content = self.held.get(slot, (0, []))
         if len(content) > PREFIX_ROWS[key] and content[PREFIX_ROWS[key] - 1].startswith(key):
-            self.copy(self.book.keep(slot, key, PREFIX_ROWS[key]))
+            self.book.keep(slot, key, PREFIX_ROWS[key])
+            self.copy()
 
     @rule(slot=consumes(opened))
     def close(self, slot):
@@ -117,17 +118,20 @@ TestDevice.settings = settings(max_examples=60, stateful_step_count=30, deadline
 
 def test_a_second_stream_of_a_voice_shares_its_full_pages_and_copies_the_partial_one():
     book = Pages(20, 4, 40, PAGE_ROWS, max_kept=8)
-    assert book.open(0, 20, "voice") == (0, [])
+    assert book.open(0, 20, "voice") == 0
     first = book.table[0, :5].tolist()
-    (copy,) = book.keep(0, "voice", 10)
+    book.keep(0, "voice", 10)
+    (copy,), changed = book.changes()
+    assert changed.tolist() == [0]
     assert copy.source == first[2] and copy.rows == 2 and book.find("voice") == 10
     with pytest.raises(PromptError):
         book.open(1, 10, "voice")
-    rows, copies = book.open(1, 20, "voice")
+    rows = book.open(1, 20, "voice")
     second = book.table[1, :5].tolist()
     assert rows == 10 and second[:2] == first[:2] and not set(second[2:]) & {*first, copy.target}
-    assert copies == [Copy(copy.target, second[2], 2)]
-    assert book.changes().tolist() == [0, 1] and book.changes().tolist() == []
+    copies, changed = book.changes()
+    assert copies == [Copy(copy.target, second[2], 2)] and changed.tolist() == [1]
+    assert not any(map(len, book.changes()))
     book.close(0)
     assert book.free == 19 - 5 - 1  # the shared two and the partial one stay beside the second stream's own three
 
@@ -136,7 +140,7 @@ def test_the_prefix_that_was_used_longest_ago_gives_way():
     book = Pages(8, 4, 28, PAGE_ROWS, max_kept=4)
     for slot, key in enumerate("abc"):
         book.open(slot, 4, key)
-        assert book.keep(slot, key, 4) == []
+        book.keep(slot, key, 4)
         book.close(slot)
     book.open(0, 8, "a")
     book.close(0)

@@ -10,8 +10,8 @@ import torch
 from lane_player import CHOICES, Player, differences, random_segments
 from torch import Tensor
 
-from mktts.batch.plain.lanes import TorchLanes
-from mktts.batch.plain.stack import FoldedStack
+from mktts.batch.folded import FoldedStack
+from mktts.batch.plain import TorchLanes
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.engine.lanes import Made
@@ -80,7 +80,6 @@ def entered(lanes: TorchLanes, tiny: Checkpoint, slots: Sequence[int]) -> Tick:
     """A tick that begins a stream in each of the slots."""
     prompt = 0.5 * torch.randn(7, tiny.config.talker.hidden_size, generator=torch.Generator().manual_seed(1))
     for slot in slots:
-        lanes.enter(slot, None)
         lanes.begin(slot, Segment.of_rows(prompt, Sampling().greedy(), slot))
     pieces = tuple(Piece(slot, 0, len(prompt), True) for slot in slots)
     return Tick((len(slots), 7 * len(slots)), np.array(slots, np.int32), len(slots), pieces)

@@ -16,6 +16,7 @@ from mktts.engine import runner
 from mktts.engine.admission import Admission, AdmissionLimits
 from mktts.engine.lanes import SingleLanes
 from mktts.engine.options import Chunk, Plan, StreamOptions
+from mktts.engine.runner import Runner
 from mktts.engine.script import FedScript, Script
 from mktts.engine.stream import Notifier, Utterance
 from mktts.model.prompt import Request
@@ -187,12 +188,27 @@ def alone(
 ) -> list[list[int]]:
     """The codes of a stream that is made by itself, frame by frame, without lanes."""
     single = fake_single(FakeBackend(eos_after=eos_after), prefix=prefix)
-    job = Utterance(Plan(Sampling(), seed, frames, replace(OFF, buffer_frames=10**9)), SimpleQueue(), Notifier())
-    job.begin(Script([Request(text) for text in texts], single.build, 0.0), "single")
-    single.update(job)
+    job = unread(single, *texts, seed=seed, frames=frames)
     while not job.over:
         single.turn(0.0, False)
-    return [frame.tolist() for frame in job.codes]
+    return frames_of(job)
+
+
+def unread(
+    runner: Runner,
+    *texts: str,
+    seed: int = 5,
+    frames: int | None = None,
+    options: StreamOptions = OFF,
+    started_s: float = 0.0,
+) -> Utterance:
+    """A stream of these segments, that the runner has; it is made to its end, whoever reads it."""
+    job = Utterance(
+        Plan(Sampling(), seed, frames, replace(options, buffer_frames=10**9)), SimpleQueue(), Notifier(), paced=False
+    )
+    job.begin(Script([Request(text) for text in texts or ("Hello.",)], runner.build, started_s), "single")
+    runner.update(job)
+    return job
 
 
 def frames_of(job: Utterance) -> list[list[int]]:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from queue import SimpleQueue
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from desk import chunks_of, unread
 from fakes import OFF, FakeBackend, FakeCodec, FakeCodecState, fake_single
 
 from mktts.audio import first_audible_sample
 from mktts.engine.chunker import Chunker
 from mktts.engine.options import Chunk, Guard, Plan, StreamOptions
 from mktts.engine.runner import Runner
-from mktts.engine.script import Script
-from mktts.engine.stream import MAX_SEGMENT_FRAMES, Notifier, Utterance
+from mktts.engine.stream import MAX_SEGMENT_FRAMES, Utterance
 from mktts.errors import OptionsError
-from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.spec import AUDIBLE_WINDOW_SAMPLES, NUM_CODEBOOKS, SAMPLE_RATE_HZ
 
@@ -27,32 +24,11 @@ HELLO = "Hello."
 NO_LENGTH = StreamOptions(guard=Guard(frames_per_text_token=None))
 
 
-def generation(
-    runner: Runner, *texts: str, options: StreamOptions = OFF, max_frames: int | None = None, started_s: float = 0.0
-) -> Utterance:
-    """A stream of these segments, that the runner has."""
-    requests = [Request(text) for text in texts or (HELLO,)]
-    script = Script(requests, runner.build, started_s or time.perf_counter())
-    return taken(runner, script, Plan(Sampling(), 5, max_frames, options))
-
-
-def taken(runner: Runner, script: Script, plan: Plan) -> Utterance:
-    plan = replace(plan, options=replace(plan.options, buffer_frames=10**9))
-    utterance = Utterance(plan, SimpleQueue(), Notifier(), paced=False)
-    utterance.begin(script, "single")
-    utterance.runner = runner
-    runner.update(utterance)
-    return utterance
-
-
-def run(utterance: Utterance, steps: int = 10_000, alone: bool = False) -> list[Chunk]:
+def run(runner: Runner, utterance: Utterance, steps: int = 10_000, alone: bool = False) -> list[Chunk]:
     """Turns, of a frame each, until the end, or until it waits."""
-    while not utterance.over and steps and utterance.runner.turn(time.perf_counter(), alone) == float("-inf"):
+    while not utterance.over and steps and runner.turn(time.perf_counter(), alone) == float("-inf"):
         steps -= 1
-    chunks = []
-    while not utterance._chunks.empty() and (chunk := utterance.take()) is not None:
-        chunks.append(chunk)
-    return chunks
+    return chunks_of(utterance)
 
 
 def pcm_of(chunks: list[Chunk]) -> np.ndarray:
@@ -94,7 +70,7 @@ def test_a_first_frame_that_is_a_chunk_is_decoded_behind_its_launch(schedule, qu
     chunks = []
     for backend, codec in ((FakeBackend, FakeCodec), (QueueingBackend, QueueingCodec)):
         model = fake_single(backend(eos_after=segment_frames), codec())
-        chunks.append(run(generation(model, HELLO, "And more.", options=options)))
+        chunks.append(run(model, unread(model, HELLO, "And more.", options=options)))
     assert model.lanes.codec.unmade == queued
     assert [chunk.frames for chunk in chunks[0]] == [chunk.frames for chunk in chunks[1]]
     assert np.array_equal(*map(pcm_of, chunks))
@@ -123,13 +99,14 @@ def test_chunks_of_any_length_are_trimmed_as_the_whole_is(size):
 
 
 def test_timings_add_up_over_the_frames_of_a_chunk():
-    chunks = run(generation(fake_single(), max_frames=9))
+    runner, now_s = fake_single(), time.perf_counter()
+    chunks = run(runner, unread(runner, frames=9, started_s=now_s))
     assert [chunk.timings.talker_ms for chunk in chunks] == pytest.approx([chunk.frames for chunk in chunks])
     assert [chunk.timings.predictor_ms for chunk in chunks] == pytest.approx([2 * chunk.frames for chunk in chunks])
     assert chunks[0].timings.prefill_ms > 0 and {chunk.timings.prefill_ms for chunk in chunks[1:]} == {0.0}
     ready = [chunk.timings.ready_ms for chunk in chunks]
     assert ready == sorted(ready) and ready[0] > 0
-    (earlier,) = run(generation(fake_single(), max_frames=1, started_s=time.perf_counter() - 100))
+    (earlier,) = run(runner, unread(runner, frames=1, started_s=now_s - 100))
     assert earlier.timings.ready_ms > 100_000  # counted from the call
 
 
@@ -147,25 +124,27 @@ def test_timings_add_up_over_the_frames_of_a_chunk():
     ],
 )
 def test_where_an_utterance_ends_and_how_long_its_caches_are(backend, text, options, max_frames, ended, cache_frames):
-    utterance = generation(fake_single(backend), *text.split(), options=options, max_frames=max_frames)
-    run(utterance)
+    runner = fake_single(backend)
+    utterance = unread(runner, *text.split(), options=options, frames=max_frames)
+    run(runner, utterance)
     assert (utterance.finish_reason, len(utterance.codes)) == ended
     assert [state.max_frames for state in backend.states] == cache_frames
 
 
 def test_the_limit_of_the_model_bounds_a_segment():
-    utterance = generation(fake_single(positions=50), "12345")
-    run(utterance)
+    runner = fake_single(positions=50)
+    utterance = unread(runner, "12345")
+    run(runner, utterance)
     assert (utterance.finish_reason, len(utterance.codes)) == ("max_frames", 45)
 
 
 def test_segments_follow_one_another_with_a_fresh_talker_and_one_codec():
     backend = FakeBackend(eos_after=3)
     model = fake_single(backend)
-    utterance = generation(model, "One.", "Two.", "Three.")
-    chunks = run(utterance, steps=3)
+    utterance = unread(model, "One.", "Two.", "Three.")
+    chunks = run(model, utterance, steps=3)
     assert model.prompts.built == ["One."]  # the others when their turns come
-    chunks += run(utterance)
+    chunks += run(model, utterance)
     assert utterance.finish_reason == "eos"
     assert model.prompts.built == ["One.", "Two.", "Three."]
     assert [state.seed for state in backend.states] == [5, 6, 7]
@@ -177,12 +156,12 @@ def test_segments_follow_one_another_with_a_fresh_talker_and_one_codec():
 
 @pytest.mark.parametrize("frames", [1, 2, 16, 21])
 def test_decoding_beside_the_next_frames_changes_no_sample_and_is_one_step_late(frames):
-    plain = run(generation(fake_single(), max_frames=frames))
-    runner = fake_single()
+    plain, runner = fake_single(), fake_single()
+    whole = pcm_of(run(plain, unread(plain, frames=frames)))
     runner.lanes.decodes_beside = True
-    beside = generation(runner, max_frames=frames)
-    chunks = run(beside, alone=True)
-    assert np.array_equal(pcm_of(chunks), pcm_of(plain))
+    beside = unread(runner, frames=frames)
+    chunks = run(runner, beside, alone=True)
+    assert np.array_equal(pcm_of(chunks), whole)
     assert sum(chunk.frames for chunk in chunks) == frames and beside.chunker.pending_frames == 0
     assert [chunk.frames for chunk in chunks[:1]] == [1]  # the first one waits for nothing
     ends_s = [chunk.start_s + chunk.duration_s for chunk in chunks]

@@ -1,6 +1,6 @@
 """Listeners against the scheduler on simulated time: no underrun below the capacity. No clock, no device.
 
-The real table, pages, admission and scheduler; only the ticks are not run: each takes what a tick model says. Listeners
+The real table, admission and scheduler; only the ticks are not run: each takes what a tick model says. Listeners
 get chunks as `TickSettings.chunks` says and play them in real time from the first on; utterances last 2 to 12 s. Then
 the runner too, for many that arrive at once: how long the last of them waits, by a host whose work takes time.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from mktts.engine import admission, runner
 from mktts.engine.admission import Admission, AdmissionLimits, AdmissionQueue, Arrival, Capacity, measured_streams
 from mktts.engine.lanes import Made
-from mktts.engine.pages import Pages
+from mktts.engine.metrics import Player
 from mktts.engine.scheduler import FRAME_S, StreamTable, Tick, TickFit, TickModel, TickSettings, next_tick
 from mktts.engine.stream import Utterance
 from mktts.errors import BusyError
@@ -85,7 +85,6 @@ class Run:
     truth: TickModel | None = None
     noise: float = 0.0
     slots: int = 2_200
-    pages: int = 17_000
     prompt_rows: int = 32
     burst: int = 0
     cancelled: float = 0.0
@@ -98,15 +97,14 @@ class Run:
         self._fit = None if self.truth is None else TickFit(self.model)
         self._rng = np.random.default_rng(self.seed + 1)
         self.table = StreamTable(self.slots)
-        self.book = Pages(self.pages, self.slots, self.prompt_rows + max(*FRAMES, 50))
         self.admission = Admission(self.limits)
         self.admission.measured = Capacity(self.capacity or capacity_of(self.model, self.ticks), "of a test")
         self.admission.listeners.append(lambda now_s: int(self.table.listening(now_s).sum()))
-        self._queue = AdmissionQueue(self.admission, self.table, self.book, self.ticks)
+        self._queue = AdmissionQueue(self.admission, self.table, None, self.ticks)
         self._measured_model = self.model
         self._goal = np.zeros(self.slots, np.int64)
         self._chunk = np.zeros(self.slots, np.int64)  # number of the one that is being made
-        self._dry_s = np.zeros(self.slots)  # when the listener has played what came
+        self._players = [Player() for _ in range(self.slots)]
         self._leaving: list[tuple[float, int, int]] = []  # when, slot, serial
         self.free = list(range(self.slots))
         coming = self.coming or arrivals(self.listeners, self.warm_s, self.seconds, self.burst, seed=self.seed)
@@ -147,10 +145,9 @@ class Run:
         if reason:
             return
         slot = self.free.pop()
-        self.book.open(slot, one.max_rows)
         self.table.enter(slot, one.arrived_s)
         self.table.prompt(slot, one.prompt_rows)
-        self._goal[slot], self._chunk[slot] = one.name, 0
+        self._goal[slot], self._chunk[slot], self._players[slot] = one.name, 0, Player()
         self.table.chunk(slot, 0, min(self.ticks.chunks[0], one.name))
         if self._rng.random() < self.cancelled:
             when_s = now_s + self._rng.uniform(0.0, FRAME_S * one.name)
@@ -158,7 +155,6 @@ class Run:
 
     def _leave(self, slot: int) -> None:
         self.table.leave(slot)
-        self.book.close(slot)
         self.free.append(slot)
 
     def _tick(self, tick: Tick, now_s: float) -> float:
@@ -188,8 +184,7 @@ class Run:
     def _hand_over(self, slot: int, now_s: float) -> float:
         """The listener takes a whole chunk; returns the seconds for which it had nothing to play."""
         table, made, chunks = self.table, int(self.table.frames_made[slot]), self.ticks.chunks
-        late_s = now_s - self._dry_s[slot] if self._chunk[slot] else 0.0
-        self._dry_s[slot] = max(now_s, self._dry_s[slot]) + FRAME_S * (made - table.chunk_start[slot])
+        late_s = self._players[slot].play(now_s, FRAME_S * (made - table.chunk_start[slot]))[1]
         self._chunk[slot] += 1
         frames = chunks[min(int(self._chunk[slot]), len(chunks) - 1)]
         table.frames_taken[slot] = made
@@ -264,7 +259,7 @@ class TimedLanes(FakeLanes):
         self.launched: list[SimpleNamespace] = []
         self._arrival_s, self._launch_s = arrival_s, launch_s
 
-    def begin(self, slot, segment, copies=()):
+    def begin(self, slot, segment, anew=True):
         self.clock.now_s += self._arrival_s
 
     def launch(self, tick, rows):
@@ -293,6 +288,7 @@ class Listener:
     refused_s: float | None = None
     heard: int = 0
     late_s: float = 0.0
+    player: Player = field(default_factory=Player)
 
     def take(self, now_s: float) -> None:
         try:
@@ -302,7 +298,7 @@ class Listener:
         if chunks and self.first_s is None:
             self.first_s = now_s
         for chunk in chunks:
-            self.late_s += max(0.0, now_s - self.first_s - self.late_s - FRAME_S * self.heard)
+            self.late_s += self.player.play(now_s, FRAME_S * chunk.frames)[1]
             self.heard += chunk.frames
 
 

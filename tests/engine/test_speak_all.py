@@ -21,8 +21,7 @@ from mktts.errors import MkttsError, PromptError, SentencesError
 from mktts.model.voice import Voice
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.synth import Synthesizer, speak_all
-from mktts.synth.sentences import COLUMNS, Sentence, read_table
-from mktts.synth.speak_all import RETRIES, derived_seed, speak_into_folder
+from mktts.synth.speak_all import COLUMNS, RETRIES, Sentence, derived_seed, read_table, speak_into_folder
 
 RANDOM = ("--checkpoint", "random:tiny", "--device", "cpu", "--seed", "3")
 

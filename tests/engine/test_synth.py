@@ -19,7 +19,7 @@ from fakes import OFF, ONE, FakeBackend, fake_synthesizer
 from served import until
 
 import mktts
-from mktts.batch.settings import BatchSettings
+from mktts.batch import BatchSettings
 from mktts.codec.decoder import CodecDecoder
 from mktts.engine.options import Guard, StreamOptions
 from mktts.engine.stream import Stream

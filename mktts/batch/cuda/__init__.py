@@ -1,4 +1,4 @@
 """Many utterances in one CUDA graph: `lanes` runs ticks, `frame` is one, `codec` its sound, `kernels` what they launch.
 
-Only what is loaded for a CUDA device imports `kernels`, which need triton.
+Only what is loaded for a CUDA device imports the modules in `kernels`, which need triton.
 """

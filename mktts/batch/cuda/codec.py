@@ -11,8 +11,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from mktts.batch.cuda.codec_memory import PIECE_VALUES, UNIT, CodecWork, RingStates, Rows, RowsShape
-from mktts.batch.cuda.kernels.launching import compiling, launch
+from mktts.batch.cuda.kernels import compiling, launch
+from mktts.batch.cuda.memory import PIECE_VALUES, UNIT, CodecWork, RingStates, Rows, RowsShape
 from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.codec.layers import CONVNEXT_EPS, SnakeBeta
 from mktts.codec.packed import CodecWeights, Packed, PackedBlock, PackedLayer, Precision, rows_per_frame

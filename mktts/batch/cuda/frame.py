@@ -4,25 +4,91 @@ Padded lanes and rows work on the slot that is nobody's."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.cuda.block import PENALTY, SETTINGS, BlockLayout
 from mktts.batch.cuda.codec import CudaCodec
-from mktts.batch.cuda.kernels import attention, draws, rows
-from mktts.batch.cuda.kernels.launching import launch
-from mktts.batch.cuda.memory import ATTENTION_PARTS, Slots, Workspace, space_shapes
-from mktts.batch.cuda.products import CublasProducts
-from mktts.batch.cuda.stage import PagedMemory
-from mktts.engine.pages import PAGE_ROWS
+from mktts.batch.cuda.kernels import attention, draws, launch, rows
+from mktts.batch.cuda.kernels.products import CublasProducts
+from mktts.batch.cuda.memory import ATTENTION_PARTS
+from mktts.batch.cuda.stage import PENALTY, SETTINGS, BlockLayout, uploaded
+from mktts.engine.pages import NO_OWNER, PAGE_ROWS, Copy, Pages
+from mktts.errors import CapacityError
 from mktts.kernel.grid import power_of_two
 from mktts.kernel.rows import add_norm
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.qwen3 import LayerWeights, Qwen3Stack
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig, StackConfig
+
+
+class PagedMemory:
+    """`memory` (pages, layers, kv heads, 2, 64, D) and `table` (slots + 1, pages a slot) int32, both on the device.
+    Changes of the book wait for `push`, which queues them on the current CUDA stream."""
+
+    def __init__(self, book: Pages, talker: StackConfig, pages: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises CapacityError where the device has no room for `pages`."""
+        shape = (pages, talker.num_hidden_layers, talker.num_key_value_heads, 2, PAGE_ROWS, talker.head_dim)
+        try:
+            self.memory = torch.zeros(shape, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            size = math.prod(shape) * dtype.itemsize
+            raise CapacityError(
+                f"{pages} pages of keys and values take {size / 2**30:.1f} GiB, which are not free: take fewer pages "
+                "(see LaneMemory), or end what else runs on the device"
+            ) from error
+        self.table = torch.full(book.table.shape, NO_OWNER, dtype=torch.int32, device=device)
+        self._book, self._device = book, device
+
+    @property
+    def positions(self) -> int:
+        """Rows that the table has room for, of one slot."""
+        return self.table.shape[1] * PAGE_ROWS
+
+    def push(self) -> None:
+        """Queues the copies, then what changed in the table."""
+        copies, changed = self._book.changes()
+        for wave in _waves(copies):
+            _, layers, heads, two, page_rows, width = self.memory.shape
+            launch(
+                rows.copy_rows,
+                (len(wave), layers * heads * two),
+                uploaded(np.array(wave, np.int32), self._device),
+                self.memory,
+                D=width,
+                PAGE=page_rows,
+            )
+        if len(changed):
+            columns = self.table.shape[1]
+            lines = np.concatenate((changed[:, None].astype(np.int32), self._book.table[changed]), 1)
+            launch(
+                rows.set_table,
+                (len(changed),),
+                uploaded(lines, self._device),
+                self.table,
+                columns,
+                COLUMNS=power_of_two(columns),
+                num_warps=1,
+            )
+
+
+def _waves(copies: Iterable[Copy]) -> list[list[Copy]]:
+    """Copies of one wave run at the same time, so one that needs another's page waits for the next wave."""
+    waves: list[list[Copy]] = []
+    written: set[int] = set()  # pages that the last wave writes
+    touched: set[int] = set()  # and those that it reads or writes
+    for one in copies:
+        if not waves or one.source in written or one.target in touched:
+            waves.append([])
+            written, touched = set(), set()
+        waves[-1].append(one)
+        written.add(one.target)
+        touched |= {one.source, one.target}
+    return waves
 
 
 @dataclass(frozen=True)
@@ -96,34 +162,36 @@ _PREDICTED_HEADS = 2
 _OLD_POSITIONS = 4  # the predictor's attention is compiled for multiples of so many
 
 
+def attention_programs(config: ModelConfig, lanes: int) -> int:
+    """That attend for one row and key-value head, in a bucket of so many lanes."""
+    return ATTENTION_PARTS if lanes * config.talker.num_key_value_heads < _BUSY_PROGRAMS else 1
+
+
 class BatchFrame:
     """`run` makes one frame of a bucket for the lanes that stand in `block` (words,) int64 on the device, and takes the
-    prompt rows in it along. space: where it works, and what it made: `made` and `pcm`, until the next tick."""
+    prompt rows in it along. space: where it works, of `memory.space_shapes`, and what it made: `made` and `pcm`, until
+    the next tick. slots: of `memory.slot_shapes`. padded (words,) int64: the block of a tick without lanes."""
 
     def __init__(
         self,
         config: ModelConfig,
         weights: FrameWeights,
-        slots: Slots,
+        slots: SimpleNamespace,
         pages: PagedMemory,
         layout: BlockLayout,
         block: Tensor,
-        workspace: Workspace,
+        space: SimpleNamespace,
         products: CublasProducts,
         codec: CudaCodec | None = None,
     ) -> None:
         self._weights, self._slots, self._pages, self._codec = weights, slots, pages, codec
-        self._products = products
-        self.lane_count, self.prompt_rows = layout.lanes, layout.prompt_rows
-        self._numbers, self._workspace = layout.parts(block), workspace
-        self._programs = ATTENTION_PARTS if self.lane_count * config.talker.num_key_value_heads < _BUSY_PROGRAMS else 1
-        dtype = weights.talker.norm.dtype
-        self._shapes = space_shapes(config, dtype, self.lane_count, self.prompt_rows, self._programs)
-        workspace.reserve(self._shapes)
+        self._products, self._nobody = products, len(slots.positions) - 1
+        self.layout, self.lane_count, self.padded = layout, layout.lanes, layout.padded(self._nobody)
+        self._numbers, self.space = layout.parts(block), space
+        self._programs = attention_programs(config, self.lane_count)
 
     def run(self) -> None:
         """Queues kernels only: nothing waits for the device."""
-        self.space = self._workspace.views(self._shapes)
         self._talk()
         self._predict()
         if self._codec is not None:
@@ -138,7 +206,7 @@ class BatchFrame:
         launch(rows.inputs, (len(space.x),),
             of.slots, of.fresh, of.ends, of.text, of.row_slots, of.row_positions, of.row_addresses, slots.positions,
             slots.frames, slots.ended, slots.seen, slots.embedding_sum, space.row_slot, space.row_pos, space.x, space.h,
-            stack.layers[0].input_norm, stack.config.rms_norm_eps, self.lane_count, slots.nobody, self._pages.positions,
+            stack.layers[0].input_norm, stack.config.rms_norm_eps, self.lane_count, self._nobody, self._pages.positions,
             H=width, V=vocabulary, SIZE=power_of_two(vocabulary),
         )  # fmt: skip
         for index in range(stack.config.num_hidden_layers):
@@ -212,7 +280,7 @@ class BatchFrame:
             space.made[NUM_CODEBOOKS * self.lane_count :], space.codec_slots, weights.embeddings[book],
             slots.embedding_sum, space.px, space.ph, weights.predictor.layers[0].input_norm,
             weights.predictor.config.rms_norm_eps, book, logits.stride(0), weights.eos,
-            weights.heads[0].shape[0] - SUPPRESSED_TAIL, MIN_NEW_FRAMES, slots.nobody, V=vocabulary,
+            weights.heads[0].shape[0] - SUPPRESSED_TAIL, MIN_NEW_FRAMES, self._nobody, V=vocabulary,
             SIZE=power_of_two(vocabulary), H=weights.talker.config.hidden_size, FIRST=first,
             LAST=book == NUM_CODEBOOKS - 1, NORM=weights.projection is None, SETTINGS=SETTINGS, PENALTY=PENALTY,
             num_warps=8, enable_fp_fusion=False,

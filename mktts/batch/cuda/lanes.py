@@ -4,31 +4,33 @@ behind them."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.cuda.block import SETTINGS, BlockLayout, packed
+from mktts.batch import BatchSettings
 from mktts.batch.cuda.codec import CudaCodec
-from mktts.batch.cuda.frame import BatchFrame, FrameWeights
-from mktts.batch.cuda.kernels.launching import compiling
-from mktts.batch.cuda.memory import Slots, Workspace
-from mktts.batch.cuda.products import CublasProducts, FixedOrderProducts
-from mktts.batch.cuda.stage import PagedMemory, Stage, uploaded
-from mktts.codec.decoder import PrimedStates
+from mktts.batch.cuda.frame import BatchFrame, FrameWeights, PagedMemory, attention_programs
+from mktts.batch.cuda.kernels import compiling
+from mktts.batch.cuda.kernels.products import CublasProducts, FixedOrderProducts
+from mktts.batch.cuda.memory import LaneMemory, shared_spaces, slot_shapes, space_shapes
+from mktts.batch.cuda.stage import SETTINGS, BlockLayout, Stage, packed, uploaded
+from mktts.checkpoint import Checkpoint
+from mktts.codec.decoder import CodecDecoder, PrimedStates
 from mktts.codec.packed import Precision
 from mktts.common import announced
 from mktts.engine.lanes import Made
-from mktts.engine.pages import Copy, Pages
+from mktts.engine.pages import Pages
 from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
-from mktts.errors import EngineError, PromptError
+from mktts.errors import CapacityError, EngineError, PromptError
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.cuda_graph import record
 from mktts.model.prompt import AddressedRows
@@ -39,15 +41,9 @@ from mktts.spec import ModelConfig
 _MOST_WAITING = 2  # launched ticks
 _THREADS = min(16, os.cpu_count() or 4)  # that compile
 _STAGES = 3  # one more, so that what was collected last is not written again by the next launch
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    """padded (words,) int64: the block of a tick without lanes."""
-
-    layout: BlockLayout
-    frame: BatchFrame
-    padded: np.ndarray
+_STREAMS = 2_048
+_PART = 0.8  # of what is free: graphs, the working memory of prompts and whatever else runs need some
+_STATES_PART = 0.25  # of that, at most, for what every stream has whether it speaks or not
 
 
 class CudaLanes:
@@ -95,18 +91,18 @@ class CudaLanes:
         self.embeddings = dict(zip(CODE_EMBEDDINGS, weights.embeddings, strict=True))
         self._codec, self._make_primed = codec, primed
         self._primed: PrimedStates | None = None
-        state, workspace = Slots.make(config, slots + 1, device), Workspace(device)
+        (state,) = shared_spaces([slot_shapes(config, slots + 1)], device)
         products = FixedOrderProducts(device) if deterministic else CublasProducts()
         layouts = [BlockLayout(*size) for size in self.settings.buckets]
         words, most = max(layout.words for layout in layouts), max(layout.lanes for layout in layouts)
         self._block = torch.zeros(words, dtype=torch.int64, device=device)
+        sizes = [(of.lanes, of.prompt_rows, attention_programs(config, of.lanes)) for of in layouts]
+        spaces = shared_spaces([space_shapes(config, dtype, *size) for size in sizes], device)
         self._buckets = {
-            (layout.lanes, layout.prompt_rows): _Bucket(
-                layout,
-                BatchFrame(config, weights, state, self._memory, layout, self._block, workspace, products, codec),
-                layout.padded(state.nobody),
+            (layout.lanes, layout.prompt_rows): BatchFrame(
+                config, weights, state, self._memory, layout, self._block, space, products, codec
             )
-            for layout in layouts
+            for layout, space in zip(layouts, spaces, strict=True)
         }
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -133,7 +129,7 @@ class CudaLanes:
         ):
             with compiling(_THREADS):
                 for size in sizes:
-                    self._buckets[size].frame.run()
+                    self._buckets[size].run()
         with announced(f"mktts: recording {len(sizes)} CUDA graphs of the batch engine"):
             for size in sizes:
                 self.record(size)
@@ -146,17 +142,17 @@ class CudaLanes:
             return
         with torch.cuda.stream(self._stream):
             self._block[: bucket.layout.words].copy_(torch.from_numpy(bucket.padded))
-        self._replays[size] = record(bucket.frame.run, self._pool, self._stream).replay
+        self._replays[size] = record(bucket.run, self._pool, self._stream).replay
 
-    def _bucket(self, size: tuple[int, int]) -> _Bucket:
+    def _bucket(self, size: tuple[int, int]) -> BatchFrame:
         if size not in self._buckets:
             raise EngineError(f"{size} (lanes, prompt rows) is none of the buckets {sorted(self._buckets)}")
         return self._buckets[size]
 
     # ---- streams
 
-    def enter(self, slot: int, reference: Tensor | None) -> None:
-        """See `Lanes.enter`. Raises EngineError for a reference where the lanes were made without `primed`."""
+    def _begin_codec(self, slot: int, reference: Tensor | None) -> None:
+        """Raises EngineError for a reference where the lanes were made without `primed`."""
         if self._codec is None:
             return
         if reference is None:
@@ -177,20 +173,18 @@ class CudaLanes:
         if self._primed is not None and voice.codes is not None:
             self._primed.forget(voice.codes)
 
-    def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
+    def begin(self, slot: int, segment: Segment, anew: bool = True) -> None:
         """See `Lanes.begin`. Raises PromptError for a prompt of another shape, or longer than a stream may be."""
         prompt, sampling = segment.prompt.embeds, segment.sampling
         width, most = self.config.talker.hidden_size, self._memory.positions
         if len(prompt.shape) != 2 or not 0 < len(prompt) <= most or prompt.shape[1] != width:
             raise PromptError(f"a prompt must be (1 to {most}, {width}), got {tuple(prompt.shape)}")
         self._settings[slot] = packed(sampling, checked_seed(segment.seed))
+        if anew:
+            self._begin_codec(slot, segment.reference)
         if isinstance(prompt, Tensor):
             prompt = AddressedRows.of(prompt.to(self.device, self.dtype).contiguous())
         self._prompts[slot] = prompt
-        self._memory.copy(copies)
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        self._memory.copy(copies)
 
     def leave(self, slot: int) -> None:
         self._prompts.pop(slot, None)
@@ -219,9 +213,9 @@ class CudaLanes:
             self._memory.push()
             self._clear()
             self._block[:words].copy_(stage.block[:words], non_blocking=True)
-            self._replays.get(tick.bucket, bucket.frame.run)()
-            space = bucket.frame.space
-            stage.end(space.made, None if self._codec is None else space.pcm, len(tick.lanes))
+            self._replays.get(tick.bucket, bucket.run)()
+            made, pcm = bucket.space.made, bucket.space.pcm
+            stage.end(made, None if self._codec is None else pcm, len(tick.lanes))
         for piece in tick.pieces:
             if piece.last:
                 del self._prompts[piece.slot]
@@ -288,3 +282,62 @@ class CudaLanes:
     def _after_caller(self) -> None:
         """What is queued from now on sees what the caller's CUDA stream has made."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+
+# ---- of a checkpoint, sized by the memory that is free
+
+
+def cuda_lanes(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    settings: BatchSettings,
+    deterministic: bool | None = None,
+    embeddings: Mapping[str, Tensor] | None = None,
+) -> CudaLanes:
+    """Lanes whose graphs are recorded. embeddings: the codebooks' tables by Hub name, where the device has them. Raises
+    CapacityError where the memory does not hold one stream."""
+    config = checkpoint.config
+    plain = partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors(), device)
+    decoder: CodecDecoder | None = plain()
+    # A slot holds a state of the decoder, in fp16 with the fast precision, and one more place of keys and values.
+    state_bytes = int(1.02 * decoder.start().bytes) // (1 if settings.codec == "full" else 2)
+    each = LaneMemory.of(config, dtype, settings.positions, state_bytes)
+    free = int(_PART * torch.cuda.mem_get_info(device)[0]) - each.tick - _weight_bytes(checkpoint, dtype)
+    slots = settings.max_streams or max(1, min(_STREAMS, int(_STATES_PART * free / each.slot)))
+    left = free - each.slot * (slots + 1) if settings.memory_bytes is None else settings.memory_bytes
+    pages = left // each.page
+    if pages < 2:
+        raise CapacityError(
+            f"the batch engine needs {each.bytes(slots, 2) >> 20} MiB for {slots} streams and one page of keys and "
+            f"values, {max(free, 0) >> 20} MiB can be had: lower BatchSettings(max_streams=...), or free the device"
+        )
+    codec = CudaCodec(lambda: decoder, slots + 1, settings.codec)
+    decoder = None
+    lanes = CudaLanes(
+        config,
+        {**checkpoint.tensors(), **(embeddings or {})},
+        device,
+        dtype,
+        slots=slots,
+        positions=min(settings.positions, config.talker.max_position_embeddings),
+        pages=int(pages),
+        codec=codec,
+        primed=lambda: PrimedStates(plain()),
+        settings=TickSettings.h200(slots),
+        deterministic=deterministic is not False,
+    )
+    lanes.prepare()
+    logging.getLogger(__name__).info(
+        "batch engine: %d streams, %d pages of 64 positions (%.1f GiB), codec in %s precision",
+        slots, pages, pages * each.page / 2**30, settings.codec,
+    )  # fmt: skip
+    return lanes
+
+
+def _weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Of talker and predictor. The text table stays in its file; its rows as prompts have them are one of ours."""
+    tensors = checkpoint.tensors()
+    names = (name for name in tensors if name.startswith("talker.") and "text_embedding" not in name)
+    texts = len(tensors["talker.model.text_embedding.weight"]) * checkpoint.config.talker.hidden_size
+    return (sum(tensors[name].numel() for name in names) + texts) * dtype.itemsize

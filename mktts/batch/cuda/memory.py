@@ -1,59 +1,39 @@
-"""What many streams take of the device: numbers by slot, what ticks work in, and how much memory all of it is."""
+"""What many streams take of the device: numbers by slot, what ticks work in, how much memory all of it is; and the
+codec's: rows in stored form, rings of keys and values, histories."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from mktts.codec.decoder import CodecState, StateLayout
+from mktts.codec.packed import LOW_SCALE
 from mktts.engine.pages import PAGE_ROWS
-from mktts.errors import EngineError
+from mktts.errors import CodecError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig, StackConfig
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Tensors of `count` slots; the last slot is nobody's: padded lanes and rows work on it."""
-
-    count: int
-    positions: Tensor  # (slots,) int32: rows in the cache
-    frames: Tensor  # (slots,) int32: frames drawn
-    ended: Tensor  # (slots,) int32: 1 from the frame on in which end of speech was drawn
-    seen: Tensor  # (slots, talker's vocabulary) uint8: code 0 was drawn
-    embedding_sum: Tensor  # (slots, H) fp32: of the newest frame
-
-    @classmethod
-    def make(cls, config: ModelConfig, count: int, device: torch.device) -> Slots:
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        return cls(
-            count=count,
-            positions=zeros(count),
-            frames=zeros(count),
-            ended=zeros(count),
-            seen=zeros(count, config.talker.vocab_size, dtype=torch.uint8),
-            embedding_sum=zeros(count, config.talker.hidden_size, dtype=torch.float32),
-        )
-
-    @staticmethod
-    def bytes_each(config: ModelConfig) -> int:
-        return 3 * 4 + config.talker.vocab_size + 4 * config.talker.hidden_size
-
-    @property
-    def nobody(self) -> int:
-        return self.count - 1
-
 
 # Of a row's positions at most, in attention; its length alone decides them, see mktts.batch.cuda.kernels.attention.
 ATTENTION_PARTS = 8
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def slot_shapes(config: ModelConfig, count: int) -> Shapes:
+    """What `count` slots have, by name; the last one is nobody's: padded lanes and rows work on it.
+
+    positions: rows in the cache. frames: drawn. ended: 1 from the frame on in which end of speech was drawn. seen
+    (count, talker's vocabulary): code 0 was drawn. embedding_sum (count, H): of the newest frame.
+    """
+    return {
+        **dict.fromkeys(("positions", "frames", "ended"), ((count,), torch.int32)),
+        "seen": ((count, config.talker.vocab_size), torch.uint8),
+        "embedding_sum": ((count, config.talker.hidden_size), torch.float32),
+    }
 
 
 def space_shapes(config: ModelConfig, dtype: torch.dtype, lanes: int, prompt_rows: int, parts: int) -> Shapes:
@@ -89,32 +69,18 @@ def space_bytes(shapes: Shapes) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
 
 
-class Workspace:
-    """Memory by name. Every bucket names its shapes first; then all get views of the same memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._sizes: dict[str, int] = {}
-        self._memory: dict[str, Tensor] = {}
-
-    def reserve(self, shapes: Shapes) -> None:
-        """A bucket will need this. Raises EngineError once memory was taken."""
-        if self._memory:
-            raise EngineError("the memory of ticks is laid out already: make every bucket before the first one runs")
+def shared_spaces(of_buckets: Sequence[Shapes], device: torch.device) -> list[SimpleNamespace]:
+    """What each bucket works in: views of one memory, as large as the largest needs. It is zeros at first."""
+    sizes: dict[str, int] = {}
+    for shapes in of_buckets:
         for name, (shape, dtype) in shapes.items():
-            self._sizes[name] = max(self._sizes.get(name, 0), math.prod(shape) * dtype.itemsize)
+            sizes[name] = max(sizes.get(name, 0), math.prod(shape) * dtype.itemsize)
+    memory = {name: torch.zeros(size, dtype=torch.uint8, device=device) for name, size in sizes.items()}
 
-    def views(self, shapes: Shapes) -> SimpleNamespace:
-        """The memory in a bucket's shapes, which were reserved; it is zeros at first."""
-        if not self._memory:
-            self._memory = {
-                name: torch.zeros(size, dtype=torch.uint8, device=self._device) for name, size in self._sizes.items()
-            }
+    def view(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return memory[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-        def view(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return self._memory[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-        return SimpleNamespace(**{name: view(name, *of) for name, of in shapes.items()})
+    return [SimpleNamespace(**{name: view(name, *of) for name, of in shapes.items()}) for shapes in of_buckets]
 
 
 @dataclass(frozen=True)
@@ -145,7 +111,7 @@ class LaneMemory:
         widest = max(_widest(config.talker) * rows, _widest(config.predictor) * 2 * lanes)
         return cls(
             page=PAGE_ROWS * c.num_hidden_layers * c.num_key_value_heads * 2 * c.head_dim * dtype.itemsize,
-            slot=Slots.bytes_each(config) + 4 * -(-positions // PAGE_ROWS) + codec_state,
+            slot=space_bytes(slot_shapes(config, 1)) + 4 * -(-positions // PAGE_ROWS) + codec_state,
             tick=space + widest * dtype.itemsize,
         )
 
@@ -157,3 +123,171 @@ class LaneMemory:
 def _widest(stack: StackConfig) -> int:
     """Values a row that lie between two products at once: gate and up, and what becomes of them."""
     return 3 * stack.intermediate_size + stack.hidden_size
+
+
+# ---- of the codec
+
+UNIT = 8  # values: strides are multiples, so that rows begin where the widest load may
+
+
+@dataclass(frozen=True)
+class RowsShape:
+    """Of one lane: `new` rows of a frame behind `past` older ones."""
+
+    past: int
+    new: int
+    channels: int
+    split: bool
+
+    @property
+    def plane(self) -> int:
+        """Values from a number's high part to its low part."""
+        return -(-(self.past + self.new) * self.channels // UNIT) * UNIT
+
+    @property
+    def lane(self) -> int:
+        """Values from a lane to the next."""
+        return self.plane * self.planes
+
+    @property
+    def planes(self) -> int:
+        return 2 if self.split else 1
+
+    def rows(self, memory: Tensor) -> Rows:
+        return Rows(self.past, self.new, self.channels, self.split, memory)
+
+
+@dataclass(frozen=True)
+class Rows(RowsShape):
+    """Rows of every lane in stored form: (lanes, 1 or 2, past + new, channels), each plane padded to UNIT values."""
+
+    memory: Tensor  # (lanes * lane,) fp16
+
+    @property
+    def newest(self) -> Tensor:
+        """The memory from the first lane's first new row on."""
+        return self.memory[self.past * self.channels :]
+
+
+class CodecWork:
+    """Memory by name: a pass of fewer lanes works at the front of what a larger one took. What was given out stays,
+    because recorded graphs know its address: record the largest pass first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._outgrown: list[Tensor] = []
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, least: int = 0) -> Tensor:
+        """Memory of `name`, as it was left. least: values that are taken at once, for later calls."""
+        values, memory = math.prod(shape), self._memory.get((name, dtype))
+        if memory is None or len(memory) < values:
+            if memory is not None:
+                self._outgrown.append(memory)
+            memory = torch.zeros(max(values, least), dtype=dtype, device=self._device)
+            self._memory[name, dtype] = memory
+        return memory[:values].view(shape)
+
+    def rows(self, name: str, lanes: int, shape: RowsShape, least: int = 0) -> Rows:
+        return shape.rows(self.tensor(name, lanes * shape.lane, dtype=torch.float16, least=least))
+
+    def inputs(self, lanes: int, shapes: Sequence[RowsShape]) -> tuple[Tensor, list[Rows]]:
+        """One tensor, and in it, one behind the other, the rows of each of `shapes`."""
+        memory = self.tensor("inputs", lanes * sum(shape.lane for shape in shapes), dtype=torch.float16)
+        pieces = memory.split([lanes * shape.lane for shape in shapes])
+        return memory, [shape.rows(piece) for shape, piece in zip(shapes, pieces, strict=True)]
+
+
+INPUT_SCALE = 16  # a stored number is a sixteenth; see `mktts.batch.cuda.kernels.codec_products`
+PIECE_VALUES = 2048  # of a history, that one program copies
+
+
+class RingStates:
+    """What every slot keeps between frames. The last slot is nobody's: padded lanes work on it.
+
+    keys, values (slots, layers, heads, window, head_dim): the frame at position p lies at p % window. histories (slots,
+    words) fp16: the rows before each layer that looks back, one layer behind the other, high parts before low ones.
+    positions (slots,) int32: frames decoded.
+    """
+
+    def __init__(
+        self, slots: int, layout: StateLayout, inputs: Sequence[RowsShape], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """layout: of the states that slots can begin with. inputs: of each layer that looks back. dtype: of keys and
+        values."""
+        self._layout, self._inputs, self.device = layout, tuple(inputs), device
+        layers, heads, cached, head_dim = layout.cache
+        self.window = cached + 1
+        ring = slots, layers, heads, self.window, head_dim
+        self.keys = torch.zeros(ring, dtype=dtype, device=device)
+        self.values = torch.zeros(ring, dtype=dtype, device=device)
+        self._starts = [0]  # of each history among a slot's words
+        for shape in self._inputs:
+            self._starts.append(self._starts[-1] + shape.planes * _padded(shape))
+        self.words = self._starts[-1]
+        self.histories = torch.zeros(slots, self.words, dtype=torch.float16, device=device)
+        self.positions = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._source, self._high, self._low, self._split = self._places()
+
+    @property
+    def nobody(self) -> int:
+        return len(self.positions) - 1
+
+    def enter(self, slot: int, primed: CodecState | None) -> None:
+        if not 0 <= slot < self.nobody:
+            raise CodecError(f"slots are 0 to {self.nobody - 1}, got {slot}")
+        if primed is None:
+            self.silence(torch.tensor([slot], device=self.device))
+            return
+        if primed.layout != self._layout or primed.flat.device.type != self.device.type:
+            raise CodecError("the state belongs to another decoder: use one of the decoder that the weights are of")
+        words = primed.flat[: primed.flat.numel() // 4 * 4].view(torch.float32)
+        value = words.index_select(0, self._source) / INPUT_SCALE
+        high, history = value.half(), self.histories[slot]
+        history.index_copy_(0, self._high, high)
+        low = ((value - high) * LOW_SCALE).half()
+        history.index_copy_(0, self._low, low.index_select(0, self._split))
+        self.positions[slot].fill_(primed.frames)
+        # place i of the state is position frames - cached + i; the ring holds it at that, modulo the window
+        cached, first = self.window - 1, (primed.frames + 1) % self.window
+        front = min(cached, self.window - first)
+        for ring, kept in ((self.keys[slot], primed.keys), (self.values[slot], primed.values)):
+            ring[:, :, first : first + front].copy_(kept[:, :, :front])
+            ring[:, :, : cached - front].copy_(kept[:, :, front:])
+
+    def silence(self, slots: Tensor) -> None:
+        self.histories.index_fill_(0, slots, 0)
+        self.positions.index_fill_(0, slots, 0)  # a ring is read up to the position only
+
+    def pieces(self, lanes: int) -> Tensor:
+        """The table of `mktts.batch.cuda.kernels.codec_rows.move` for `lanes` lanes, in units of UNIT values."""
+        table, input_start = [], 0
+        for shape, start in zip(self._inputs, self._starts, strict=False):
+            kept, new = shape.past * shape.channels, shape.new * shape.channels
+            if kept % UNIT or new % UNIT:
+                raise CodecError(f"rows of {shape.channels} channels cannot be moved {UNIT} values at a time")
+            for plane in range(shape.planes):
+                state, work = start + plane * kept, input_start + plane * shape.plane
+                for i in range(0, kept, PIECE_VALUES):
+                    count = min(PIECE_VALUES, kept - i)
+                    table.append((state + i, work + i, work + new + i, shape.lane, count))
+            input_start += lanes * shape.lane
+        return (torch.tensor(table, dtype=torch.int64) // UNIT).to(self.device)
+
+    def _places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of every value of the histories: its word in a CodecState, and that of its high part in a slot; of those that
+        are split, the word of the low part, and which of the values they are."""
+        source, high, low, split, count = [], [], [], [], 0
+        for shape, start, word in zip(self._inputs, self._starts, self._layout.words()[2:], strict=False):
+            values = torch.arange(shape.past * shape.channels)
+            source.append(word + values)
+            high.append(start + values)
+            if shape.split:
+                low.append(start + _padded(shape) + values)
+                split.append(count + values)
+            count += len(values)
+        return tuple(torch.cat(part).to(self.device) for part in (source, high, low, split))
+
+
+def _padded(shape: RowsShape) -> int:
+    return -(-shape.past * shape.channels // UNIT) * UNIT

@@ -1,22 +1,118 @@
-"""Where a launched tick meets the host, and the pages of keys and values: what goes to the device and comes back."""
+"""Where a launched tick meets the host: what goes to the device, one block of 64-bit words, of which every kernel reads
+its part, and what comes back. Rows of text and of prompts stand in the block by address."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.cuda.kernels import rows as kernels
-from mktts.batch.cuda.kernels.launching import launch
 from mktts.engine.lanes import Made
-from mktts.engine.pages import NO_OWNER, PAGE_ROWS, Copy, Pages
-from mktts.errors import CapacityError
-from mktts.kernel.grid import power_of_two
-from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, StackConfig
+from mktts.engine.scheduler import Tick
+from mktts.model.sampling import Sampling
+from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
+
+SETTINGS = 12  # 32-bit words of a lane's settings, see `packed`
+PENALTY = 10
+_CHOICES = (2, 6)  # where the talker's and the predictor's settings begin
+_LANE_WORDS = 5 + SETTINGS // 2
+_ROW_WORDS = 3
+_MOST_WHOLE = 2**31 - 1
+
+
+class Parts(NamedTuple):
+    """Views of a block of B lanes and P prompt rows, int64 where not named otherwise.
+
+    Of lanes (B,): slots; fresh, 1 at the first frame behind a prompt; ends, rows of that prompt; selected, the row of
+    the talker whose hidden state counts: a lane's own (its number) or, B further, the last of its prompt; text, the
+    address of the text row, 0 for none. settings (B, 12) int32: `packed`. Of prompt rows (P,): row_slots,
+    row_positions, row_addresses (0: a row that only fills the bucket).
+    """
+
+    slots: Any
+    fresh: Any
+    ends: Any
+    selected: Any
+    text: Any
+    settings: Any
+    row_slots: Any
+    row_positions: Any
+    row_addresses: Any
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """The block of one bucket: lanes x prompt rows."""
+
+    lanes: int
+    prompt_rows: int
+
+    @property
+    def words(self) -> int:
+        """Of 64 bits."""
+        return _LANE_WORDS * self.lanes + _ROW_WORDS * self.prompt_rows
+
+    def parts(self, block: np.ndarray | Tensor) -> Parts:
+        """Views of `block` (at least `words`,) int64, on the host or on the device."""
+        lanes, rows = self.lanes, self.prompt_rows
+        of_lanes = [block[i * lanes : (i + 1) * lanes] for i in range(5)]
+        start = _LANE_WORDS * lanes
+        words = block[5 * lanes : start]
+        settings = words.view(torch.int32) if isinstance(words, Tensor) else words.view(np.int32)
+        of_rows = [block[start + i * rows : start + (i + 1) * rows] for i in range(_ROW_WORDS)]
+        return Parts(*of_lanes, settings.reshape(lanes, SETTINGS), *of_rows)
+
+    def padded(self, nobody: int) -> np.ndarray:
+        """The block (words,) of a tick without lanes: all of them work on the slot `nobody`, at a first frame."""
+        block = np.zeros(self.words, np.int64)
+        parts = self.parts(block)
+        parts.slots[:] = parts.row_slots[:] = nobody
+        parts.fresh[:] = 1
+        parts.selected[:] = np.arange(self.lanes)
+        parts.settings[:] = packed(Sampling().greedy(), 0)
+        return block
+
+    def fill(
+        self, block: np.ndarray, tick: Tick, text: Sequence[int], settings: np.ndarray, prompts: Sequence[np.ndarray]
+    ) -> None:
+        """Writes `tick` into `block`, which is `padded`. text: addresses of the text rows of all but the new lanes.
+        settings (slots, 12) int32. prompts: of each of the tick's pieces, addresses (L,) int64 of the prompt's rows."""
+        parts, count, new = self.parts(block), len(tick.lanes), tick.new_lanes
+        parts.slots[:count] = tick.lanes
+        parts.settings[:count] = settings[tick.lanes]
+        parts.fresh[new:count] = 0
+        parts.text[new:count] = text
+        at = lane = 0
+        for piece, addresses in zip(tick.pieces, prompts, strict=True):
+            end, behind = at + piece.rows, piece.start + piece.rows
+            parts.row_slots[at:end] = piece.slot
+            parts.row_positions[at:end] = np.arange(piece.start, behind)
+            parts.row_addresses[at:end] = addresses[piece.start : behind]
+            if piece.last:
+                parts.ends[lane] = behind
+                parts.selected[lane] = self.lanes + end - 1
+                lane += 1
+            at = end
+
+
+def packed(sampling: Sampling, seed: int) -> np.ndarray:
+    """The settings of a lane (12,) int32: the seed's low and high word; the fields of the talker's and of the
+    predictor's `Choice`; the repetition penalty; 0. Floats by their bits."""
+    row = np.zeros(SETTINGS, np.int32)
+    floats = row.view(np.float32)
+    row[:2] = np.array((seed & 0xFFFFFFFF, seed >> 32), np.uint32).view(np.int32)
+    for at, choice in zip(_CHOICES, (sampling.talker, sampling.predictor), strict=True):
+        for word, value in enumerate(astuple(choice), at):
+            if isinstance(value, float):
+                floats[word] = value
+            else:
+                row[word] = min(value, _MOST_WHOLE)
+    floats[PENALTY] = sampling.repetition_penalty
+    return row
 
 
 def uploaded(numbers: np.ndarray, device: torch.device) -> Tensor:
@@ -68,67 +164,3 @@ class Stage:
         state = made[NUM_CODEBOOKS * self._lanes :][:count]
         codes[state > 1, 0] = -1
         return Made(codes, state == 1, self._pcm.numpy()[:count], took_s, idle_s)
-
-
-class PagedMemory:
-    """`memory` (pages, layers, kv heads, 2, 64, D) and `table` (slots + 1, pages a slot) int32, both on the device.
-    Changes of the book and copies wait for `push`, which queues them on the current CUDA stream."""
-
-    def __init__(self, book: Pages, talker: StackConfig, pages: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Raises CapacityError where the device has no room for `pages`."""
-        shape = (pages, talker.num_hidden_layers, talker.num_key_value_heads, 2, PAGE_ROWS, talker.head_dim)
-        try:
-            self.memory = torch.zeros(shape, dtype=dtype, device=device)
-        except torch.OutOfMemoryError as error:
-            size = math.prod(shape) * dtype.itemsize
-            raise CapacityError(
-                f"{pages} pages of keys and values take {size / 2**30:.1f} GiB, which are not free: take fewer pages "
-                "(see LaneMemory), or end what else runs on the device"
-            ) from error
-        self.table = torch.full(book.table.shape, NO_OWNER, dtype=torch.int32, device=device)
-        self._book, self._device = book, device
-        self._waves: list[list[Copy]] = []
-        self._written: set[int] = set()  # pages that the last wave writes
-        self._touched: set[int] = set()  # and those that it reads or writes
-
-    @property
-    def positions(self) -> int:
-        """Rows that the table has room for, of one slot."""
-        return self.table.shape[1] * PAGE_ROWS
-
-    def copy(self, copies: Iterable[Copy]) -> None:
-        """Copies of one wave run at the same time, so one that needs another's page waits for the next wave."""
-        for one in copies:
-            if not self._waves or one.source in self._written or one.target in self._touched:
-                self._waves.append([])
-                self._written, self._touched = set(), set()
-            self._waves[-1].append(one)
-            self._written.add(one.target)
-            self._touched |= {one.source, one.target}
-
-    def push(self) -> None:
-        """Queues the copies, then what changed in the table."""
-        for wave in self._waves:
-            _, layers, heads, two, rows, width = self.memory.shape
-            launch(
-                kernels.copy_rows,
-                (len(wave), layers * heads * two),
-                uploaded(np.array(wave, np.int32), self._device),
-                self.memory,
-                D=width,
-                PAGE=rows,
-            )
-        self._waves, self._written, self._touched = [], set(), set()
-        changed = self._book.changes()
-        if len(changed):
-            columns = self.table.shape[1]
-            rows = np.concatenate((changed[:, None].astype(np.int32), self._book.table[changed]), 1)
-            launch(
-                kernels.set_table,
-                (len(changed),),
-                uploaded(rows, self._device),
-                self.table,
-                columns,
-                COLUMNS=power_of_two(columns),
-                num_warps=1,
-            )

@@ -76,7 +76,7 @@ class LoadSettings(ModelSettings):
         return self.seconds >= HELD_S
 
     def loading(self) -> dict[str, Any]:
-        from mktts.batch.settings import BatchSettings
+        from mktts.batch import BatchSettings
 
         batch = BatchSettings() if self.codec is None else BatchSettings(codec=self.codec)
         more = {} if self.engine is None else {"engine": self.engine}

@@ -84,10 +84,9 @@ class RandomTicks:
 
     def _enter(self, index: int) -> None:
         stream, slot = self._streams[index], self._free.pop()
-        kept_rows, copies = self._lanes.pages.open(slot, stream.positions, stream.key)
+        kept_rows = self._lanes.pages.open(slot, stream.positions, stream.key)
         self.kept += kept_rows > 0
-        self._lanes.enter(slot, None)
-        self._lanes.begin(slot, Segment.of_rows(stream.embeds, stream.sampling, stream.seed), copies)
+        self._lanes.begin(slot, Segment.of_rows(stream.embeds, stream.sampling, stream.seed))
         self._open[slot] = _Playing(index, stream, kept_rows)
 
     def _tick(self) -> Tick:
@@ -123,7 +122,7 @@ class RandomTicks:
             self._open[piece.slot].entered += piece.rows
         for slot, one in zip(slots[: tick.new_lanes], lanes, strict=False):
             if one.stream.key is not None:
-                self._lanes.copy(self._lanes.pages.keep(slot, one.stream.key, one.stream.prefix) or ())
+                self._lanes.pages.keep(slot, one.stream.key, one.stream.prefix)
         made = self._lanes.collect(launched)
         for lane, (one, codes, ended) in enumerate(zip(lanes, made.codes, made.ended, strict=True)):
             one.ended = bool(ended or codes[0] < 0)
@@ -190,12 +189,12 @@ class FrameInside:
     before."""
 
     def __init__(self, lanes: CudaLanes) -> None:
-        from mktts.batch.cuda.kernels.launching import compiling
+        from mktts.batch.cuda.kernels import compiling
         from mktts.batch.cuda.lanes import _THREADS
 
         self._logits: list[Tensor] = [torch.empty(0)] * NUM_CODEBOOKS  # (lanes, vocabulary) each
         self._hidden: list[Tensor] = [torch.empty(0)] * lanes.config.talker.num_hidden_layers  # (lanes, H) each
-        frames = [lanes._buckets[size].frame for size in sorted(lanes._buckets, reverse=True)]
+        frames = [lanes._buckets[size] for size in sorted(lanes._buckets, reverse=True)]
         with torch.cuda.stream(lanes._stream), compiling(_THREADS):
             for frame in frames:
                 frame.run()

@@ -2,6 +2,7 @@
 by slot, and tiles of products."""
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,26 +10,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mktts.batch.cuda.block import PENALTY, BlockLayout, packed
-from mktts.batch.cuda.codec_memory import INPUT_SCALE, RingStates, RowsShape
-from mktts.batch.cuda.loading import cuda_lanes
-from mktts.batch.cuda.memory import LaneMemory, Workspace, space_bytes, space_shapes
-from mktts.batch.cuda.tiles import (
-    _MEASURED,
-    MEASURED,
-    Kind,
-    plan_of,
-    product_tile,
-    step_depth,
+from mktts.batch import BatchSettings
+from mktts.batch.cuda.memory import (
+    INPUT_SCALE,
+    LaneMemory,
+    RingStates,
+    RowsShape,
+    shared_spaces,
+    space_bytes,
+    space_shapes,
 )
-from mktts.batch.settings import BatchSettings
+from mktts.batch.cuda.stage import PENALTY, BlockLayout, packed
+from mktts.batch.cuda.tiles import _MEASURED, MEASURED, Kind, plan_of, product_tile, step_depth
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.packed import LOW_SCALE, rows_per_frame
+from mktts.engine.admission import Admission
 from mktts.engine.scheduler import Piece, Tick
-from mktts.errors import BackendUnavailable, CodecError, EngineError
+from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.parity.codec import random_codes
 from mktts.model.sampling import Choice, Sampling
+from mktts.synth.loading import batch_runner
 
 CPU = torch.device("cpu")
 SHARED_BYTES = {"H100": 232_448, "A100": 166_912, "RTX 4090": 101_376}  # of one program, CUDA Programming Guide
@@ -72,16 +74,11 @@ def test_settings_are_packed_by_their_bits():
 
 def test_buckets_share_one_memory_as_large_as_the_largest_needs(tiny):
     shapes = [space_shapes(tiny.config, torch.float32, *size) for size in ((2, 16, 8), (8, 0, 1), (4, 4, 2))]
-    workspace = Workspace(torch.device("cpu"))
-    for one in shapes:
-        workspace.reserve(one)
-    spaces = [workspace.views(one) for one in shapes]
+    spaces = shared_spaces(shapes, CPU)
     for name, (shape, dtype) in shapes[1].items():
         tensors = [getattr(space, name) for space in spaces]
         assert tensors[1].shape == shape and tensors[1].dtype == dtype
         assert len({tensor.data_ptr() for tensor in tensors}) == 1
-    with pytest.raises(EngineError, match="laid out already"):
-        workspace.reserve(shapes[0])
 
 
 def test_what_a_page_and_a_slot_take(tiny):
@@ -216,4 +213,4 @@ def test_parts_are_whole_blocks_and_no_others_are_split(kind, columns, depth, it
 def test_where_triton_is_missing_it_is_named(tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "mktts.batch.cuda.lanes", None)  # importing it then fails, as without triton
     with pytest.raises(BackendUnavailable, match="engine='batch' needs triton"):
-        cuda_lanes(tiny, torch.device("cuda"), torch.bfloat16, BatchSettings())
+        batch_runner(tiny, SimpleNamespace(device=torch.device("cuda"), batch=BatchSettings()), None, Admission())

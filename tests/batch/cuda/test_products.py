@@ -53,7 +53,7 @@ def error(found: torch.Tensor, truth: torch.Tensor) -> float:
 
 @pytest.fixture
 def own():
-    from mktts.batch.cuda.products import FixedOrderProducts
+    from mktts.batch.cuda.kernels.products import FixedOrderProducts
 
     return FixedOrderProducts(torch.device("cuda"))
 
@@ -61,7 +61,7 @@ def own():
 @pytest.mark.parametrize(("kind", "columns", "depth"), SHAPES)
 @pytest.mark.parametrize("count", [8, 64, 300, 1_024])
 def test_the_error_is_that_of_cublas(own, kind, columns, depth, count):
-    from mktts.batch.cuda.products import CublasProducts
+    from mktts.batch.cuda.kernels.products import CublasProducts
 
     case, rows = Case(kind, columns, depth), torch.arange(count, device="cuda")
     truth, theirs = case.truth(rows), case.of(CublasProducts(), rows)
@@ -76,7 +76,7 @@ def test_the_error_is_that_of_cublas(own, kind, columns, depth, count):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("kind", "columns", "depth"), SHAPES)
 def test_rows_are_equal_bit_for_bit_in_any_number_and_place(kind, columns, depth, dtype):
-    from mktts.batch.cuda.products import FixedOrderProducts
+    from mktts.batch.cuda.kernels.products import FixedOrderProducts
 
     case, own = Case(kind, columns, depth, dtype), FixedOrderProducts(torch.device("cuda"))
     wanted = case.of(own, torch.arange(MOST, device="cuda"))
@@ -89,7 +89,7 @@ def test_rows_are_equal_bit_for_bit_in_any_number_and_place(kind, columns, depth
 
 @pytest.mark.parametrize(("kind", "columns", "depth"), SHAPES)
 def test_every_tile_of_a_matrix_gives_the_same_bits(own, monkeypatch, kind, columns, depth):
-    from mktts.batch.cuda import products
+    from mktts.batch.cuda.kernels import products
 
     case, rows = Case(kind, columns, depth), torch.arange(MOST, device="cuda")
     limit = torch.cuda.get_device_properties(0).shared_memory_per_block_optin

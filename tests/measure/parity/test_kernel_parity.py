@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mktts.batch.plain.lanes import CodecLanes, TorchLanes
+from mktts.batch.plain import CodecLanes, TorchLanes
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.measure.parity import codec, kernel, ratio

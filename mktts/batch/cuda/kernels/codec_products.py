@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mktts.batch.cuda.codec_memory import Rows
-from mktts.batch.cuda.kernels.launching import launch
+from mktts.batch.cuda.kernels import launch
+from mktts.batch.cuda.memory import Rows
 from mktts.batch.cuda.tiles import ProductTile, product_tile
 from mktts.codec.layers import SnakeBeta
 from mktts.codec.packed import LOW_SCALE as _LOW

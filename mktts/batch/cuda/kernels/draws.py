@@ -118,7 +118,7 @@ def draw(
     """Program (lane): chooses code `book` of the lane's slot, and makes the predictor's next input of its embedding.
 
     By lane: lanes int64, its slot; logits at a stride of `row_stride`, V of them; settings (B, SETTINGS) int32, see
-    `mktts.batch.cuda.block.packed`; codes (B, 16) int32; ended_out int32, 2 where no logit is a number; codec_slots
+    `mktts.batch.cuda.stage.packed`; codes (B, 16) int32; ended_out int32, 2 where no logit is a number; codec_slots
     int32, the slot whose codec goes on, which is nobody's where the slot has ended. By slot: frames, ended int32, seen
     (slots, V) uint8 of code 0, embedding_sum (slots, H) fp32. x_out gets the embedding (behind the talker's hidden
     state where FIRST), h_out its norm where NORM. A score that is no number, or infinite, is as one that may not be

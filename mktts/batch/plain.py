@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.batch.plain.stack import FoldedStack
+from mktts.batch.folded import FoldedStack
 from mktts.codec.decoder import CodecDecoder, CodecState, PrimedStates
 from mktts.engine.lanes import Made
-from mktts.engine.pages import PAGE_ROWS, Copy, Pages
+from mktts.engine.pages import PAGE_ROWS, Pages
 from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
 from mktts.errors import CodecError
@@ -164,24 +164,20 @@ class TorchLanes:
         self.pages = Pages(int(pages) + 1, slots, positions, max_kept=0)
         self.positions = self.pages.rows_per_slot
 
-    def enter(self, slot: int, reference: Tensor | None) -> None:
-        primed = None if reference is None else self._primed.of(reference)
-        self._entered.append(self._talking.do(self._decoding.do, self._codec.enter, slot, primed))
-
     def forget(self, voice: Voice) -> None:
         if voice.codes is not None:
             self._primed.forget(voice.codes)
 
-    def begin(self, slot: int, segment: Segment, copies: Sequence[Copy] = ()) -> None:
+    def begin(self, slot: int, segment: Segment, anew: bool = True) -> None:
         """See Lanes. Waits for the talker of a tick that runs: the next one needs it, and is planned at its end."""
         prompt = segment.prompt.embeds
         if not prompt.isfinite().all():
             raise no_number()
+        if anew:
+            primed = None if segment.reference is None else self._primed.of(segment.reference)
+            self._entered.append(self._talking.do(self._decoding.do, self._codec.enter, slot, primed))
         stream = self._backend.open(prompt, segment.sampling, segment.seed)
         self._talking.do(self._streams.__setitem__, slot, stream).result()
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """See Lanes."""
 
     def leave(self, slot: int) -> None:
         self._talking.do(self._streams.pop, slot, None)

@@ -1,1 +1,0 @@
-"""Many utterances in one step of plain PyTorch operators, on the CPU."""
