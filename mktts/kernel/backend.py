@@ -100,7 +100,7 @@ class MegakernelBackend:
         self._fixed = self._fixed_params()
 
     @torch.inference_mode()
-    def start(self, prompt: PromptRows, sampling: Sampling, seed: int | None, max_frames: int) -> MegakernelStream:
+    def start(self, prompt: PromptRows, sampling: Sampling, seed: int, max_frames: int) -> MegakernelStream:
         """Raises SamplingError for draws by torch's generator, else as `Backend.start`."""
         talker, embeds, prefix_rows = self.config.talker, prompt.embeds, prompt.prefix_rows
         check_start(embeds, talker.hidden_size, max_frames)

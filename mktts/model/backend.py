@@ -68,7 +68,7 @@ class Backend(Protocol):
     def forget(self, voice: Voice) -> None:
         """Lets go of what is kept for prompts with this voice."""
 
-    def start(self, prompt: PromptRows, sampling: Sampling, seed: int | None, max_frames: int) -> StreamState:
+    def start(self, prompt: PromptRows, sampling: Sampling, seed: int, max_frames: int) -> StreamState:
         """Prefills the prompt's L rows and returns a stream that can make up to `max_frames` frames; what was computed
         for the prefix may be kept under its key. Raises CapacityError where L + max_frames exceeds the model's
         positions, SamplingError for a seed outside [0, 2^64) or draws that the backend does not make."""

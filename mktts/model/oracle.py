@@ -94,14 +94,14 @@ class TorchBackend:
         """Nothing is kept here."""
 
     @torch.inference_mode()
-    def start(self, prompt: PromptRows, sampling: Sampling, seed: int | None, max_frames: int) -> TorchStream:
+    def start(self, prompt: PromptRows, sampling: Sampling, seed: int, max_frames: int) -> TorchStream:
         """With sampling.rng="torch" a seed gives the draws that `torch.manual_seed` gives upstream."""
         state = self.open(prompt.embeds, sampling, seed, max_frames)
         self._advance([state], [None])
         return state
 
     @torch.inference_mode()
-    def open(self, embeds: Tensor, sampling: Sampling, seed: int | None, max_frames: int | None = None) -> TorchStream:
+    def open(self, embeds: Tensor, sampling: Sampling, seed: int, max_frames: int | None = None) -> TorchStream:
         """A stream behind the prompt `embeds` (L, H), which its first frame reads. max_frames: None takes memory as
         frames come. Errors as of `Backend.start`."""
         check_start(embeds, self.config.talker.hidden_size, 1 if max_frames is None else max_frames)

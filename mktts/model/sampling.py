@@ -155,10 +155,8 @@ def drawn_seed() -> int:
     return secrets.randbits(_DRAWN_SEED_BITS)
 
 
-def checked_seed(seed: int | None) -> int:
-    """`seed`, or a fresh one for None. Raises SamplingError outside [0, 2^64)."""
-    if seed is None:
-        return secrets.randbits(SEED_BITS)
+def checked_seed(seed: int) -> int:
+    """`seed`. Raises SamplingError outside [0, 2^64)."""
     checked_int("seed", seed, 0, 2**SEED_BITS - 1, SamplingError)
     return int(seed)
 

@@ -59,13 +59,12 @@ def test_rows_in_pieces_see_what_they_see_at_once(tiny):
 
 def test_draws_follow_all_of_the_seed_and_the_generator(tiny):
     backend, prompt = made(tiny)
-    seeds = (1, 1, 2, 1 + 2**32, 2**64 - 1, None, None)
+    seeds = (1, 1, 2, 1 + 2**32, 2**64 - 1)
     codes = {rng: [our_codes(backend, prompt, Sampling(rng=rng), s, 6) for s in seeds] for rng in ("philox", "torch")}
     for first, again, other, *_ in codes.values():
         assert torch.equal(first, again) and not torch.equal(first, other)
     first, *others = codes["philox"]
     assert not any(torch.equal(first, other) for other in (*others[2:], codes["torch"][0]))  # torch: 32 bits of a seed
-    assert not torch.equal(*codes["philox"][-2:])
 
 
 def test_borders(tiny):
