@@ -284,6 +284,7 @@ class KernelPrefill:
     def __init__(self, stack: Stack, few: TapeRows | None = None, max_bytes: int = 64 << 20) -> None:
         self.stack, self.max_bytes = stack, max_bytes
         self._prefill = Prefill(stack, few=few)
+        self.capacity = self._prefill.capacity  # rows of a prompt that graphs take
         self._prefill.warm_up()  # a graph that is captured while a stream waits delays it by tens of ms
         self._prefixes: OrderedDict[Hashable, Tensor] = OrderedDict()
         self.prefix_bytes = 0  # of all that are kept
@@ -303,7 +304,7 @@ class KernelPrefill:
         """All positions of a prompt (L, H) at once, whose first `prefix_rows`, fewer than L, are known by `key`;
         returns the normed hidden state (H,) of the last one. The prefix is always computed apart from the rest, so that
         the bits are the same whether it was kept or not. Raises CapacityError as `go_on`."""
-        apart = prefix_rows and len(rows) <= self._prefill.capacity
+        apart = prefix_rows and len(rows) <= self.capacity
         return self.go_on(rows, kv, self._prefix(rows[:prefix_rows], key) if apart else None)
 
     @torch.inference_mode()
@@ -311,13 +312,12 @@ class KernelPrefill:
         """As `fill`, of a prompt (L, H) whose first positions, fewer than L, are `kept`. One beyond the graphs'
         capacity goes through eager PyTorch, all of it, where the stack has matrices of its own (a Qwen3Stack). Raises
         CapacityError where it has not."""
-        capacity = self._prefill.capacity
-        if len(rows) > capacity and not isinstance(self.stack, Qwen3Stack):
+        if len(rows) > self.capacity and not isinstance(self.stack, Qwen3Stack):
             raise CapacityError(
-                f"a prompt may have {capacity} rows with the megakernel, this one has {len(rows)}: shorten it "
+                f"a prompt may have {self.capacity} rows with the megakernel, this one has {len(rows)}: shorten it "
                 "(instruction, reference recording and its transcript, text), or pass backend='torch'"
             )
-        if len(rows) > capacity:
+        if len(rows) > self.capacity:
             cache = self.stack.new_cache(len(rows))
             hidden = self.stack.forward(rows[None], cache)[0, -1]
             copy_into_cache(torch.stack((cache.keys, cache.values))[:, :, 0], kv)
