@@ -470,8 +470,10 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     everyone = max(most, settings.size(len(speaking)))
     most_rows, attended = settings.max_rows if arrivals else 0, len(able) * context_rows
     longest_s = model.predict(everyone, most_rows, attended)
-    # A chunk is heard when its last frame is made: the tick that makes the next one must end earlier by the others'.
-    lead_s[speaking] -= longest_s * table.more_of_chunk(able[speaking])
+    # A chunk is heard when its last frame is made: the tick that makes the next one must end earlier by the others',
+    # and where chunks still grow by one more, which the chunk behind it will take.
+    growing = table.frames_made[able[speaking]] < sum(settings.chunks[:-1])
+    lead_s[speaking] -= longest_s * (table.more_of_chunk(able[speaking]) + growing)
     resumed = speaking[table.resumed[able[speaking]]]
     lead_s[resumed] = lead_s[speaking].min(initial=np.inf) - _TOLERANCE_S
     speaking = speaking[np.argsort(lead_s[speaking], kind="stable")]

@@ -205,7 +205,8 @@ def test_at_twice_the_capacity_those_who_are_admitted_hear_no_gap(prompt_rows, f
 
 
 @settings(max_examples=8, deadline=None)
-@example(0.98, 32, 0, 0.0, (2e-3, 39.3e-6, 4.9e-6, 2.4e-6), 0)  # leads alone, without what a chunk still needs: late
+@example(0.98, 32, 0, 0.0, (2e-3, 39.3e-6, 4.9e-6, 2.4e-6), 0)  # late by leads alone, without what a chunk needs
+@example(0.887, 8, 200, 0.0, (5.708e-3, 55.68e-6, 5.18e-6, 4.978e-6), 174)  # and without what the next one will
 @given(
     load=st.floats(0.05, 1.3),
     prompt_rows=st.sampled_from([8, 32, 200, 700]),
@@ -355,7 +356,7 @@ def test_of_forty_that_arrive_at_once_those_admitted_hear_no_gap_and_the_others_
 
 
 @pytest.mark.parametrize(
-    ("listeners", "arrival_s", "most_ms"), [(64, 0.15e-3, 58), (64, 0.35e-3, 85), (560, 0.15e-3, 66)]
+    ("listeners", "arrival_s", "most_ms"), [(64, 0.15e-3, 58), (64, 0.35e-3, 85), (560, 0.15e-3, 70)]
 )
 def test_the_last_of_128_arrivals_waits_no_longer_than_their_work_and_four_ticks_take(
     monkeypatch, listeners, arrival_s, most_ms
