@@ -438,10 +438,6 @@ class StreamTable:
         ready = (self.prompt_rows > 0) | (self.context_rows > 0)
         return np.flatnonzero(self.open & self.text_known & ~self.full & ready)
 
-    def more_of_chunk(self, slots: np.ndarray) -> np.ndarray:
-        """Frames (n,) of each stream's chunk behind the next one."""
-        return np.maximum(self.chunk_end[slots] - self.frames_made[slots] - 1, 0)
-
     def lead_s(self, slots: np.ndarray, now_s: float, unpaced_s: float) -> np.ndarray:
         """Seconds (n,) from now until each stream's next frame is wanted; what the reader has not taken is certainly
         ahead. An unpaced stream's is wanted `unpaced_s` after its last one, or at once (-inf)."""
@@ -470,10 +466,7 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     everyone = max(most, settings.size(len(speaking)))
     most_rows, attended = settings.max_rows if arrivals else 0, len(able) * context_rows
     longest_s = model.predict(everyone, most_rows, attended)
-    # A chunk is heard when its last frame is made: the tick that makes the next one must end earlier by the others',
-    # and where chunks still grow by one more, which the chunk behind it will take.
-    growing = table.frames_made[able[speaking]] < sum(settings.chunks[:-1])
-    lead_s[speaking] -= longest_s * (table.more_of_chunk(able[speaking]) + growing)
+    lead_s = _spare_s(table, able, lead_s, longest_s, settings)
     resumed = speaking[table.resumed[able[speaking]]]
     lead_s[resumed] = lead_s[speaking].min(initial=np.inf) - _TOLERANCE_S
     speaking = speaking[np.argsort(lead_s[speaking], kind="stable")]
@@ -499,7 +492,7 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     count = min(due, most - len(new))
     if not count and not pieces:
         if not settings.idle_lanes:
-            return Tick(wake_s=_wake_s(table, able, now_s, settings))
+            return Tick(wake_s=_wake_s(table, able, now_s, longest_s, settings))
         order = _order(table, able[waiting], lead_s[waiting], now_s, settings)
         pieces = _pieces(table, order[:1], settings.min_rows, 1, settings.whole_prompts)
         new = [piece.slot for piece in pieces if piece.last]
@@ -589,11 +582,22 @@ def _pieces(table: StreamTable, order: np.ndarray, rows: int, most_prompts: int,
     return pieces
 
 
-def _wake_s(table: StreamTable, able: np.ndarray, now_s: float, settings: TickSettings) -> float:
+def _spare_s(
+    table: StreamTable, slots: np.ndarray, lead_s: np.ndarray, longest_s: float, settings: TickSettings
+) -> np.ndarray:
+    """Of leads (n,), until when the tick that makes each stream's next frame must end: a chunk is heard when its last
+    frame is made, which takes ticks of `longest_s`; one more where chunks still grow, for the chunk behind it."""
+    ticks = np.maximum(table.chunk_end[slots] - table.frames_made[slots] - 1, 0)
+    ticks += table.frames_made[slots] < sum(settings.chunks[:-1])
+    return np.where(table.prompt_rows[slots] > 0, lead_s, lead_s - longest_s * ticks)
+
+
+def _wake_s(table: StreamTable, able: np.ndarray, now_s: float, longest_s: float, settings: TickSettings) -> float:
     """When the first of the streams that are ahead will be wanted if nothing else happens: by waiting, what the reader
     has not taken does not become less."""
     ahead_s = FRAME_S * (table.frames_made[able] - table.frames_taken[able])
-    heard_out = able[ahead_s <= settings.lead_s]
+    heard_out = able[_spare_s(table, able, ahead_s, longest_s, settings) <= settings.lead_s]
     if not len(heard_out):
         return float(np.inf)
-    return now_s + float(table.lead_s(heard_out, now_s, settings.lead_s).min()) - settings.lead_s
+    lead_s = table.lead_s(heard_out, now_s, settings.lead_s)
+    return now_s + float(_spare_s(table, heard_out, lead_s, longest_s, settings).min()) - settings.lead_s
