@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.checkpoint import files as weight_files
@@ -224,5 +225,5 @@ def _widen_margins(tensors: dict[str, Tensor], config: TextConfig) -> None:
     rows = torch.randn(embedding.shape, generator=generator)
     embedding.copy_(rows)  # component RMS 1: the scale that the branches' share refers to
     cycle = torch.randperm(stack.vocab_size, generator=generator)
-    unit = rows / rows.norm(dim=-1, keepdim=True)
-    tensors[HEAD][cycle.roll(-1)] = (2 * PEAK_LOGIT / math.sqrt(stack.hidden_size) * unit[cycle]).to(embedding.dtype)
+    unit = F.normalize(rows, dim=-1)[cycle]
+    tensors[HEAD][cycle.roll(-1)] = (2 * PEAK_LOGIT / math.sqrt(stack.hidden_size) * unit).to(embedding.dtype)
