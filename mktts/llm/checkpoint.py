@@ -79,10 +79,9 @@ class TextConfig:
         stack = _stack(raw, where)
         path = folder / "generation_config.json"
         generation = read_object(path) if path.is_file() else {}
-        source, ids = (path, generation) if generation.get("eos_token_id") is not None else (where, raw)
-        return cls(
-            stack, tied, _eos_ids(ids.get("eos_token_id"), stack.vocab_size, str(source)), _choice(generation, path)
-        )
+        source, given = (path, generation) if generation.get("eos_token_id") is not None else (where, raw)
+        ids = _eos_ids(given.get("eos_token_id"), stack.vocab_size, str(source))
+        return cls(stack, tied, ids, _choice(generation, path))
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class TextCheckpoint:
 
     def tokenizer(self) -> TextVocabulary:
         """The tokenizer of this checkpoint. Raises CheckpointError where its files are unusable or too large."""
-        return TextVocabulary.load(self.folder, self.config.stack.vocab_size)
+        return TextVocabulary(self.folder, self.config.stack.vocab_size)
 
 
 def open_text_checkpoint(source: str | Path | TextCheckpoint, revision: str | None = None) -> TextCheckpoint:
@@ -114,7 +113,6 @@ def open_text_checkpoint(source: str | Path | TextCheckpoint, revision: str | No
     Raises CheckpointError naming what was expected, what was found and what to do; tensors are named."""
     if isinstance(source, TextCheckpoint):
         return source
-
     expected = "a folder, a Hub id like Qwen/Qwen3-0.6B, or random:tiny"
     refusal = f"text checkpoint {str(source)!r}: expected {expected}"
     folder, found_revision = resolve(source, revision, ensure_named, refusal)
@@ -141,7 +139,7 @@ def _stack(raw: dict[str, Any], where: str) -> StackConfig:
     if rope is not None:
         if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
             raise CheckpointError(f"{where}: rope_parameters must be of rope_type 'default', found {rope!r}")
-        raw = {**raw, **{key: rope[key] for key in ("rope_theta",) if key in rope}}
+        raw = raw | rope
     stack = stack_config(raw, where)
     if stack.num_attention_heads % stack.num_key_value_heads:
         raise CheckpointError(
