@@ -93,11 +93,13 @@ def test_a_whole_one_comes_at_the_end(kind):
         assert len(decoded(last)[1]) / decoded(last)[2] == pytest.approx(SECONDS, abs=0.1)
 
 
-@pytest.mark.parametrize("speed", [1.0, 2.0])
 @pytest.mark.parametrize("kind", STREAM_FORMATS)
-def test_no_sound_at_all_is_no_failure(kind, speed):
-    encoder = Encoder(kind, speed=speed)
-    assert encoder.feed(np.zeros(0, np.float32)) + encoder.finish() is not None
+def test_no_sound_at_all_is_no_failure_and_bad_samples_are(kind):
+    for encoder in (Encoder(kind), Encoder(kind, speed=2.0)):
+        assert encoder.feed(np.zeros(0, np.float32)) + encoder.finish() is not None
+    encoder = Encoder(kind)
+    with pytest.raises(AudioError, match="finite"):
+        encoder.feed(np.full(300, np.nan, np.float32)) + encoder.finish()
 
 
 @pytest.mark.parametrize(
@@ -115,13 +117,6 @@ def test_no_sound_at_all_is_no_failure(kind, speed):
 def test_what_there_is_not_is_refused_by_name(kind, how, message):
     with pytest.raises(AudioError, match=message):
         Encoder(kind, **how)
-
-
-@pytest.mark.parametrize("kind", STREAM_FORMATS)
-def test_bad_samples_are_refused(kind):
-    encoder = Encoder(kind)
-    with pytest.raises(AudioError, match="finite"):
-        encoder.feed(np.full(300, np.nan, np.float32)) + encoder.finish()
 
 
 def test_without_pyav_samples_are_still_sent_and_the_rest_names_the_package():
