@@ -104,25 +104,25 @@ class TextCheckpoint:
         return TextVocabulary(self.folder, self.config.stack.vocab_size)
 
 
-def open_text_checkpoint(source: str | Path | TextCheckpoint, revision: str | None = None) -> TextCheckpoint:
+def open_text_checkpoint(source: str | Path | TextCheckpoint) -> TextCheckpoint:
     """Opens and validates a text checkpoint.
 
-    source: a folder, a Hub id such as "Qwen/Qwen3-0.6B", or "random:SIZE[:margin]", made in the cache on first use.
-    revision: of a Hub id: a commit, branch or tag; 0.6B is pinned.
+    source: a folder, a Hub id such as "Qwen/Qwen3-0.6B", which is pinned, or "random:SIZE[:margin]", made in the cache
+        on first use.
 
     Raises CheckpointError naming what was expected, what was found and what to do; tensors are named."""
     if isinstance(source, TextCheckpoint):
         return source
     expected = "a folder, a Hub id like Qwen/Qwen3-0.6B, or random:tiny"
     refusal = f"text checkpoint {str(source)!r}: expected {expected}"
-    folder, found_revision = resolve(source, revision, ensure_named, refusal)
+    folder, revision = resolve(source, None, ensure_named, refusal)
     config = TextConfig.load(folder)
     files = weight_files.find(folder)
     tensors = expected_text_tensors(config)
     if config.tied and HEAD in files.tensors:
         tensors[HEAD] = tensors[EMBEDDING]
     check(files.tensors, tensors, str(folder))
-    return TextCheckpoint(folder, config, found_revision, weight_files.is_random(folder), files)
+    return TextCheckpoint(folder, config, revision, weight_files.is_random(folder), files)
 
 
 def expected_text_tensors(config: TextConfig) -> TensorSpecs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,14 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
 
 
-def head_stored_too(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As in the released 0.6B, which is tied all the same."""
-    return weights | {HEAD: weights[EMBEDDING].clone()}
-
-
-def in_float32(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.float() for name, tensor in weights.items()}
-
-
 @pytest.mark.parametrize(
-    ("source", "change"), [("random:tiny", head_stored_too), ("random:tiny-untied", in_float32)], ids=["tied", "untied"]
+    ("source", "change"),
+    [
+        # Tied, and the head stored all the same, as in the released 0.6B.
+        ("random:tiny", lambda weights: weights | {HEAD: weights[EMBEDDING].clone()}),
+        ("random:tiny-untied", lambda weights: {name: tensor.float() for name, tensor in weights.items()}),
+    ],
+    ids=["tied", "untied"],
 )
 def test_transformers_finds_every_tensor_in_its_place(tmp_path, source, change):
     folder = shutil.copytree(ensure_named(source), tmp_path / "copy")
@@ -121,16 +119,11 @@ def test_rotary_settings_where_transformers_5_writes_them(copied, tiny):
     assert open_text_checkpoint(copied).config == tiny.config
 
 
-def config(**changes: Any) -> Callable[[Path], object]:
-    return lambda folder: edit(folder / "config.json", **changes)
+def edited(name: str, **changes: Any) -> Callable[[Path], object]:
+    return lambda folder: edit(folder / f"{name}.json", **changes)
 
 
-def generation(**changes: Any) -> Callable[[Path], object]:
-    return lambda folder: edit(folder / "generation_config.json", **changes)
-
-
-def tokenizer(**changes: Any) -> Callable[[Path], object]:
-    return lambda folder: edit(folder / "tokenizer_config.json", **changes)
+config, generation, tokenizer = (partial(edited, n) for n in ("config", "generation_config", "tokenizer_config"))
 
 
 @pytest.mark.parametrize(
@@ -179,8 +172,8 @@ def test_a_source_that_is_none_says_what_is_allowed(source):
 def test_a_hub_id_is_downloaded_and_opened(tiny, monkeypatch):
     asked = []
     monkeypatch.setattr("mktts.checkpoint.open.download", lambda *words: asked.append(words) or (tiny.folder, "commit"))
-    opened = open_text_checkpoint("Qwen/Qwen3-0.6B", "commit")
-    assert asked == [("Qwen/Qwen3-0.6B", "commit")] and opened.revision == "commit" and opened.folder == tiny.folder
+    opened = open_text_checkpoint("Qwen/Qwen3-0.6B")
+    assert asked == [("Qwen/Qwen3-0.6B", None)] and opened.revision == "commit" and opened.folder == tiny.folder
 
 
 def test_a_random_checkpoint_is_made_once_and_always_the_same(tmp_path, tiny):

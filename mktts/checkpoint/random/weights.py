@@ -73,7 +73,7 @@ def _fan_in(name: str, shape: Shape) -> int:
     return math.prod(shape[1:])
 
 
-def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, seed: int, eos_after: int | None = None) -> None:
+def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, eos_after: int | None = None) -> None:
     """Rewrites talker and predictor in place so that every greedy choice wins by a wide margin.
 
     A talker code is a pair (step, word): the next step follows the present one in a fixed cycle, the word follows the
@@ -85,7 +85,7 @@ def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, seed: int, eo
     CheckpointError for a smaller value."""
     if eos_after is not None and eos_after < 2:
         raise CheckpointError(f"eos_after must be at least 2 frames (upstream forbids earlier ends), found {eos_after}")
-    generator = _generator("margins", seed)
+    generator = _generator("margins", 0)
     shrink_branches(tensors, "talker.model.", config.talker, 1.0)
     shrink_branches(tensors, "talker.code_predictor.model.", config.predictor, GROUP_RMS)
     _rewrite_talker(tensors, config, generator, eos_after)
