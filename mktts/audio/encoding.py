@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import wave
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -25,8 +26,6 @@ _TELEPHONE: tuple[StreamFormat, ...] = ("mulaw", "alaw")  # ITU-T G.711, without
 _TELEPHONE_RATE_HZ = 8_000
 _UNKNOWN = b"\xff" * 4  # the size that writers into a pipe put; readers then go on to the end of the file
 _FLUSHED = {"flush_packets": "1"}  # after each packet, instead of when FFmpeg's buffer of 32 KiB is full
-# FFmpeg's atempo: below 0.5 it does not go, and above 2 it skips samples instead of blending them.
-_SLOWEST_STEP, _FASTEST_STEP = 0.5, 2.0
 _TAIL_S = 0.2  # of silence after the end: atempo leaves out the last part of a window
 
 # Ends of names that can be written -> libsndfile's format and encoding.
@@ -135,7 +134,7 @@ class AvEncoder:
     def __init__(self, kind: str, sample_rate_hz: int) -> None:
         av, (container, name, options, container_options) = import_av(), _CODECS[kind]
         self._av = av
-        self._out = _Out()
+        self._made: list[bytes] = []
         self._sample_rate_hz = sample_rate_hz
         self._samples = 0
         try:
@@ -146,7 +145,8 @@ class AvEncoder:
         if rates_hz and sample_rate_hz not in rates_hz:
             known = ", ".join(str(rate_hz) for rate_hz in sorted(rates_hz))
             raise AudioError(f"{kind} can have sample rates of {known} Hz, got {sample_rate_hz}")
-        self._container = av.open(self._out, "w", format=container, options={**_FLUSHED, **container_options})
+        out = SimpleNamespace(write=self._made.append)  # no more: FFmpeg then knows that it cannot go back to a header
+        self._container = av.open(out, "w", format=container, options={**_FLUSHED, **container_options})
         self._stream = self._container.add_stream(name, rate=sample_rate_hz, options=options)
         self._stream.layout = "mono"
         self._stream.codec_context.thread_count = 1
@@ -160,26 +160,16 @@ class AvEncoder:
         frame.pts = self._samples
         self._samples += len(samples)
         self._container.mux(self._stream.encode(frame))
-        return self._out.taken()
+        return self._taken()
 
     def finish(self) -> bytes:
         self._container.mux(self._stream.encode(None))
         self._container.close()
-        return self._out.taken()
+        return self._taken()
 
-
-class _Out:
-    """A file that can only be written to: FFmpeg then knows that it cannot go back to a header."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def write(self, data: Any) -> int:
-        self._data += bytes(data)
-        return len(data)
-
-    def taken(self) -> bytes:
-        data, self._data = bytes(self._data), bytearray()
+    def _taken(self) -> bytes:
+        data = b"".join(self._made)
+        self._made.clear()
         return data
 
 
@@ -194,7 +184,8 @@ class Tempo:
         self._samples = 0
         self._given = 0
         self._ratio = sample_rate_hz / SAMPLE_RATE_HZ / speed
-        steps = 0 if speed == 1 else 1 if _SLOWEST_STEP <= speed <= _FASTEST_STEP else 2
+        # Below 0.5 atempo does not go, and above 2 it skips samples instead of blending them.
+        steps = 0 if speed == 1 else 1 if 0.5 <= speed <= 2 else 2
         filters: list[tuple[str, str | None]] = [("atempo", repr(speed ** (1 / max(1, steps))))] * steps
         if sample_rate_hz != SAMPLE_RATE_HZ:
             filters.append(("aresample", str(sample_rate_hz)))
