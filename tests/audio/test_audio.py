@@ -1,7 +1,6 @@
-"""PCM conversions against numbers worked out by hand and against the standard library's reader."""
+"""PCM conversions against numbers worked out by hand."""
 
 import math
-import wave
 
 import numpy as np
 import pytest
@@ -31,21 +30,10 @@ def test_bad_pcm_is_refused_by_name_and_leaves_no_file(bad, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wav_is_read_back_by_the_standard_library_and_by_read_audio(tmp_path):
-    pcm = np.sin(np.arange(4800) / 20, dtype=np.float32) * 0.5
-    path = write_audio(tmp_path / "deep" / "a.wav", pcm)
-    with wave.open(str(path)) as file:
-        assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (1, 2, SAMPLE_RATE_HZ)
-        assert file.readframes(5000) == to_pcm16(pcm)
-    back, rate_hz = read_audio(path)
-    assert rate_hz == SAMPLE_RATE_HZ and back.dtype == np.float32
-    np.testing.assert_allclose(back, pcm, atol=1 / 32767)
-
-
 @pytest.mark.parametrize(
     ("name", "container", "subtype", "worst_error"),
     [
-        ("a.wav", "WAV", "PCM_16", 1e-4),
+        ("deep/a.wav", "WAV", "PCM_16", 1e-4),
         ("a.FLAC", "FLAC", "PCM_16", 1e-4),
         ("a.ogg", "OGG", "VORBIS", 0.05),
         ("a.opus", "OGG", "OPUS", 0.05),
@@ -58,7 +46,8 @@ def test_the_name_is_the_format_and_what_is_heard_is_the_same(tmp_path, name, co
     about = soundfile.info(path)
     assert (about.format, about.subtype, about.channels) == (container, subtype, 1)
     back, rate_hz = read_audio(path)
-    assert rate_hz == SAMPLE_RATE_HZ and len(back) == pytest.approx(len(tone), abs=2_000)  # encoders pad
+    assert rate_hz == SAMPLE_RATE_HZ and back.dtype == np.float32
+    assert len(back) == pytest.approx(len(tone), abs=2_000)  # encoders pad
     middle = back[6_000:18_000]
     errors = [np.abs(middle - tone[start : start + len(middle)]).max() for start in range(4_000, 8_000)]
     assert min(errors) < worst_error

@@ -39,51 +39,48 @@ def header_of(specs: TensorSpecs, dtype: str, metadata: dict[str, str] | None) -
     return struct.pack("<Q", len(packed)) + packed, end
 
 
-def file_bytes(specs: TensorSpecs, dtype: str, metadata: dict[str, str] | None) -> int:
-    header, data_bytes = header_of(specs, dtype, metadata)
-    return len(header) + data_bytes
-
-
 def config_of(size: str, model_type: str, folder: Path) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(small_files(size, model_type, True)["config.json"]))
     return ModelConfig.load(folder)
 
 
+def speech(size: str, model_type: str) -> Callable[[Path], TensorSpecs]:
+    return lambda folder: expected_tensors(config_of(size, model_type, folder))
+
+
+def speech_codec(_: Path) -> TensorSpecs:
+    return expected_codec_tensors(small_files("0.6b", "base", True)["speech_tokenizer/config.json"])
+
+
+def text_model(folder: Path) -> TensorSpecs:
+    """Qwen/Qwen3-0.6B: tied, and the head stored all the same."""
+    (folder / "config.json").write_text(json.dumps(text.config_json("0.6b")))
+    layout = text.expected_text_tensors(text.TextConfig.load(folder))
+    return layout | {text.HEAD: layout[text.EMBEDDING]}
+
+
+PT = {"format": "pt"}
+
+
 @pytest.mark.parametrize(
-    ("size", "model_type", "tensors", "params", "published_bytes", "metadata"),
+    ("layout_of", "dtype", "metadata", "tensors", "params", "published_bytes"),
     [
-        ("0.6b", "base", 478, 914_643_008, 1_829_344_272, None),
-        ("0.6b", "custom_voice", 402, 905_788_672, 1_811_626_576, {"format": "pt"}),
-        ("1.7b", "base", 480, 1_928_677_440, 3_857_413_744, None),
-        ("1.7b", "custom_voice", 404, 1_916_676_352, 3_833_402_552, {"format": "pt"}),
-        ("1.7b", "voice_design", 404, 1_916_676_352, 3_833_402_552, {"format": "pt"}),
+        (speech("0.6b", "base"), "BF16", None, 478, 914_643_008, 1_829_344_272),
+        (speech("0.6b", "custom_voice"), "BF16", PT, 402, 905_788_672, 1_811_626_576),
+        (speech("1.7b", "base"), "BF16", None, 480, 1_928_677_440, 3_857_413_744),
+        (speech("1.7b", "custom_voice"), "BF16", PT, 404, 1_916_676_352, 3_833_402_552),
+        (speech("1.7b", "voice_design"), "BF16", PT, 404, 1_916_676_352, 3_833_402_552),
+        (speech_codec, "F32", None, 496, 170_557_441, 682_293_092),
+        (text_model, "BF16", PT, 311, 596_049_920 + 151_936 * 1_024, 1_503_300_328),
     ],
 )
-def test_layout_gives_the_released_files_to_the_byte(
-    size, model_type, tensors, params, published_bytes, metadata, tmp_path
+def test_a_layout_gives_the_released_file_to_the_byte(
+    layout_of, dtype, metadata, tensors, params, published_bytes, tmp_path
 ) -> None:
-    layout = expected_tensors(config_of(size, model_type, tmp_path))
-    assert len(layout) == tensors
-    assert sum(spec.params for spec in layout.values()) == params
-    assert file_bytes(layout, "BF16", metadata) == published_bytes
-
-
-def test_the_text_models_layout_gives_the_released_file_to_the_byte(tmp_path) -> None:
-    """Qwen/Qwen3-0.6B: tied, and the head stored all the same."""
-    (tmp_path / "config.json").write_text(json.dumps(text.config_json("0.6b")))
-    layout = text.expected_text_tensors(text.TextConfig.load(tmp_path))
-    assert sum(spec.params for spec in layout.values()) == 596_049_920
-    layout[text.HEAD] = layout[text.EMBEDDING]
-    assert len(layout) == 311
-    assert file_bytes(layout, "BF16", {"format": "pt"}) == 1_503_300_328
-
-
-def test_codec_layout_gives_the_released_file_to_the_byte() -> None:
-    layout = expected_codec_tensors(small_files("0.6b", "base", True)["speech_tokenizer/config.json"])
-    decoder = [spec for name, spec in layout.items() if name.startswith("decoder.")]
-    assert (len(layout), len(decoder)) == (496, 271)
-    assert sum(spec.params for spec in layout.values()) == 170_557_441
-    assert file_bytes(layout, "F32", None) == 682_293_092
+    layout = layout_of(tmp_path)
+    assert (len(layout), sum(spec.params for spec in layout.values())) == (tensors, params)
+    header, data_bytes = header_of(layout, dtype, metadata)
+    assert len(header) + data_bytes == published_bytes
 
 
 @pytest.mark.parametrize(
