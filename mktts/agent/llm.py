@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from datetime import datetime
 from itertools import islice, takewhile
 from typing import Any, get_args
 
@@ -93,7 +94,7 @@ class ScriptedLLMService(LocalLLMService):
         said = [intents.text_of(message) for message in messages if message["role"] == "assistant"]
         # Pipecat asks with a developer's message where the user spoke and was not understood.
         question = intents.text_of(messages[-1]) if messages and messages[-1]["role"] == "user" else ""
-        reply = intents.answer(question, said)
+        reply = intents.answer(question, said, datetime.now())
         for number, word in enumerate(reply.split(" ")):
             await asyncio.sleep(1 / SCRIPT_TOKENS_PER_S)
             await self.stop_ttfb_metrics()

@@ -29,6 +29,7 @@ from mktts.agent.stt import PocketsphinxSTTService, create_stt, decode, make_dec
 from mktts.errors import AgentError
 from mktts.pipecat import MkttsTTSService
 
+NOON = datetime(2026, 1, 1, 12, 0)
 OFFLINE_STT = needs("pocketsphinx")
 PAUSE = bytes(user_speech.USER_RATE_HZ)  # half a second
 
@@ -53,7 +54,7 @@ def spellings(phrase: str) -> list[str]:
 def test_every_phrase_of_the_grammar_gets_its_own_intents_answer():
     for intent in INTENTS:
         for text in itertools.chain(*map(spellings, intent.phrases)):
-            assert intents.answer(text, ["Hello."]) == intent.answer(["Hello."]), text
+            assert intents.answer(text, ["Hello."], NOON) == intent.answer(["Hello."], NOON), text
     assert {text for text in intents.hints()} <= {
         text for intent in INTENTS for phrase in intent.phrases for text in spellings(phrase)
     }
@@ -67,12 +68,12 @@ def test_the_time_is_told_in_words():
 
 def test_the_story_goes_on_where_the_context_says_the_listener_was():
     cut = STORY[: STORY.index("singing")].strip()  # in the second sentence
-    go_on = intents.answer("go on", ["Hello.", cut, "All right."])
+    go_on = intents.answer("go on", ["Hello.", cut, "All right."], NOON)
     assert STORY.endswith(go_on) and go_on.startswith("It lived under a desk")
     second_cut = go_on[: go_on.index("scales")].strip()
-    assert intents.answer("go on", [cut, second_cut]).startswith("Every night")
-    assert "story" in intents.answer("go on", [STORY])
-    assert "story" in intents.answer("go on", ["Hello."])
+    assert intents.answer("go on", [cut, second_cut], NOON).startswith("Every night")
+    assert "story" in intents.answer("go on", [STORY], NOON)
+    assert "story" in intents.answer("go on", ["Hello."], NOON)
 
 
 @pytest.mark.parametrize(
