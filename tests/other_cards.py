@@ -78,7 +78,7 @@ class Model:
         config, tensors = checkpoint.config, checkpoint.tensors()
         if name == SMALL:
             tensors = random_tensors(expected_tensors(config), 0, torch.bfloat16)
-            widen_margins(tensors, config, 0)
+            widen_margins(tensors, config)
         builder = PromptBuilder(config, tensors, checkpoint.tokenizer(), device, torch.bfloat16)
         prompt = builder.build(Request(_TEXT, speaker=config.default_speaker, layout="streaming"))
         fp32, bf16 = (TorchBackend(config, tensors, device, dtype) for dtype in (torch.float32, torch.bfloat16))

@@ -93,9 +93,9 @@ def running(server: uvicorn.Server, bound: socket.socket) -> Iterator[str]:
 @contextlib.contextmanager
 def running_agent(settings: Any, **access: Any) -> Iterator[str]:
     """The agent's page and its sockets, for `AgentSettings`; yields the base URL."""
-    from mktts.agent.web import create_app, page_server
+    from mktts.agent.web import create_server
 
-    with listen("127.0.0.1", 0, Limits()) as bound, running(page_server(create_app(settings, **access)), bound) as url:
+    with listen("127.0.0.1", 0, Limits()) as bound, running(create_server(settings, **access), bound) as url:
         yield url
 
 

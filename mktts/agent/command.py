@@ -79,13 +79,13 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _page(settings: AgentSettings, arguments: argparse.Namespace) -> int | None:
     """Serves the page; returns the signal that ended it."""
-    from mktts.agent.web import create_app, page_server
+    from mktts.agent.web import create_server
 
     for line in settings.describe():
         print(line, file=sys.stderr if arguments.handshake else sys.stdout, flush=True)
     access = access_of(arguments)
     with listen(arguments.host, arguments.port, Limits()) as bound:
-        server = page_server(create_app(settings, **access))
+        server = create_server(settings, **access)
         bound.listen()  # before the address is printed: connections wait from then on
         address = f"{url_of(bound)}/"
         open_line = f"open {address}{'?key=KEY' if access['api_key'] else ''}"

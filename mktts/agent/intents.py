@@ -28,24 +28,13 @@ _SORRY = "I am sorry, I did not understand that. Try: what time is it."
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What an answer may depend on.
-
-    said: the assistant's messages so far, oldest first, as the conversation's context has them: after an interruption
-        that is what was heard, and no more.
-    now: the local time."""
-
-    said: Sequence[str]
-    now: datetime
-
-
-@dataclass(frozen=True)
 class Intent:
-    """phrases: as the grammar takes them. pattern: found in a transcript in lower case. answer: the whole text."""
+    """phrases: as the grammar takes them. pattern: found in a transcript in lower case. answer: the whole text, after
+    what the assistant has said, at a local time."""
 
     phrases: tuple[str, ...]
     pattern: str
-    answer: Callable[[Turn], str]
+    answer: Callable[[Sequence[str], datetime], str]
 
 
 def spoken_time(now: datetime) -> str:
@@ -70,25 +59,29 @@ def rest_of_story(said: Sequence[str]) -> str:
 
 
 INTENTS = (
-    Intent(("hello [there]", "good morning"), r"\b(hello|hi|good morning)\b", lambda turn: _HELLO),
-    Intent(("what time is it",), r"\btime is it\b|\bthe time\b", lambda turn: spoken_time(turn.now)),
-    Intent(("tell me a [long] story",), r"\bstory\b", lambda turn: STORY),
-    Intent(("stop [please]", "please stop"), r"\bstop\b|\bwait\b", lambda turn: _STOPPED),
-    Intent(("go on [please]",), r"\bgo on\b|\bcontinue\b", lambda turn: rest_of_story(turn.said)),
-    Intent(("tell me (a | another) joke",), r"\bjoke\b", lambda turn: _JOKE),
-    Intent(("what is the weather in (paris | london | tokyo | berlin)",), r"\bweather\b", lambda turn: _WEATHER),
-    Intent(("how fast are you",), r"\bhow fast\b", lambda turn: _FAST),
-    Intent(("who are you",), r"\bwho are you\b", lambda turn: _ME),
-    Intent(("say that again",), r"\bagain\b", lambda turn: turn.said[-1] if turn.said else _NOTHING_SAID),
-    Intent(("thank you [very much]",), r"\bthank", lambda turn: "You are welcome."),
-    Intent(("goodbye",), r"\b(good)?bye\b", lambda turn: "Goodbye. It was nice talking to you."),
+    Intent(("hello [there]", "good morning"), r"\b(hello|hi|good morning)\b", lambda said, now: _HELLO),
+    Intent(("what time is it",), r"\btime is it\b|\bthe time\b", lambda said, now: spoken_time(now)),
+    Intent(("tell me a [long] story",), r"\bstory\b", lambda said, now: STORY),
+    Intent(("stop [please]", "please stop"), r"\bstop\b|\bwait\b", lambda said, now: _STOPPED),
+    Intent(("go on [please]",), r"\bgo on\b|\bcontinue\b", lambda said, now: rest_of_story(said)),
+    Intent(("tell me (a | another) joke",), r"\bjoke\b", lambda said, now: _JOKE),
+    Intent(("what is the weather in (paris | london | tokyo | berlin)",), r"\bweather\b", lambda said, now: _WEATHER),
+    Intent(("how fast are you",), r"\bhow fast\b", lambda said, now: _FAST),
+    Intent(("who are you",), r"\bwho are you\b", lambda said, now: _ME),
+    Intent(("say that again",), r"\bagain\b", lambda said, now: said[-1] if said else _NOTHING_SAID),
+    Intent(("thank you [very much]",), r"\bthank", lambda said, now: "You are welcome."),
+    Intent(("goodbye",), r"\b(good)?bye\b", lambda said, now: "Goodbye. It was nice talking to you."),
 )
 
 
-def answer(text: str, turn: Turn) -> str:
-    """The reply to a user's words; a request for another phrase where nothing fits."""
+def answer(text: str, said: Sequence[str], now: datetime) -> str:
+    """The reply to a user's words; a request for another phrase where nothing fits.
+
+    said: the assistant's messages so far, oldest first, as the conversation's context has them: after an interruption
+        that is what was heard, and no more.
+    now: the local time."""
     lowered = text.lower()
-    return next((intent.answer(turn) for intent in INTENTS if re.search(intent.pattern, lowered)), _SORRY)
+    return next((intent.answer(said, now) for intent in INTENTS if re.search(intent.pattern, lowered)), _SORRY)
 
 
 def grammar() -> str:

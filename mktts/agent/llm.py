@@ -94,7 +94,7 @@ class ScriptedLLMService(LocalLLMService):
         said = [intents.text_of(message) for message in messages if message["role"] == "assistant"]
         # Pipecat asks with a developer's message where the user spoke and was not understood.
         question = intents.text_of(messages[-1]) if messages and messages[-1]["role"] == "user" else ""
-        reply = intents.answer(question, intents.Turn(said=said, now=datetime.now()))
+        reply = intents.answer(question, said, datetime.now())
         for number, word in enumerate(reply.split(" ")):
             await asyncio.sleep(1 / SCRIPT_TOKENS_PER_S)
             await self.stop_ttfb_metrics()

@@ -115,13 +115,13 @@ class AgentSettings:
 
     def elsewhere(self) -> str:
         """Of the services that run elsewhere: their key and the way without them, as the end of a sentence; or ""."""
-        found = []
+        words = ""
         if self.stt == "deepgram":
-            found.append('Deepgram needs a valid DEEPGRAM_API_KEY and a network; stt "pocketsphinx" needs neither')
+            words += '; Deepgram needs a valid DEEPGRAM_API_KEY and a network; stt "pocketsphinx" needs neither'
         if self.llm == "openai":
             where = self.openai_url or "OpenAI"
-            found.append(f'{self.openai_model} at {where} needs a valid OPENAI_API_KEY; llm "scripted" needs none')
-        return "".join(f"; {words}" for words in found)
+            words += f'; {self.openai_model} at {where} needs a valid OPENAI_API_KEY; llm "scripted" needs none'
+        return words
 
     def describe(self) -> list[str]:
         """`parts`, one line each."""

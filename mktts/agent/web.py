@@ -72,11 +72,12 @@ _STATES = {
 }
 
 
-def create_app(settings: AgentSettings, **access: Any) -> FastAPI:
-    """The ASGI application. The voice is loaded here, unless it is already.
+def create_server(settings: AgentSettings, **access: Any) -> GracefulServer:
+    """The page's server; it ends conversations before it ends connections. The voice is loaded here, unless it is
+    already.
 
     access: api_key, origins and hosts of `AccessMiddleware`. The key is asked for by everything under /agent, as
-    `?key=` or as a bearer; the page itself holds no secret. Without one, the application must be bound to loopback.
+    `?key=` or as a bearer; the page itself holds no secret. Without one, it must be bound to loopback.
     Raises what loading the voice raises, PromptError or VoiceError for a voice, language or instruction that it does
     not take, and AgentError where a package of speech to text is missing."""
     create_stt(settings)  # what is missing or does not fit shows now, a package before seconds of loading
@@ -92,7 +93,7 @@ def create_app(settings: AgentSettings, **access: Any) -> FastAPI:
         key_in_query=True,  # of the page's address; none of our logs contains the query
         **access,
     )
-    sessions = app.state.sessions = Sessions(settings, MAX_SESSIONS)
+    sessions = Sessions(settings)
     has_webrtc = importlib.util.find_spec("aiortc") is not None  # what Pipecat's transport needs
 
     @app.get("/agent/config")
@@ -130,15 +131,14 @@ def create_app(settings: AgentSettings, **access: Any) -> FastAPI:
         return FileResponse(SERVERS_PAGE / "base.css")
 
     app.mount("/", StaticFiles(directory=PAGE, html=True, check_dir=False))
-    return app
+    return GracefulServer(app, _MAX_MESSAGE_BYTES, sessions.close)
 
 
 class Sessions:
-    """The conversations of one server, at most `limit` at once, each over its own transport."""
+    """The conversations of one server, at most MAX_SESSIONS at once, each over its own transport."""
 
-    def __init__(self, settings: AgentSettings, limit: int) -> None:
+    def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
-        self._limit = limit
         self._running: set[asyncio.Task[None]] = set()
         self._workers: set[PipelineWorker] = set()
         self._closing = False
@@ -146,7 +146,7 @@ class Sessions:
     @property
     def full(self) -> bool:
         """Whether no other conversation may begin."""
-        return self._closing or len(self._running) >= self._limit
+        return self._closing or len(self._running) >= MAX_SESSIONS
 
     def begin(self, transport: BaseTransport, arrived: Callable[[], bool] = lambda: True) -> asyncio.Task[None]:
         """Holds a conversation over `transport`; done when it has ended. arrived: whether the other side is there; if
@@ -229,11 +229,6 @@ def _add_webrtc(app: FastAPI, sessions: Sessions) -> None:
         task = sessions.begin(transport, connection.is_connected)
         task.add_done_callback(lambda _: asyncio.ensure_future(connection.disconnect()))
         return connection.get_answer()
-
-
-def page_server(app: FastAPI) -> GracefulServer:
-    """Ends conversations before it ends connections."""
-    return GracefulServer(app, _MAX_MESSAGE_BYTES, app.state.sessions.close)
 
 
 class PageObserver(BaseObserver):

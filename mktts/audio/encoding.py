@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import io
 import wave
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from types import SimpleNamespace
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -27,8 +26,6 @@ _TELEPHONE: tuple[StreamFormat, ...] = ("mulaw", "alaw")  # ITU-T G.711, without
 _TELEPHONE_RATE_HZ = 8_000
 _UNKNOWN = b"\xff" * 4  # the size that writers into a pipe put; readers then go on to the end of the file
 _FLUSHED = {"flush_packets": "1"}  # after each packet, instead of when FFmpeg's buffer of 32 KiB is full
-# FFmpeg's atempo: below 0.5 it does not go, and above 2 it skips samples instead of blending them.
-_SLOWEST_STEP, _FASTEST_STEP = 0.5, 2.0
 _TAIL_S = 0.2  # of silence after the end: atempo leaves out the last part of a window
 
 # Ends of names that can be written -> libsndfile's format and encoding.
@@ -43,100 +40,64 @@ ENDINGS = (*FORMATS, "aac")  # AAC is PyAV's: libsndfile does not have it
 _BLOCK_SAMPLES = 2**16
 
 
-class Encoder(Protocol):
-    """Bytes of a format from PCM (S,) float32 at SAMPLE_RATE_HZ. One thread at a time; not reusable after `finish`."""
+class Encoder:
+    """Bytes of a format from PCM (S,) float32 at SAMPLE_RATE_HZ. One thread at a time; not reusable after `finish`.
+
+    takes_pcm16: its samples stay as they are, which is no work; `feed_pcm16` takes those that have 16 bits already."""
+
+    def __init__(
+        self, kind: StreamFormat, *, speed: float = 1.0, sample_rate_hz: int | None = None, whole: bool = False
+    ) -> None:
+        """speed: 0.25 to 4; 2 takes half the time, at the same pitch.
+        sample_rate_hz: of what comes out (Opus is always decoded at 48 kHz: it is then what the encoder is given); None
+            takes `usual_rate_hz`.
+        whole: nothing comes before the end, and then a file that says how long it is, which a stream cannot.
+
+        Raises AudioError for a rate that the format lacks, a speed or a format that there is not; BackendUnavailable
+        where the package av (PyAV) is missing that this needs."""
+        one_of("format", kind, STREAM_FORMATS, AudioError)
+        if not MIN_SPEED <= speed <= MAX_SPEED:
+            raise AudioError(f"speed must be {MIN_SPEED} to {MAX_SPEED:g}, got {speed!r}")
+        self._kind, self._rate_hz, self._whole = kind, sample_rate_hz or usual_rate_hz(kind), whole
+        self._kept: list[np.ndarray] = []
+        self._is_file = whole and kind in ("wav", "flac")  # their headers have a length
+        self._av = None if self._is_file or kind in UNCODED else AvEncoder(kind, self._rate_hz)
+        same = speed == 1 and self._rate_hz == SAMPLE_RATE_HZ
+        self._tempo = None if same else Tempo(speed, self._rate_hz)
+        self.takes_pcm16 = same and not whole and kind in UNCODED
+        self._header = b""
+        if kind == "wav":  # with sizes that say nothing
+            header = encoded(np.zeros(0, np.float32), "wav", self._rate_hz)
+            self._header = header[:4] + _UNKNOWN + header[8:40] + _UNKNOWN
 
     def feed(self, pcm: np.ndarray) -> bytes:
         """What is ready once `pcm` is in; may be nothing yet. Raises AudioError as `to_pcm16`."""
+        pcm = pcm if self._tempo is None else self._tempo.feed(pcm)
+        if self._whole:
+            self._kept.append(pcm)
+            return b""
+        return self._encode(pcm)
+
+    def feed_pcm16(self, samples: bytes) -> bytes:
+        """As `feed`, where the encoder `takes_pcm16`."""
+        header, self._header = self._header, b""
+        return header + samples
 
     def finish(self) -> bytes:
         """The rest."""
+        rest = np.zeros(0, np.float32) if self._tempo is None else self._tempo.finish()
+        pcm = np.concatenate([*self._kept, rest])
+        if self._is_file:
+            return encoded(pcm, self._kind, self._rate_hz)
+        return self._encode(pcm) + (b"" if self._av is None else self._av.finish())
 
-
-def encoder_of(
-    kind: StreamFormat, *, speed: float = 1.0, sample_rate_hz: int | None = None, whole: bool = False
-) -> Encoder:
-    """An encoder into `kind`.
-
-    speed: 0.25 to 4; 2 takes half the time, at the same pitch.
-    sample_rate_hz: of what comes out (Opus is always decoded at 48 kHz: it is then what the encoder is given); None
-        takes `usual_rate_hz`.
-    whole: nothing comes before the end, and then a file that says how long it is, which a stream cannot.
-
-    Raises AudioError for a rate that the format lacks, a speed or a format that there is not; BackendUnavailable where
-    the package av (PyAV) is missing that this needs."""
-    one_of("format", kind, STREAM_FORMATS, AudioError)
-    if not MIN_SPEED <= speed <= MAX_SPEED:
-        raise AudioError(f"speed must be {MIN_SPEED} to {MAX_SPEED:g}, got {speed!r}")
-    sample_rate_hz = sample_rate_hz or usual_rate_hz(kind)
-    encoder: Encoder
-    if whole and kind in ("wav", "flac"):  # their headers have a length
-        encoder = _Whole(partial(encoded, kind=kind, sample_rate_hz=sample_rate_hz))
-    else:
-        header = streaming_wav_header(sample_rate_hz) if kind == "wav" else b""
-        made = Samples(header) if kind in UNCODED else AvEncoder(kind, sample_rate_hz)
-        encoder = _Whole(lambda pcm: made.feed(pcm) + made.finish()) if whole else made
-    if speed == 1 and sample_rate_hz == SAMPLE_RATE_HZ:
-        return encoder
-    return _Changed(Tempo(speed, sample_rate_hz), encoder)
+    def _encode(self, pcm: np.ndarray) -> bytes:
+        return self.feed_pcm16(to_pcm16(pcm)) if self._av is None else self._av.feed(pcm)
 
 
 def usual_rate_hz(kind: str) -> int:
     """Sample rate in Hz of `kind` where none is asked for: G.711's only one, or that of the speech."""
     return _TELEPHONE_RATE_HZ if kind in _TELEPHONE else SAMPLE_RATE_HZ
-
-
-def streaming_wav_header(sample_rate_hz: int) -> bytes:
-    """RIFF and WAVE headers of 16-bit mono PCM, with sizes that say nothing: 44 bytes."""
-    header = encoded(np.zeros(0, np.float32), "wav", sample_rate_hz)
-    return header[:4] + _UNKNOWN + header[8:40] + _UNKNOWN
-
-
-class Samples:
-    """16-bit samples behind a header. An `Encoder` that has no work to do."""
-
-    def __init__(self, header: bytes) -> None:
-        self._header = header
-
-    def feed(self, pcm: np.ndarray) -> bytes:
-        return self.feed_pcm16(to_pcm16(pcm))
-
-    def feed_pcm16(self, samples: bytes) -> bytes:
-        """As `feed`, of samples that have 16 bits already."""
-        header, self._header = self._header, b""
-        return header + samples
-
-    def finish(self) -> bytes:
-        return self.feed_pcm16(b"")
-
-
-class _Whole:
-    """Keeps what it is fed until the end. encode: PCM (S,) float32 to the bytes of a file."""
-
-    def __init__(self, encode: Callable[[np.ndarray], bytes]) -> None:
-        self._encode = encode
-        self._pcm = [np.zeros(0, np.float32)]
-
-    def feed(self, pcm: np.ndarray) -> bytes:
-        self._pcm.append(pcm)
-        return b""
-
-    def finish(self) -> bytes:
-        return self._encode(np.concatenate(self._pcm))
-
-
-class _Changed:
-    """An encoder behind a filter."""
-
-    def __init__(self, tempo: Tempo, encoder: Encoder) -> None:
-        self._tempo = tempo
-        self._encoder = encoder
-
-    def feed(self, pcm: np.ndarray) -> bytes:
-        return self._encoder.feed(self._tempo.feed(pcm))
-
-    def finish(self) -> bytes:
-        return self._encoder.feed(self._tempo.finish()) + self._encoder.finish()
 
 
 def import_av() -> Any:
@@ -166,14 +127,14 @@ _CODECS: dict[str, tuple[str, str, dict[str, str], dict[str, str]]] = {
 
 
 class AvEncoder:
-    """An `Encoder` of mp3, opus (in Ogg), aac (as ADTS), flac, mulaw or alaw that gives out every packet at once.
-    Raises BackendUnavailable without the package av or without the codec in it, AudioError for a rate that the codec
-    does not have."""
+    """PCM to mp3, opus (in Ogg), aac (as ADTS), flac, mulaw or alaw, with every packet given out at once. Raises
+    BackendUnavailable without the package av or without the codec in it, AudioError for a rate that the codec does not
+    have."""
 
     def __init__(self, kind: str, sample_rate_hz: int) -> None:
         av, (container, name, options, container_options) = import_av(), _CODECS[kind]
         self._av = av
-        self._out = _Out()
+        self._made: list[bytes] = []
         self._sample_rate_hz = sample_rate_hz
         self._samples = 0
         try:
@@ -184,7 +145,8 @@ class AvEncoder:
         if rates_hz and sample_rate_hz not in rates_hz:
             known = ", ".join(str(rate_hz) for rate_hz in sorted(rates_hz))
             raise AudioError(f"{kind} can have sample rates of {known} Hz, got {sample_rate_hz}")
-        self._container = av.open(self._out, "w", format=container, options={**_FLUSHED, **container_options})
+        out = SimpleNamespace(write=self._made.append)  # no more: FFmpeg then knows that it cannot go back to a header
+        self._container = av.open(out, "w", format=container, options={**_FLUSHED, **container_options})
         self._stream = self._container.add_stream(name, rate=sample_rate_hz, options=options)
         self._stream.layout = "mono"
         self._stream.codec_context.thread_count = 1
@@ -198,26 +160,16 @@ class AvEncoder:
         frame.pts = self._samples
         self._samples += len(samples)
         self._container.mux(self._stream.encode(frame))
-        return self._out.taken()
+        return self._taken()
 
     def finish(self) -> bytes:
         self._container.mux(self._stream.encode(None))
         self._container.close()
-        return self._out.taken()
+        return self._taken()
 
-
-class _Out:
-    """A file that can only be written to: FFmpeg then knows that it cannot go back to a header."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def write(self, data: Any) -> int:
-        self._data += bytes(data)
-        return len(data)
-
-    def taken(self) -> bytes:
-        data, self._data = bytes(self._data), bytearray()
+    def _taken(self) -> bytes:
+        data = b"".join(self._made)
+        self._made.clear()
         return data
 
 
@@ -232,7 +184,8 @@ class Tempo:
         self._samples = 0
         self._given = 0
         self._ratio = sample_rate_hz / SAMPLE_RATE_HZ / speed
-        steps = 0 if speed == 1 else 1 if _SLOWEST_STEP <= speed <= _FASTEST_STEP else 2
+        # Below 0.5 atempo does not go, and above 2 it skips samples instead of blending them.
+        steps = 0 if speed == 1 else 1 if 0.5 <= speed <= 2 else 2
         filters: list[tuple[str, str | None]] = [("atempo", repr(speed ** (1 / max(1, steps))))] * steps
         if sample_rate_hz != SAMPLE_RATE_HZ:
             filters.append(("aresample", str(sample_rate_hz)))

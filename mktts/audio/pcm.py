@@ -16,7 +16,13 @@ FULL_SCALE = 2**15 - 1  # of 16 bits: samples that are made from these, divided 
 def to_pcm16(pcm: np.ndarray) -> bytes:
     """Signed 16-bit little-endian samples of `pcm` (S,) float32; values beyond [-1, 1] are clipped. Raises AudioError
     unless `pcm` is one-dimensional, float32 and finite."""
-    scaled = _checked(pcm) * np.float32(FULL_SCALE)
+    if not isinstance(pcm, np.ndarray) or pcm.ndim != 1 or pcm.dtype != np.float32:
+        shape = f"{pcm.dtype} {pcm.shape}" if isinstance(pcm, np.ndarray) else type(pcm).__name__
+        raise AudioError(f"PCM must be a float32 array (samples,), got {shape}")
+    # The sum is finite only where every sample is; it takes a third of the time of asking each.
+    if not math.isfinite(np.add.reduce(pcm)) and not np.isfinite(pcm).all():
+        raise AudioError(f"PCM must be finite, found NaN or infinity at sample {int(np.argmin(np.isfinite(pcm)))}")
+    scaled = pcm * np.float32(FULL_SCALE)
     np.rint(scaled, out=scaled)
     np.minimum(scaled, FULL_SCALE, out=scaled)
     np.maximum(scaled, -FULL_SCALE, out=scaled)
@@ -61,16 +67,6 @@ def peak_dbfs(pcm: np.ndarray) -> float:
     """Level of the loudest sample in dB of full scale; -inf for silence or no samples."""
     amplitude = np.abs(pcm).max(initial=0.0)
     return float(20 * np.log10(amplitude)) if amplitude > 0 else -np.inf
-
-
-def _checked(pcm: np.ndarray) -> np.ndarray:
-    if not isinstance(pcm, np.ndarray) or pcm.ndim != 1 or pcm.dtype != np.float32:
-        shape = f"{pcm.dtype} {pcm.shape}" if isinstance(pcm, np.ndarray) else type(pcm).__name__
-        raise AudioError(f"PCM must be a float32 array (samples,), got {shape}")
-    # The sum is finite only where every sample is; it takes a third of the time of asking each.
-    if not math.isfinite(np.add.reduce(pcm)) and not np.isfinite(pcm).all():
-        raise AudioError(f"PCM must be finite, found NaN or infinity at sample {int(np.argmin(np.isfinite(pcm)))}")
-    return pcm
 
 
 def resample(pcm: np.ndarray, from_hz: int, to_hz: int) -> np.ndarray:

@@ -133,11 +133,30 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
                 f"checkpoint {SMALL!r}: expected the trained voice in {SMALL_FOLDER}, found none: name a folder or a "
                 "Hub id, or take random:tiny (noise, not speech)"
             )
-        return open_folder(SMALL_FOLDER)
-    from mktts.checkpoint.random.make import ensure_named
+        folder, revision = SMALL_FOLDER, None
+    else:
+        from mktts.checkpoint.random.make import ensure_named
 
-    expected = "small, a folder, a Hub id like Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice, or random:tiny"
-    return open_folder(*resolve(source, revision, ensure_named, f"checkpoint {str(source)!r}: expected {expected}"))
+        expected = "small, a folder, a Hub id like Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice, or random:tiny"
+        refusal = f"checkpoint {str(source)!r}: expected {expected}"
+        folder, revision = resolve(source, revision, ensure_named, refusal)
+    config, codec_config = ModelConfig.load(folder), CodecConfig.load(folder)
+    for name in ("vocab.json", "merges.txt"):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name}: expected this file of the Hub layout, found nothing")
+    codec_folder = folder / CODEC_FOLDER
+    files, codec_files = weight_files.find(folder), weight_files.find(codec_folder)
+    check(files.tensors, expected_tensors(config), str(folder))
+    # Only a type that clones needs reference audio: another may leave the codec's encoder out, all of it.
+    encoder = config.type.clones or any(name.startswith("encoder.") for name in codec_files.tensors)
+    codec_layout = expected_codec_tensors(read_object(codec_folder / "config.json"), encoder=encoder)
+    check(codec_files.tensors, codec_layout, str(codec_folder))
+    is_random = weight_files.is_random(folder)
+    checkpoint = Checkpoint(folder, config, codec_config, revision, is_random, files, codec_files)
+    checkpoint.sampling()  # a broken generation_config.json is found now, not at the first sentence
+    checkpoint.longest_text_chars()
+    checkpoint.text_front_end()
+    return checkpoint
 
 
 def resolve(
@@ -180,31 +199,3 @@ def download(repo_id: str, revision: str | None = None) -> tuple[Path, str]:
             f"({type(error).__name__}: {reason}), and the local cache does not hold it; {by_folder}."
         ) from None
     return Path(folder), revision
-
-
-def open_folder(folder: Path, revision: str | None = None) -> Checkpoint:
-    """Opens and validates a folder in the Hub layout. Raises CheckpointError."""
-    config, codec_config = ModelConfig.load(folder), CodecConfig.load(folder)
-    for name in ("vocab.json", "merges.txt"):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name}: expected this file of the Hub layout, found nothing")
-    codec_folder = folder / CODEC_FOLDER
-    files, codec_files = weight_files.find(folder), weight_files.find(codec_folder)
-    check(files.tensors, expected_tensors(config), str(folder))
-    # Only a type that clones needs reference audio: another may leave the codec's encoder out, all of it.
-    encoder = config.type.clones or any(name.startswith("encoder.") for name in codec_files.tensors)
-    codec_layout = expected_codec_tensors(read_object(codec_folder / "config.json"), encoder=encoder)
-    check(codec_files.tensors, codec_layout, str(codec_folder))
-    checkpoint = Checkpoint(
-        folder=folder,
-        config=config,
-        codec_config=codec_config,
-        revision=revision,
-        is_random=weight_files.is_random(folder),
-        files=files,
-        codec_files=codec_files,
-    )
-    checkpoint.sampling()  # a broken generation_config.json is found now, not at the first sentence
-    checkpoint.longest_text_chars()
-    checkpoint.text_front_end()
-    return checkpoint

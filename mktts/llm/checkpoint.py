@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.checkpoint import files as weight_files
@@ -78,10 +79,9 @@ class TextConfig:
         stack = _stack(raw, where)
         path = folder / "generation_config.json"
         generation = read_object(path) if path.is_file() else {}
-        source, ids = (path, generation) if generation.get("eos_token_id") is not None else (where, raw)
-        return cls(
-            stack, tied, _eos_ids(ids.get("eos_token_id"), stack.vocab_size, str(source)), _choice(generation, path)
-        )
+        source, given = (path, generation) if generation.get("eos_token_id") is not None else (where, raw)
+        ids = _eos_ids(given.get("eos_token_id"), stack.vocab_size, str(source))
+        return cls(stack, tied, ids, _choice(generation, path))
 
 
 @dataclass(frozen=True)
@@ -101,29 +101,28 @@ class TextCheckpoint:
 
     def tokenizer(self) -> TextVocabulary:
         """The tokenizer of this checkpoint. Raises CheckpointError where its files are unusable or too large."""
-        return TextVocabulary.load(self.folder, self.config.stack.vocab_size)
+        return TextVocabulary(self.folder, self.config.stack.vocab_size)
 
 
-def open_text_checkpoint(source: str | Path | TextCheckpoint, revision: str | None = None) -> TextCheckpoint:
+def open_text_checkpoint(source: str | Path | TextCheckpoint) -> TextCheckpoint:
     """Opens and validates a text checkpoint.
 
-    source: a folder, a Hub id such as "Qwen/Qwen3-0.6B", or "random:SIZE[:margin]", made in the cache on first use.
-    revision: of a Hub id: a commit, branch or tag; 0.6B is pinned.
+    source: a folder, a Hub id such as "Qwen/Qwen3-0.6B", which is pinned, or "random:SIZE[:margin]", made in the cache
+        on first use.
 
     Raises CheckpointError naming what was expected, what was found and what to do; tensors are named."""
     if isinstance(source, TextCheckpoint):
         return source
-
     expected = "a folder, a Hub id like Qwen/Qwen3-0.6B, or random:tiny"
     refusal = f"text checkpoint {str(source)!r}: expected {expected}"
-    folder, found_revision = resolve(source, revision, ensure_named, refusal)
+    folder, revision = resolve(source, None, ensure_named, refusal)
     config = TextConfig.load(folder)
     files = weight_files.find(folder)
     tensors = expected_text_tensors(config)
     if config.tied and HEAD in files.tensors:
         tensors[HEAD] = tensors[EMBEDDING]
     check(files.tensors, tensors, str(folder))
-    return TextCheckpoint(folder, config, found_revision, weight_files.is_random(folder), files)
+    return TextCheckpoint(folder, config, revision, weight_files.is_random(folder), files)
 
 
 def expected_text_tensors(config: TextConfig) -> TensorSpecs:
@@ -140,7 +139,7 @@ def _stack(raw: dict[str, Any], where: str) -> StackConfig:
     if rope is not None:
         if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
             raise CheckpointError(f"{where}: rope_parameters must be of rope_type 'default', found {rope!r}")
-        raw = {**raw, **{key: rope[key] for key in ("rope_theta",) if key in rope}}
+        raw = raw | rope
     stack = stack_config(raw, where)
     if stack.num_attention_heads % stack.num_key_value_heads:
         raise CheckpointError(
@@ -224,5 +223,5 @@ def _widen_margins(tensors: dict[str, Tensor], config: TextConfig) -> None:
     rows = torch.randn(embedding.shape, generator=generator)
     embedding.copy_(rows)  # component RMS 1: the scale that the branches' share refers to
     cycle = torch.randperm(stack.vocab_size, generator=generator)
-    unit = rows / rows.norm(dim=-1, keepdim=True)
-    tensors[HEAD][cycle.roll(-1)] = (2 * PEAK_LOGIT / math.sqrt(stack.hidden_size) * unit[cycle]).to(embedding.dtype)
+    unit = F.normalize(rows, dim=-1)[cycle]
+    tensors[HEAD][cycle.roll(-1)] = (2 * PEAK_LOGIT / math.sqrt(stack.hidden_size) * unit).to(embedding.dtype)

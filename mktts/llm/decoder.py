@@ -6,7 +6,8 @@ from __future__ import annotations
 import codecs
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -38,7 +39,7 @@ class Token:
 
 
 @dataclass(eq=False, repr=False)
-class TokenStream:
+class TokenStream(Iterator[Token], AbstractContextManager["TokenStream"]):
     """New tokens of one text, in order, made in the calling thread while they are taken; an end id is the last one.
 
     ids: what has been taken so far. seed: what every draw follows from. Leaving the `with` block cancels.
@@ -66,9 +67,6 @@ class TokenStream:
         """The text that is left, to the end."""
         return "".join(token.text for token in self)
 
-    def __iter__(self) -> TokenStream:
-        return self
-
     def __next__(self) -> Token:
         if self._backend is None:
             raise StopIteration
@@ -88,9 +86,6 @@ class TokenStream:
         text = self._text.decode(data, final=self.finish_reason is not None)  # never half a character
         return Token(token_id, text, ready_ms)
 
-    def __enter__(self) -> TokenStream:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.cancel()
 
@@ -99,16 +94,11 @@ class TokenStream:
         self._backend = self.state = None
 
 
-class TextDecoder:
+class TextDecoder(AbstractContextManager["TextDecoder"]):
     """One text model; any number of token streams may be open and take turns. One thread owns it and its streams. Use
     it as a context manager, or call `close`."""
 
-    def __init__(
-        self,
-        backend: TextBackend,
-        checkpoint: TextCheckpoint,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, backend: TextBackend, checkpoint: TextCheckpoint, device: torch.device | str = "cpu") -> None:
         """Puts a made backend behind the interface; `load` is the usual way in."""
         self.checkpoint = checkpoint
         self.backend_name = backend.name
@@ -179,9 +169,6 @@ class TextDecoder:
     def close(self) -> None:
         """Lets go of the model; open streams keep it until they end. Idempotent."""
         self._backend = None
-
-    def __enter__(self) -> TextDecoder:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

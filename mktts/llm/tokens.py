@@ -10,7 +10,7 @@ template does where it is false: what such a model says is spoken, and a listene
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,30 +27,24 @@ class TextVocabulary:
     """Both directions of a Qwen tokenizer. As in speech, added tokens are never parsed out of text: "<|im_end|>" in a
     prompt is ten characters. Ids of added tokens go into a prompt as ids; `added` maps their text to them."""
 
-    def __init__(self, tokenizer: TextTokenizer, added: Mapping[int, tuple[str, bool]]) -> None:
-        """added: text of each token beside the byte-pair vocabulary, and whether it is special (end of text, start of a
-        turn) and has no text."""
-        self._tokenizer = tokenizer
-        self._added = {i: b"" if special else content.encode() for i, (content, special) in added.items()}
-        self.added = {content: i for i, (content, _) in added.items()}
-
-    @classmethod
-    def load(cls, folder: Path, rows: int) -> TextVocabulary:
+    def __init__(self, folder: Path, rows: int) -> None:
         """Reads vocab.json, merges.txt and tokenizer_config.json. rows: of the embedding; more tokens than that raise
         CheckpointError, as does any unusable file."""
-        tokenizer, config = TextTokenizer.load(folder), folder / "tokenizer_config.json"
+        self._tokenizer, config = TextTokenizer.load(folder), folder / "tokenizer_config.json"
         entries = read_object(config).get("added_tokens_decoder")
         try:
             added = {int(i): (str(e["content"]), bool(e["special"])) for i, e in entries.items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{config}: expected added_tokens_decoder, id to token, found: {error!r}") from None
-        top = max([tokenizer.vocab_size - 1, *added])
+        top = max([self._tokenizer.vocab_size - 1, *added])
         if top >= rows:
             raise CheckpointError(
                 f"{folder / 'vocab.json'}: expected ids below the embedding's {rows} rows, found {top}. "
                 "Take the tokenizer from the checkpoint's own repository."
             )
-        return cls(tokenizer, added)
+        # A special token (end of text, start of a turn) has no text.
+        self._added = {i: b"" if special else content.encode() for i, (content, special) in added.items()}
+        self.added = {content: i for i, (content, _) in added.items()}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` as it stands. Raises TextError for what is not text."""
@@ -64,10 +58,6 @@ class TextVocabulary:
         if not set(symbols) <= _BYTES.keys():
             return symbols.encode()  # no byte-level token; as the tokenizers library decodes it
         return bytes(_BYTES[s] for s in symbols)
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""
-        return b"".join(map(self.data, ids)).decode(errors="replace")
 
 
 class Message(NamedTuple):
@@ -112,8 +102,8 @@ class ChatTemplate:
         for message in messages:
             one_of("a message's role", message.role, ROLES, TextError)
             content = message.content
-            if message.role == "assistant":
-                content = content.rpartition(_THOUGHT)[2].lstrip("\n") if _THOUGHT in content else content
+            if message.role == "assistant" and _THOUGHT in content:
+                content = content.rpartition(_THOUGHT)[2].lstrip("\n")
             ids += [self._start, *encode(f"{message.role}\n{content}"), self._end, *encode("\n")]
         ids += [self._start, *encode("assistant\n")]
         if self._thinks:

@@ -24,7 +24,7 @@ from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST
 from uvicorn.protocols.http.h11_impl import H11Protocol, h11
 
-from mktts.audio.encoding import encoder_of, import_av
+from mktts.audio.encoding import Encoder, import_av
 from mktts.errors import BackendUnavailable
 from mktts.server.access import AccessMiddleware
 from mktts.server.api_errors import ApiError, current_id, from_error, from_validation, new_id
@@ -146,7 +146,7 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
     async def tts_stream(body: SpeechRequest, request: Request) -> Response:
         """Speaks a text; raw 16-bit PCM is sent while it is made."""
         stream = service.speak("tts_stream", body, body.text, owner=request.state.owner)
-        return AudioResponse(stream, encoder_of("pcm"))
+        return AudioResponse(stream, Encoder("pcm"))
 
     @app.get("/tts/stream/{id}", dependencies=locked)
     async def tts_stream_state(id: str) -> StreamState:

@@ -15,7 +15,7 @@ from typing import Any
 
 from fastapi.responses import Response
 
-from mktts.audio.encoding import UNCODED, Encoder, Samples, StreamFormat
+from mktts.audio.encoding import UNCODED, Encoder, StreamFormat
 from mktts.engine.options import Chunk, WordTime
 from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError
 from mktts.server.service import ServedStream
@@ -159,7 +159,7 @@ class AudioResponse(Response):
     async def _encoded(self, chunk: Chunk | None) -> bytes:
         """What can be sent once `chunk` is in, perhaps nothing yet; for None the rest. An encoder works in a thread."""
         encoder, stream = self._encoder, self._stream
-        if isinstance(encoder, Samples):
+        if encoder.takes_pcm16:
             data = encoder.feed_pcm16(b"" if chunk is None else chunk.pcm16)
         elif chunk is None:
             data = await asyncio.to_thread(encoder.finish)

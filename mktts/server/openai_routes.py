@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Form, Query, Request
 from fastapi.responses import Response
 
-from mktts.audio.encoding import STREAM_FORMATS, encoder_of, usual_rate_hz
+from mktts.audio.encoding import STREAM_FORMATS, Encoder, usual_rate_hz
 from mktts.audio.untrusted import decode_untrusted
 from mktts.errors import BackendUnavailable, BusyError, MkttsError
 from mktts.model.voice import Voice
@@ -171,7 +171,7 @@ def openai_routes(service: SpeechService) -> APIRouter:
         how: dict[str, Any] = {"speed": body.speed or 1.0, "sample_rate_hz": body.sample_rate or usual_rate_hz(format)}
         whole = body.stream is False and body.stream_format is None
         try:
-            encoder = encoder_of(format, whole=whole, **how)
+            encoder = Encoder(format, whole=whole, **how)
         except MkttsError as error:
             raise ApiError(400, "bad_format", str(error), "response_format") from None
         if body.stream_format == "sse":

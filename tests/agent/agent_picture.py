@@ -22,6 +22,7 @@ from served import running_agent
 
 from mktts.agent import user_speech
 from mktts.agent.settings import AgentSettings
+from mktts.audio import from_pcm16, resample
 
 # seconds of silence, then what the user says; "stop please" comes while the story is told
 SPOKEN = ((4.5, "what time is it"), (6.0, "tell me a story"), (4.5, "stop please"))
@@ -37,9 +38,7 @@ async def visit(folder: Path, url: str, transport: str = "websocket") -> AsyncIt
         pieces.append(noise.integers(-8, 9, round(gap_s * user_speech.USER_RATE_HZ)))
         if text:
             pieces.append(user_speech.load(text))
-    user = np.concatenate(pieces) / 2**15
-    times = np.arange(len(user) * MICROPHONE_RATE_HZ // user_speech.USER_RATE_HZ)
-    user = np.interp(times * user_speech.USER_RATE_HZ / MICROPHONE_RATE_HZ, np.arange(len(user)), user)
+    user = resample(from_pcm16(np.concatenate(pieces)), user_speech.USER_RATE_HZ, MICROPHONE_RATE_HZ)
     with chromium(folder, write_microphone(folder / "user.wav", user), repeat=False) as browser:
         async with browser.tab(url) as page:
             await page.until(f"document.querySelector('#transport [value={transport}]')")

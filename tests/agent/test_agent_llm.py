@@ -90,7 +90,7 @@ async def test_an_interruption_ends_a_reply_within_one_token(model, monkeypatch)
     async with Talk(llm) as talk:
         await talk.say(frames.LLMContextFrame(LLMContext([ASKED])))
         await talk.until(inside.is_set)
-        before = model.decoder.vocabulary.decode(made)
+        before = b"".join(map(model.decoder.vocabulary.data, made)).decode()
         await talk.until(lambda: words(talk) == before)
         await talk.say(frames.InterruptionFrame())
         await talk.until(lambda: talk.of(frames.InterruptionFrame))  # it waits for no token

@@ -22,7 +22,7 @@ from pipecat_fakes import Talk
 
 from mktts import cli
 from mktts.agent import intents, latency, stt, user_speech
-from mktts.agent.intents import INTENTS, STORY, Turn
+from mktts.agent.intents import INTENTS, STORY
 from mktts.agent.llm import ScriptedLLMService, create_llm
 from mktts.agent.settings import AgentSettings, from_environment
 from mktts.agent.stt import PocketsphinxSTTService, create_stt, decode, make_decoder
@@ -32,10 +32,6 @@ from mktts.pipecat import MkttsTTSService
 NOON = datetime(2026, 1, 1, 12, 0)
 OFFLINE_STT = needs("pocketsphinx")
 PAUSE = bytes(user_speech.USER_RATE_HZ)  # half a second
-
-
-def said(*messages: str) -> Turn:
-    return Turn(said=messages, now=NOON)
 
 
 @OFFLINE_STT
@@ -58,7 +54,7 @@ def spellings(phrase: str) -> list[str]:
 def test_every_phrase_of_the_grammar_gets_its_own_intents_answer():
     for intent in INTENTS:
         for text in itertools.chain(*map(spellings, intent.phrases)):
-            assert intents.answer(text, said("Hello.")) == intent.answer(said("Hello.")), text
+            assert intents.answer(text, ["Hello."], NOON) == intent.answer(["Hello."], NOON), text
     assert {text for text in intents.hints()} <= {
         text for intent in INTENTS for phrase in intent.phrases for text in spellings(phrase)
     }
@@ -72,12 +68,12 @@ def test_the_time_is_told_in_words():
 
 def test_the_story_goes_on_where_the_context_says_the_listener_was():
     cut = STORY[: STORY.index("singing")].strip()  # in the second sentence
-    go_on = intents.answer("go on", said("Hello.", cut, "All right."))
+    go_on = intents.answer("go on", ["Hello.", cut, "All right."], NOON)
     assert STORY.endswith(go_on) and go_on.startswith("It lived under a desk")
     second_cut = go_on[: go_on.index("scales")].strip()
-    assert intents.answer("go on", said(cut, second_cut)).startswith("Every night")
-    assert "story" in intents.answer("go on", said(STORY))
-    assert "story" in intents.answer("go on", said("Hello."))
+    assert intents.answer("go on", [cut, second_cut], NOON).startswith("Every night")
+    assert "story" in intents.answer("go on", [STORY], NOON)
+    assert "story" in intents.answer("go on", ["Hello."], NOON)
 
 
 @pytest.mark.parametrize(
@@ -101,23 +97,18 @@ async def test_the_script_streams_tokens_between_start_and_end(messages, words):
     assert said == words or (words is None and "did not understand" in "".join(said))
 
 
+DEEPGRAM = {"DEEPGRAM_API_KEY": "secret"}
+OPENAI = {"OPENAI_API_KEY": "secret", **DEEPGRAM}
+OLLAMA = {"OPENAI_BASE_URL": "http://localhost:1/v1", "OPENAI_MODEL": "mine", **DEEPGRAM}
+
+
 @pytest.mark.parametrize(
     ("environment", "stt", "llm", "words"),
     [
         pytest.param({}, PocketsphinxSTTService, ScriptedLLMService, "a script", marks=OFFLINE_STT),
-        ({"DEEPGRAM_API_KEY": "secret"}, DeepgramSTTService, ScriptedLLMService, "a script"),
-        (
-            {"OPENAI_API_KEY": "secret", "DEEPGRAM_API_KEY": "secret"},
-            DeepgramSTTService,
-            OpenAILLMService,
-            "gpt-4.1 at OpenAI",
-        ),
-        (
-            {"OPENAI_BASE_URL": "http://localhost:1/v1", "OPENAI_MODEL": "mine", "DEEPGRAM_API_KEY": "secret"},
-            DeepgramSTTService,
-            OpenAILLMService,
-            "mine at http://localhost:1/v1",
-        ),
+        (DEEPGRAM, DeepgramSTTService, ScriptedLLMService, "a script"),
+        (OPENAI, DeepgramSTTService, OpenAILLMService, "gpt-4.1 at OpenAI"),
+        (OLLAMA, DeepgramSTTService, OpenAILLMService, "mine at http://localhost:1/v1"),
     ],
 )
 def test_the_environment_chooses_the_services_where_no_argument_does(environment, stt, llm, words):
@@ -131,7 +122,7 @@ def test_the_environment_chooses_the_services_where_no_argument_does(environment
 
 def test_a_failure_of_services_elsewhere_names_them_their_keys_and_the_way_without():
     assert from_environment({}).elsewhere() == ""
-    both = from_environment({"OPENAI_API_KEY": "secret", "DEEPGRAM_API_KEY": "secret"}).elsewhere()
+    both = from_environment(OPENAI).elsewhere()
     for words in ("DEEPGRAM_API_KEY", '"pocketsphinx"', "gpt-4.1 at OpenAI", "OPENAI_API_KEY", '"scripted"'):
         assert words in both
     assert "secret" not in both

@@ -66,7 +66,7 @@ async def test_it_converses_until_the_process_that_started_it_is_killed(checkpoi
             time.sleep(0.05)
 
 
-def test_stop_ends_it_and_again_is_harmless():
+def test_stop_and_the_last_reference_to_it_end_it_and_stop_again_is_harmless():
     agent = a_child()
     html = agent.frame(height=500)._repr_html_()
     assert agent.url in html.replace("&amp;", "&") and 'allow="microphone; autoplay"' in html and '"500"' in html
@@ -76,9 +76,6 @@ def test_stop_ends_it_and_again_is_harmless():
     assert not agent.running
     with pytest.raises(AgentError, match="(?s)does not answer.*its last words"):
         agent.config()
-
-
-def test_it_ends_with_the_last_reference_to_it():
     agent = a_child()
     process = agent._process
     del agent

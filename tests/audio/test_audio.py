@@ -1,10 +1,10 @@
-"""PCM conversions against numbers worked out by hand and against the standard library's reader."""
+"""PCM conversions against numbers worked out by hand."""
 
 import math
-import wave
 
 import numpy as np
 import pytest
+import soundfile
 
 from mktts.audio import first_audible_sample, peak_dbfs, read_audio, resample, to_pcm16, write_audio
 from mktts.errors import AudioError, VoiceError
@@ -30,21 +30,10 @@ def test_bad_pcm_is_refused_by_name_and_leaves_no_file(bad, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wav_is_read_back_by_the_standard_library_and_by_read_audio(tmp_path):
-    pcm = np.sin(np.arange(4800) / 20, dtype=np.float32) * 0.5
-    path = write_audio(tmp_path / "deep" / "a.wav", pcm)
-    with wave.open(str(path)) as file:
-        assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (1, 2, SAMPLE_RATE_HZ)
-        assert file.readframes(5000) == to_pcm16(pcm)
-    back, rate_hz = read_audio(path)
-    assert rate_hz == SAMPLE_RATE_HZ and back.dtype == np.float32
-    np.testing.assert_allclose(back, pcm, atol=1 / 32767)
-
-
 @pytest.mark.parametrize(
     ("name", "container", "subtype", "worst_error"),
     [
-        ("a.wav", "WAV", "PCM_16", 1e-4),
+        ("deep/a.wav", "WAV", "PCM_16", 1e-4),
         ("a.FLAC", "FLAC", "PCM_16", 1e-4),
         ("a.ogg", "OGG", "VORBIS", 0.05),
         ("a.opus", "OGG", "OPUS", 0.05),
@@ -52,35 +41,36 @@ def test_wav_is_read_back_by_the_standard_library_and_by_read_audio(tmp_path):
     ],
 )
 def test_the_name_is_the_format_and_what_is_heard_is_the_same(tmp_path, name, container, subtype, worst_error):
-    soundfile = pytest.importorskip("soundfile")
     tone = np.sin(np.arange(SAMPLE_RATE_HZ) * 2 * np.pi * 440 / SAMPLE_RATE_HZ, dtype=np.float32) * 0.5
     path = write_audio(tmp_path / name, tone)
     about = soundfile.info(path)
     assert (about.format, about.subtype, about.channels) == (container, subtype, 1)
     back, rate_hz = read_audio(path)
-    assert rate_hz == SAMPLE_RATE_HZ and len(back) == pytest.approx(len(tone), abs=2_000)  # encoders pad
+    assert rate_hz == SAMPLE_RATE_HZ and back.dtype == np.float32
+    assert len(back) == pytest.approx(len(tone), abs=2_000)  # encoders pad
     middle = back[6_000:18_000]
     errors = [np.abs(middle - tone[start : start + len(middle)]).max() for start in range(4_000, 8_000)]
     assert min(errors) < worst_error
 
 
 def test_a_long_vorbis_file_does_not_crash_its_library(tmp_path):
-    soundfile = pytest.importorskip("soundfile")
     silence = np.zeros(4_000_000, np.float32)
     assert soundfile.info(write_audio(tmp_path / "a.ogg", silence, 8_000)).frames == len(silence)
 
 
-@pytest.mark.parametrize("name", ["a", "a.mp4", "a.raw", "wav", ".mp3.txt"])
-def test_another_name_is_refused_before_anything_is_made(tmp_path, name):
-    with pytest.raises(AudioError, match=r"ends in \.wav, \.flac"):
-        write_audio(tmp_path / name, f32(0))
+@pytest.mark.parametrize(
+    ("name", "rate_hz", "said"),
+    [
+        *((name, SAMPLE_RATE_HZ, r"ends in \.wav, \.flac") for name in ("a", "a.mp4", "a.raw", "wav", ".mp3.txt")),
+        ("a.opus", 22_050, "cannot write opus at 22050 Hz"),
+    ],
+)
+def test_another_name_and_a_rate_that_the_format_lacks_are_refused_before_anything_is_made(
+    tmp_path, name, rate_hz, said
+):
+    with pytest.raises(AudioError, match=said):
+        write_audio(tmp_path / name, f32(0), rate_hz)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_rate_that_the_format_lacks_is_named(tmp_path):
-    pytest.importorskip("soundfile")
-    with pytest.raises(AudioError, match="cannot write opus at 22050 Hz"):
-        write_audio(tmp_path / "a.opus", f32(0), 22_050)
 
 
 def test_a_failed_write_keeps_the_old_file_and_no_part(tmp_path, monkeypatch):
@@ -93,7 +83,6 @@ def test_a_failed_write_keeps_the_old_file_and_no_part(tmp_path, monkeypatch):
 
 
 def test_stereo_files_are_averaged(tmp_path):
-    soundfile = pytest.importorskip("soundfile")
     soundfile.write(tmp_path / "s.wav", np.array([[0.5, 0.0], [0.25, 0.25]]), 8000, subtype="FLOAT")
     pcm, rate_hz = read_audio(tmp_path / "s.wav")
     assert rate_hz == 8000 and pcm.tolist() == [0.25, 0.25]
@@ -101,13 +90,9 @@ def test_stereo_files_are_averaged(tmp_path):
 
 def test_what_is_not_audio_is_refused_by_name(tmp_path):
     (tmp_path / "text.wav").write_text("not audio")
-    for path, found in (
-        (tmp_path / "text.wav", "could not read"),
-        (tmp_path, "a folder"),
-        (tmp_path / "no", "nothing"),
-    ):
+    for name, found in (("text.wav", "could not read"), (".", "a folder"), ("no", "nothing")):
         with pytest.raises(VoiceError, match=found):
-            read_audio(path)
+            read_audio(tmp_path / name)
 
 
 def sound(milliseconds: int, dbfs: float, rate_hz: int = SAMPLE_RATE_HZ) -> np.ndarray:
@@ -122,13 +107,6 @@ def test_audible_is_the_first_ten_milliseconds_above_45_db_below_full_scale():
     assert first_audible_sample(np.concatenate((before, quiet))) is None
     assert first_audible_sample(loud[:-1]) is None and first_audible_sample(f32()) is None  # no whole window
     assert first_audible_sample(np.concatenate((sound(20, -90, 8_000), sound(10, -44, 8_000))), 8_000) == 20 * 8
-
-
-def test_a_click_before_the_silence_is_not_audible():
-    """The shipped voice begins with one: 2 ms, -51 dBFS at its peak, then 80 ms of silence, then speech."""
-    whole = np.concatenate((sound(2, -51), np.zeros(78 * 24, np.float32), sound(100, -20)))
-    assert peak_dbfs(whole[:48]) == pytest.approx(-51)
-    assert first_audible_sample(whole) == 80 * 24
 
 
 def test_levels_of_a_full_scale_sine_and_of_silence():

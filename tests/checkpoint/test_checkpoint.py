@@ -39,75 +39,64 @@ def header_of(specs: TensorSpecs, dtype: str, metadata: dict[str, str] | None) -
     return struct.pack("<Q", len(packed)) + packed, end
 
 
-def file_bytes(specs: TensorSpecs, dtype: str, metadata: dict[str, str] | None) -> int:
-    header, data_bytes = header_of(specs, dtype, metadata)
-    return len(header) + data_bytes
-
-
 def config_of(size: str, model_type: str, folder: Path) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(small_files(size, model_type, True)["config.json"]))
     return ModelConfig.load(folder)
 
 
+def speech(size: str, model_type: str) -> Callable[[Path], TensorSpecs]:
+    return lambda folder: expected_tensors(config_of(size, model_type, folder))
+
+
+def speech_codec(_: Path) -> TensorSpecs:
+    return expected_codec_tensors(small_files("0.6b", "base", True)["speech_tokenizer/config.json"])
+
+
+def text_model(folder: Path) -> TensorSpecs:
+    """Qwen/Qwen3-0.6B: tied, and the head stored all the same."""
+    (folder / "config.json").write_text(json.dumps(text.config_json("0.6b")))
+    layout = text.expected_text_tensors(text.TextConfig.load(folder))
+    return layout | {text.HEAD: layout[text.EMBEDDING]}
+
+
+PT = {"format": "pt"}
+
+
 @pytest.mark.parametrize(
-    ("size", "model_type", "tensors", "params", "published_bytes", "metadata"),
+    ("layout_of", "dtype", "metadata", "tensors", "params", "published_bytes"),
     [
-        ("0.6b", "base", 478, 914_643_008, 1_829_344_272, None),
-        ("0.6b", "custom_voice", 402, 905_788_672, 1_811_626_576, {"format": "pt"}),
-        ("1.7b", "base", 480, 1_928_677_440, 3_857_413_744, None),
-        ("1.7b", "custom_voice", 404, 1_916_676_352, 3_833_402_552, {"format": "pt"}),
-        ("1.7b", "voice_design", 404, 1_916_676_352, 3_833_402_552, {"format": "pt"}),
+        (speech("0.6b", "base"), "BF16", None, 478, 914_643_008, 1_829_344_272),
+        (speech("0.6b", "custom_voice"), "BF16", PT, 402, 905_788_672, 1_811_626_576),
+        (speech("1.7b", "base"), "BF16", None, 480, 1_928_677_440, 3_857_413_744),
+        (speech("1.7b", "custom_voice"), "BF16", PT, 404, 1_916_676_352, 3_833_402_552),
+        (speech("1.7b", "voice_design"), "BF16", PT, 404, 1_916_676_352, 3_833_402_552),
+        (speech_codec, "F32", None, 496, 170_557_441, 682_293_092),
+        (text_model, "BF16", PT, 311, 596_049_920 + 151_936 * 1_024, 1_503_300_328),
     ],
 )
-def test_layout_gives_the_released_files_to_the_byte(
-    size, model_type, tensors, params, published_bytes, metadata, tmp_path
+def test_a_layout_gives_the_released_file_to_the_byte(
+    layout_of, dtype, metadata, tensors, params, published_bytes, tmp_path
 ) -> None:
-    layout = expected_tensors(config_of(size, model_type, tmp_path))
-    assert len(layout) == tensors
-    assert sum(spec.params for spec in layout.values()) == params
-    assert file_bytes(layout, "BF16", metadata) == published_bytes
-
-
-def test_the_text_models_layout_gives_the_released_file_to_the_byte(tmp_path) -> None:
-    """Qwen/Qwen3-0.6B: tied, and the head stored all the same."""
-    (tmp_path / "config.json").write_text(json.dumps(text.config_json("0.6b")))
-    layout = text.expected_text_tensors(text.TextConfig.load(tmp_path))
-    assert sum(spec.params for spec in layout.values()) == 596_049_920
-    layout[text.HEAD] = layout[text.EMBEDDING]
-    assert len(layout) == 311
-    assert file_bytes(layout, "BF16", {"format": "pt"}) == 1_503_300_328
-
-
-def test_codec_layout_gives_the_released_file_to_the_byte() -> None:
-    layout = expected_codec_tensors(small_files("0.6b", "base", True)["speech_tokenizer/config.json"])
-    decoder = [spec for name, spec in layout.items() if name.startswith("decoder.")]
-    assert (len(layout), len(decoder)) == (496, 271)
-    assert sum(spec.params for spec in layout.values()) == 170_557_441
-    assert file_bytes(layout, "F32", None) == 682_293_092
+    layout = layout_of(tmp_path)
+    assert (len(layout), sum(spec.params for spec in layout.values())) == (tensors, params)
+    header, data_bytes = header_of(layout, dtype, metadata)
+    assert len(header) + data_bytes == published_bytes
 
 
 @pytest.mark.parametrize(
-    ("size", "model_type"),
-    [("tiny-projected", "base"), ("tiny", "voice_design"), ("0.6b", "custom_voice"), ("1.7b", "base")],
+    ("size", "model_type"), [("tiny-projected", "base"), ("0.6b", "custom_voice"), ("1.7b", "base")]
 )
-def test_layout_is_what_the_upstream_model_holds(tmp_path: Path, size: str, model_type: str) -> None:
-    qwen_tts = upstream.import_upstream()
-    models = qwen_tts.core.models
-    raw = small_files(size, model_type, True)["config.json"]
-    with torch.device("meta"):
-        model = models.Qwen3TTSForConditionalGeneration(models.Qwen3TTSConfig(**copy.deepcopy(raw)))
-    held = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    assert {name: s.shape for name, s in expected_tensors(config_of(size, model_type, tmp_path)).items()} == held
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_codec_layout_is_what_the_upstream_codec_holds(full: bool) -> None:
+def test_layouts_are_what_upstreams_classes_hold(tmp_path: Path, size: str, model_type: str) -> None:
     core = upstream.import_upstream().core
-    raw = small_files("tiny", "base", full)["speech_tokenizer/config.json"]
+    files = copy.deepcopy(small_files(size, model_type, not size.startswith("tiny")))
+    raw, raw_codec = files["config.json"], files["speech_tokenizer/config.json"]
+    layouts = expected_tensors(config_of(size, model_type, tmp_path)), expected_codec_tensors(raw_codec)
     with torch.device("meta"):
-        codec = core.Qwen3TTSTokenizerV2Model(core.Qwen3TTSTokenizerV2Config(**copy.deepcopy(raw)))
-    held = {name: tuple(tensor.shape) for name, tensor in codec.state_dict().items()}
-    assert {name: spec.shape for name, spec in expected_codec_tensors(raw).items()} == held
+        model = core.models.Qwen3TTSForConditionalGeneration(core.models.Qwen3TTSConfig(**raw))
+        codec = core.Qwen3TTSTokenizerV2Model(core.Qwen3TTSTokenizerV2Config(**raw_codec))
+    for layout, upstreams in zip(layouts, (model, codec), strict=True):
+        held = {name: tuple(tensor.shape) for name, tensor in upstreams.state_dict().items()}
+        assert {name: spec.shape for name, spec in layout.items()} == held
 
 
 @pytest.fixture

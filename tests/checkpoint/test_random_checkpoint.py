@@ -148,14 +148,12 @@ def test_the_cache_is_at_home_or_a_private_temporary_folder(homeless: Path, monk
 
 
 def test_a_temporary_folder_that_is_not_ones_own_is_no_cache(homeless: Path) -> None:
-    theirs = homeless / "theirs"
-    theirs.mkdir()
-    random_checkpoint.cache_folder().rmdir()
-    (homeless / f"mktts-{os.getuid()}").symlink_to(theirs)
+    ours = homeless / f"mktts-{os.getuid()}"
+    ours.symlink_to(homeless)
     with pytest.raises(CheckpointError, match="folder of user.*MKTTS_CACHE"):
         random_checkpoint.cache_folder()
-    (homeless / f"mktts-{os.getuid()}").unlink()
-    (homeless / f"mktts-{os.getuid()}").touch()
+    ours.unlink()
+    ours.touch()
     with pytest.raises(CheckpointError, match="to make this folder.*MKTTS_CACHE"):
         random_checkpoint.cache_folder()
 

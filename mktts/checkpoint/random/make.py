@@ -105,7 +105,7 @@ def make(
         config = ModelConfig.load(work)
         tensors = random_tensors(expected_tensors(config), 0, torch.bfloat16)
         if margin:
-            widen_margins(tensors, config, 0, eos_after)
+            widen_margins(tensors, config, eos_after)
         write_weights(work, tensors)
         codec = expected_codec_tensors(files["speech_tokenizer/config.json"])
         write_weights(work / "speech_tokenizer", random_tensors(codec, 0, torch.float32))

@@ -7,6 +7,7 @@ import math
 import zlib
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mktts.checkpoint.tensors import Shape, TensorSpecs
@@ -72,7 +73,7 @@ def _fan_in(name: str, shape: Shape) -> int:
     return math.prod(shape[1:])
 
 
-def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, seed: int, eos_after: int | None = None) -> None:
+def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, eos_after: int | None = None) -> None:
     """Rewrites talker and predictor in place so that every greedy choice wins by a wide margin.
 
     A talker code is a pair (step, word): the next step follows the present one in a fixed cycle, the word follows the
@@ -84,7 +85,7 @@ def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, seed: int, eo
     CheckpointError for a smaller value."""
     if eos_after is not None and eos_after < 2:
         raise CheckpointError(f"eos_after must be at least 2 frames (upstream forbids earlier ends), found {eos_after}")
-    generator = _generator("margins", seed)
+    generator = _generator("margins", 0)
     shrink_branches(tensors, "talker.model.", config.talker, 1.0)
     shrink_branches(tensors, "talker.code_predictor.model.", config.predictor, GROUP_RMS)
     _rewrite_talker(tensors, config, generator, eos_after)
@@ -117,13 +118,13 @@ def _rewrite_talker(
     order, before = torch.empty_like(cycle), torch.empty_like(cycle)  # step s is followed by order[s]
     order[cycle] = cycle.roll(-1)
     before[order] = torch.arange(count)
-    words = _unit(projected - projected.mean(0))  # where the projected text points
+    words = F.normalize(projected - projected.mean(0), dim=-1)  # where the projected text points
     # One orthonormal basis for words and marks, which tell the word of a code in its embedding: neither disturbs the
     # choice of the step.
     basis = torch.linalg.qr(torch.cat([words, torch.randn(TEXT_CLASSES + 1, width, generator=generator)]).T).Q
     marks = basis[:, TEXT_CLASSES : 2 * TEXT_CLASSES].T
     rows = torch.randn(count, width, generator=generator)
-    steps = _unit(rows - rows @ basis @ basis.T)
+    steps = F.normalize(rows - rows @ basis @ basis.T, dim=-1)
     step, word = torch.arange(size) // TEXT_CLASSES, torch.arange(size) % TEXT_CLASSES
     embedding, head = tensors["talker.model.codec_embedding.weight"], tensors["talker.codec_head.weight"]
     embedding[:size] = (math.sqrt(width) * (steps[step] + 0.7 * marks[word])).to(embedding.dtype)
@@ -146,7 +147,7 @@ def _rewrite_predictor(tensors: dict[str, Tensor], config: ModelConfig, generato
         seen = source.float() if projection is None else source.float() @ projection.float().T
         head = tensors[f"{root}lm_head.{group}.weight"]
         successor = torch.randperm(size, generator=generator)
-        head[successor] = (2 * PEAK_LOGIT / math.sqrt(width) * _unit(seen)).to(head.dtype)
+        head[successor] = (2 * PEAK_LOGIT / math.sqrt(width) * F.normalize(seen, dim=-1)).to(head.dtype)
         source = tensors[f"{root}model.codec_embedding.{group}.weight"]
         # small, so that the sum of sixteen embeddings still points where the talker's own code does
         source.copy_(GROUP_RMS * torch.randn(source.shape, generator=generator))
@@ -156,9 +157,4 @@ def _project_text(tensors: dict[str, Tensor], rows: Tensor) -> Tensor:
     first, second = (
         [tensors[f"talker.text_projection.linear_fc{i}.{leaf}"].float() for leaf in ("weight", "bias")] for i in (1, 2)
     )
-    hidden = torch.nn.functional.silu(torch.nn.functional.linear(rows, *first))
-    return torch.nn.functional.linear(hidden, *second)
-
-
-def _unit(rows: Tensor) -> Tensor:
-    return rows / rows.norm(dim=-1, keepdim=True)
+    return F.linear(F.silu(F.linear(rows, *first)), *second)

@@ -223,8 +223,7 @@ def agent_replies() -> list[str]:
     """What an agent says: the lines of agent.txt, and the offline agent's fixed answers, sentence by sentence."""
     from mktts.agent import intents  # of the agent, a file that needs none of its packages
 
-    turn = intents.Turn((), intents.datetime(2026, 1, 1, 9, 7))
-    answers = [intent.answer(turn) for intent in intents.INTENTS]
+    answers = [intent.answer((), intents.datetime(2026, 1, 1, 9, 7)) for intent in intents.INTENTS]
     said = {s for answer in answers for s in re.split(r"(?<=[.!?]) ", answer)}
     return [text for text in (*_lines("agent.txt"), *sorted(said)) if not is_held_out(text)]
 
