@@ -94,8 +94,8 @@ def peaked(model: TalkerModel) -> TalkerModel:
 @pytest.mark.parametrize("language", ["auto", "english"])
 @pytest.mark.parametrize("predictor_hidden", [64, 32])
 def test_training_logits_are_those_of_inference(tmp_path, small, layout, language, predictor_hidden):
-    stack = dataclasses.replace(TINY.predictor, hidden_size=predictor_hidden)
-    config = prepare(tmp_path, small, dataclasses.replace(TINY, predictor=stack), SPEAKERS)
+    sizes = dataclasses.replace(TINY, predictor=TINY.predictor | {"hidden_size": predictor_hidden})
+    config = prepare(tmp_path, small, sizes, SPEAKERS)
     model, tokenizer = peaked(TalkerModel(config)).eval(), TextTokenizer.load(tmp_path)
     data = Sequences(synthetic_clips(), config, tokenizer, "cpu")
     clip = 1
