@@ -111,7 +111,7 @@ def test_files_that_are_missing_or_others_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="do not use it"):
         kokoro._checked("model", b"another", "0" * 64)
     with pytest.raises(BackendUnavailable, match="expected false"):
-        kokoro.client(tmp_path, "false", "what")
+        kokoro.output_of(["false"], "fetch", tmp_path)
 
 
 def test_shards_hold_what_was_said_at_the_speakers_level_and_are_kept(tmp_path):

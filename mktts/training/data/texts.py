@@ -133,9 +133,9 @@ LISTS = {
 TEMPLATES = _sections("templates.txt")
 
 
-def sentence(rng: random.Random, kind: str | None = None) -> str:
-    """One sentence; of a kind drawn by weight unless `kind` says."""
-    kind = kind or rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+def sentence(rng: random.Random) -> str:
+    """One sentence, of a kind drawn by weight."""
+    (kind,) = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
     if kind == "long" and rng.random() < _COMPOUND:
         left, right = (rng.choice(TEMPLATES[rng.choice(("plain", "people"))]) for _ in range(2))
         return _filled(rng, f"{left[:-1]}, {rng.choice(('and', 'but', 'so', 'because', 'while', 'although'))} {right}")
