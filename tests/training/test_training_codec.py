@@ -9,13 +9,12 @@ import pytest
 import torch
 from training_sounds import vowels
 
-from mktts.checkpoint.tensors import expected_codec_tensors
 from mktts.codec.decoder import CodecDecoder
 from mktts.engine.upstream import import_upstream
 from mktts.errors import AudioError, CheckpointError
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.training.codec import model, train
-from mktts.training.codec.model import TINY, VOICE, Codec, config_json, decoder_config, encoded, hub_tensors
+from mktts.training.codec.model import TINY, Codec, decoder_config, encoded, hub_tensors
 from mktts.training.codec.train import CodecRecipe, CodecTrainer, onset
 from mktts.training.data.audio import Clip, Crops, read_shard, trimmed, write_shard
 
@@ -59,12 +58,6 @@ def noise(samples, seed=0):
     return 0.1 * torch.randn(1, samples, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("sizes", [TINY, VOICE], ids=["tiny", "voice"])
-def test_exported_tensors_are_the_decoders_half_of_the_hub_layout(sizes):
-    expected = {n: s.shape for n, s in expected_codec_tensors(config_json(sizes), encoder=False).items()}
-    assert expected == {n: tuple(t.shape) for n, t in hub_tensors(Codec(sizes)).items()}
-
-
 def test_inference_decoder_gives_the_training_decoders_samples_whole_and_streamed(codec):
     codes = some_codes(13)
     expected = codec.decode(codes[None])[0]
@@ -89,12 +82,6 @@ def test_upstream_reads_the_folder_without_an_encoder_and_gives_the_same_samples
     with torch.inference_mode():
         samples = upstream.eval().decode(codes).audio_values[0]
     assert (samples - codec.decode(codes)[0]).abs().max() < 1e-4
-
-
-def test_other_up_sampling_rates_are_the_configurations(codec):
-    sizes = replace(TINY, upsampling_ratios=(2, 2, 2), upsample_rates=(8, 5, 6))
-    assert decoder_config(sizes).upsample_rates == (8, 5, 6)
-    assert Codec(sizes).decode(some_codes(3)[None]).shape == (1, 3 * SAMPLES_PER_FRAME)
 
 
 def test_codes_of_a_clip_are_those_of_the_clip_alone_followed_by_silence(codec):

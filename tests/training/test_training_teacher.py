@@ -9,9 +9,8 @@ import wave
 import numpy as np
 import pytest
 import torch
-from commands import run
 
-from mktts.errors import BackendUnavailable, CheckpointError, OptionsError, TextError
+from mktts.errors import BackendUnavailable, CheckpointError, TextError
 from mktts.training.data import kokoro
 from mktts.training.data.audio import read_shard
 from mktts.training.data.kokoro import Phonemes
@@ -152,8 +151,3 @@ def test_lists_are_read_with_phonemes_and_recordings_by_their_names(tmp_path):
     (tmp_path / "x.xz").write_text("plain")
     with pytest.raises(TextError, match=r"x\.xz"):
         read_texts(tmp_path / "x.xz", ["a"])
-
-
-def test_the_command_says_what_is_missing(tmp_path, spoken):
-    with pytest.raises(OptionsError, match="--speakers"):
-        run("train teacher", "--program", spoken, "--texts", tmp_path / "t.xz")
