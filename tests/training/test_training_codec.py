@@ -150,10 +150,7 @@ def test_a_click_before_all_sound_is_a_loss():
 
 
 def steps(trainer, count):
-    found = []
-    for _ in range(count):
-        found.append({name: float(value) for name, value in trainer.train_step().items()})
-    return found
+    return [{name: float(value) for name, value in trainer.train_step().items()} for _ in range(count)]
 
 
 def test_it_learns_resumes_exactly_and_then_codes_stand_still(crops, tmp_path):
