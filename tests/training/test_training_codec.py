@@ -11,7 +11,7 @@ from training_sounds import vowels
 
 from mktts.codec.decoder import CodecDecoder
 from mktts.engine.upstream import import_upstream
-from mktts.errors import AudioError, CheckpointError
+from mktts.errors import AudioError
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.training.codec import model, train
 from mktts.training.codec.model import TINY, Codec, decoder_config, encoded, hub_tensors
@@ -175,8 +175,6 @@ def test_it_learns_resumes_exactly_and_then_codes_stand_still(crops, tmp_path):
     rows = trainer.codec.encoder(crops.batch(1, 8)).detach().flatten(0, 1)
     covariance = torch.cov(rows.T)
     assert covariance.trace().square() / covariance.square().sum() > 3  # axes: more than one or two numbers differ
-    with pytest.raises(CheckpointError, match="seed"):
-        CodecTrainer(replace(RECIPE, seed=1), TINY, crops).load(tmp_path)
 
 
 @pytest.mark.gpu

@@ -31,13 +31,6 @@ with wave.open(sys.argv[2], "wb") as f:
 """
 
 
-@pytest.fixture
-def spoken(tmp_path):
-    path = tmp_path / "say.py"
-    path.write_text(PROGRAM)
-    return f"{sys.executable} {path} {{text}} {{wav}}"
-
-
 @pytest.mark.parametrize(
     ("text", "phonemes"),
     [
@@ -131,8 +124,9 @@ def test_shards_hold_what_was_said_at_the_speakers_level_and_are_kept(tmp_path):
     assert make_shards(tmp_path, items, speak, {"anna": 6.0, "bob": 0.0}, per=2) == 1 and seeds[3:] == [(1, 2)]
 
 
-def test_any_program_is_a_teacher_and_its_failure_is_named(spoken, tmp_path):
-    (pcm,) = program(spoken, 1)([Item("four", "anna")], 0)
+def test_any_program_is_a_teacher_and_its_failure_is_named(tmp_path):
+    (tmp_path / "say.py").write_text(PROGRAM)
+    (pcm,) = program(f"{sys.executable} {tmp_path}/say.py {{text}} {{wav}}", 1)([Item("four", "anna")], 0)
     assert len(pcm) == 8_400 * 3 // 2 and 0.2 < np.abs(pcm).max() < 0.3
     with wave.open(str(tmp_path / "r.wav"), "wb") as file:
         file.setnchannels(1), file.setsampwidth(2), file.setframerate(24_000), file.writeframes(b"\x00\x10" * 90)
