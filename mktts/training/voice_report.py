@@ -7,10 +7,9 @@ import argparse
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,8 +28,7 @@ _CLIPS = {"teacher": "teacher", "the codec's copy": "copy", "voice": "student"}
 NOT_MEASURED = "not measured yet: python -m mktts train evaluate"
 
 
-@dataclass(frozen=True)
-class Evidence:
+class Evidence(NamedTuple):
     """What lies in the folder. pairs: a sentence each, `text`, `speaker` and `clips`: the files by teacher, the codec's
     copy and the voice. missing: one line for each thing that is not there."""
 
@@ -78,7 +76,6 @@ def figures(evaluation: Mapping[str, Any] | None, required: bool) -> list[dict[s
     return rows
 
 
-PAIRS = 1  # sentences of each speaker to listen to
 MAX_POINTS = 300  # of a stage's curves
 
 
@@ -107,15 +104,15 @@ def replace(voice: Path, out: Path, evaluation: Mapping[str, Any] | None = None)
 
 
 def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path], codec: Codec | None = None) -> None:
-    """In place of the clips in `folder`, PAIRS sentences of each speaker: FLAC of the student (`keep`, of `train
+    """In place of the clips in `folder`, a sentence of each speaker: FLAC of the student (`keep`, of `train
     evaluate`), of the teacher's shards, and of the copy that the codec makes of those."""
-    for old in (*folder.glob("*.wav"), *folder.glob("*.flac")):
+    for old in folder.glob("*.flac"):
         old.unlink()
     rows: list[dict[str, str]] = []
     clips = [clip for place in teacher for path in shard_paths(place) for clip in read_shard(path)]
     for number, (text, speaker, pcm) in enumerate(clips):
         spoken, name = keep / f"{speaker}_{number:04}.flac", f"{len(rows)}_{speaker}"
-        if spoken.is_file() and sum(row["speaker"] == speaker for row in rows) < PAIRS:
+        if spoken.is_file() and not any(row["speaker"] == speaker for row in rows):
             write_audio(folder / f"{name}_student.flac", read_audio(spoken)[0])
             write_audio(folder / f"{name}_teacher.flac", from_pcm16(pcm))
             if codec is not None:

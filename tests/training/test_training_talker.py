@@ -248,7 +248,7 @@ def test_what_does_not_fit_together_is_named(tmp_path, small, data, codec):
     out = tmp_path / "out"
     open_data(synthetic_clips(), out, TINY, small, "cpu")
     with pytest.raises(CheckpointError, match="found dora"):
-        open_data(dataclasses.replace(synthetic_clips(), speakers=["dora"] * 6), out, TINY, small, "cpu")
+        open_data(synthetic_clips()._replace(speakers=["dora"] * 6), out, TINY, small, "cpu")
     with pytest.raises(CheckpointError, match="codes below 32"):
         open_data(synthetic_clips(codebook=200), out, TINY, small, "cpu")
     state.train(TalkerTrainer(dataclasses.replace(RECIPE, steps=1), TINY, data), out, 1)

@@ -20,11 +20,10 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,8 +46,7 @@ _VOICED_HZ = 10.0
 _STEP = 32  # widths of a batch in frames are multiples of it, so that shapes repeat
 
 
-@dataclass(frozen=True)
-class _Planned:
+class _Planned(NamedTuple):
     """What is known of a sentence before it sounds."""
 
     durations: Tensor  # (phonemes,) frames

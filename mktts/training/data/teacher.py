@@ -15,8 +15,8 @@ import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,8 +32,7 @@ CLIPS_PER_SHARD = 1_000
 LENGTHS_S = (0.3, 15.0)  # what is shorter or longer is left out
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """What a speaker is to say, in the words of the text front end; as phonemes; the name of its recording."""
 
     text: str

@@ -13,11 +13,10 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -61,8 +60,7 @@ _SPEED_STREAMS, _ENDS = 24, 500
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Spoken:
+class Spoken(NamedTuple):
     """A sentence by both, float32 (n,) at 24 kHz as 16 bits hold it."""
 
     text: str

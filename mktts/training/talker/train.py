@@ -59,8 +59,7 @@ FORMS: tuple[tuple[Callable[[str], str], float], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Clips:
+class Clips(NamedTuple):
     """Texts, speakers (names) and codes of all clips; clip i is codes[starts[i] : starts[i + 1]]."""
 
     texts: list[str]  # as the front end gives them
