@@ -6,7 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from training_sounds import vowels
+from commands import run
+from test_training_codec import vowels
 
 from mktts.errors import BackendUnavailable, MetricsError
 from mktts.spec import SAMPLE_RATE_HZ
@@ -97,8 +98,6 @@ def test_loudness_is_of_each_speaker():
 
 
 def test_a_missing_package_is_named_and_an_unknown_section_too(tmp_path, monkeypatch):
-    from commands import run
-
     noise = NOISE.astype(np.float32)
     monkeypatch.setattr(evaluate, "spoken", lambda *given: utterances(noise, noise))
     monkeypatch.setitem(__import__("sys").modules, "distillmos", None)

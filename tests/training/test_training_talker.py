@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from training_sounds import vowels
+from test_training_codec import vowels
 
 from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.open import SMALL
