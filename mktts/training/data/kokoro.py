@@ -280,6 +280,7 @@ _ONNX = "6e742170d309016e5891a994e1ce1559c702a2ccd0075e67ef7157974f6406cb"
 VOICES = ("af_heart", "af_bella", "am_michael", "am_puck", "bf_emma", "bm_george")
 _WORDS, _STYLES, _WEIGHTS = "words.json.xz", "voices.safetensors", "weights-{}.safetensors.xz"
 _PARTS = 2
+_SIDE = re.compile(r"^(encoder|decoder)\.")  # of a tensor's name in the ONNX file
 _FULL = 2**16  # values of a float tensor from which on it is kept in 16 bits
 
 
@@ -361,7 +362,7 @@ def dequantisable(onnx_file: bytes) -> dict[str, Tensor]:
             put(f"{name}.weight", given[inputs[1]].T, scale=scale[:, None], zero=given[inputs[3]][:, None])
         elif node.op_type == "DequantizeLinear":
             numbers = given[inputs[1].replace("_scale", "_quantized")]
-            put(_plain(inputs[1]).removesuffix("_scale"), numbers, scale=given[inputs[1]], zero=given[inputs[2]])
+            put(_SIDE.sub("", inputs[1]).removesuffix("_scale"), numbers, scale=given[inputs[1]], zero=given[inputs[2]])
         elif node.op_type == "DynamicQuantizeLSTM":
             _lstm(put, name, inputs, given)
         elif node.op_type in ("Conv", "ConvTranspose") and "istft" not in node.name:
@@ -369,9 +370,9 @@ def dequantisable(onnx_file: bytes) -> dict[str, Tensor]:
         elif node.op_type == "MatMul" and "l_linear" in node.name:
             put(f"{name}.weight", given[inputs[1]].T)
     for name, numbers in given.items():
-        if re.match(r"(encoder|decoder)\.", name) and numbers.dtype == np.float32:
+        if _SIDE.match(name) and numbers.dtype == np.float32:
             if "stft" not in name and not name.endswith("_scale"):
-                put(_plain(name), numbers)
+                put(_SIDE.sub("", name), numbers)
     return found
 
 
@@ -402,10 +403,6 @@ def _module(node: str) -> str:
         else:
             found.append(part)
     return ".".join(found)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"^(encoder|decoder)\.", "", name, count=1)
 
 
 def _checked(what: str, data: bytes, digest: str) -> bytes:
