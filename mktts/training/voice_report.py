@@ -143,18 +143,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Replaces voice and evidence. Raises CheckpointError for what cannot be shipped."""
     evaluation = read_json(arguments.evaluation) if arguments.evaluation else None
-    evidence = arguments.reference or reference()
+    folder = arguments.reference or reference()
     replace(arguments.voice, arguments.out, evaluation)
-    evidence.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     if evaluation is not None:
-        write_json(evidence / EVALUATION, {**evaluation, "checkpoint": SMALL})
+        write_json(folder / EVALUATION, {**evaluation, "checkpoint": SMALL})
     if arguments.curves:
         lines = {stage: read_json(p / CURVES) for stage, p in zip(("codec", "talker"), arguments.curves, strict=True)}
         thin = {stage: found[:: -(-len(found) // MAX_POINTS)] for stage, found in lines.items()}
-        write_json(evidence / CURVES, thin)
+        write_json(folder / CURVES, thin)
     if arguments.keep:
         codec = load_codec(arguments.curves[0]) if arguments.curves else None
-        keep_clips(evidence, arguments.keep, arguments.teacher, codec)
+        keep_clips(folder, arguments.keep, arguments.teacher, codec)
     size = sum(path.stat().st_size for path in arguments.out.rglob("*") if path.is_file())
     print(json.dumps({"folder": str(arguments.out), "size_bytes": size}))
     return 0
