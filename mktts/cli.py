@@ -45,7 +45,7 @@ GROUPS: dict[str, Group] = {
         "train codec": ("mktts.training.codec.train", "train encoder, codebooks and decoder"),
         "train talker": ("mktts.training.talker.train", "train talker and code predictor"),
         "train evaluate": ("mktts.training.judge.evaluate", "judge the voice beside its teacher"),
-        "train ship": ("mktts.training.ship", "put the voice into the package"),
+        "train ship": ("mktts.training.voice_report", "put the voice into the package"),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

@@ -1,22 +1,34 @@
-"""What `mktts.training.ship` put into outputs/reference/voice, for 09_voice and the card: curves, the evaluation, and
-pairs to listen to. A file that is absent is no error here: what shows it says so."""
+"""The evidence of a training run in outputs/reference/voice (curves, the evaluation, pairs to listen to), for 09_voice
+and the card; and `python -m mktts train ship`, which puts it there, and the voice into the package."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import argparse
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from mktts.common import read_json
+import torch
 
-CURVES, EVALUATION, INDEX = "curves.json", "evaluation.json", "index.json"
+from mktts.audio import from_pcm16, read_audio, write_audio
+from mktts.checkpoint import open_checkpoint
+from mktts.checkpoint.open import SMALL, SMALL_FOLDER
+from mktts.checkpoint.random.make import whole_folder
+from mktts.common import read_json, write_json
+from mktts.measure.metrics import cell
+from mktts.training.codec.model import Codec, encoded, load_codec
+from mktts.training.data.audio import read_shard, shard_paths
+from mktts.training.state import CURVES
+
+EVALUATION, INDEX = "evaluation.json", "index.json"
 _CLIPS = {"teacher": "teacher", "the codec's copy": "copy", "voice": "student"}
 NOT_MEASURED = "not measured yet: python -m mktts train evaluate"
 
 
-@dataclass(frozen=True)
-class Evidence:
+class Evidence(NamedTuple):
     """What lies in the folder. pairs: a sentence each, `text`, `speaker` and `clips`: the files by teacher, the codec's
     copy and the voice. missing: one line for each thing that is not there."""
 
@@ -62,3 +74,87 @@ def figures(evaluation: Mapping[str, Any] | None, required: bool) -> list[dict[s
         if required == ("must" in figure):
             rows.append(row)
     return rows
+
+
+MAX_POINTS = 300  # of a stage's curves
+
+
+def card(voice: Path, evaluation: Mapping[str, Any] | None) -> str:
+    """The checkpoint's README.md. Raises CheckpointError where `voice` is no checkpoint."""
+    opened, rows = open_checkpoint(voice), figures(evaluation, required=True)
+    talker, decoder = (sum(s.params for s in f.tensors.values()) / 1e6 for f in (opened.files, opened.codec_files))
+    speakers = list(opened.config.speakers)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns, ["---"] * len(columns), *([cell(row.get(c, "")) for c in columns] for row in rows)]
+    given = {"talker": talker, "decoder": decoder, "params": talker + decoder, "speaker": speakers[0]}
+    given |= {"speakers": " and ".join(speakers), "entries": opened.config.predictor.vocab_size}
+    text = files("mktts.training.data").joinpath("card.txt").read_text(encoding="utf-8")
+    return text.format(**given, quality="\n".join(f"| {' | '.join(row)} |" for row in cells))
+
+
+def replace(voice: Path, out: Path, evaluation: Mapping[str, Any] | None = None) -> None:
+    """Puts the checkpoint `voice` with its card in the place of `out`. Raises CheckpointError for what is none."""
+    new, text = out.with_name(f".{out.name}.new"), card(voice, evaluation)
+    shutil.rmtree(new, ignore_errors=True)  # of a run that was cut
+    with whole_folder(new) as work:
+        shutil.copytree(voice, work, dirs_exist_ok=True)
+        (work / "README.md").write_text(text, encoding="utf-8")
+    shutil.rmtree(out, ignore_errors=True)
+    new.rename(out)
+
+
+def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path], codec: Codec | None = None) -> None:
+    """In place of the clips in `folder`, a sentence of each speaker: FLAC of the student (`keep`, of `train
+    evaluate`), of the teacher's shards, and of the copy that the codec makes of those."""
+    for old in folder.glob("*.flac"):
+        old.unlink()
+    rows: list[dict[str, str]] = []
+    clips = [clip for place in teacher for path in shard_paths(place) for clip in read_shard(path)]
+    for number, (text, speaker, pcm) in enumerate(clips):
+        spoken, name = keep / f"{speaker}_{number:04}.flac", f"{len(rows)}_{speaker}"
+        if spoken.is_file() and not any(row["speaker"] == speaker for row in rows):
+            write_audio(folder / f"{name}_student.flac", read_audio(spoken)[0])
+            write_audio(folder / f"{name}_teacher.flac", from_pcm16(pcm))
+            if codec is not None:
+                codes = encoded(codec, [torch.from_numpy(from_pcm16(pcm))])[0].long()
+                write_audio(folder / f"{name}_copy.flac", codec.decode(codes[None])[0, : len(pcm)].numpy())
+            rows.append({"name": name, "text": text, "speaker": speaker})
+    write_json(folder / INDEX, rows)
+
+
+EXAMPLES = """examples:
+  python -m mktts train ship --voice TALKER/voice --evaluation evaluation.json --curves CODEC TALKER
+  python -m mktts train ship --voice TALKER/voice --keep KEEP --teacher NATURAL
+
+Replaces the voice in the package, and what is given of its evidence in outputs/reference/voice. The last line of
+standard output is JSON: the folder and its bytes."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--voice", type=Path, required=True, help="the checkpoint that `train talker` wrote")
+    parser.add_argument("--evaluation", type=Path, metavar="FILE", help="of `train evaluate --output`")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of `train evaluate`: clips to listen to")
+    parser.add_argument("--teacher", type=Path, nargs="+", default=[], metavar="NATURAL", help="of the same")
+    parser.add_argument("--curves", type=Path, nargs=2, metavar=("CODEC", "TALKER"), help="folders of both stages")
+    parser.add_argument("--out", type=Path, default=SMALL_FOLDER, help="default: the package's own folder")
+    parser.add_argument("--reference", type=Path, help="default: outputs/reference/voice")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Replaces voice and evidence. Raises CheckpointError for what cannot be shipped."""
+    evaluation = read_json(arguments.evaluation) if arguments.evaluation else None
+    folder = arguments.reference or reference()
+    replace(arguments.voice, arguments.out, evaluation)
+    folder.mkdir(parents=True, exist_ok=True)
+    if evaluation is not None:
+        write_json(folder / EVALUATION, {**evaluation, "checkpoint": SMALL})
+    if arguments.curves:
+        lines = {stage: read_json(p / CURVES) for stage, p in zip(("codec", "talker"), arguments.curves, strict=True)}
+        thin = {stage: found[:: -(-len(found) // MAX_POINTS)] for stage, found in lines.items()}
+        write_json(folder / CURVES, thin)
+    if arguments.keep:
+        codec = load_codec(arguments.curves[0]) if arguments.curves else None
+        keep_clips(folder, arguments.keep, arguments.teacher, codec)
+    size = sum(path.stat().st_size for path in arguments.out.rglob("*") if path.is_file())
+    print(json.dumps({"folder": str(arguments.out), "size_bytes": size}))
+    return 0

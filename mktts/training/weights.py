@@ -8,8 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -93,6 +91,9 @@ def fused(work: Callable[..., Tensor], x: Tensor) -> Callable[..., Tensor]:
 
 @cache
 def _compiled(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    import torch._dynamo
+    import torch._functorch.config
+
     torch._dynamo.config.recompile_limit = 64  # kinds of input: dtypes, layouts, with gradients or without
     torch._functorch.config.donated_buffer = False  # a graph may be gone through twice
     return torch.compile(work, dynamic=True)

@@ -33,6 +33,7 @@ def test_help_shows_examples_that_parse(name):
         ("talker --data absent --codec absent --out o --minutes 1", "absent"),
         ("talker --codec absent --out o --minutes 1", "--data"),
         ("teacher --program x --texts absent.xz --speakers a --out o", "absent.xz"),
+        ("teacher --program x --texts absent.xz", "--speakers"),
         ("texts --corpora absent --out t.xz", "absent"),
         ("ship --voice absent", "absent"),
     ],

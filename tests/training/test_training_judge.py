@@ -6,13 +6,14 @@ import json
 
 import numpy as np
 import pytest
-from training_sounds import vowels
+from commands import run
+from test_training_codec import vowels
 
 from mktts.errors import BackendUnavailable, MetricsError
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training import voice_report
 from mktts.training.judge import evaluate, signal
-from mktts.training.judge.evaluate import Judge, Spoken, put
+from mktts.training.judge.evaluate import Spoken, put
 
 TIME = np.arange(2 * SAMPLE_RATE_HZ) / SAMPLE_RATE_HZ
 NOISE = 0.1 * np.random.default_rng(0).normal(size=len(TIME))
@@ -25,8 +26,8 @@ def harmonics(f0_hz, rng=None):
     return sum(0.02 * np.sin(2 * np.pi * f0_hz * n * TIME + p) for n, p in zip(numbers, phases, strict=True))
 
 
-def judge_of(student, teacher, count=4):
-    return Judge("small", [Spoken("hello there", "anna", student, teacher, i > 0) for i in range(count)])
+def utterances(student, teacher):
+    return [Spoken("hello there", "anna", student, teacher, i > 0) for i in range(4)]
 
 
 def test_a_comb_is_heard_in_the_band_that_it_lies_in():
@@ -68,9 +69,9 @@ def test_pitch_errors_are_measured_along_the_words():
 def test_sections_fill_the_figures_with_their_intervals_and_what_must_be_reached():
     teacher = (harmonics(120) + 0.05 * NOISE).astype(np.float32)
     record = {"utterances": []}
-    judge = judge_of(teacher[:-4_800], teacher)
-    evaluate.sound(judge, record)
-    evaluate.ends(judge, record)
+    shorter = utterances(teacher[:-4_800], teacher)
+    evaluate.sound(shorter, record)
+    evaluate.ends(shorter, record)
     figures = record["figures"]
     must = {"must": ["at most", 0], "met": False}
     assert figures["ends_missed"] == {"value": 1, "n": 4, "low": None, "high": None, **must}
@@ -79,9 +80,9 @@ def test_sections_fill_the_figures_with_their_intervals_and_what_must_be_reached
     assert figures["pitch_band_ratio"]["value"] == pytest.approx(1, 0.1)
     assert figures["high_band_db"]["low"] <= figures["high_band_db"]["value"] <= figures["high_band_db"]["high"]
     comb = np.tile(NOISE[: signal.STEP_SAMPLES], 100).astype(np.float32)
-    evaluate.sound(judge_of(comb, teacher), record)
+    evaluate.sound(utterances(comb, teacher), record)
     assert record["figures"]["comb_worst_band"]["value"] > 0.5 and not record["figures"]["comb_worst_band"]["met"]
-    evaluate.sound(judge_of(np.zeros(9_600, np.float32), teacher), record)  # silence has no value and meets nothing
+    evaluate.sound(utterances(np.zeros(9_600, np.float32), teacher), record)  # silence has no value and meets nothing
     assert record["figures"]["pitch_band_ratio"]["value"] is None and not record["figures"]["pitch_band_ratio"]["met"]
     json.dumps(record, allow_nan=False)
 
@@ -89,18 +90,16 @@ def test_sections_fill_the_figures_with_their_intervals_and_what_must_be_reached
 def test_loudness_is_of_each_speaker():
     pytest.importorskip("pyloudnorm")
     tone = 0.1 * np.sin(2 * np.pi * 997 * TIME).astype(np.float32)
-    judge = Judge("small", [Spoken("a", name, tone * gain, tone, True) for name, gain in (("a", 1), ("b", 2))])
+    said = [Spoken("a", name, tone * gain, tone, True) for name, gain in (("a", 1), ("b", 2))]
     record = {}
-    evaluate.levels(judge, record)
+    evaluate.levels(said, record)
     assert record["figures"]["loudness_spread_lu"]["value"] == pytest.approx(6.02, abs=0.05)
     assert record["lufs_teacher"]["a"] == pytest.approx(-23, abs=0.3)
 
 
 def test_a_missing_package_is_named_and_an_unknown_section_too(tmp_path, monkeypatch):
-    from commands import run
-
     noise = NOISE.astype(np.float32)
-    monkeypatch.setattr(evaluate, "spoken", lambda *given: judge_of(noise, noise).utterances)
+    monkeypatch.setattr(evaluate, "spoken", lambda *given: utterances(noise, noise))
     monkeypatch.setitem(__import__("sys").modules, "distillmos", None)
     words = ["--checkpoint", "small", "--teacher", tmp_path, "--keep", tmp_path, "--output", tmp_path / "e.json"]
     with pytest.raises(BackendUnavailable, match=r"expected the package distillmos.*data/packages\.txt"):

@@ -47,10 +47,6 @@ class Line(state.Trainer):
         return {"loss": loss.detach()}
 
 
-def everything(trainer: state.Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.tensors()}
-
-
 def clock(*seconds: float):
     return itertools.chain(seconds, itertools.repeat(seconds[-1])).__next__
 
@@ -63,7 +59,7 @@ def test_a_run_that_was_cut_repeats_the_whole_one(tmp_path):
     resumed = Line(Recipe())
     resumed.load(tmp_path / "cut")
     state.train(resumed, tmp_path / "cut", 1)
-    found, expected = everything(resumed), everything(whole)
+    found, expected = dict(resumed.tensors()), dict(whole.tensors())
     assert whole.step == resumed.step == 12 and all(torch.equal(found[name], expected[name]) for name in expected)
     losses = [[line["loss"] for line in trainer.curves] for trainer in (whole, resumed)]
     assert losses[0] == losses[1] and len(losses[0]) == 4 and losses[0][-1] < losses[0][0]

@@ -7,13 +7,14 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from training_sounds import vowels
+from test_training_codec import vowels
 
 from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.open import SMALL
-from mktts.engine.upstream import generate_codes, load_upstream
+from mktts.engine.upstream import load_upstream
 from mktts.errors import CheckpointError
 from mktts.kernel.grid import choose_shape
+from mktts.measure.parity.upstream import compare_codes
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.sampling import Sampling
@@ -22,19 +23,9 @@ from mktts.spec import NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 from mktts.training import state
 from mktts.training.codec import model as codec_model
 from mktts.training.data.audio import Clip, write_shard
+from mktts.training.talker import train
 from mktts.training.talker.model import TINY, VOICE, TalkerModel, prepare, write_checkpoint
-from mktts.training.talker.train import (
-    FORMS,
-    NO_TARGET,
-    Clips,
-    Sequences,
-    TalkerRecipe,
-    TalkerTrainer,
-    held_out,
-    open_data,
-    read_clips,
-    write_voice,
-)
+from mktts.training.talker.train import Clips, Sequences, TalkerRecipe, TalkerTrainer, open_data, write_voice
 
 SPEAKERS = ("anna", "bob", "carl")
 TEXTS = [
@@ -94,8 +85,8 @@ def peaked(model: TalkerModel) -> TalkerModel:
 @pytest.mark.parametrize("language", ["auto", "english"])
 @pytest.mark.parametrize("predictor_hidden", [64, 32])
 def test_training_logits_are_those_of_inference(tmp_path, small, layout, language, predictor_hidden):
-    stack = dataclasses.replace(TINY.predictor, hidden_size=predictor_hidden)
-    config = prepare(tmp_path, small, dataclasses.replace(TINY, predictor=stack), SPEAKERS)
+    sizes = dataclasses.replace(TINY, predictor=TINY.predictor | {"hidden_size": predictor_hidden})
+    config = prepare(tmp_path, small, sizes, SPEAKERS)
     model, tokenizer = peaked(TalkerModel(config)).eval(), TextTokenizer.load(tmp_path)
     data = Sequences(synthetic_clips(), config, tokenizer, "cpu")
     clip = 1
@@ -146,7 +137,7 @@ def test_padding_changes_no_loss_and_targets_are_the_next_codes(data):
             assert torch.equal(both.previous[i, carrying], codes)
             assert torch.equal(targets[i, carrying - 1], codes[:, 0])
             assert targets[i, carrying[-1]] == config.codec_ids.eos
-            assert int((targets[i] != NO_TARGET).sum()) == len(codes) + 1
+            assert int((targets[i] != train.NO_TARGET).sum()) == len(codes) + 1
             length = int(carrying[-1]) + 1
             rows = (slice(i, i + 1), slice(length))
             alone = model.hidden(both.text[rows], both.control[rows], both.previous[rows])
@@ -165,7 +156,7 @@ def test_batches_have_few_shapes_and_every_clip_once(prepared):
 
 
 def test_a_text_is_learnt_in_its_written_forms(data, prepared):
-    tokenizer, written = TextTokenizer.load(prepared), [write(TEXTS[2]) for write, _ in FORMS]
+    tokenizer, written = TextTokenizer.load(prepared), [write(TEXTS[2]) for write, _ in train.FORMS]
     assert written[1:] == [
         "Nobody paints the broken, heavy piano",
         "nobody paints the broken, heavy piano.",
@@ -178,7 +169,7 @@ def test_a_text_is_learnt_in_its_written_forms(data, prepared):
         first = words.index(data.config.text_ids.tts_bos) + 1
         assert words[first : first + len(said) + 1] == [*said, data.config.text_ids.tts_eos]
         assert control.count(-1) == data.frames[2] + 3  # the role's three rows
-    assert 0.005 < sum(held_out(f"Sentence number {i}.") for i in range(5_000)) / 5_000 < 0.02
+    assert 0.005 < sum(train.held_out(f"Sentence number {i}.") for i in range(5_000)) / 5_000 < 0.02
 
 
 def test_loss_falls_and_a_resumed_run_repeats_the_whole_one(tmp_path, data):
@@ -218,17 +209,10 @@ def test_exported_checkpoint_gives_upstreams_codes(tmp_path, prepared, codec):
     checkpoint = open_checkpoint(folder)
     assert not checkpoint.is_random and checkpoint.sampling().talker.temperature == 0.5
     assert list(config.speakers) == list(SPEAKERS)
+    asked = [Request(TEXTS[2], "english", "bob", layout=layout) for layout in ("whole", "streaming")]
     upstream = load_upstream(folder, torch.float32)
-    builder = PromptBuilder(config, checkpoint.tensors(), checkpoint.tokenizer(), dtype=torch.float32)
-    backend = TorchBackend(config, checkpoint.tensors(), dtype=torch.float32)
-    for layout in ("whole", "streaming"):
-        request = builder.check(Request(TEXTS[2], "english", "bob", layout=layout))
-        expected = generate_codes(upstream, request, checkpoint.sampling().greedy(), 0, 5)
-        prompt = builder.build(request)
-        state = backend.start(prompt, checkpoint.sampling().greedy(), 0, 5)
-        text = [None, *(prompt.row(t) for t in range(4))]
-        found = torch.stack([f.codes for f in backend.frames(state, text) if f.codes is not None])
-        assert torch.equal(found, expected)
+    rows = compare_codes(checkpoint, asked, checkpoint.sampling().greedy(), 0, 5, torch.float32, upstream)
+    assert [row["equal"] for row in rows] == [True, True]
 
 
 def test_a_folder_of_speech_becomes_clips_of_codes(tmp_path):
@@ -236,7 +220,7 @@ def test_a_folder_of_speech_becomes_clips_of_codes(tmp_path):
     write_shard(tmp_path / "a.npz", [Clip("one", "anna", vowels(0.5)), Clip("two", "bob", vowels(0.9, 1))])
     codec = codec_model.Codec(codec_model.TINY).eval()
     codec.quantizer.begin(codec.encoder(torch.from_numpy(vowels(4.0) / np.float32(32768))[None]))
-    found = read_clips(tmp_path, codec)
+    found = train.read_clips(tmp_path, codec)
     assert found.texts == ["one", "two"] and found.speakers == ["anna", "bob"] and list(found.starts) == [0, 7, 19]
     assert found.codes.shape == (19, 16) and found.codes.dtype == torch.uint8 and len(found.codes.unique()) > 10
 
@@ -264,7 +248,7 @@ def test_what_does_not_fit_together_is_named(tmp_path, small, data, codec):
     out = tmp_path / "out"
     open_data(synthetic_clips(), out, TINY, small, "cpu")
     with pytest.raises(CheckpointError, match="found dora"):
-        open_data(dataclasses.replace(synthetic_clips(), speakers=["dora"] * 6), out, TINY, small, "cpu")
+        open_data(synthetic_clips()._replace(speakers=["dora"] * 6), out, TINY, small, "cpu")
     with pytest.raises(CheckpointError, match="codes below 32"):
         open_data(synthetic_clips(codebook=200), out, TINY, small, "cpu")
     state.train(TalkerTrainer(dataclasses.replace(RECIPE, steps=1), TINY, data), out, 1)

@@ -9,9 +9,8 @@ import wave
 import numpy as np
 import pytest
 import torch
-from commands import run
 
-from mktts.errors import BackendUnavailable, CheckpointError, OptionsError, TextError
+from mktts.errors import BackendUnavailable, CheckpointError, TextError
 from mktts.training.data import kokoro
 from mktts.training.data.audio import read_shard
 from mktts.training.data.kokoro import Phonemes
@@ -30,13 +29,6 @@ with wave.open(sys.argv[2], "wb") as f:
     n = 8000 + 100 * len(sys.argv[1])
     f.writeframes(struct.pack(f"<{n}h", *[int(9000 * math.sin(i * i / 40000)) for i in range(n)]))
 """
-
-
-@pytest.fixture
-def spoken(tmp_path):
-    path = tmp_path / "say.py"
-    path.write_text(PROGRAM)
-    return f"{sys.executable} {path} {{text}} {{wav}}"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +103,7 @@ def test_files_that_are_missing_or_others_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="do not use it"):
         kokoro._checked("model", b"another", "0" * 64)
     with pytest.raises(BackendUnavailable, match="expected false"):
-        kokoro.client(tmp_path, "false", "what")
+        kokoro.output_of(["false"], "fetch", tmp_path)
 
 
 def test_shards_hold_what_was_said_at_the_speakers_level_and_are_kept(tmp_path):
@@ -132,8 +124,9 @@ def test_shards_hold_what_was_said_at_the_speakers_level_and_are_kept(tmp_path):
     assert make_shards(tmp_path, items, speak, {"anna": 6.0, "bob": 0.0}, per=2) == 1 and seeds[3:] == [(1, 2)]
 
 
-def test_any_program_is_a_teacher_and_its_failure_is_named(spoken, tmp_path):
-    (pcm,) = program(spoken, 1)([Item("four", "anna")], 0)
+def test_any_program_is_a_teacher_and_its_failure_is_named(tmp_path):
+    (tmp_path / "say.py").write_text(PROGRAM)
+    (pcm,) = program(f"{sys.executable} {tmp_path}/say.py {{text}} {{wav}}", 1)([Item("four", "anna")], 0)
     assert len(pcm) == 8_400 * 3 // 2 and 0.2 < np.abs(pcm).max() < 0.3
     with wave.open(str(tmp_path / "r.wav"), "wb") as file:
         file.setnchannels(1), file.setsampwidth(2), file.setframerate(24_000), file.writeframes(b"\x00\x10" * 90)
@@ -152,8 +145,3 @@ def test_lists_are_read_with_phonemes_and_recordings_by_their_names(tmp_path):
     (tmp_path / "x.xz").write_text("plain")
     with pytest.raises(TextError, match=r"x\.xz"):
         read_texts(tmp_path / "x.xz", ["a"])
-
-
-def test_the_command_says_what_is_missing(tmp_path, spoken):
-    with pytest.raises(OptionsError, match="--speakers"):
-        run("train teacher", "--program", spoken, "--texts", tmp_path / "t.xz")

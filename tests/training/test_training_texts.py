@@ -10,6 +10,7 @@ import re
 import pytest
 from commands import run
 
+from mktts.common import write_whole
 from mktts.errors import CheckpointError
 from mktts.training.data import texts
 
@@ -22,15 +23,6 @@ FILES = {
     "pip/chatterbot_corpus/data/english/x.yml": "- - Hello you\n  - 'We are you''re'\n",
     "usr/share/doc/python3.11/html/_sources/a/b.rst.txt": "Title\n=====\n\nThe cat sat.\n\n   code cat\n",
 }
-
-
-@pytest.fixture
-def corpora(tmp_path):
-    for name, text in FILES.items():
-        path = tmp_path / "packages" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return tmp_path / "packages"
 
 
 def test_a_list_is_in_the_front_ends_words_repeats_itself_and_holds_nothing_that_judges():
@@ -52,8 +44,10 @@ def test_what_judges_is_held_out_in_any_case_and_so_are_its_longer_parts():
     assert len(texts.NATURAL) == 318 and len(texts.HELD_OUT) == 640
 
 
-def test_packages_give_their_sentences_and_what_is_not_fit_stays_outside(corpora):
-    lines, counts = texts.mixed(200, 0, corpora)
+def test_packages_give_their_sentences_and_what_is_not_fit_stays_outside(tmp_path):
+    for name, text in FILES.items():
+        write_whole(tmp_path / name, text.encode())
+    lines, counts = texts.mixed(200, 0, tmp_path)
     expected = {
         "examples": {"The big cat sat."},
         "speeches": {"We spoke of peace.", "The red cat ran."},
@@ -66,9 +60,9 @@ def test_packages_give_their_sentences_and_what_is_not_fit_stays_outside(corpora
         said = {half for line in lines for half in re.split(r"(?<=[.?!]) ", line)}
         assert {texts.as_spoken(text) for text in wanted} <= said and counts[source] >= 1, source
     assert not [line for line in lines if "naked" in line or "qqx" in line]
-    (corpora / "usr/share/dict/american-english").unlink()
+    (tmp_path / "usr/share/dict/american-english").unlink()
     with pytest.raises(CheckpointError, match="american-english"):
-        texts.mixed(10, 0, corpora)
+        texts.mixed(10, 0, tmp_path)
 
 
 def test_every_pattern_of_the_grammar_can_be_filled():

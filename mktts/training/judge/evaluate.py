@@ -13,10 +13,10 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -60,8 +60,7 @@ _SPEED_STREAMS, _ENDS = 24, 500
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Spoken:
+class Spoken(NamedTuple):
     """A sentence by both, float32 (n,) at 24 kHz as 16 bits hold it."""
 
     text: str
@@ -75,28 +74,13 @@ class Spoken:
         return {"text": self.text, "speaker": self.speaker, "audio_s": seconds, "ended": self.ended}
 
 
-@dataclass
-class Judge:
-    """What the sections share."""
+def both(utterances: list[Spoken], measure: Callable[[np.ndarray], Any]) -> tuple[np.ndarray, np.ndarray]:
+    """What `measure` finds in every sentence: the student's, and the teacher's."""
+    return tuple(np.array([measure(getattr(u, who)) for u in utterances]) for who in VOICES)
 
-    checkpoint: str
-    utterances: list[Spoken]
-    whisper: str = WHISPER
 
-    def put(
-        self, record: Record, name: str, rows: np.ndarray, figure: Callable[[np.ndarray], float] = np.nanmean
-    ) -> None:
-        """A figure of rows (n, ...), one for a sentence; by default their mean."""
-        drawn = np.random.default_rng(0).integers(len(rows), size=(_DRAWS, len(rows)))
-        interval = np.nanpercentile([figure(rows[at]) for at in drawn], (2.5, 97.5))
-        put(record, name, figure(rows), len(rows), tuple(interval))
-
-    def both(self, measure: Callable[[np.ndarray], Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Of every sentence: student's and teacher's."""
-        return tuple(np.array([measure(getattr(u, who)) for u in self.utterances]) for who in VOICES)
-
-    def speakers(self) -> list[str]:
-        return list(dict.fromkeys(u.speaker for u in self.utterances))
+def speakers(utterances: list[Spoken]) -> list[str]:
+    return list(dict.fromkeys(u.speaker for u in utterances))
 
 
 def _package(name: str) -> Any:
@@ -120,7 +104,14 @@ def put(record: Record, name: str, value: float, n: int, interval: tuple[float, 
     record.setdefault("figures", {})[name] = row
 
 
-def quality(judge: Judge, record: Record) -> None:
+def put_rows(record: Record, name: str, rows: np.ndarray, figure: Callable[[np.ndarray], float] = np.nanmean) -> None:
+    """Puts a figure of rows (n, ...), one for a sentence, into a record with its interval; by default their mean."""
+    drawn = np.random.default_rng(0).integers(len(rows), size=(_DRAWS, len(rows)))
+    interval = np.nanpercentile([figure(rows[at]) for at in drawn], (2.5, 97.5))
+    put(record, name, figure(rows), len(rows), tuple(interval))
+
+
+def quality(utterances: list[Spoken], record: Record) -> None:
     """DistillMOS, and DNSMOS beside it."""
     import torch
 
@@ -134,93 +125,93 @@ def quality(judge: Judge, record: Record) -> None:
         with torch.inference_mode():
             return float(model(torch.from_numpy(to_16_khz(pcm))[None]))
 
-    student, teacher = both = judge.both(distilled)
-    for row, pair in zip(record["utterances"], np.stack(both, 1).round(3).tolist(), strict=True):
+    student, teacher = scores = both(utterances, distilled)
+    for row, pair in zip(record["utterances"], np.stack(scores, 1).round(3).tolist(), strict=True):
         row["distillmos"] = dict(zip(VOICES, pair, strict=True))
-    of_speakers = [student[[u.speaker == s for u in judge.utterances]] for s in judge.speakers()]
-    judge.put(record, "distillmos_best", max(of_speakers, key=np.mean))
-    judge.put(record, "distillmos_all", student)
-    judge.put(record, "distillmos_teacher", teacher)
-    judge.put(record, "distillmos_difference", student - teacher)
-    student, teacher = judge.both(lambda pcm: dnsmos.run(np.clip(to_16_khz(pcm), -1, 1), sr=16_000)["ovrl_mos"])
-    judge.put(record, "dnsmos_all", student)
-    judge.put(record, "dnsmos_teacher", teacher)
+    of_speakers = [student[[u.speaker == s for u in utterances]] for s in speakers(utterances)]
+    put_rows(record, "distillmos_best", max(of_speakers, key=np.mean))
+    put_rows(record, "distillmos_all", student)
+    put_rows(record, "distillmos_teacher", teacher)
+    put_rows(record, "distillmos_difference", student - teacher)
+    student, teacher = both(utterances, lambda pcm: dnsmos.run(np.clip(to_16_khz(pcm), -1, 1), sr=16_000)["ovrl_mos"])
+    put_rows(record, "dnsmos_all", student)
+    put_rows(record, "dnsmos_teacher", teacher)
 
 
-def words(judge: Judge, record: Record) -> None:
+def words(utterances: list[Spoken], record: Record, whisper: str = WHISPER) -> None:
     """Word errors by Whisper, after its own normaliser, and by pocketsphinx as a second ear."""
     jiwer, second = _package("jiwer"), Recogniser()
     normal = _package("whisper_normalizer.english").EnglishTextNormalizer()
-    model = _package("faster_whisper").WhisperModel(judge.whisper, device="cpu")
+    model = _package("faster_whisper").WhisperModel(whisper, device="cpu")
 
     def heard(pcm: np.ndarray) -> str:
         return " ".join(part.text for part in model.transcribe(to_16_khz(pcm), language="en", beam_size=1)[0])
 
     for name, hear in (("whisper_base", heard), ("pocketsphinx", second.hear)):
         rows = []
-        for u, row in zip(judge.utterances, record["utterances"], strict=True):
+        for u, row in zip(utterances, record["utterances"], strict=True):
             found = {who: hear(getattr(u, who)) for who in VOICES}
             counted = [jiwer.process_words(normal(u.text), normal(text) or "-") for text in found.values()]
             rows.append([c.substitutions + c.deletions + c.insertions for c in counted] + [len(normal(u.text).split())])
             row[f"errors_{name}"] = rows[-1]
         counts = np.array(rows, float)
-        judge.put(record, f"wer_{name}", counts, lambda drawn: drawn[:, 0].sum() / drawn[:, 2].sum())
-        judge.put(record, f"wer_{name}_teacher", counts, lambda drawn: drawn[:, 1].sum() / drawn[:, 2].sum())
+        put_rows(record, f"wer_{name}", counts, lambda drawn: drawn[:, 0].sum() / drawn[:, 2].sum())
+        put_rows(record, f"wer_{name}_teacher", counts, lambda drawn: drawn[:, 1].sum() / drawn[:, 2].sum())
         ratio = "wer_ratio" if name == "whisper_base" else f"wer_ratio_{name}"
-        judge.put(record, ratio, counts, lambda drawn: drawn[:, 0].sum() / max(drawn[:, 1].sum(), 1))
+        put_rows(record, ratio, counts, lambda drawn: drawn[:, 0].sum() / max(drawn[:, 1].sum(), 1))
 
 
-def sound(judge: Judge, record: Record) -> None:
+def sound(utterances: list[Spoken], record: Record) -> None:
     """What repeats after 20 ms in every band, what keeps to the pitch, energy above 8 kHz, clicks, lead."""
-    both = np.stack(judge.both(signal.comb), 1)  # (sentences, student and teacher, bands)
-    bands = np.nan_to_num(np.nanmean(both, 0)).round(4).tolist()
+    combs = np.stack(both(utterances, signal.comb), 1)  # (sentences, student and teacher, bands)
+    bands = np.nan_to_num(np.nanmean(combs, 0)).round(4).tolist()
     names = [f"{hz:.0f} Hz" for hz in signal.CENTRES_HZ]
     record["comb"] = {who: dict(zip(names, row, strict=True)) for who, row in zip(VOICES, bands, strict=True)}
-    judge.put(record, "comb_worst_band", both, lambda drawn: np.subtract(*np.nan_to_num(np.nanmean(drawn, 0))).max())
-    both = np.stack(judge.both(signal.pitch_band), 1)
-    judge.put(record, "pitch_band_ratio", both, lambda drawn: np.divide(*np.nanmean(drawn, 0)))
-    judge.put(record, "high_band_db", np.subtract(*judge.both(signal.high_band_db)))
-    first = np.array([abs(float(u.student[0])) for u in judge.utterances])
-    judge.put(record, "click_dbfs", 20 * np.log10(np.maximum(first, 1e-6)), np.median)
-    lead = [1_000 * (first_audible_sample(u.student) or 0) / SAMPLE_RATE_HZ for u in judge.utterances]
-    judge.put(record, "lead_ms", np.array(lead), np.median)
+    put_rows(record, "comb_worst_band", combs, lambda drawn: np.subtract(*np.nan_to_num(np.nanmean(drawn, 0))).max())
+    kept = np.stack(both(utterances, signal.pitch_band), 1)
+    put_rows(record, "pitch_band_ratio", kept, lambda drawn: np.divide(*np.nanmean(drawn, 0)))
+    put_rows(record, "high_band_db", np.subtract(*both(utterances, signal.high_band_db)))
+    first = np.array([abs(float(u.student[0])) for u in utterances])
+    put_rows(record, "click_dbfs", 20 * np.log10(np.maximum(first, 1e-6)), np.median)
+    lead = [1_000 * (first_audible_sample(u.student) or 0) / SAMPLE_RATE_HZ for u in utterances]
+    put_rows(record, "lead_ms", np.array(lead), np.median)
 
 
-def ends(judge: Judge, record: Record) -> None:
+def ends(utterances: list[Spoken], record: Record) -> None:
     """Whether utterances end by themselves, and their lengths beside the teacher's."""
-    missed = sum(not u.ended for u in judge.utterances)
-    put(record, "ends_missed", missed, len(judge.utterances))
-    ratio = np.array([len(u.student) / len(u.teacher) for u in judge.utterances])
+    missed = sum(not u.ended for u in utterances)
+    put(record, "ends_missed", missed, len(utterances))
+    ratio = np.array([len(u.student) / len(u.teacher) for u in utterances])
     record["duration_ratio"] = {"between": list(BETWEEN), "median": float(np.median(ratio))}
-    judge.put(record, "durations_inside", ((ratio > BETWEEN[0]) & (ratio < BETWEEN[1])).astype(float))
+    put_rows(record, "durations_inside", ((ratio > BETWEEN[0]) & (ratio < BETWEEN[1])).astype(float))
 
 
-def levels(judge: Judge, record: Record) -> None:
+def levels(utterances: list[Spoken], record: Record) -> None:
     """Loudness of both voices' speakers, LUFS (ITU-R BS.1770-4)."""
     meter = _package("pyloudnorm").Meter(SAMPLE_RATE_HZ)
     for who in VOICES:
-        joined = {s: [getattr(u, who) for u in judge.utterances if u.speaker == s] for s in judge.speakers()}
+        joined = {s: [getattr(u, who) for u in utterances if u.speaker == s] for s in speakers(utterances)}
         found = {s: float(meter.integrated_loudness(np.concatenate(pcm, dtype=float))) for s, pcm in joined.items()}
         record[f"lufs_{who}"] = found
-    put(record, "loudness_spread_lu", np.ptp(list(record["lufs_student"].values())), len(judge.utterances))
+    put(record, "loudness_spread_lu", np.ptp(list(record["lufs_student"].values())), len(utterances))
 
 
-def pitch(judge: Judge, record: Record) -> None:
+def pitch(utterances: list[Spoken], record: Record) -> None:
     """Pitch and voicing errors along the best alignment; reported only."""
     _package("librosa")
-    cents, voicing = np.array([signal.pitch_errors(u.student, u.teacher) for u in judge.utterances]).T
-    judge.put(record, "pitch_error_cents", cents)
-    judge.put(record, "voicing_error", voicing)
+    cents, voicing = np.array([signal.pitch_errors(u.student, u.teacher) for u in utterances]).T
+    put_rows(record, "pitch_error_cents", cents)
+    put_rows(record, "voicing_error", voicing)
 
 
-def likeness(judge: Judge, record: Record) -> None:
+def likeness(utterances: list[Spoken], record: Record) -> None:
     """Cosine of resemblyzer's embeddings of both."""
     encoder = _package("resemblyzer").VoiceEncoder("cpu", verbose=False)
-    student, teacher = judge.both(lambda pcm: encoder.embed_utterance(to_16_khz(pcm)))
-    judge.put(record, "similarity", (student * teacher).sum(1))
+    student, teacher = both(utterances, lambda pcm: encoder.embed_utterance(to_16_khz(pcm)))
+    put_rows(record, "similarity", (student * teacher).sum(1))
 
 
-def speed(judge: Judge, record: Record) -> None:
+def speed(utterances: list[Spoken], record: Record) -> None:
     """Real-time factor and time to first PCM of streams one at a time, on one thread."""
     import torch
 
@@ -228,15 +219,15 @@ def speed(judge: Judge, record: Record) -> None:
     from mktts.synth import Synthesizer
 
     threads = torch.get_num_threads()
-    with Synthesizer.load(judge.checkpoint, backend="torch", device="cpu") as synthesizer:
+    with Synthesizer.load(record["checkpoint"], backend="torch", device="cpu") as synthesizer:
         torch.set_num_threads(1)
         synthesizer.warm_up()
-        chosen = (judge.utterances * _SPEED_STREAMS)[:_SPEED_STREAMS]
+        chosen = (utterances * _SPEED_STREAMS)[:_SPEED_STREAMS]
         found = [summarise(synthesizer.stream(u.text, speaker=u.speaker, seed=i)) for i, u in enumerate(chosen)]
     torch.set_num_threads(threads)
-    judge.put(record, "rtf_one_core", np.array([m.rtf for m in found]), np.median)
-    judge.put(record, "ttfc_ms", np.array([m.ttfc_ms for m in found]), np.median)
-    put(record, "weights_mb", sum(path.stat().st_size for path in _weights(judge.checkpoint)) / 1e6, 1)
+    put_rows(record, "rtf_one_core", np.array([m.rtf for m in found]), np.median)
+    put_rows(record, "ttfc_ms", np.array([m.ttfc_ms for m in found]), np.median)
+    put(record, "weights_mb", sum(path.stat().st_size for path in _weights(record["checkpoint"])) / 1e6, 1)
 
 
 def _weights(checkpoint: str) -> list[Path]:
@@ -298,14 +289,14 @@ def main(arguments: argparse.Namespace) -> int:
     if unknown := set(chosen) - set(SECTIONS):
         raise MetricsError(f"expected sections of {', '.join(SECTIONS)}, found {', '.join(sorted(unknown))}")
     utterances = spoken(arguments.checkpoint, arguments.teacher, arguments.keep, arguments.device, arguments.most)
-    judge = Judge(arguments.checkpoint, utterances, arguments.whisper)
     again = bool(arguments.only) and arguments.output.is_file()
     record: Record = read_json(arguments.output) if again else {"utterances": [u.row() for u in utterances]}
     record["environment"], record["checkpoint"] = environment(), arguments.checkpoint
+    sections = SECTIONS | {"words": partial(words, whisper=arguments.whisper)}
     for name in tqdm(chosen):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # means of what has no value
-            SECTIONS[name](judge, record)
+            sections[name](utterances, record)
         if arguments.listeners:
             put(record, "listeners_cpu", arguments.listeners, 1)
         write_json(arguments.output, record)

@@ -14,8 +14,9 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,8 +59,7 @@ FORMS: tuple[tuple[Callable[[str], str], float], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Clips:
+class Clips(NamedTuple):
     """Texts, speakers (names) and codes of all clips; clip i is codes[starts[i] : starts[i + 1]]."""
 
     texts: list[str]  # as the front end gives them
@@ -68,8 +68,7 @@ class Clips:
     starts: np.ndarray  # (clips + 1,) int64
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Sequences padded on the right, on one device. Shapes depend on the number and the longest of the clips only."""
 
     text: Tensor  # (B, T) int64
@@ -237,7 +236,7 @@ class TalkerTrainer(Trainer):
         torch.manual_seed(recipe.seed * 1_000_003 + self.step)
         self.model.train()
         set_rate(self.optimizers["adam"], recipe.learning_rate * self.schedule())
-        found = self.steps.run("step", self._step, *(getattr(batch, field.name) for field in fields(batch)))
+        found = self.steps.run("step", self._step, *batch)
         self.step += 1
         self.follow(1 - min(recipe.ema, self.step / (self.step + 10)))  # a young average forgets the start quickly
         return found
