@@ -264,6 +264,12 @@ class TickSettings:
             return tuple(range(1, self.max_lanes + 1))
         return tuple(sorted({lanes for lanes, _ in self.buckets if lanes < self.max_lanes} | {self.max_lanes}))
 
+    @cached_property
+    def grows(self) -> np.ndarray:
+        """Of a stream's frames in order, the last one for all after it: whether a larger chunk follows its chunk."""
+        following = zip(self.chunks, self.chunks[1:], strict=False)
+        return np.array([larger > frames for frames, larger in following for _ in range(frames)] + [False])
+
     def most_lanes(self, model: TickModel, context_rows: float) -> int:
         """The most lanes, each of so many rows, with which a tick keeps to `max_tick_s`; where a tick of one takes
         nearly as long, fewer would not help those who wait."""
@@ -586,9 +592,9 @@ def _spare_s(
     table: StreamTable, slots: np.ndarray, lead_s: np.ndarray, longest_s: float, settings: TickSettings
 ) -> np.ndarray:
     """Of leads (n,), until when the tick that makes each stream's next frame must end: a chunk is heard when its last
-    frame is made, which takes ticks of `longest_s`; one more where chunks still grow, for the chunk behind it."""
+    frame is made, which takes ticks of `longest_s`; one more where the chunk behind it is larger."""
     ticks = np.maximum(table.chunk_end[slots] - table.frames_made[slots] - 1, 0)
-    ticks += table.frames_made[slots] < sum(settings.chunks[:-1])
+    ticks += settings.grows[np.minimum(table.frames_made[slots], len(settings.grows) - 1)]
     return np.where(table.prompt_rows[slots] > 0, lead_s, lead_s - longest_s * ticks)
 
 
