@@ -267,8 +267,7 @@ class TickSettings:
     @cached_property
     def grows(self) -> np.ndarray:
         """Of a stream's frames in order, the last one for all after it: whether a larger chunk follows its chunk."""
-        following = zip(self.chunks, self.chunks[1:], strict=False)
-        return np.array([larger > frames for frames, larger in following for _ in range(frames)] + [False])
+        return np.append(np.repeat(np.diff(self.chunks) > 0, self.chunks[:-1]), False)
 
     def most_lanes(self, model: TickModel, context_rows: float) -> int:
         """The most lanes, each of so many rows, with which a tick keeps to `max_tick_s`; where a tick of one takes
@@ -461,7 +460,6 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     able = table.able()
     if not len(able):
         return Tick()
-    lead_s = table.lead_s(able, now_s, settings.lead_s)
     limit_s = np.inf if len(able) <= settings.few_lanes else settings.lead_s + _TOLERANCE_S
     waiting = table.prompt_rows[able] > 0
     arrivals = bool(waiting.any())
@@ -470,20 +468,16 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     most = settings.most_lanes(model, context_rows)
     # With as many listeners as the capacity a tick of them all ends in time.
     everyone = max(most, settings.size(len(speaking)))
-    most_rows, attended = settings.max_rows if arrivals else 0, len(able) * context_rows
-    longest_s = model.predict(everyone, most_rows, attended)
-    lead_s = _spare_s(table, able, lead_s, longest_s, settings)
+    longest_s = model.predict(everyone, settings.max_rows if arrivals else 0, len(able) * context_rows)
+    lead_s = _spare_s(table, able, table.lead_s(able, now_s, settings.lead_s), longest_s, settings)
     resumed = speaking[table.resumed[able[speaking]]]
     lead_s[resumed] = lead_s[speaking].min(initial=np.inf) - _TOLERANCE_S
     speaking = speaking[np.argsort(lead_s[speaking], kind="stable")]
     leads_s = lead_s[speaking]
 
-    # Late, perhaps, if the next tick were their first: they are in this one, however long it is then, and one that
-    # arrives beside them.
-    for most in [size for size in settings.sizes if size >= most]:
-        pressed = int(np.searchsorted(leads_s, model.predict(most, most_rows, attended) + longest_s))
-        if pressed + arrivals <= most:
-            break
+    # Late, perhaps, if the next tick were their first: they are in this one, however long it is then.
+    pressed = int(np.searchsorted(leads_s, 2 * longest_s))
+    most = max(most, settings.size(pressed + arrivals))  # and one that arrives, beside them
     due = min(int(np.searchsorted(leads_s, limit_s)), most)
     pieces: list[Piece] = []
     if arrivals:
@@ -593,9 +587,9 @@ def _spare_s(
 ) -> np.ndarray:
     """Of leads (n,), until when the tick that makes each stream's next frame must end: a chunk is heard when its last
     frame is made, which takes ticks of `longest_s`; one more where the chunk behind it is larger."""
-    ticks = np.maximum(table.chunk_end[slots] - table.frames_made[slots] - 1, 0)
-    ticks += settings.grows[np.minimum(table.frames_made[slots], len(settings.grows) - 1)]
-    return np.where(table.prompt_rows[slots] > 0, lead_s, lead_s - longest_s * ticks)
+    made = table.frames_made[slots]
+    ticks = np.maximum(table.chunk_end[slots] - made - 1, 0) + settings.grows.take(made, mode="clip")
+    return lead_s - longest_s * ticks * (table.prompt_rows[slots] == 0)
 
 
 def _wake_s(table: StreamTable, able: np.ndarray, now_s: float, longest_s: float, settings: TickSettings) -> float:
@@ -603,7 +597,5 @@ def _wake_s(table: StreamTable, able: np.ndarray, now_s: float, longest_s: float
     has not taken does not become less."""
     ahead_s = FRAME_S * (table.frames_made[able] - table.frames_taken[able])
     heard_out = able[_spare_s(table, able, ahead_s, longest_s, settings) <= settings.lead_s]
-    if not len(heard_out):
-        return float(np.inf)
     lead_s = table.lead_s(heard_out, now_s, settings.lead_s)
-    return now_s + float(_spare_s(table, heard_out, lead_s, longest_s, settings).min()) - settings.lead_s
+    return now_s + float(_spare_s(table, heard_out, lead_s, longest_s, settings).min(initial=np.inf)) - settings.lead_s
