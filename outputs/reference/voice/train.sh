@@ -6,8 +6,8 @@
 #   train.sh start SECONDS  trains for $MINUTES, for $JOINT of them encoder and codebooks too, then the decoder for $TUNE
 #                           (by default to the end); ends after SECONDS at most
 #   train.sh wait SECONDS   the same of what runs
-# Both put into $OUT the voice-state.N that another run goes on from, 15 MB each, and two of the teacher's shards that judge
-# the voice (NATURAL=23: the other two). Stop where `numbers` of codec.log are below 10 after 1 500 steps without judges.
+# Both put into $OUT the voice-state.N that another run goes on from, 15 MB each, and `start` two of the teacher's shards that
+# judge the voice (NATURAL=23: the other two). Stop where `numbers` of codec.log are below 10 after 1 500 steps without judges.
 # The voice in the box: CODEC_MORE="--judged-frames 8" MINUTES=22 JOINT=22, cut off after 9 minutes; from its voice-state, with the step
 # in codec/frozen, CODEC_MORE="--judged-frames 8" TUNE=4 MINUTES=12.8 CLIPS=30000; then the mean of the talker's weights at steps 7,000
 # and 13,750, and 0.2 for both temperatures of generation_config.json.
@@ -67,7 +67,7 @@ for path in Path('light').glob('*/state.json'):
     done 2> /dev/null
     cp *.log light/
     tar c -C light . | xz -3 -T0 | split -d -a 1 -b 15000000 - $OUT/voice-state.
-    cp natural/shard0000[${NATURAL:-01}].npz $OUT/
+    if [ "$1" = start ]; then cp natural/shard0000[${NATURAL:-01}].npz $OUT/; fi # 64 MB come back in all
 }
 
 case $1 in
@@ -84,5 +84,5 @@ if [ "$1" = start ] || [ "$1" = wait ]; then
         sleep 10
         tail -qn 1 $V/codec.log $V/talker.log $V/teacher.log 2> /dev/null | cut -c1-300
     done
-    cd $V && tail -n 5 run.log ./*.log && pack
+    cd $V && tail -n 5 run.log ./*.log && pack "$1"
 fi
