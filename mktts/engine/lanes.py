@@ -98,8 +98,8 @@ class OneLane:
 
 @dataclass
 class _Slot:
-    """state: the backend's, of the segment. ahead: frames of one launch of
-    which some are to come. queued: the first chunk, decoded behind its frame's launch."""
+    """state: the backend's, of the segment. ahead: frames of one launch of which some are to come. queued: the first
+    chunk, decoded behind its frame's launch."""
 
     codec_state: CodecState | None = None
     segment: Segment | None = None

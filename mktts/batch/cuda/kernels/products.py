@@ -151,8 +151,7 @@ class CublasProducts:
 
 
 class FixedOrderProducts(CublasProducts):
-    """The same by the project's kernels. A row's results do not depend on the
-    other rows or on their number."""
+    """The same by the project's kernels. A row's results do not depend on the other rows or on their number."""
 
     def __init__(self, device: torch.device) -> None:
         properties = torch.cuda.get_device_properties(device)
