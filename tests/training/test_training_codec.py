@@ -137,13 +137,15 @@ def test_the_loss_of_repetition_hears_a_comb_and_a_lost_pitch_in_every_band():
     time = torch.arange(2 * SAMPLE_RATE_HZ) / SAMPLE_RATE_HZ
     hiss = noise(len(time))
     comb = noise(train.STEP_SAMPLES).repeat(1, len(time) // train.STEP_SAMPLES)
-    found, more = train.repetition(comb, hiss)
+    found, _, more = train.repetition(comb, hiss)
     assert (more[4:] > 0.6).all() and found > 0.01 and float(train.repetition(hiss, hiss)[0]) < 1e-9
     pulses = sum(torch.sin(2 * torch.pi * 110 * n * time) / n for n in range(1, 60))[None] * 0.05
     others = sum(torch.sin(2 * torch.pi * 50 * n * time) / n for n in range(1, 120))[None] * 0.05
     assert train.repetition(others, pulses)[0] > 5 * train.repetition(pulses + 0.01 * hiss, pulses)[0]
-    output = comb.clone().requires_grad_()
-    train.repetition(output, hiss)[0].backward()
+    hoarse, clear = (train.repetition(pulses + level * hiss, pulses)[1] for level in (0.3, 0.003))
+    assert hoarse > 0.1 and clear < 0.02
+    output = (pulses + 0.3 * hiss).clone().requires_grad_()
+    sum(train.repetition(output, pulses)[:2]).backward()
     assert output.grad.abs().max() > 0
 
 

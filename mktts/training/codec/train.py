@@ -35,6 +35,9 @@ _PERIODS = (2, 3, 5, 7, 11)
 EDGES_HZ = (300, 425, 600, 850, 1200, 1700, 2400, 3400, 4800, 6800, 11_000)
 _LONG, _SHORT = (2560, 4096, slice(48, 1008)), (1200, 2048, slice(48, 600))
 _LOUD = 1e-3  # RMS of a band, of full scale: a fainter one is not compared
+# The pitch: bands that tell its period, its shortest period in samples (400 Hz), autocorrelation from which a window is
+# voiced, bands that are compared at it (0.6 to 4.8 kHz), and how far from it a higher value is looked for, in samples.
+_PITCH_BANDS, _SHORTEST, _VOICED, _COMPARED, _NEAR = slice(0, 3), 60, 0.5, slice(2, 8), 4
 
 
 def mel_distance(a: Tensor, b: Tensor, window: int = 1024, bands: int = 80) -> Tensor:
@@ -49,19 +52,36 @@ def mel_loss(pcm: Tensor, target: Tensor) -> Tensor:
     return sum(mel_distance(pcm, target, *size) for size in _MEL_WINDOWS) / len(_MEL_WINDOWS)
 
 
-def repetition(pcm: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def repetition(pcm: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """How each band of PCM (B, n) resembles itself 2 to 42 ms later, beside the target's. -> (), the mean squared
-    difference of their autocorrelations in windows of which the target's band is loud enough, of 107 and of 50 ms; and
-    (bands,), how much more of `pcm` than of the target repeats after 20 ms, without a gradient."""
+    difference of their autocorrelations in windows of which the target's band is loud enough, of 107 and of 50 ms; (),
+    `_at_pitch`; and (bands,), how much more of `pcm` than of the target repeats after 20 ms, without a gradient."""
     losses = []
-    for windows in (_SHORT, _LONG):
+    for windows in (_LONG, _SHORT):
         ours, theirs = _autocorrelations(pcm, *windows), _autocorrelations(target, *windows)
         weight = (theirs[..., :1] > _LOUD**2).float()  # (B, windows, bands, 1)
         x, y = (found[..., 1:] for found in (ours, theirs))
         losses.append((weight * (x - y).square()).sum() / (weight.sum() * x.shape[-1]).clamp(min=1))
-    step = STEP_SAMPLES - _LONG[2].start
-    more = (weight[..., 0] * (x - y)[..., step]).sum((0, 1)) / weight[..., 0].sum((0, 1)).clamp(min=1)
-    return sum(losses) / len(losses), more.detach()
+        if windows is _LONG:
+            step = (x - y)[..., STEP_SAMPLES - _LONG[2].start]
+            more = (weight[..., 0] * step).sum((0, 1)) / weight[..., 0].sum((0, 1)).clamp(min=1)
+    return sum(losses) / len(losses), _at_pitch(ours, theirs), more.detach()
+
+
+def _at_pitch(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Mean |difference| of autocorrelations in short windows (B, windows, bands, 1 + lags) after the pitch's period,
+    where the target is voiced: one lag of hundreds, which a difference of all lags hardly sees, and the one that is
+    heard."""
+    levels, x, y = theirs[..., :1], ours[..., 1:], theirs[..., 1:]
+    told = (levels * y)[..., _PITCH_BANDS, :].sum(-2) / (levels[..., _PITCH_BANDS, :].sum(-2) + _FLOOR**2)
+    shortest = _SHORTEST - _SHORT[2].start
+    height, period = told[..., shortest:].max(-1, keepdim=True)
+    x, y = x[..., _COMPARED, :], y[..., _COMPARED, :]
+    period = (period + shortest)[..., None, :].expand(*y.shape[:-1], 1)
+    lags = torch.cat([(period + d).clamp(0, y.shape[-1] - 1) for d in range(-_NEAR, _NEAR + 1)], -1)
+    highest, at = y.gather(-1, lags).max(-1, keepdim=True)
+    weight = (height > _VOICED).float()[..., None, :] * (levels[..., _COMPARED, :] > _LOUD**2)
+    return (weight * (highest - x.gather(-1, lags.gather(-1, at))).abs()).sum() / weight.sum().clamp(min=1)
 
 
 def _autocorrelations(pcm: Tensor, window: int, transform: int, lags: slice) -> Tensor:
@@ -184,6 +204,7 @@ class CodecRecipe:
     onsets: float = 0.25  # share of the crops that begin where a clip does
     mel: float = 20.0
     repetition: float = 80.0
+    pitch: float = 25.0
     onset: float = 0.02  # of few and faint samples: at 0.1 its gradient is twice that of mel
     commitment: float = 1.0
     spread: float = 1.0
@@ -257,7 +278,7 @@ class CodecTrainer(Trainer):
         pcm = pcm[:, : output.shape[1]]
         output = torch.where(self._heard, output.float(), pcm)
         losses["mel"] = mel_loss(output, pcm)
-        losses["repetition"], more = repetition(output, pcm)
+        losses["repetition"], losses["pitch"], more = repetition(output, pcm)
         if self._first:
             losses["onset"] = onset(output[: self._first], pcm[: self._first])
         if adversarial:
@@ -279,14 +300,15 @@ class CodecTrainer(Trainer):
 
     @torch.no_grad()
     def measured(self) -> dict[str, float]:
-        """Log-mel distance and comb of the live codec's copy of the same crops every time; and how many numbers the
-        encoder says in a frame: of variances along the principal axes, (sum)^2 / sum of squares."""
+        """Log-mel distance, pitch and comb of the live codec's copy of the same crops every time; and how many numbers
+        the encoder says in a frame: of variances along the principal axes, (sum)^2 / sum of squares."""
         rows = self.codec.encoder(self._always)
         copy = self.codec.decode(self.codec.quantizer.encode(rows)).clone()
-        distance, comb = mel_distance(copy, self._always), repetition(copy, self._always)[1].max()
+        distance, (_, pitch, more) = mel_distance(copy, self._always), repetition(copy, self._always)
         covariance = torch.cov(rows.flatten(0, 1).T)
         numbers = covariance.trace().square() / covariance.square().sum()
-        return {"fixed_mel": float(distance), "fixed_comb": float(comb), "numbers": float(numbers)}
+        found = {"fixed_mel": distance, "fixed_pitch": pitch, "fixed_comb": more.max(), "numbers": numbers}
+        return {name: float(value) for name, value in found.items()}
 
     def _cast(self) -> torch.autocast:
         # a cache of casts made while recording would not be made again when the graph is replayed

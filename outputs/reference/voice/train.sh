@@ -14,7 +14,7 @@
 V=${V:-/tmp/v}
 MINUTES=${MINUTES:-25} JOINT=${JOINT:-13} DEVICE=${DEVICE:-cuda} OTHER=${OTHER:-$DEVICE}
 SPEAKERS=${SPEAKERS:-heart=af_heart:2.4,michael=am_michael:3.9}
-FIRST=${FIRST:-12} PER=${PER:-1000} CLIPS=${CLIPS:-40000} # shards that the codec learns from, clips of a shard, of all
+FIRST=${FIRST:-12} PER=${PER:-1000} CLIPS=${CLIPS:-40000} # shards that the codec learns from, clips of a shard, of all (0: no talker)
 export OMP_NUM_THREADS=4 PYTHONUNBUFFERED=1 TORCHDYNAMO_SUPPRESS_ERRORS=1
 mkdir -p $V
 
@@ -38,7 +38,7 @@ run() {
     ln -sf $(ls -d $PWD/audio/*.npz | head -$FIRST) first/
     (
         teach --texts natural.xz --per-shard 80 --out natural
-        teach --texts texts.xz --clips $CLIPS --out audio
+        [ $CLIPS = 0 ] || teach --texts texts.xz --clips $CLIPS --out audio
     ) >> teacher.log 2>&1 &
     local teacher=$!
     if [ ! -f codec/frozen ]; then
@@ -48,16 +48,16 @@ run() {
     rm -rf frozen && cp -r codec frozen
     codec ${TUNE:-$(left 1)} --joint-steps $(cat codec/frozen) &
     wait $teacher # the talker learns from what is there when it begins
-    learn talker $(left 1.5) --device $OTHER --data audio --codec frozen $TALKER_MORE
+    [ $CLIPS = 0 ] || learn talker $(left 1.5) --device $OTHER --data audio --codec frozen $TALKER_MORE
     wait
     touch done
 }
 
 pack() { # what `train` wrote, once no file of it changes meanwhile
     for attempt in 1 2 3 4 5; do
-        rm -rf light && mkdir -p light/codec light/talker/prepared
+        rm -rf light && mkdir -p light/codec
         cp codec/light/* light/codec/ && cp codec/frozen light/codec/
-        cp talker/light/* light/talker/ && cp talker/prepared/* light/talker/prepared/
+        [ $CLIPS = 0 ] || { mkdir -p light/talker && cp -r talker/light/* talker/prepared light/talker/; }
         PYTHONPATH=repo python3 -c "
 from pathlib import Path
 from mktts.training.state import read_parts
