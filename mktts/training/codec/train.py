@@ -204,7 +204,7 @@ class CodecRecipe:
     onsets: float = 0.25  # share of the crops that begin where a clip does
     mel: float = 20.0
     repetition: float = 80.0
-    pitch: float = 25.0
+    pitch: float = 40.0
     onset: float = 0.02  # of few and faint samples: at 0.1 its gradient is twice that of mel
     commitment: float = 1.0
     spread: float = 1.0

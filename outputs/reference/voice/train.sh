@@ -4,7 +4,7 @@
 #                           voices.safetensors (`train teacher --kokoro K --fetch`); texts.xz and natural.xz of `train texts --kokoro
 #                           K`; to go on from another run, its voice-state.N
 #   train.sh start SECONDS  trains for $MINUTES, for $JOINT of them encoder and codebooks too, then the decoder for $TUNE
-#                           (by default to the end); ends after SECONDS at most
+#                           (by default to the end), and the talker for the last $TALK (by default from when there is speech); ends after SECONDS at most
 #   train.sh wait SECONDS   the same of what runs
 # Both put into $OUT the voice-state.N that another run goes on from, 15 MB each, and `start` two of the teacher's shards that
 # judge the voice (NATURAL=23: the other two). Stop where `numbers` of codec.log are below 10 after 1 500 steps without judges.
@@ -48,6 +48,7 @@ run() {
     rm -rf frozen && cp -r codec frozen
     codec ${TUNE:-$(left 1)} --joint-steps $(cat codec/frozen) &
     wait $teacher # the talker learns from what is there when it begins
+    sleep $(left ${TALK:-$MINUTES})m
     [ $CLIPS = 0 ] || learn talker $(left 1.5) --device $OTHER --data audio --codec frozen $TALKER_MORE
     wait
     touch done
