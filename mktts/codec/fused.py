@@ -109,10 +109,10 @@ class FusedCodec(StreamingCodec):
         """The ConvNeXt stages: the input of the convolution behind them, whose newest rows they fill, and how many."""
         run, rows = self._kernels, len(x)
         source = next(inputs)
-        for i, block in enumerate(self._weights.convnexts, start=1):
-            rows = len(x) * len(block.up.high) // x.shape[1]
+        for i, (up, block) in enumerate(self._weights.convnexts, start=1):
+            rows = len(x) * len(up.high) // x.shape[1]
             new = _newest(source, rows)
-            run.product(x, block.up, len(x), raw=new)
+            run.product(x, up, len(x), raw=new)
             normed = torch.empty_like(new)
             run.depthwise_norm(source, block.taps, block.bias, block.norm, CONVNEXT_EPS, normed)
             wide = self._product(normed, block.expand, rows, gelu=True)

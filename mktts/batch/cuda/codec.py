@@ -14,8 +14,8 @@ from torch import Tensor
 from mktts.batch.cuda.kernels import compiling, launch
 from mktts.batch.cuda.memory import PIECE_VALUES, UNIT, CodecWork, RingStates, Rows, RowsShape
 from mktts.codec.decoder import CodecDecoder, CodecState
-from mktts.codec.layers import CONVNEXT_EPS, SnakeBeta
-from mktts.codec.packed import CodecWeights, Packed, PackedBlock, PackedLayer, Precision, rows_per_frame
+from mktts.codec.layers import CONVNEXT_EPS, AttentionLayer, SnakeBeta
+from mktts.codec.packed import CodecWeights, Packed, PackedBlock, Precision, rows_per_frame
 from mktts.errors import BackendUnavailable, CodecError
 from mktts.kernel.grid import power_of_two
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
@@ -150,7 +150,7 @@ class CudaCodec:
         self._product(self._normed(x), weights.leave, act=latent)
         return latent
 
-    def _layer(self, index: int, layer: PackedLayer, x: Tensor, turns: Tensor, lanes: Tensor) -> None:
+    def _layer(self, index: int, layer: AttentionLayer, x: Tensor, turns: Tensor, lanes: Tensor) -> None:
         """`x` (lanes, hidden) fp32, in place."""
         c, states, count = self.config, self._states, len(lanes)
         qkv = self._work.tensor("qkv", count, len(layer.qkv.high))
@@ -179,11 +179,11 @@ class CudaCodec:
     def _upsample(self, x: Rows, queue: Iterator[Rows]) -> Rows:
         """The ConvNeXt stages behind `x`: the input of the convolution behind them, whose newest rows they fill."""
         source = next(queue)
-        for i, block in enumerate(self._weights.convnexts, start=1):
+        for i, (up, block) in enumerate(self._weights.convnexts, start=1):
             count, (taps, channels) = len(x.memory) // x.lane, block.taps.shape
             new = source.new
             raw = self._work.tensor("raw", count * new, channels)
-            self._product(x, block.up, raw=raw, act=source)
+            self._product(x, up, raw=raw, act=source)
             normed = self._fresh("normed rows", count, new, channels)
             launch(
                 self._rows.depthwise_norm, (count * new,),
