@@ -97,6 +97,23 @@ def compile_source(code: str, unit: str, arch: str, flags: list[str]) -> Build:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+def require_triton(what: str, device: torch.device) -> None:
+    """Raises BackendUnavailable where kernels of triton, which `what` needs, cannot run: triton compiles its launchers
+    with the machine's own compiler, which is better found wanting here than in a capture."""
+    if device.type != "cuda":
+        raise BackendUnavailable(f"{what} needs a CUDA device, got {device}")
+    try:
+        from mktts.kernel import rows
+
+        some = torch.zeros(2, 16, device=device)
+        with torch.cuda.device(device):
+            rows.silu_mul[1, 1](some[:1], some[1:], N=8, BLOCK=16)
+    except Exception as error:  # whatever triton, its compiler or its cache folder raise, or an import without triton
+        raise BackendUnavailable(
+            f"{what} needs triton, which cannot build its kernels here ({type(error).__name__}: {error})"
+        ) from error
+
+
 def _candidates() -> list[Path | str]:
     spec = importlib.util.find_spec("nvidia")
     found: list[Path | str] = []

@@ -2,8 +2,8 @@
 
 Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both static, while the
 position is a device tensor. Rounding is `Qwen3Stack.forward`'s, with q, k, v and gate, up as one product each: what
-lies between products is made by kernels of the project where they fit, elsewhere by operators (`StackRows`). A few rows
-may go through the frame kernel's tape as it is instead (`TapeRows`).
+lies between products is made by kernels of the project where they fit, elsewhere by operators. A few rows may go
+through the frame kernel's tape as it is instead (`TapeRows`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mktts.errors import CapacityError
+from mktts.errors import BackendUnavailable, CapacityError
+from mktts.kernel.build import require_triton
 from mktts.kernel.tape_stack import MOST_POSITIONS, ROWS, TapeRows
 from mktts.model.cuda_graph import record
 from mktts.model.prompt import is_of_voice
@@ -40,91 +41,14 @@ def row_kernels(config: StackConfig, device: torch.device, dtype: torch.dtype) -
     widths = (config.hidden_size, config.head_dim)
     if device.type != "cuda" or dtype not in _DTYPES or any(width.bit_count() != 1 for width in widths):
         return None
-    try:  # triton compiles its launchers with the machine's own compiler: better found wanting here than in a capture
-        from mktts.kernel import rows
-
-        some = torch.zeros(2, 16, device=device)
-        with torch.cuda.device(device):
-            rows.silu_mul[1, 1](some[:1], some[1:], N=8, BLOCK=16)
-    except Exception as error:  # whatever triton, its compiler or its cache folder raise, or an import without triton
-        logging.getLogger(__name__).warning(
-            "prompt rows take plain operators: triton cannot build the kernels between their products here (%r)", error
-        )
+    try:
+        require_triton("prefill", device)
+    except BackendUnavailable as reason:
+        logging.getLogger(__name__).warning("prompt rows take plain operators: %s", reason)
         return None
+    from mktts.kernel import rows
+
     return rows
-
-
-class StackRows:
-    """`Stack.layer` over all layers, with the same roundings: what lies between two products by one kernel of the
-    project, or by operators. One thread and one CUDA stream at a time."""
-
-    def __init__(self, stack: Stack, rotary: Tensor, kernels: ModuleType | None) -> None:
-        """rotary (positions, 2, head_dim), in the stack's dtype: of all positions of the workspace, cosines, then
-        sines, whose first half is negated. kernels: as of `row_kernels`."""
-        self._stack, self._kernels = stack, kernels
-        self._cos, self._sin = rotary[:, 0], rotary[:, 1, stack.config.head_dim // 2 :]
-
-    def run(self, rows: Tensor, index: Tensor, mask: Tensor, kv: Tensor) -> Tensor:
-        """rows (R, H) at positions index (R,) int64 -> their hidden states (R, H), normed by the stack's last norm.
-
-        mask (1, 1, R, extent): added to scores. kv (2, layers, kv heads, positions, head_dim), contiguous: takes the
-        rows' keys and values, and gives those of the first `extent` positions. All but `index` in the stack's dtype.
-        """
-        stack, layers = self._stack, kv.shape[1]
-        x, normed = rows.clone(), torch.empty_like(rows)
-        w = stack.layer_weights(0)
-        self._add_norm(x, None, w.input_norm, normed)
-        for layer, (keys, values) in enumerate(kv.unbind(1), 1):
-            q = self._turned(F.linear(normed, w.qkv), w.q_norm, w.k_norm, index, keys, values)
-            self._add_norm(x, F.linear(_attended(q, keys, values, mask), w.o), w.post_norm, normed)
-            delta = F.linear(self._gated(F.linear(normed, w.gate_up)), w.down)
-            if layer < layers:
-                w = stack.layer_weights(layer)  # may overwrite the matrices: all products with them are queued by now
-            self._add_norm(x, delta, w.input_norm if layer < layers else stack.norm, normed)
-        return normed
-
-    def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Tensor, out: Tensor) -> None:
-        """x (R, H) += delta (R, H) where there is one, then out (R, H) = RMSNorm(x) * norm (H,)."""
-        adds, eps = delta is not None, self._stack.config.rms_norm_eps
-        if self._kernels is not None:
-            self._kernels.add_norm[(len(x),)](
-                x, delta if adds else x, norm, out, eps, N=x.shape[1], ADDS=adds, num_warps=4
-            )  # fmt: skip
-            return
-        if adds:
-            x += delta
-        out.copy_(rms_norm(x, norm, eps))
-
-    def _gated(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up (R, I) of gate_up (R, 2 I)."""
-        gate, up = gate_up.chunk(2, 1)
-        if self._kernels is None:
-            return F.silu(gate) * up
-        out = gate_up.new_empty(gate.shape)
-        grid = len(out), -(-out.shape[1] // _SILU_BLOCK)
-        self._kernels.silu_mul[grid](gate_up, out, N=out.shape[1], BLOCK=_SILU_BLOCK)
-        return out
-
-    def _turned(
-        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, index: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """qkv (R, (heads + 2 kv heads) head_dim) -> queries (kv heads, query heads that share each, R, head_dim)."""
-        c, rows = self._stack.config, len(qkv)
-        heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
-        if self._kernels is not None:
-            tile = math.gcd(kv_heads, _HEADS)
-            q = qkv.new_empty(kv_heads, heads // kv_heads, rows, c.head_dim)
-            turns = self._cos, self._sin, self._cos.stride(0)
-            self._kernels.turn_heads[rows, kv_heads // tile](
-                qkv, q_norm, k_norm, *turns, index, q, keys, values, c.rms_norm_eps, len(self._cos),
-                HEADS=heads, KV_HEADS=kv_heads, D=c.head_dim, TILE=tile, num_warps=1,
-            )  # fmt: skip
-            return q
-        q, k, v = qkv.view(rows, -1, c.head_dim).transpose(0, 1).split((heads, kv_heads, kv_heads))
-        turns = self._cos[index], self._sin[index].repeat(1, 2)
-        keys.index_copy_(1, index, rotate(rms_norm(k, k_norm, c.rms_norm_eps), *turns))
-        values.index_copy_(1, index, v)
-        return rotate(rms_norm(q, q_norm, c.rms_norm_eps), *turns).unflatten(0, (kv_heads, -1))
 
 
 # Up to 64 rows a product takes as long as its weights take to arrive, so finer buckets would buy nothing but graphs.
@@ -167,7 +91,8 @@ class Prefill:
         cos, sin = stack.rotary(0, capacity + 1)
         half = c.head_dim // 2
         self._rotary = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), -1)), 1)  # (positions, 2, head_dim)
-        self._rows = StackRows(stack, self._rotary, row_kernels(c, self.device, stack.dtype))
+        self._cos, self._sin = self._rotary[:, 0], self._rotary[:, 1, half:]
+        self._kernels = row_kernels(c, self.device, stack.dtype)
         for layer in range(c.num_hidden_layers):
             stack.layer_weights(layer)  # fused here: a pass may be on another stream
         self._passes: dict[tuple[int, int], Callable[[], None]] = {}
@@ -255,8 +180,67 @@ class Prefill:
         x = self._input[:bucket]
         backends = sdpa_kernel(_MASKED_BACKENDS) if self.device.type == "cuda" else contextlib.nullcontext()
         with backends:
-            rows = self._rows.run(x, index, mask, self._kv)
+            rows = self._layers(x, index, mask)
         self._hidden.copy_(rows.index_select(0, last)[0])
+
+    def _layers(self, rows: Tensor, index: Tensor, mask: Tensor) -> Tensor:
+        """rows (R, H) at positions index (R,) int64 -> their hidden states (R, H), after the last norm, with the
+        roundings of `Qwen3Stack.layer`. mask (1, 1, R, extent): added to scores, in the stack's dtype."""
+        stack, layers = self.stack, self.stack.config.num_hidden_layers
+        x, normed = rows.clone(), torch.empty_like(rows)
+        w = stack.layer_weights(0)
+        self._add_norm(x, None, w.input_norm, normed)
+        for layer, (keys, values) in enumerate(self._kv.unbind(1), 1):
+            q = self._turned(F.linear(normed, w.qkv), w.q_norm, w.k_norm, index, keys, values)
+            self._add_norm(x, F.linear(_attended(q, keys, values, mask), w.o), w.post_norm, normed)
+            delta = F.linear(self._gated(F.linear(normed, w.gate_up)), w.down)
+            if layer < layers:
+                w = stack.layer_weights(layer)  # may overwrite the matrices: all products with them are queued by now
+            self._add_norm(x, delta, w.input_norm if layer < layers else stack.norm, normed)
+        return normed
+
+    def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Tensor, out: Tensor) -> None:
+        """x (R, H) += delta (R, H) where there is one, then out (R, H) = RMSNorm(x) * norm (H,)."""
+        adds, eps = delta is not None, self.stack.config.rms_norm_eps
+        if self._kernels is not None:
+            self._kernels.add_norm[(len(x),)](
+                x, delta if adds else x, norm, out, eps, N=x.shape[1], ADDS=adds, num_warps=4
+            )  # fmt: skip
+            return
+        if adds:
+            x += delta
+        out.copy_(rms_norm(x, norm, eps))
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up (R, I) of gate_up (R, 2 I)."""
+        gate, up = gate_up.chunk(2, 1)
+        if self._kernels is None:
+            return F.silu(gate) * up
+        out = gate_up.new_empty(gate.shape)
+        grid = len(out), -(-out.shape[1] // _SILU_BLOCK)
+        self._kernels.silu_mul[grid](gate_up, out, N=out.shape[1], BLOCK=_SILU_BLOCK)
+        return out
+
+    def _turned(
+        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, index: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """qkv (R, (heads + 2 kv heads) head_dim) -> queries (kv heads, query heads that share each, R, head_dim)."""
+        c, rows = self.stack.config, len(qkv)
+        heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+        if self._kernels is not None:
+            tile = math.gcd(kv_heads, _HEADS)
+            q = qkv.new_empty(kv_heads, heads // kv_heads, rows, c.head_dim)
+            turns = self._cos, self._sin, self._cos.stride(0)
+            self._kernels.turn_heads[rows, kv_heads // tile](
+                qkv, q_norm, k_norm, *turns, index, q, keys, values, c.rms_norm_eps, len(self._cos),
+                HEADS=heads, KV_HEADS=kv_heads, D=c.head_dim, TILE=tile, num_warps=1,
+            )  # fmt: skip
+            return q
+        q, k, v = qkv.view(rows, -1, c.head_dim).transpose(0, 1).split((heads, kv_heads, kv_heads))
+        turns = self._cos[index], self._sin[index].repeat(1, 2)
+        keys.index_copy_(1, index, rotate(rms_norm(k, k_norm, c.rms_norm_eps), *turns))
+        values.index_copy_(1, index, v)
+        return rotate(rms_norm(q, q_norm, c.rms_norm_eps), *turns).unflatten(0, (kv_heads, -1))
 
 
 def _attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:

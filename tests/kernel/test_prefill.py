@@ -12,7 +12,7 @@ from seeded import SMALL, close, in_two_pieces, prompt, rms_error, stack
 from torch import Tensor
 
 import mktts.kernel
-from mktts.kernel.prefill import ROW_BUCKETS, Prefill, StackRows, copy_into_cache, row_kernels
+from mktts.kernel.prefill import ROW_BUCKETS, Prefill, copy_into_cache, row_kernels
 from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack, rms_norm
 
@@ -160,7 +160,7 @@ def test_without_triton_or_what_it_needs_prompts_go_through_operators_with_a_war
         monkeypatch.setattr(mktts.kernel, "rows", SimpleNamespace(silu_mul={}), raising=False)
     assert row_kernels(WIDE, torch.device("cuda"), torch.bfloat16) is None
     (record,) = caplog.records
-    assert "prompt rows take plain operators: triton cannot build" in record.getMessage()
+    assert "prompt rows take plain operators: prefill needs triton" in record.getMessage()
 
 
 # ---- on a GPU
@@ -221,7 +221,7 @@ def test_the_kernels_give_what_operators_give(config, dtype):
     device, found = "cpu" if INTERPRETED else "cuda", []
     for used in (kernels, None):
         prefill = Prefill(stack(dtype, config, device), **PIECES, graphs=False)
-        prefill._rows = StackRows(prefill.stack, prefill._rotary, used)
+        prefill._kernels = used
         x = prompt(40, dtype=dtype, width=64).to(device)
         prefill.run(torch.full_like(x, torch.nan))  # an earlier prompt that left nothing of use
         found.append(in_two_pieces(prefill, x))
