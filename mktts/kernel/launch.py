@@ -4,9 +4,7 @@ parameters (csrc/state.cuh in ctypes), exchange area and tags; and why one faile
 from __future__ import annotations
 
 import ctypes
-import struct
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 
@@ -16,7 +14,6 @@ from torch import Tensor
 
 from mktts.errors import BackendUnavailable, EngineError
 from mktts.kernel.build import Card, build_for
-from mktts.kernel.grid import EPS, FRAGMENTS, WARPS
 from mktts.model.sampling import Choice
 
 STATUS_WORDS = 16  # int32, at the start of a stream's pinned memory; the frames follow
@@ -201,7 +198,6 @@ class Launcher:
         """Compiles csrc/`unit` for `card`, or takes it from the cache, and loads its kernel `name`."""
         build = build_for(defines, card, unit)
         constants = build.constants
-        check_constants(constants)
         self.layer_exchanges = constants["layer_exchanges"]  # what one layer advances the tag by
         with torch.cuda.device(device):
             blocks, threads = defines["CTAS"], constants["threads"]
@@ -250,27 +246,6 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
         raise BackendUnavailable(f"the megakernel needs a CUDA device, got {device}: pass backend='torch'")
     if dtype != torch.bfloat16:
         raise BackendUnavailable(f"the megakernel computes in bfloat16, got {dtype}: pass backend='torch'")
-
-
-# Of the frame and text kernels' constants those that this package holds too.
-CONSTANTS = {
-    "params_bytes": ctypes.sizeof(Params),
-    "warps": WARPS,
-    "fragments": FRAGMENTS,
-    "status_words": STATUS_WORDS,
-    "frame_words": FRAME_WORDS,
-    "eps": struct.unpack("<I", struct.pack("<f", EPS))[0],
-}
-
-
-def check_constants(constants: Mapping[str, int], expected: Mapping[str, int] = CONSTANTS) -> None:
-    """Raises BackendUnavailable naming the first of a kernel's constants (`Build.constants`) that is not expected."""
-    for name, value in expected.items():
-        if constants.get(name) != value:
-            raise BackendUnavailable(
-                f"csrc and mktts/kernel disagree about {name}: {constants.get(name)} and {value}. Take both from one "
-                "checkout, or pass backend='torch'"
-            )
 
 
 def wait_for_frame(words: np.ndarray, index: int, done: torch.cuda.Event, more: bool) -> bool:
