@@ -213,15 +213,10 @@ def fingerprint(folder: Path = CSRC) -> str:
 
 
 def build_for(defines: dict[str, int], card: Card, unit: str = "frame.cu") -> Build:
-    """Compiles with `ring_stages`. Raises BackendUnavailable as those and `compile_kernel`."""
-    return compile_kernel({**defines, "RING": ring_stages(defines, card)}, card.arch, unit)
-
-
-def ring_stages(defines: dict[str, int], card: Card) -> int:
-    """As many stages as the card's shared memory holds, by what two take in a build of the shared headers, which
-    compile at once; never more than one token's, whose keys and values must be written before the ring fetches them for
-    the next one. Raises BackendUnavailable as `compile_kernel`, and where the checkpoint's dimensions leave no room for
-    two stages."""
+    """Compiles with as many stages of the ring as the card's shared memory holds, by what two take in a build of the
+    shared headers, which compile at once; never more than one token's, whose keys and values must be written before the
+    ring fetches them for the next one. Raises BackendUnavailable as `compile_kernel`, and where the checkpoint's
+    dimensions leave no room for two stages."""
     least = compile_kernel({**defines, "RING": 2}, card.arch, SHARED)
     used_bytes, stage_bytes = (least.constants[name] for name in ("shared_bytes", "stage_bytes"))
     stages = 2 + (card.shared_bytes - used_bytes) // stage_bytes
@@ -230,7 +225,7 @@ def ring_stages(defines: dict[str, int], card: Card) -> int:
             f"the megakernel needs {used_bytes} bytes of shared memory a block for this checkpoint, this GPU has "
             f"{card.shared_bytes}, {used_bytes - card.shared_bytes} too few: pass backend='torch'"
         )
-    return min(stages, 4 * defines["T_L"])
+    return compile_kernel({**defines, "RING": min(stages, 4 * defines["T_L"])}, card.arch, unit)
 
 
 def compile_kernel(defines: dict[str, int], arch: str, unit: str = "frame.cu") -> Build:

@@ -183,12 +183,7 @@ def choose(logits: Tensor, choice: Choice, randomness: Tensor | torch.Generator 
 
 def distribution(logits: Tensor, choice: Choice) -> Tensor:
     """What upstream draws from: (V,) fp32, summing to 1. Philox's draws follow it but for ties at top-p's border."""
-    return kept(logits, choice, stable=False).softmax(-1)
-
-
-def kept(logits: Tensor, choice: Choice, stable: bool = True) -> Tensor:
-    """`ChoiceRows.kept` of one row (V,)."""
-    return ChoiceRows.of((choice,), logits.device).kept(logits[None], stable)[0]
+    return ChoiceRows.of((choice,), logits.device).kept(logits[None], stable=False)[0].softmax(-1)
 
 
 @dataclass(frozen=True)
