@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mktts.codec import graphs as codec_graph
 from mktts.codec.decoder import CodecDecoder, CodecState
-from mktts.codec.graphs import GRAPH_FRAMES, GraphedCodec, codec_for, full_products, pieces
+from mktts.codec.graphs import GRAPH_FRAMES, GraphedCodec, codec_for, pieces
 from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.parity.codec import random_codes
 from mktts.model.cuda_graph import Recorded
@@ -111,18 +111,6 @@ def test_codes_and_states_are_refused_as_by_the_eager_decoder(tiny, codec, graph
             codec.submit(codes, target)
         assert str(ours.value) == str(theirs.value)
         assert target.frames == int(target.position) == 0
-
-
-def test_a_process_that_allows_tf32_is_kept_from_it_inside_only():
-    flags = torch.backends.cuda.matmul
-    before = flags.fp32_precision
-    try:
-        flags.fp32_precision = "tf32"
-        with full_products():
-            assert flags.fp32_precision == "ieee"
-        assert flags.fp32_precision == "tf32"
-    finally:
-        flags.fp32_precision = before
 
 
 def test_without_a_cuda_device_the_plain_decoder_is_chosen_and_graphs_are_refused(tiny):

@@ -14,7 +14,7 @@ from torch import Tensor
 import mktts.kernel
 from mktts.kernel.prefill import ROW_BUCKETS, Prefill, copy_into_cache, row_kernels
 from mktts.measure.inspection import config_at
-from mktts.model.qwen3 import Qwen3Stack, rms_norm
+from mktts.model.qwen3 import Qwen3Stack
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Of the root mean square: a few roundings a layer differ where sums are ordered otherwise.
@@ -110,14 +110,6 @@ def test_a_fused_stack_shares_its_weights_and_gives_the_same_results():
     assert close(oracle(prompt(20), fused), oracle(prompt(20), plain))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_fused_norm_rounds_as_the_formula_does(dtype):
-    x = 3 * torch.randn(1, 7, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
-    h = x if dtype == torch.float64 else x.float()
-    expected = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
-    assert torch.equal(rms_norm(x, torch.ones(1024, dtype=dtype), 1e-6), expected)
-
-
 @pytest.mark.parametrize("count", [1, 3, 4, 10, 19, 20, 0])
 def test_dealt_positions_lie_where_the_kernel_looks_for_them(count):
     layers, heads, group, slots, head_dim = 2, 3, 4, 5, 8
@@ -195,19 +187,6 @@ def test_in_bf16_on_a_gpu_it_is_no_further_from_fp32_than_the_oracle(rows):
     for place in (0, 1):  # keys, values: many numbers, so the figures are steady
         errors = [(found[1][place].float() - expected[1][place]).square().mean().sqrt() for found in (ours, theirs)]
         assert errors[0] <= 1.1 * errors[1]
-
-
-@pytest.mark.gpu
-def test_restored_prefixes_and_poisoned_workspaces_replay_the_same_bits():
-    prefill, x = released(), on_gpu(40)
-    prefill.warm_up()
-    prefill.run(x[:9])
-    kept = prefill.keys_values.clone()
-    expected = prefill.run(x[9:], 9)
-    prefill.run(torch.full_like(on_gpu(500), torch.nan))
-    prefill.restore(kept)
-    assert torch.equal(prefill.run(x[9:], 9), expected)
-    assert bool(expected.isfinite().all())
 
 
 @pytest.mark.gpu

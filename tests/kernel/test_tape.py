@@ -10,12 +10,17 @@ from csrc_on_cpu import COMPILER, row_launches
 from seeded import in_two_pieces, packed, prompt, rms_error, shape_of, tape_of, weights_of
 from torch import Tensor
 
+from mktts.checkpoint import open_checkpoint
+from mktts.checkpoint.open import SMALL
+from mktts.checkpoint.tensors import expected_tensors
 from mktts.errors import CapacityError
 from mktts.kernel import grid
+from mktts.kernel.build import CSRC
 from mktts.kernel.grid import Shape, choose_shape
 from mktts.kernel.prefill import KernelPrefill, Prefill
-from mktts.kernel.tape import pack_rows, unpack
+from mktts.kernel.tape import model_weights, pack_rows, unpack
 from mktts.kernel.tape_stack import KERNELS, MOST_POSITIONS, ROWS, TapeRows
+from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack
 
 NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -40,6 +45,18 @@ def test_head_rows_are_dealt_out_in_order(tiny):
     each = -(-len(head) // (shape.blocks * 16)) * 16
     rows = unpack(pack_rows(shape, head), each, 64).reshape(-1, 64)
     assert torch.equal(rows[: len(head)], head) and not rows[len(head) :].any()
+
+
+def test_the_readme_of_csrc_has_what_the_weights_take_on_132_multiprocessors():
+    found = []
+    for config in (open_checkpoint(SMALL).config, config_at("0.6b"), config_at("1.7b")):
+        specs = expected_tensors(config)
+        made = {name: torch.empty(spec.shape, dtype=torch.bfloat16, device="meta") for name, spec in specs.items()}
+        projected = config.talker.hidden_size != config.predictor.hidden_size
+        weights = model_weights(choose_shape(config, 132), made.__getitem__, projected)
+        found.append(sum({id(tensor): tensor.nbytes for tensor in weights.values()}.values()) / 2**20)
+    line = " | ".join(["| all of them", *(f"{mib:,.1f}" for mib in found)])
+    assert line in (CSRC / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
