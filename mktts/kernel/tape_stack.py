@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mktts.kernel.build import card_of, compile_kernel
 from mktts.kernel.grid import Shape
-from mktts.kernel.launch import PlainKernel, fill_pointers
+from mktts.kernel.launch import Kernel, fill_pointers
 from mktts.model.qwen3 import LayerWeights, Stack
 
 ROWS = 16  # that one pass takes; the kernels have the same, as of what follows (tests/kernel/test_build.py)
@@ -123,7 +123,7 @@ def _launches(unit: str, names: Sequence[str], threads: int, shape: Shape, devic
     """Of the kernels of csrc/`unit` for the tape of one shape. Raises BackendUnavailable."""
     with torch.cuda.device(device):
         image = compile_kernel(shape.defines, card_of(device).arch, unit).image
-        kernels = {name: PlainKernel(image, name) for name in names}
+        kernels = {name: Kernel(image, name) for name in names}
     early = unit == "rows.cu" and torch.cuda.get_device_capability(device) >= (9, 0)
 
     def launch(name: str, grid: tuple[int, int], parameters: ctypes.Structure) -> None:

@@ -128,8 +128,8 @@ def test_a_frame_that_times_out_is_named_and_the_next_stream_is_well(tiny, monke
     state = backend.start(prompt, Sampling(), 1, 8)
     with monkeypatch.context() as patch:
         patch.setattr("mktts.kernel.launch._TIMEOUT_NS", 50_000_000)
-        kernel = backend._launcher.kernel
-        patch.setattr(kernel, "blocks", kernel.blocks - 1)  # the others wait for it in vain
+        launcher = backend._launcher
+        patch.setattr(launcher, "blocks", launcher.blocks - 1)  # the others wait for it in vain
         with pytest.raises(EngineError, match=r"block \d+, thread \d+ waited"):
             frames_of(backend, prompt, state, 8)
     with pytest.raises(CapacityError):
