@@ -57,10 +57,6 @@ class CodecState:
     def copy(self) -> CodecState:
         return CodecState(self.flat.clone(), self.layout, self.frames)
 
-    @property
-    def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.views)
-
 
 @dataclass(frozen=True)
 class StateLayout:

@@ -259,17 +259,16 @@ def _extents(capacity: int) -> Iterator[int]:
     yield capacity
 
 
-class KernelPrefill:
+class KernelPrefill(Prefill):
     """Prompts into caches laid out as csrc/state.cuh has them: (layers, kv heads, group, slots, 2, head_dim).
 
     Keys and values of prefixes are kept by `Prompt.prefix_key`; the least recently used ones go first when they take
     more than `max_bytes` of device memory (a row is 112 KiB at the released sizes). One thread at a time."""
 
     def __init__(self, stack: Stack, few: TapeRows | None = None, max_bytes: int = 64 << 20) -> None:
-        self.stack, self.max_bytes = stack, max_bytes
-        self._prefill = Prefill(stack, few=few)
-        self.capacity = self._prefill.capacity  # rows of a prompt that graphs take
-        self._prefill.warm_up()  # a graph that is captured while a stream waits delays it by tens of ms
+        super().__init__(stack, few=few)
+        self.max_bytes = max_bytes
+        self.warm_up()  # a graph that is captured while a stream waits delays it by tens of ms
         self._prefixes: OrderedDict[Hashable, Tensor] = OrderedDict()
         self.prefix_bytes = 0  # of all that are kept
 
@@ -308,9 +307,9 @@ class KernelPrefill:
             return hidden
         past = 0 if kept is None else kept.shape[3]
         if past:
-            self._prefill.restore(kept)
-        hidden = self._prefill.run(rows[past:], past)
-        copy_into_cache(self._prefill.keys_values, kv)
+            self.restore(kept)
+        hidden = self.run(rows[past:], past)
+        copy_into_cache(self.keys_values, kv)
         return hidden
 
     def _prefix(self, rows: Tensor, key: Hashable | None) -> Tensor:
@@ -319,8 +318,8 @@ class KernelPrefill:
         if kept is not None:
             self._prefixes.move_to_end(key)
             return kept
-        self._prefill.run(rows)
-        kept = self._prefill.keys_values.clone()
+        self.run(rows)
+        kept = self.keys_values.clone()
         if key is not None and kept.nbytes <= self.max_bytes:
             self._prefixes[key] = kept
             self.prefix_bytes += kept.nbytes

@@ -140,7 +140,7 @@ def test_full_size_decoder_equals_upstream_and_itself_under_the_default_schedule
     layout = {name: spec for name, spec in expected_codec_tensors(raw).items() if name.startswith("decoder.")}
     tensors = {n.removeprefix("decoder."): t for n, t in random_tensors(layout, 0, torch.float32).items()}
     codec, codes = CodecDecoder(CodecConfig.load(tmp_path), tensors), random_codes(20, 0)
-    assert codec.start().bytes == 4 * 1_298_496 + 8  # spec: 5.19 MB of values, and the position
+    assert codec.start().flat.nbytes == 4 * 1_298_496 + 8  # spec: 5.19 MB of values, and the position
     expected = upstream_pcm(upstream_decoder(raw, tensors), codes)
     whole = codec.decode_all(codes)
     assert expected.std() > 0.01

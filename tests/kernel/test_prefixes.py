@@ -178,8 +178,8 @@ def test_the_least_recently_used_goes_first(stack, monkeypatch):
     ryan, vivian, serena = prompts_of("ryan", "vivian", "serena")  # of no dialect: prefixes are equally long
     each = ryan.prefix_rows * stack.config.kv_bytes_per_position
     prefill = KernelPrefill(stack, max_bytes=2 * each)
-    passes, made = prefill._prefill.run, []
-    monkeypatch.setattr(prefill._prefill, "run", lambda *at: made.append(at) or passes(*at))
+    passes, made = prefill.run, []
+    monkeypatch.setattr(prefill, "run", lambda *at: made.append(at) or passes(*at))
     for prompt, computed in ((ryan, 2), (vivian, 2), (ryan, 1), (serena, 2), (ryan, 1), (vivian, 2)):
         run(prefill, prompt)
         assert (len(made), prefill.prefix_bytes <= 2 * each) == (computed, True)
