@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from driver_on_cpu import launcher_without_a_card, put_stand_in
+from driver_on_cpu import backend_without_a_card, launcher_without_a_card, put_stand_in
 from other_cards import FORCED_FRAMES, Model
 
 from mktts.kernel import backend as backend_module
@@ -99,13 +99,9 @@ def backend_on_cpu(
     launcher.layer_exchanges = ctypes.c_uint32.in_dll(library, "mktts_layer_exchanges").value
     words = torch.zeros(library.host_exchange_bytes() // 4 + 32, dtype=torch.int32)
     launcher._exchange = words[-words.data_ptr() % 128 // 4 :]
-    backend = object.__new__(MegakernelBackend)
-    backend.config, backend.shape, backend._launcher, backend._tags_per_frame = model.config, shape, launcher, 1_000
-    backend.device, backend.dtype = torch.device("cpu"), torch.bfloat16
     projected = "talker.code_predictor.small_to_mtp_projection.weight" in model.tensors
-    backend._weights = model_weights(shape, lambda name: model.tensors[name].bfloat16(), projected)
-    backend._fixed = backend._fixed_params()
-    return backend
+    weights = model_weights(shape, lambda name: model.tensors[name].bfloat16(), projected)
+    return backend_without_a_card(model.config, shape, launcher, weights, tags_per_frame=1_000)
 
 
 def observed(backend: MegakernelBackend, prompt: Prompt, frames: int = FORCED_FRAMES) -> list[Observed]:

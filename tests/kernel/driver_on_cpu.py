@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from mktts.kernel import launch
+from mktts.kernel.backend import MegakernelBackend
+from mktts.kernel.grid import Shape
 from mktts.kernel.launch import ENDED, FRAME_WORDS, MADE, STATUS_WORDS, Params
+from mktts.spec import ModelConfig
 
 HERE, ELSEWHERE = torch.device("cpu"), torch.device("meta")  # in the place of the model's GPU and of another
 FUNCTION = ctypes.c_void_p(7)  # of the kernel
@@ -97,3 +100,14 @@ def launcher_without_a_card(patch: pytest.MonkeyPatch) -> launch.Launcher:
     patch.setattr(launch.Kernel, "__init__", lambda kernel, image, name: setattr(kernel, "_function", FUNCTION))
     patch.setattr(launch.Launcher, "_check_residence", lambda launcher: None)
     return launch.Launcher("frame.cu", "mktts_frames", {"CTAS": 128}, HERE, None)
+
+
+def backend_without_a_card(
+    config: ModelConfig, shape: Shape, launcher: launch.Launcher, weights: dict[str, torch.Tensor], tags_per_frame: int
+) -> MegakernelBackend:
+    backend = object.__new__(MegakernelBackend)
+    backend.config, backend.device, backend.dtype = config, HERE, torch.bfloat16
+    backend._launcher, backend._tags_per_frame, backend.shape = launcher, tags_per_frame, shape
+    backend._weights = weights
+    backend._fixed = backend._fixed_params()
+    return backend

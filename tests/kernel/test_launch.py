@@ -9,7 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from driver_on_cpu import ELSEWHERE, FUNCTION, HERE, StandIn, launcher_without_a_card, put_stand_in
+from driver_on_cpu import (
+    ELSEWHERE,
+    FUNCTION,
+    HERE,
+    StandIn,
+    backend_without_a_card,
+    launcher_without_a_card,
+    put_stand_in,
+)
 
 from mktts.errors import BackendUnavailable, EngineError
 from mktts.kernel.backend import Debug, MegakernelBackend, MegakernelStream
@@ -119,16 +127,8 @@ TAGS = 100  # a frame's
 
 @pytest.fixture
 def backend(tiny, launcher) -> MegakernelBackend:
-    return without_a_card(MegakernelBackend, tiny, launcher)
-
-
-def without_a_card(kind: type[MegakernelBackend], tiny, launcher) -> MegakernelBackend:
-    found = object.__new__(kind)
-    found.config, found.device, found.dtype = tiny.config, torch.device("cpu"), torch.bfloat16
-    found._launcher, found._tags_per_frame, found.shape = launcher, TAGS, choose_shape(tiny.config, 132)
-    found._weights = {"talker_tape": torch.zeros(8)}
-    found._fixed = found._fixed_params()
-    return found
+    shape, weights = choose_shape(tiny.config, 132), {"talker_tape": torch.zeros(8)}
+    return backend_without_a_card(tiny.config, shape, launcher, weights, TAGS)
 
 
 def stream(backend: MegakernelBackend, seed: int = 3, prompt_rows: int = 10) -> MegakernelStream:
