@@ -91,8 +91,7 @@ class MegakernelBackend:
         layers = config.talker.num_hidden_layers + (NUM_CODEBOOKS - 1) * config.predictor.num_hidden_layers
         # The layers', one a head, the projection, the host's answer.
         self._tags_per_frame = self._launcher.layer_exchanges * layers + NUM_CODEBOOKS + 2
-        projected = "talker.code_predictor.small_to_mtp_projection.weight" in tensors
-        self._weights = model_weights(self.shape, lambda name: tensors[name].to(self.device, dtype), projected)
+        self._weights = model_weights(self.shape, lambda name: tensors[name].to(self.device, dtype))
         few = TapeRows(self.shape, self._weights)
         self._prefill = KernelPrefill(TapeStack(self.shape, self._weights), few)
         tables = self._weights["embeddings0"], *self._weights["embeddings"]

@@ -220,10 +220,11 @@ class ChoiceRows:
 
     def choose(self, logits: Tensor, noise: Tensor | None) -> Tensor:
         """`logits` (B, V) fp32, -inf marking forbidden ids, and Gumbel noise (B, V) -> ids (B,) int64."""
+        # `max` gives the lowest of equals, as argmax does, in half its time on the CPU.
         if not self.draws:
-            return _best(logits)
-        drawn = _best(self.kept(logits).add_(noise))
-        return drawn if self.greedy is None else torch.where(self.greedy, _best(logits), drawn)
+            return logits.max(-1).indices
+        drawn = self.kept(logits).add_(noise).max(-1).indices
+        return drawn if self.greedy is None else torch.where(self.greedy, logits.max(-1).indices, drawn)
 
     def kept(self, logits: Tensor, stable: bool = True) -> Tensor:
         """Scores (B, V) fp32: logits / temperature, and -inf for what top-k and top-p leave out; rows of greedy choices
@@ -246,11 +247,6 @@ class ChoiceRows:
             drop[:, -1] = False
             scores[self.nucleus] = some.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf)
         return scores
-
-
-def _best(scores: Tensor) -> Tensor:
-    """argmax of rows: the lowest of equals, as that is, in half its time on the CPU."""
-    return scores.max(-1).indices
 
 
 class RestrictedRows:

@@ -99,8 +99,7 @@ def backend_on_cpu(
     launcher.layer_exchanges = ctypes.c_uint32.in_dll(library, "mktts_layer_exchanges").value
     words = torch.zeros(library.host_exchange_bytes() // 4 + 32, dtype=torch.int32)
     launcher._exchange = words[-words.data_ptr() % 128 // 4 :]
-    projected = "talker.code_predictor.small_to_mtp_projection.weight" in model.tensors
-    weights = model_weights(shape, lambda name: model.tensors[name].bfloat16(), projected)
+    weights = model_weights(shape, lambda name: model.tensors[name].bfloat16())
     return backend_without_a_card(model.config, shape, launcher, weights, tags_per_frame=1_000)
 
 

@@ -52,8 +52,7 @@ def test_the_readme_of_csrc_has_what_the_weights_take_on_132_multiprocessors():
     for config in (open_checkpoint(SMALL).config, config_at("0.6b"), config_at("1.7b")):
         specs = expected_tensors(config)
         made = {name: torch.empty(spec.shape, dtype=torch.bfloat16, device="meta") for name, spec in specs.items()}
-        projected = config.talker.hidden_size != config.predictor.hidden_size
-        weights = model_weights(choose_shape(config, 132), made.__getitem__, projected)
+        weights = model_weights(choose_shape(config, 132), made.__getitem__)
         found.append(sum({id(tensor): tensor.nbytes for tensor in weights.values()}.values()) / 2**20)
     line = " | ".join(["| all of them", *(f"{mib:,.1f}" for mib in found)])
     assert line in (CSRC / "README.md").read_text(encoding="utf-8")
