@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 from types import ModuleType
 
@@ -51,44 +51,34 @@ def row_kernels(config: StackConfig, device: torch.device, dtype: torch.dtype) -
     return rows
 
 
+CAPACITY = 1024  # positions; a multiple of 16: attention kernels take a mask as it is only with such rows
 # Up to 64 rows a product takes as long as its weights take to arrive, so finer buckets would buy nothing but graphs.
 ROW_BUCKETS = (16, 64, 128, 256)
 # Keys and values of 1 024 positions are 4 MiB a layer, an eighth of the 0.6B layer's weights: bytes hardly matter. But
 # a masked attention kernel walks all of its extent, block by block of keys, and that is time when rows are few.
-FIRST_EXTENT = 128
-EXTENT_FACTOR = 4
+EXTENTS = (128, 512, CAPACITY)
 _MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # flash takes no mask, cuDNN plans each shape
 
 
 class Prefill:
-    """Prefills prompts of up to `capacity` positions into a workspace of keys and values that belongs to it, 112 KiB a
+    """Prefills prompts of up to CAPACITY positions into a workspace of keys and values that belongs to it, 112 KiB a
     position at the released sizes. The stack must not change afterwards. One thread and one CUDA stream at a time; a
     graph is captured when its shape is first needed (tens of ms) or by `warm_up`."""
 
-    def __init__(
-        self,
-        stack: Stack,
-        capacity: int = 1024,
-        buckets: Sequence[int] = ROW_BUCKETS,
-        graphs: bool | None = None,
-        few: TapeRows | None = None,
-    ) -> None:
-        """capacity: a multiple of 16: attention kernels take a mask as it is only with such rows. graphs: None on CUDA
-        only. few: takes the passes of up to ROWS rows at the first MOST_POSITIONS positions, which then wait for no
+    def __init__(self, stack: Stack, few: TapeRows | None = None) -> None:
+        """few: takes the passes of up to ROWS rows at the first MOST_POSITIONS positions, which then wait for no
         unpacking."""
-        c, self.stack, self.capacity, self._few = stack.config, stack, capacity, few
-        self.buckets = tuple(sorted(buckets))
-        self.extents = tuple(_extents(capacity))
-        shape = (2, c.num_hidden_layers, c.num_key_value_heads, capacity + 1, c.head_dim)  # the last row is for padding
+        c, self.stack, self._few = stack.config, stack, few
+        shape = (2, c.num_hidden_layers, c.num_key_value_heads, CAPACITY + 1, c.head_dim)  # the last row is for padding
         self._kv = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
         self.device = self._kv.device
-        self.graphs = self.device.type == "cuda" if graphs is None else graphs
+        self.graphs = self.device.type == "cuda"
         self.length = 0  # positions that are filled
-        self._input = torch.zeros(self.buckets[-1], c.hidden_size, dtype=stack.dtype, device=self.device)
+        self._input = torch.zeros(ROW_BUCKETS[-1], c.hidden_size, dtype=stack.dtype, device=self.device)
         self._hidden = torch.zeros(c.hidden_size, dtype=stack.dtype, device=self.device)
         self._past, self._end = torch.zeros(2, dtype=torch.int64, device=self.device).unbind()
-        self._counts = torch.arange(max(capacity, self.buckets[-1]), device=self.device)
-        cos, sin = stack.rotary(0, capacity + 1)
+        self._counts = torch.arange(CAPACITY, device=self.device)
+        cos, sin = stack.rotary(0, CAPACITY + 1)
         half = c.head_dim // 2
         self._rotary = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), -1)), 1)  # (positions, 2, head_dim)
         self._cos, self._sin = self._rotary[:, 0], self._rotary[:, 1, half:]
@@ -110,7 +100,7 @@ class Prefill:
         """Prefills `rows` (L, H) behind the `past` filled positions, up to the capacity; returns the normed hidden
         state (H,) of the last row, and waits for nothing. A restored prefix gives the bits of one just made."""
         with self._on_device():
-            for piece in rows.split(self.buckets[-1]):
+            for piece in rows.split(ROW_BUCKETS[-1]):
                 self._advance(piece, past)
                 past += len(piece)
         self.length = past
@@ -130,7 +120,7 @@ class Prefill:
             self._past.fill_(0)
             self._end.fill_(1)
             # The largest first, so that the others fit into the working memory it took.
-            for bucket, least in zip(self.buckets[::-1], (*self.buckets[-2::-1], 0), strict=True):
+            for bucket, least in zip(ROW_BUCKETS[::-1], (*ROW_BUCKETS[-2::-1], 0), strict=True):
                 for extent in self._extents_of(bucket)[::-1]:
                     if extent > least:  # fewer rows would take a smaller bucket
                         self._pass(bucket, extent)
@@ -140,7 +130,7 @@ class Prefill:
 
     def _advance(self, rows: Tensor, past: int) -> None:
         end = past + len(rows)
-        bucket = next(b for b in self.buckets if b >= len(rows))
+        bucket = next(b for b in ROW_BUCKETS if b >= len(rows))
         extent = next(e for e in self._extents_of(bucket) if e >= end)
         self._past.fill_(past)
         self._end.fill_(end)
@@ -156,8 +146,8 @@ class Prefill:
 
     def _extents_of(self, bucket: int) -> tuple[int, ...]:
         """What reads as many keys as there are takes one extent for all."""
-        taken = [extent for extent in self.extents if self._takes(bucket, extent)]
-        return self.extents[max(0, len(taken) - 1) :]
+        taken = [extent for extent in EXTENTS if self._takes(bucket, extent)]
+        return EXTENTS[max(0, len(taken) - 1) :]
 
     def _pass(self, bucket: int, extent: int) -> Callable[[], None]:
         if (bucket, extent) not in self._passes:
@@ -174,7 +164,7 @@ class Prefill:
             self._hidden.copy_(rms_norm(row, self.stack.norm, self.stack.config.rms_norm_eps))
             return
         positions = self._past + self._counts[:bucket]
-        index = positions.masked_fill(positions >= self._end, self.capacity)  # padding goes to the spare row
+        index = positions.masked_fill(positions >= self._end, CAPACITY)  # padding goes to the spare row
         mask = torch.zeros(1, 1, bucket, extent, dtype=self._kv.dtype, device=self.device)
         mask.masked_fill_(self._counts[:extent] > positions[:, None], -torch.inf)
         x = self._input[:bucket]
@@ -251,23 +241,16 @@ def _attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     return attended.permute(2, 0, 1, 3).flatten(1)
 
 
-def _extents(capacity: int) -> Iterator[int]:
-    extent = FIRST_EXTENT
-    while extent < capacity:
-        yield extent
-        extent *= EXTENT_FACTOR
-    yield capacity
-
-
 class KernelPrefill(Prefill):
     """Prompts into caches laid out as csrc/state.cuh has them: (layers, kv heads, group, slots, 2, head_dim).
 
     Keys and values of prefixes are kept by `Prompt.prefix_key`; the least recently used ones go first when they take
     more than `max_bytes` of device memory (a row is 112 KiB at the released sizes). One thread at a time."""
 
-    def __init__(self, stack: Stack, few: TapeRows | None = None, max_bytes: int = 64 << 20) -> None:
-        super().__init__(stack, few=few)
-        self.max_bytes = max_bytes
+    max_bytes = 64 << 20
+
+    def __init__(self, stack: Stack, few: TapeRows | None = None) -> None:
+        super().__init__(stack, few)
         self.warm_up()  # a graph that is captured while a stream waits delays it by tens of ms
         self._prefixes: OrderedDict[Hashable, Tensor] = OrderedDict()
         self.prefix_bytes = 0  # of all that are kept
@@ -287,7 +270,7 @@ class KernelPrefill(Prefill):
         """All positions of a prompt (L, H) at once, whose first `prefix_rows`, fewer than L, are known by `key`;
         returns the normed hidden state (H,) of the last one. The prefix is always computed apart from the rest, so that
         the bits are the same whether it was kept or not. Raises CapacityError as `go_on`."""
-        apart = prefix_rows and len(rows) <= self.capacity
+        apart = prefix_rows and len(rows) <= CAPACITY
         return self.go_on(rows, kv, self._prefix(rows[:prefix_rows], key) if apart else None)
 
     @torch.inference_mode()
@@ -295,12 +278,12 @@ class KernelPrefill(Prefill):
         """As `fill`, of a prompt (L, H) whose first positions, fewer than L, are `kept`. One beyond the graphs'
         capacity goes through eager PyTorch, all of it, where the stack has matrices of its own (a Qwen3Stack). Raises
         CapacityError where it has not."""
-        if len(rows) > self.capacity and not isinstance(self.stack, Qwen3Stack):
+        if len(rows) > CAPACITY and not isinstance(self.stack, Qwen3Stack):
             raise CapacityError(
-                f"a prompt may have {self.capacity} rows with the megakernel, this one has {len(rows)}: shorten it "
+                f"a prompt may have {CAPACITY} rows with the megakernel, this one has {len(rows)}: shorten it "
                 "(instruction, reference recording and its transcript, text), or pass backend='torch'"
             )
-        if len(rows) > self.capacity:
+        if len(rows) > CAPACITY:
             cache = self.stack.new_cache(len(rows))
             hidden = self.stack.forward(rows[None], cache)[0, -1]
             copy_into_cache(torch.stack((cache.keys, cache.values))[:, :, 0], kv)

@@ -155,7 +155,8 @@ def equal(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -
 
 def test_a_known_prefix_gives_the_bits_of_a_new_one_and_speakers_do_not_mix(stack):
     prompts = [prompts_of("ryan", text=text)[0] for text in TEXTS] + prompts_of("vivian", "eric")
-    nothing = KernelPrefill(stack, max_bytes=0)
+    nothing = KernelPrefill(stack)
+    nothing.max_bytes = 0
     expected = [run(nothing, prompt) for prompt in prompts]
     assert not torch.equal(expected[0][0], expected[-1][0]) and nothing.prefix_bytes == 0
     prefill = KernelPrefill(stack)
@@ -173,7 +174,8 @@ def test_a_known_prefix_gives_the_bits_of_a_new_one_and_speakers_do_not_mix(stac
 def test_the_least_recently_used_goes_first(stack, monkeypatch):
     ryan, vivian, serena = prompts_of("ryan", "vivian", "serena")  # of no dialect: prefixes are equally long
     each = ryan.prefix_rows * stack.config.kv_bytes_per_position
-    prefill = KernelPrefill(stack, max_bytes=2 * each)
+    prefill = KernelPrefill(stack)
+    prefill.max_bytes = 2 * each
     passes, made = prefill.run, []
     monkeypatch.setattr(prefill, "run", lambda *at: made.append(at) or passes(*at))
     for prompt, computed in ((ryan, 2), (vivian, 2), (ryan, 1), (serena, 2), (ryan, 1), (vivian, 2)):

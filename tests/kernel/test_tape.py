@@ -25,7 +25,6 @@ from mktts.model.qwen3 import Qwen3Stack
 
 NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 SIZES = ("tiny", "tiny-projected", "0.6b", "1.7b")
-FEW = {"capacity": 64, "buckets": (4, 16, 64)}
 
 
 def stack_of(shape: Shape, weights: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> Qwen3Stack:
@@ -82,7 +81,7 @@ def test_the_kernel_unpacks_what_the_stack_holds_in_every_grid(size, multiproces
 def test_prefill_from_the_tape_is_prefill_from_the_stack():
     shape = shape_of("tiny-projected", 3)
     weights = weights_of(shape.talker)
-    ours, theirs = (Prefill(of(shape, weights), capacity=512, buckets=(4, 16, 64)) for of in (tape_of, stack_of))
+    ours, theirs = (Prefill(of(shape, weights)) for of in (tape_of, stack_of))
     for rows in (1, 5, 70):
         x = rows_of(shape, rows)
         assert torch.equal(ours.run(x), theirs.run(x))
@@ -107,12 +106,12 @@ def test_a_prompt_beyond_the_capacity_is_refused_without_matrices_and_computed_w
 
 def exact(shape: Shape, weights: dict[str, Tensor]) -> Prefill:
     weights = {name: tensor.float().cpu() for name, tensor in weights.items()}
-    return Prefill(stack_of(shape, weights, torch.float32), **FEW)
+    return Prefill(stack_of(shape, weights, torch.float32))
 
 
 def on_cpu(shape: Shape, weights: dict[str, Tensor], folder: Path, most_rows: int = grid.MOST_ROWS) -> Prefill:
     few = TapeRows(shape, packed(shape, weights), launch=row_launches(shape, folder, most_rows))
-    return Prefill(tape_of(shape, weights), **FEW, few=few)
+    return Prefill(tape_of(shape, weights), few=few)
 
 
 # Blocks; rows that come at once. A share in several matrices; a remainder; released sizes on two cards.
@@ -136,7 +135,7 @@ def test_few_rows_are_no_further_from_fp32_than_the_stack_in_bf16(size, blocks, 
         x = rows_of(shape, rows)
         expected = in_two_pieces(exact(shape, weights), x.float())
         ours = rms_error(in_two_pieces(found, x), expected)
-        assert ours <= 1.25 * rms_error(in_two_pieces(Prefill(stack_of(shape, weights), **FEW), x), expected)
+        assert ours <= 1.25 * rms_error(in_two_pieces(Prefill(stack_of(shape, weights)), x), expected)
         assert found._kv[:, :, :, rows:].isnan().all()
 
 
@@ -144,7 +143,7 @@ def test_few_rows_are_no_further_from_fp32_than_the_stack_in_bf16(size, blocks, 
 def test_many_rows_go_on_where_few_ended_and_few_where_many_did(tmp_path):
     shape = shape_of("tiny", 1, multiprocessors=12)
     weights = weights_of(shape.talker)
-    found, plain = on_cpu(shape, weights, tmp_path), Prefill(stack_of(shape, weights), **FEW)
+    found, plain = on_cpu(shape, weights, tmp_path), Prefill(stack_of(shape, weights))
     x = rows_of(shape, 40)
     for cuts in ((5, 35), (30, 10), (16, 17, 7)):
         hidden = {}
