@@ -29,7 +29,7 @@ from mktts.kernel.launch import (
     set_choice,
     wait_for_frame,
 )
-from mktts.kernel.prefill import KernelPrefill
+from mktts.kernel.prefill import Prefill
 from mktts.kernel.tape import model_weights
 from mktts.kernel.tape_stack import TapeRows, TapeStack
 from mktts.model.backend import CODE_EMBEDDINGS, Frame, PromptRows, check_start, no_number
@@ -93,7 +93,7 @@ class MegakernelBackend:
         self._tags_per_frame = self._launcher.layer_exchanges * layers + NUM_CODEBOOKS + 2
         self._weights = model_weights(self.shape, lambda name: tensors[name].to(self.device, dtype))
         few = TapeRows(self.shape, self._weights)
-        self._prefill = KernelPrefill(TapeStack(self.shape, self._weights), few)
+        self._prefill = Prefill(TapeStack(self.shape, self._weights), few)
         tables = self._weights["embeddings0"], *self._weights["embeddings"]
         self.embeddings = dict(zip(CODE_EMBEDDINGS, tables, strict=True))
         self._fixed = self._fixed_params()

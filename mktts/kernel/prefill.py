@@ -61,9 +61,14 @@ _MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # flash ta
 
 
 class Prefill:
-    """Prefills prompts of up to CAPACITY positions into a workspace of keys and values that belongs to it, 112 KiB a
-    position at the released sizes. The stack must not change afterwards. One thread and one CUDA stream at a time; a
-    graph is captured when its shape is first needed (tens of ms) or by `warm_up`."""
+    """Prompts into caches laid out as csrc/state.cuh has them: (layers, kv heads, group, slots, 2, head_dim); up to
+    CAPACITY positions by way of a workspace of its own, 112 KiB a position at the released sizes. The stack must not
+    change afterwards. One thread and one CUDA stream at a time.
+
+    Keys and values of prefixes are kept by `Prompt.prefix_key`; the least recently used ones go first when they take
+    more than `max_bytes` of device memory."""
+
+    max_bytes = 64 << 20
 
     def __init__(self, stack: Stack, few: TapeRows | None = None) -> None:
         """few: takes the passes of up to ROWS rows at the first MOST_POSITIONS positions, which then wait for no
@@ -86,8 +91,11 @@ class Prefill:
         for layer in range(c.num_hidden_layers):
             stack.layer_weights(layer)  # fused here: a pass may be on another stream
         self._passes: dict[tuple[int, int], Callable[[], None]] = {}
+        self._prefixes: OrderedDict[Hashable, Tensor] = OrderedDict()
+        self.prefix_bytes = 0  # of all that are kept
         if self.graphs:
             self._side, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
+        self.warm_up()  # a graph that is captured while a stream waits delays it by tens of ms
 
     @property
     def keys_values(self) -> Tensor:
@@ -114,8 +122,7 @@ class Prefill:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Captures every graph that a prompt can need. The filled positions are lost."""
-        self.length = 0
+        """Captures every graph that a prompt can need."""
         with self._on_device():
             self._past.fill_(0)
             self._end.fill_(1)
@@ -124,6 +131,61 @@ class Prefill:
                 for extent in self._extents_of(bucket)[::-1]:
                     if extent > least:  # fewer rows would take a smaller bucket
                         self._pass(bucket, extent)
+
+    @torch.inference_mode()
+    def prefix(self, rows: Tensor, key: Hashable | None, kv: Tensor) -> None:
+        """Positions [0, P) from the prefix rows (P, H) alone, found under `key` or computed."""
+        copy_into_cache(self._prefix(rows, key), kv)
+
+    def forget(self, voice: Voice) -> None:
+        """Lets go of the prefixes with this voice."""
+        for key in [key for key in self._prefixes if is_of_voice(key, voice)]:
+            self.prefix_bytes -= self._prefixes.pop(key).nbytes
+
+    @torch.inference_mode()
+    def fill(self, rows: Tensor, kv: Tensor, prefix_rows: int = 0, key: Hashable | None = None) -> Tensor:
+        """All positions of a prompt (L, H) at once, whose first `prefix_rows`, fewer than L, are known by `key`;
+        returns the normed hidden state (H,) of the last one. The prefix is always computed apart from the rest, so that
+        the bits are the same whether it was kept or not. Raises CapacityError as `go_on`."""
+        apart = prefix_rows and len(rows) <= CAPACITY
+        return self.go_on(rows, kv, self._prefix(rows[:prefix_rows], key) if apart else None)
+
+    @torch.inference_mode()
+    def go_on(self, rows: Tensor, kv: Tensor, kept: Tensor | None) -> Tensor:
+        """As `fill`, of a prompt (L, H) whose first positions, fewer than L, are `kept`. One beyond the graphs'
+        capacity goes through eager PyTorch, all of it, where the stack has matrices of its own (a Qwen3Stack). Raises
+        CapacityError where it has not."""
+        if len(rows) > CAPACITY and not isinstance(self.stack, Qwen3Stack):
+            raise CapacityError(
+                f"a prompt may have {CAPACITY} rows with the megakernel, this one has {len(rows)}: shorten it "
+                "(instruction, reference recording and its transcript, text), or pass backend='torch'"
+            )
+        if len(rows) > CAPACITY:
+            cache = self.stack.new_cache(len(rows))
+            hidden = self.stack.forward(rows[None], cache)[0, -1]
+            copy_into_cache(torch.stack((cache.keys, cache.values))[:, :, 0], kv)
+            return hidden
+        past = 0 if kept is None else kept.shape[3]
+        if past:
+            self.restore(kept)
+        hidden = self.run(rows[past:], past)
+        copy_into_cache(self.keys_values, kv)
+        return hidden
+
+    def _prefix(self, rows: Tensor, key: Hashable | None) -> Tensor:
+        """Keys and values of the prefix rows (P, H)."""
+        kept = None if key is None else self._prefixes.get(key)
+        if kept is not None:
+            self._prefixes.move_to_end(key)
+            return kept
+        self.run(rows)
+        kept = self.keys_values.clone()
+        if key is not None and kept.nbytes <= self.max_bytes:
+            self._prefixes[key] = kept
+            self.prefix_bytes += kept.nbytes
+            while self.prefix_bytes > self.max_bytes:
+                self.prefix_bytes -= self._prefixes.popitem(last=False)[1].nbytes
+        return kept
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
@@ -239,76 +301,6 @@ def _attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     k, v = (t[:, None, : mask.shape[-1]].expand(-1, q.shape[1], -1, -1) for t in (keys, values))
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return attended.permute(2, 0, 1, 3).flatten(1)
-
-
-class KernelPrefill(Prefill):
-    """Prompts into caches laid out as csrc/state.cuh has them: (layers, kv heads, group, slots, 2, head_dim).
-
-    Keys and values of prefixes are kept by `Prompt.prefix_key`; the least recently used ones go first when they take
-    more than `max_bytes` of device memory (a row is 112 KiB at the released sizes). One thread at a time."""
-
-    max_bytes = 64 << 20
-
-    def __init__(self, stack: Stack, few: TapeRows | None = None) -> None:
-        super().__init__(stack, few)
-        self.warm_up()  # a graph that is captured while a stream waits delays it by tens of ms
-        self._prefixes: OrderedDict[Hashable, Tensor] = OrderedDict()
-        self.prefix_bytes = 0  # of all that are kept
-
-    @torch.inference_mode()
-    def prefix(self, rows: Tensor, key: Hashable | None, kv: Tensor) -> None:
-        """Positions [0, P) from the prefix rows (P, H) alone, found under `key` or computed."""
-        copy_into_cache(self._prefix(rows, key), kv)
-
-    def forget(self, voice: Voice) -> None:
-        """Lets go of the prefixes with this voice."""
-        for key in [key for key in self._prefixes if is_of_voice(key, voice)]:
-            self.prefix_bytes -= self._prefixes.pop(key).nbytes
-
-    @torch.inference_mode()
-    def fill(self, rows: Tensor, kv: Tensor, prefix_rows: int = 0, key: Hashable | None = None) -> Tensor:
-        """All positions of a prompt (L, H) at once, whose first `prefix_rows`, fewer than L, are known by `key`;
-        returns the normed hidden state (H,) of the last one. The prefix is always computed apart from the rest, so that
-        the bits are the same whether it was kept or not. Raises CapacityError as `go_on`."""
-        apart = prefix_rows and len(rows) <= CAPACITY
-        return self.go_on(rows, kv, self._prefix(rows[:prefix_rows], key) if apart else None)
-
-    @torch.inference_mode()
-    def go_on(self, rows: Tensor, kv: Tensor, kept: Tensor | None) -> Tensor:
-        """As `fill`, of a prompt (L, H) whose first positions, fewer than L, are `kept`. One beyond the graphs'
-        capacity goes through eager PyTorch, all of it, where the stack has matrices of its own (a Qwen3Stack). Raises
-        CapacityError where it has not."""
-        if len(rows) > CAPACITY and not isinstance(self.stack, Qwen3Stack):
-            raise CapacityError(
-                f"a prompt may have {CAPACITY} rows with the megakernel, this one has {len(rows)}: shorten it "
-                "(instruction, reference recording and its transcript, text), or pass backend='torch'"
-            )
-        if len(rows) > CAPACITY:
-            cache = self.stack.new_cache(len(rows))
-            hidden = self.stack.forward(rows[None], cache)[0, -1]
-            copy_into_cache(torch.stack((cache.keys, cache.values))[:, :, 0], kv)
-            return hidden
-        past = 0 if kept is None else kept.shape[3]
-        if past:
-            self.restore(kept)
-        hidden = self.run(rows[past:], past)
-        copy_into_cache(self.keys_values, kv)
-        return hidden
-
-    def _prefix(self, rows: Tensor, key: Hashable | None) -> Tensor:
-        """Keys and values of the prefix rows (P, H)."""
-        kept = None if key is None else self._prefixes.get(key)
-        if kept is not None:
-            self._prefixes.move_to_end(key)
-            return kept
-        self.run(rows)
-        kept = self.keys_values.clone()
-        if key is not None and kept.nbytes <= self.max_bytes:
-            self._prefixes[key] = kept
-            self.prefix_bytes += kept.nbytes
-            while self.prefix_bytes > self.max_bytes:
-                self.prefix_bytes -= self._prefixes.popitem(last=False)[1].nbytes
-        return kept
 
 
 @torch.inference_mode()

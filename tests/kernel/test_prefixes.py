@@ -8,7 +8,7 @@ import torch
 
 from mktts.checkpoint import open_checkpoint
 from mktts.errors import PromptError
-from mktts.kernel.prefill import KernelPrefill, kept_of_cache
+from mktts.kernel.prefill import Prefill, kept_of_cache
 from mktts.measure.parity.upstream import made_up_voice
 from mktts.model.prompt import FedPrompt, Prompt, PromptBuilder, Request
 from mktts.model.qwen3 import Qwen3Stack
@@ -144,7 +144,7 @@ def cache_of(stack: Qwen3Stack) -> torch.Tensor:
     return torch.zeros(c.num_hidden_layers, c.num_key_value_heads, 4, 40, 2, c.head_dim, dtype=torch.bfloat16)
 
 
-def run(prefill: KernelPrefill, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
+def run(prefill: Prefill, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
     kv = cache_of(prefill.stack)
     return prefill.fill(prompt.embeds, kv, prompt.prefix_rows, prompt.prefix_key), kv
 
@@ -155,11 +155,11 @@ def equal(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -
 
 def test_a_known_prefix_gives_the_bits_of_a_new_one_and_speakers_do_not_mix(stack):
     prompts = [prompts_of("ryan", text=text)[0] for text in TEXTS] + prompts_of("vivian", "eric")
-    nothing = KernelPrefill(stack)
+    nothing = Prefill(stack)
     nothing.max_bytes = 0
     expected = [run(nothing, prompt) for prompt in prompts]
     assert not torch.equal(expected[0][0], expected[-1][0]) and nothing.prefix_bytes == 0
-    prefill = KernelPrefill(stack)
+    prefill = Prefill(stack)
     for order in (1, -1):
         for prompt, bits in list(zip(prompts, expected, strict=True))[::order]:
             assert equal(run(prefill, prompt), bits)
@@ -174,7 +174,7 @@ def test_a_known_prefix_gives_the_bits_of_a_new_one_and_speakers_do_not_mix(stac
 def test_the_least_recently_used_goes_first(stack, monkeypatch):
     ryan, vivian, serena = prompts_of("ryan", "vivian", "serena")  # of no dialect: prefixes are equally long
     each = ryan.prefix_rows * stack.config.kv_bytes_per_position
-    prefill = KernelPrefill(stack)
+    prefill = Prefill(stack)
     prefill.max_bytes = 2 * each
     passes, made = prefill.run, []
     monkeypatch.setattr(prefill, "run", lambda *at: made.append(at) or passes(*at))
@@ -185,7 +185,7 @@ def test_the_least_recently_used_goes_first(stack, monkeypatch):
 
 
 def test_a_voice_that_is_forgotten_takes_its_prefixes_along_and_no_others(stack):
-    prefill = KernelPrefill(stack)
+    prefill = Prefill(stack)
     anna = voice(0)
     ben = replace(anna, embedding=-anna.embedding)
     for who in (anna, ben):

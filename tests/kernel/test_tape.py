@@ -17,7 +17,7 @@ from mktts.errors import CapacityError
 from mktts.kernel import grid
 from mktts.kernel.build import CSRC
 from mktts.kernel.grid import Shape, choose_shape
-from mktts.kernel.prefill import KernelPrefill, Prefill
+from mktts.kernel.prefill import Prefill
 from mktts.kernel.tape import model_weights, pack_rows, unpack
 from mktts.kernel.tape_stack import KERNELS, MOST_POSITIONS, ROWS, TapeRows
 from mktts.measure.inspection import config_at
@@ -95,9 +95,9 @@ def test_a_prompt_beyond_the_capacity_is_refused_without_matrices_and_computed_w
     kv = torch.zeros(1, c.num_key_value_heads, shape.group, 200, 2, c.head_dim, dtype=torch.bfloat16)
     x = rows_of(shape, 1025)
     with pytest.raises(CapacityError, match="may have 1024 rows with the megakernel, this one has 1025"):
-        KernelPrefill(tape_of(shape, weights)).fill(x, kv)
+        Prefill(tape_of(shape, weights)).fill(x, kv)
     assert not kv.any()
-    assert KernelPrefill(stack_of(shape, weights)).fill(x, kv).shape == (c.hidden_size,)
+    assert Prefill(stack_of(shape, weights)).fill(x, kv).shape == (c.hidden_size,)
     assert kv.any()
 
 

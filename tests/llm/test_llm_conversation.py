@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mktts.errors import CheckpointError, TextError
-from mktts.kernel.prefill import KernelPrefill, copy_into_cache, kept_of_cache
+from mktts.kernel.prefill import Prefill, copy_into_cache, kept_of_cache
 from mktts.llm.decoder import TextDecoder
 from mktts.llm.tokens import ChatTemplate, Message
 from mktts.model.qwen3 import Qwen3Stack
@@ -99,7 +99,7 @@ def test_the_kernels_prefill_goes_on_from_a_cache(decoder, keep):
     tensors = decoder.checkpoint.tensors()
     stack = Qwen3Stack(config.stack, tensors, "model.", torch.device("cpu"), torch.float32)
     rows = tensors["model.embed_tokens.weight"][torch.arange(40)].float()
-    prefill = KernelPrefill(stack)
+    prefill = Prefill(stack)
     s, group, slots = config.stack, 4, 12
 
     def cache() -> Tensor:
