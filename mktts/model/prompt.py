@@ -75,8 +75,8 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Builds prompts for one checkpoint, on `device`; text embeddings stay where their tensor is, see `TextTable`.
-    tensors: by Hub name."""
+    """Builds prompts for one checkpoint, on `device`. The text table (V, E) stays where and as it is, normally in the
+    mapped file: on a GPU it would take 0.6 GB, of which a prompt reads a few rows of 4 KB. tensors: by Hub name."""
 
     def __init__(
         self,
@@ -94,7 +94,12 @@ class PromptBuilder:
         def get(name: str) -> Tensor:
             return tensors[name].to(self.device, dtype)
 
-        self._table = TextTable(tensors["talker.model.text_embedding.weight"], self.device, dtype)
+        self._table = table = tensors["talker.model.text_embedding.weight"]
+        self._uploads = table.device.type == "cpu" and self.device.type == "cuda"
+        if self._uploads:
+            # Of every page of a mapped table a value, so that a word's first use does not wait for the disk.
+            table.flatten()[:: _PAGE_BYTES // table.itemsize].sum()
+            self._numbers = numbers(table)
         projection = "talker.text_projection.linear_fc"
         self._projection = [(get(f"{projection}{n}.weight"), get(f"{projection}{n}.bias")) for n in (1, 2)]
         self._codec_tables = [get(name) for name in CODE_EMBEDDINGS]
@@ -184,13 +189,24 @@ class PromptBuilder:
     def text_rows(self, ids: Sequence[int]) -> Tensor:
         """Projected text embeddings (N, H): fc2(SiLU(fc1(embedding))). Another grouping may round differently."""
         (w1, b1), (w2, b2) = self._projection
-        return F.linear(F.silu(F.linear(self._table.rows(ids), w1, b1)), w2, b2)
+        return F.linear(F.silu(F.linear(self._embedded(ids), w1, b1)), w2, b2)
 
     def special_rows(self, *ids: int) -> Tensor:
         """`text_rows` of ids that come in every prompt, made once. Not to be changed in place."""
         return self._once(ids, lambda: self.text_rows(ids))
 
     # ---- parts
+
+    def _embedded(self, ids: Sequence[int]) -> Tensor:
+        """Rows of the text table (N, E), N > 0. Raises IndexError for an id that is not in it."""
+        table = self._table
+        if not self._uploads:
+            x = table[torch.tensor(list(ids), dtype=torch.int64, device=table.device)]
+            return x.to(self.device).to(self.dtype)
+        # Through pinned memory, which torch keeps: the copy then waits for no work of other streams.
+        pinned = torch.empty(len(ids), table.shape[1], dtype=table.dtype, pin_memory=True)
+        gather(self._numbers, ids, numbers(pinned))
+        return pinned.to(self.device, non_blocking=True).to(self.dtype)
 
     def _once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
         if key not in self._kept:
@@ -358,34 +374,6 @@ class FedPrompt:
         if self.embeds is None and (self.text_ended or len(self._rows) >= self._in_prompt):
             made = self._builder.fed_prompt(self._request, self._rows, self._reference_rows)
             self.embeds, self.prefix_rows, self.prefix_key = made
-
-
-class TextTable:
-    """The table (V, E) stays where and as it is, normally in the mapped file: on a GPU it would take 0.6 GB, of which a
-    prompt reads a few rows of 4 KB."""
-
-    def __init__(self, table: Tensor, device: torch.device, dtype: torch.dtype) -> None:
-        """device, dtype: of the rows that `rows` gives."""
-        self._table, self._device, self._dtype = table, device, dtype
-        self._uploads = table.device.type == "cpu" and device.type == "cuda"
-        if self._uploads:
-            # Of every page of a mapped table a value, so that a word's first use does not wait for the disk.
-            table.flatten()[:: _PAGE_BYTES // table.itemsize].sum()
-            self._numbers = numbers(table)
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def rows(self, ids: Sequence[int]) -> Tensor:
-        """(N, E), N > 0. Raises IndexError for an id that is not in the table."""
-        table = self._table
-        if not self._uploads:
-            x = table[torch.tensor(list(ids), dtype=torch.int64, device=table.device)]
-            return x.to(self._device).to(self._dtype)
-        # Through pinned memory, which torch keeps: the copy then waits for no work of other streams.
-        pinned = torch.empty(len(ids), table.shape[1], dtype=table.dtype, pin_memory=True)
-        gather(self._numbers, ids, numbers(pinned))
-        return pinned.to(self._device, non_blocking=True).to(self._dtype)
 
 
 def numbers(table: Tensor) -> np.ndarray:
