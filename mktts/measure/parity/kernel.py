@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
-from mktts.kernel.prefill import CAPACITY
 from mktts.measure.parity import ratio
 from mktts.measure.parity.batch import MODES, LanesUnderTest, cuda_lanes, random_load
 from mktts.measure.parity.codec import batched_errors
@@ -76,7 +75,7 @@ class KernelUnderTest:
     def start(self, prompt: Prompt | PromptRows | RowStream, sampling: Sampling, seed: int, max_frames: int) -> Any:
         """A prompt of any length: what prefill does not take goes the way of the few rows after a kept prefix."""
         embeds = prompt.embeds
-        at_once = len(embeds) if self._debug is None else CAPACITY
+        at_once = len(embeds) if self._debug is None else self.backend._prefill.capacity
         rest = embeds[at_once:]
         state = self.backend.start(PromptRows(embeds[:at_once]), sampling, seed, len(rest) + max_frames)
         if len(rest):
