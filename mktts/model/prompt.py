@@ -328,7 +328,6 @@ class FedPrompt:
             self._rows += builder.text_rows(builder.reference_ids(request))
             self._in_prompt += len(request.voice.codes)
         self._reference_rows = len(self._rows)
-        self.pad = builder.fed_pad
         self.push(request.text)
 
     @property
@@ -338,10 +337,6 @@ class FedPrompt:
 
     def push(self, text: str) -> None:
         """Adds text. Raises TextError after `close`, or when `text` is not a string."""
-        if not isinstance(text, str):
-            raise TextError(f"text must be a str, got {type(text).__name__}")
-        if self.text_ended:
-            raise TextError("the text was closed: start another utterance")
         self._take(self._tokens.push(text))
 
     def close(self) -> None:
@@ -359,7 +354,7 @@ class FedPrompt:
         index = self._in_prompt + frame
         if index < len(self._rows):
             return self._rows[index]
-        return self.pad if self.text_ended else None
+        return self._builder.fed_pad if self.text_ended else None
 
     def _take(self, ids: Sequence[int]) -> None:
         self.text_tokens += len(ids)
