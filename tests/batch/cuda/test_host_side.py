@@ -115,11 +115,11 @@ def test_a_primed_state_lies_in_the_ring_where_its_frames_would_have_put_it(deco
     decoder.decode(random_codes(frames, seed=0), state)
     states.enter(2, state)
     assert states.positions.tolist() == [0, 0, frames, 0]
-    cached, (keys, values) = states.window - 1, (kept[0] for kept in state.views[:2])
+    cached = states.window - 1
     for position in range(max(0, frames - cached), frames):
         place, age = position % states.window, frames - position
-        assert torch.equal(states.keys[2, :, :, place], keys[:, :, cached - age])
-        assert torch.equal(states.values[2, :, :, place], values[:, :, cached - age])
+        for ring, (kept, *_) in zip((states.keys, states.values), state.views, strict=False):
+            assert torch.equal(ring[2, :, :, place], kept[:, :, cached - age])
 
 
 @pytest.mark.parametrize("split_from", [0, 5])
