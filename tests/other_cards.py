@@ -139,7 +139,7 @@ def case_of(model: Model, card: Card) -> dict[str, Any]:
         "arch": card.arch,
         "multiprocessors": card.multiprocessors,
         "blocks": backend.shape.blocks,
-        "shared_bytes": backend._launcher.kernel.shared_bytes,
+        "shared_bytes": backend._launcher.shared_bytes,
         "equal": torch.equal(codes, model.codes),
         "frames": int(differ[0]) if len(differ) else same,
         "error_ratio": error_of(observed(backend, model.prompt), model.exact) / model.bf16_error,

@@ -78,7 +78,7 @@ def read_header(path: Path) -> TensorSpecs:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}
-            return {name: TensorSpec(tuple(part.get_shape()), (part.get_dtype(),)) for name, part in parts.items()}
+            return {name: TensorSpec(tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{path}: expected a safetensors file, found {path.stat().st_size} bytes that are none: {error}. "

@@ -28,18 +28,17 @@ SPEAKER_SE_CHANNELS = 128
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What one tensor must be (`dtypes`: the allowed ones), or what a file's header says it is (`dtypes`: that one)."""
+    """What one tensor must be, in one of WEIGHT_DTYPES, or what a file's header says it is."""
 
     shape: Shape
-    dtypes: tuple[str, ...] = WEIGHT_DTYPES
+    dtype: str = WEIGHT_DTYPES[0]
 
     @property
     def params(self) -> int:
         return math.prod(self.shape)
 
     def nbytes(self) -> int:
-        """Bytes of the data in the first allowed dtype."""
-        return self.params * DTYPE_BYTES[self.dtypes[0]]
+        return self.params * DTYPE_BYTES[self.dtype]
 
 
 TensorSpecs = dict[str, TensorSpec]
@@ -91,10 +90,9 @@ def check(found: Mapping[str, TensorSpec], expected: TensorSpecs, where: str) ->
     (shape and dtype before missing before surplus), what was expected, what was found, and how many more there are."""
     both = [(name, spec, found[name]) for name, spec in expected.items() if name in found]
     problems = [f"{n}: expected shape {s.shape}, found {its.shape}" for n, s, its in both if its.shape != s.shape]
+    allowed = " or ".join(WEIGHT_DTYPES)
     problems += [
-        f"{name}: expected dtype {' or '.join(spec.dtypes)}, found {its.dtypes[0]}"
-        for name, spec, its in both
-        if its.dtypes[0] not in spec.dtypes
+        f"{n}: expected dtype {allowed}, found {its.dtype}" for n, _, its in both if its.dtype not in WEIGHT_DTYPES
     ]
     problems += [f"{n}: expected shape {s.shape}, found no such tensor" for n, s in expected.items() if n not in found]
     problems += [

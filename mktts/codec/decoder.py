@@ -35,16 +35,6 @@ class CodecState:
     frames: int = 0  # the same number as `position`, on the host
 
     @property
-    def keys(self) -> Tensor:
-        """(layers, heads, window - 1, head_dim), rotated, oldest first."""
-        return self.views[0][0]
-
-    @property
-    def values(self) -> Tensor:
-        """As `keys`."""
-        return self.views[1][0]
-
-    @property
     def position(self) -> Tensor:
         """() int64: frames decoded, on the device."""
         return self.views[-1][0]
@@ -57,10 +47,6 @@ class CodecState:
     def copy(self) -> CodecState:
         return CodecState(self.flat.clone(), self.layout, self.frames)
 
-    @property
-    def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.views)
-
 
 @dataclass(frozen=True)
 class StateLayout:
@@ -71,8 +57,9 @@ class StateLayout:
     dtype: torch.dtype  # of all but the position
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Keys, values, every history and the position of B states in `flat` (B, bytes) uint8, each (B, ...). A history
-        (B, P, C) holds the rows before a layer that looks back, in the order of the pass."""
+        """Keys, values, every history and the position of B states in `flat` (B, bytes) uint8, each (B, ...). Keys are
+        rotated, keys and values (B, layers, heads, window - 1, head_dim), oldest first. A history (B, P, C) holds the
+        rows before a layer that looks back, in the order of the pass."""
         shapes = (self.cache, self.cache, *self.history, ())
         return tuple(
             flat[:, start : start + count * dtype.itemsize].view(dtype).view(-1, *shape)

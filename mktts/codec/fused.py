@@ -18,7 +18,8 @@ from torch import Tensor
 from mktts.codec.decoder import CodecDecoder, CodecState, StreamingCodec
 from mktts.codec.layers import CONVNEXT_EPS, SnakeBeta
 from mktts.codec.packed import CodecWeights, Packed, PackedBlock, copies, rows_per_frame
-from mktts.errors import BackendUnavailable, CodecError
+from mktts.errors import CodecError
+from mktts.kernel.build import require_triton
 
 _ALIGNMENT_WORDS = 4  # 16 bytes: the widest load
 MAX_FUSED_FRAMES = 8  # of one pass
@@ -50,7 +51,11 @@ class FusedCodec(StreamingCodec):
         super().__init__(decoder.config, decoder.books, decoder.layout, decoder.device)
         if self.config.sliding_window <= MAX_FUSED_FRAMES:
             raise CodecError(f"fused kernels need a window above {MAX_FUSED_FRAMES}, got {self.config.sliding_window}")
-        self._kernels = kernels or _triton_kernels(self.device)
+        if kernels is None:
+            require_triton("the fused codec", self.device)
+            from mktts.codec import fused_kernels as kernels
+
+        self._kernels = kernels
         self._weights = CodecWeights.pack(decoder, fast=False)
         new_rows = list(rows_per_frame(decoder))
         self._plans = {n: self._plan(n, new_rows) for n in range(1, MAX_FUSED_FRAMES + 1)}
@@ -109,10 +114,10 @@ class FusedCodec(StreamingCodec):
         """The ConvNeXt stages: the input of the convolution behind them, whose newest rows they fill, and how many."""
         run, rows = self._kernels, len(x)
         source = next(inputs)
-        for i, block in enumerate(self._weights.convnexts, start=1):
-            rows = len(x) * len(block.up.high) // x.shape[1]
+        for i, (up, block) in enumerate(self._weights.convnexts, start=1):
+            rows = len(x) * len(up.high) // x.shape[1]
             new = _newest(source, rows)
-            run.product(x, block.up, len(x), raw=new)
+            run.product(x, up, len(x), raw=new)
             normed = torch.empty_like(new)
             run.depthwise_norm(source, block.taps, block.bias, block.norm, CONVNEXT_EPS, normed)
             wide = self._product(normed, block.expand, rows, gelu=True)
@@ -169,20 +174,3 @@ class FusedCodec(StreamingCodec):
 
 def _newest(extended: Tensor, rows: int) -> Tensor:
     return extended[len(extended) - rows :]
-
-
-def _triton_kernels(device: torch.device) -> ModuleType:
-    try:  # triton compiles its launchers with the machine's own compiler: better found wanting here than in a capture
-        from mktts.codec import fused_kernels
-
-        if device.type != "cuda" and not fused_kernels.INTERPRETED:
-            raise BackendUnavailable(f"the fused codec needs a CUDA device, got {device}")
-        some, position = torch.zeros(2, device=device), torch.zeros((), dtype=torch.int64, device=device)
-        fused_kernels.move(some, some, copies([(0, 1, 1)], device), position, 0)
-    except BackendUnavailable:
-        raise
-    except Exception as error:  # whatever triton, its compiler or its cache folder raise, or an import without triton
-        raise BackendUnavailable(
-            f"the fused codec needs triton, which cannot build its kernels here ({type(error).__name__}: {error})"
-        ) from error
-    return fused_kernels

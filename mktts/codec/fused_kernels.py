@@ -16,7 +16,6 @@ from torch import Tensor
 from mktts.codec.layers import SnakeBeta
 from mktts.codec.packed import LOW_SCALE, MOVE_WORDS, Packed, tile
 
-INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: the kernels run on the CPU, for tests
 _LOW_SCALE = tl.constexpr(float(LOW_SCALE))
 _INPUT_SCALE = tl.constexpr(16.0)
 

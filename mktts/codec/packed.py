@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mktts.codec.decoder import CodecDecoder
-from mktts.codec.layers import CausalConv, CodecTransformer, SnakeBeta, Upsampling
+from mktts.codec.layers import (
+    AttentionLayer,
+    CausalConv,
+    CodecTransformer,
+    ConvNeXt,
+    ResidualUnit,
+    SnakeBeta,
+    Upsampling,
+)
 from mktts.model.qwen3 import Linear
 from mktts.spec import SAMPLES_PER_FRAME
 
@@ -97,61 +105,27 @@ def copies(pieces: Iterable[tuple[int, int, int]], device: torch.device) -> Tens
 
 
 @dataclass(frozen=True)
-class PackedLayer:
-    """A layer of the transformer."""
-
-    qkv: Packed
-    out: Packed
-    attention_scale: Tensor
-    gate_up: Packed  # a gate's outputs and its up's by turns
-    down: Packed
-    mlp_scale: Tensor
-
-
-@dataclass(frozen=True)
-class PackedConvNeXt:
-    """A transposed convolution and the ConvNeXt block behind it."""
-
-    up: Packed
-    taps: Tensor
-    bias: Tensor
-    norm: tuple[Tensor, Tensor]
-    expand: Packed
-    shrink: Packed
-    gamma: Tensor
-
-
-@dataclass(frozen=True)
-class PackedUnit:
-    """A residual unit: its dilated convolution and its mix, each behind a SnakeBeta."""
-
-    first: SnakeBeta
-    conv: Packed
-    second: SnakeBeta
-    mix: Packed
-
-
-@dataclass(frozen=True)
 class PackedBlock:
     """SnakeBeta, a transposed convolution and residual units."""
 
     first: SnakeBeta
     up: Packed
     channels: int  # that it makes
-    units: tuple[PackedUnit, ...]
+    units: tuple[ResidualUnit, ...]
 
 
 @dataclass(frozen=True)
 class CodecWeights:
-    """All weights of a decoder behind its codebooks, in the order of the pass."""
+    """All weights of a decoder behind its codebooks, in the order of the pass. Layers are those of mktts.codec.layers,
+    with a `Packed` in place of each product, of which the weight of a norm before it is part."""
 
     quantizer: Packed
     entry: Packed  # the convolution before the transformer
     enter: Packed
-    layers: tuple[PackedLayer, ...]
+    layers: tuple[AttentionLayer, ...]  # of `gate_up` a gate's outputs and its up's by turns
     inverse_frequency: Tensor
     leave: Packed
-    convnexts: tuple[PackedConvNeXt, ...]
+    convnexts: tuple[tuple[Packed, ConvNeXt], ...]  # each behind a transposed convolution
     widen: Packed
     blocks: tuple[PackedBlock, ...]
     last_snake: SnakeBeta
@@ -200,15 +174,14 @@ def rows_per_frame(decoder: CodecDecoder) -> Iterator[int]:
     yield rows
 
 
-def _layers(stack: CodecTransformer) -> Iterator[PackedLayer]:
+def _layers(stack: CodecTransformer) -> Iterator[AttentionLayer]:
     for layer in stack.layers:
-        yield PackedLayer(
+        yield replace(
+            layer,
             qkv=pack(layer.qkv, len(layer.qkv.weight), split=True, norm=layer.input_norm),
             out=pack(layer.out, len(layer.out.weight), split=True),
-            attention_scale=layer.attention_scale,
             gate_up=pack(_paired(layer.gate_up), len(layer.gate_up.weight), split=True, norm=layer.post_norm),
             down=pack(layer.down, len(layer.down.weight), split=True),
-            mlp_scale=layer.mlp_scale,
         )
 
 
@@ -217,23 +190,13 @@ def _paired(gate_up: Linear) -> Linear:
     return Linear(gate_up.weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1), gate_up.bias)
 
 
-def _convnexts(stages: list) -> Iterator[PackedConvNeXt]:
+def _convnexts(stages: list) -> Iterator[tuple[Packed, ConvNeXt]]:
     for up, block in zip(stages[::2], stages[1::2], strict=True):
-        yield PackedConvNeXt(
-            up=pack(up.linear, up.c_in, split=True),
-            taps=block.taps,
-            bias=block.bias,
-            norm=block.norm,
-            expand=pack(block.expand, len(block.expand.weight), split=True),
-            shrink=pack(block.shrink, len(block.shrink.weight), split=True),
-            gamma=block.gamma,
-        )
+        expand, shrink = (pack(linear, len(linear.weight), split=True) for linear in (block.expand, block.shrink))
+        yield pack(up.linear, up.c_in, split=True), replace(block, expand=expand, shrink=shrink)
 
 
 def _block(stages: list, split: bool) -> PackedBlock:
     snake, up, *units = stages
-    packed = [
-        PackedUnit(unit.first, pack_conv(unit.conv, split), unit.second, pack(unit.mix, up.c_out, split))
-        for unit in units
-    ]
+    packed = [replace(unit, conv=pack_conv(unit.conv, split), mix=pack(unit.mix, up.c_out, split)) for unit in units]
     return PackedBlock(snake, pack(up.linear, up.c_in, split), up.c_out, tuple(packed))

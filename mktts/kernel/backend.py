@@ -29,7 +29,7 @@ from mktts.kernel.launch import (
     set_choice,
     wait_for_frame,
 )
-from mktts.kernel.prefill import KernelPrefill
+from mktts.kernel.prefill import Prefill
 from mktts.kernel.tape import model_weights
 from mktts.kernel.tape_stack import TapeRows, TapeStack
 from mktts.model.backend import CODE_EMBEDDINGS, Frame, PromptRows, check_start, no_number
@@ -91,10 +91,9 @@ class MegakernelBackend:
         layers = config.talker.num_hidden_layers + (NUM_CODEBOOKS - 1) * config.predictor.num_hidden_layers
         # The layers', one a head, the projection, the host's answer.
         self._tags_per_frame = self._launcher.layer_exchanges * layers + NUM_CODEBOOKS + 2
-        projected = "talker.code_predictor.small_to_mtp_projection.weight" in tensors
-        self._weights = model_weights(self.shape, lambda name: tensors[name].to(self.device, dtype), projected)
+        self._weights = model_weights(self.shape, lambda name: tensors[name].to(self.device, dtype))
         few = TapeRows(self.shape, self._weights)
-        self._prefill = KernelPrefill(TapeStack(self.shape, self._weights), few)
+        self._prefill = Prefill(TapeStack(self.shape, self._weights), few)
         tables = self._weights["embeddings0"], *self._weights["embeddings"]
         self.embeddings = dict(zip(CODE_EMBEDDINGS, tables, strict=True))
         self._fixed = self._fixed_params()

@@ -97,6 +97,23 @@ def compile_source(code: str, unit: str, arch: str, flags: list[str]) -> Build:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+def require_triton(what: str, device: torch.device) -> None:
+    """Raises BackendUnavailable where kernels of triton, which `what` needs, cannot run: triton compiles its launchers
+    with the machine's own compiler, which is better found wanting here than in a capture."""
+    if device.type != "cuda":
+        raise BackendUnavailable(f"{what} needs a CUDA device, got {device}")
+    try:
+        from mktts.kernel import rows
+
+        some = torch.zeros(2, 16, device=device)
+        with torch.cuda.device(device):
+            rows.silu_mul[1, 1](some[:1], some[1:], N=8, BLOCK=16)
+    except Exception as error:  # whatever triton, its compiler or its cache folder raise, or an import without triton
+        raise BackendUnavailable(
+            f"{what} needs triton, which cannot build its kernels here ({type(error).__name__}: {error})"
+        ) from error
+
+
 def _candidates() -> list[Path | str]:
     spec = importlib.util.find_spec("nvidia")
     found: list[Path | str] = []
@@ -196,15 +213,10 @@ def fingerprint(folder: Path = CSRC) -> str:
 
 
 def build_for(defines: dict[str, int], card: Card, unit: str = "frame.cu") -> Build:
-    """Compiles with `ring_stages`. Raises BackendUnavailable as those and `compile_kernel`."""
-    return compile_kernel({**defines, "RING": ring_stages(defines, card)}, card.arch, unit)
-
-
-def ring_stages(defines: dict[str, int], card: Card) -> int:
-    """As many stages as the card's shared memory holds, by what two take in a build of the shared headers, which
-    compile at once; never more than one token's, whose keys and values must be written before the ring fetches them for
-    the next one. Raises BackendUnavailable as `compile_kernel`, and where the checkpoint's dimensions leave no room for
-    two stages."""
+    """Compiles with as many stages of the ring as the card's shared memory holds, by what two take in a build of the
+    shared headers, which compile at once; never more than one token's, whose keys and values must be written before the
+    ring fetches them for the next one. Raises BackendUnavailable as `compile_kernel`, and where the checkpoint's
+    dimensions leave no room for two stages."""
     least = compile_kernel({**defines, "RING": 2}, card.arch, SHARED)
     used_bytes, stage_bytes = (least.constants[name] for name in ("shared_bytes", "stage_bytes"))
     stages = 2 + (card.shared_bytes - used_bytes) // stage_bytes
@@ -213,7 +225,7 @@ def ring_stages(defines: dict[str, int], card: Card) -> int:
             f"the megakernel needs {used_bytes} bytes of shared memory a block for this checkpoint, this GPU has "
             f"{card.shared_bytes}, {used_bytes - card.shared_bytes} too few: pass backend='torch'"
         )
-    return min(stages, 4 * defines["T_L"])
+    return compile_kernel({**defines, "RING": min(stages, 4 * defines["T_L"])}, card.arch, unit)
 
 
 def compile_kernel(defines: dict[str, int], arch: str, unit: str = "frame.cu") -> Build:

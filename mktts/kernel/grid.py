@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from mktts.errors import BackendUnavailable
 from mktts.spec import NUM_CODEBOOKS, ModelConfig, StackConfig
 
-# Compared with the kernel's own when it is loaded (mktts.kernel.launch.check_constants).
+# The kernel has the same (tests/kernel/test_build.py).
 WARPS = 8  # of a block, that multiply
 FRAGMENTS = 4  # a warp takes from one ring stage
 EPS = 1e-6  # of every RMSNorm

@@ -4,9 +4,7 @@ parameters (csrc/state.cuh in ctypes), exchange area and tags; and why one faile
 from __future__ import annotations
 
 import ctypes
-import struct
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 
@@ -16,7 +14,6 @@ from torch import Tensor
 
 from mktts.errors import BackendUnavailable, EngineError
 from mktts.kernel.build import Card, build_for
-from mktts.kernel.grid import EPS, FRAGMENTS, WARPS
 from mktts.model.sampling import Choice
 
 STATUS_WORDS = 16  # int32, at the start of a stream's pinned memory; the frames follow
@@ -137,7 +134,7 @@ def _check(name: str, status: int) -> None:
         raise EngineError(f"{name} failed: {text.value.decode() if text.value else status}")
 
 
-class PlainKernel:
+class Kernel:
     """A kernel of a loaded cubin, or of PTX that the driver translates, on torch's current device. Raises
     BackendUnavailable where this driver or GPU cannot load it."""
 
@@ -162,50 +159,25 @@ class PlainKernel:
         _check("cuLaunchKernelEx", status)
 
 
-class Kernel(PlainKernel):
-    """A kernel with a fixed grid and shared memory, for cooperative launches: all blocks are resident at once, because
-    they wait for each other. Raises BackendUnavailable where the device cannot hold `blocks`."""
-
-    def __init__(self, image: bytes, name: str, blocks: int, threads: int, shared_bytes: int) -> None:
-        """`threads` of a block, and the dynamic shared memory that it takes."""
-        super().__init__(image, name)
-        self.blocks, self.threads, self.shared_bytes = blocks, threads, shared_bytes
-        _call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, shared_bytes)
-        each = ctypes.c_int()
-        occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
-        _call(occupancy, ctypes.byref(each), self._function, threads, ctypes.c_size_t(shared_bytes))
-        present = each.value * torch.cuda.get_device_properties().multi_processor_count
-        if present < blocks:
-            raise BackendUnavailable(
-                f"{blocks} blocks must be resident together and this GPU holds {present}: pass backend='torch'"
-            )
-
-    def launch(self, parameters: ctypes.Structure, stream: torch.cuda.Stream) -> None:
-        """A cooperative launch on `stream`; `parameters` are copied."""
-        arguments, handle = _Arguments(ctypes.addressof(parameters)), ctypes.c_void_p(stream.cuda_stream)
-        launch, blocks, threads = _driver().cuLaunchCooperativeKernel, self.blocks, self.threads
-        status = launch(self._function, blocks, 1, 1, threads, 1, 1, self.shared_bytes, handle, arguments)
-        _check("cuLaunchCooperativeKernel", status)
-
-
 _TIMEOUT_NS = 2_000_000_000
 _POLL_S = 20e-6  # between looks at the count of frames, while more of the same launch are to come
 _TAG_LIMIT = 1 << 16  # the exchange words carry 16 bits of the tag
 
 
-class Launcher:
-    """Launches of one kernel, one after another on torch's current stream; streams of the model take turns on it.
-    Raises BackendUnavailable where the compiler or the device cannot run the kernel."""
+class Launcher(Kernel):
+    """A kernel whose blocks wait for each other, so that all must be resident at once: cooperative launches, one after
+    another on torch's current stream; streams of the model take turns on it. Raises BackendUnavailable where compiler
+    or device cannot run the kernel, or hold its blocks."""
 
     def __init__(self, unit: str, name: str, defines: dict[str, int], device: torch.device, card: Card) -> None:
         """Compiles csrc/`unit` for `card`, or takes it from the cache, and loads its kernel `name`."""
         build = build_for(defines, card, unit)
         constants = build.constants
-        check_constants(constants)
         self.layer_exchanges = constants["layer_exchanges"]  # what one layer advances the tag by
+        self.blocks, self.threads, self.shared_bytes = defines["CTAS"], constants["threads"], constants["shared_bytes"]
         with torch.cuda.device(device):
-            blocks, threads = defines["CTAS"], constants["threads"]
-            self.kernel = Kernel(build.image, name, blocks, threads, constants["shared_bytes"])
+            super().__init__(build.image, name)
+            self._check_residence()
         words = -(-constants["exchange_bytes"] // 4)
         self._exchange = torch.zeros(words, dtype=torch.int32, device=device)
         self._status = torch.zeros(8, dtype=torch.int32, device=device)
@@ -224,7 +196,10 @@ class Launcher:
             params.tag, params.timeout_ns = self._tag, _TIMEOUT_NS
             self._tag += tags
             stream = torch.cuda.current_stream(self._index)
-            self.kernel.launch(params, stream)
+            arguments, handle = _Arguments(ctypes.addressof(params)), ctypes.c_void_p(stream.cuda_stream)
+            start, blocks, threads = _driver().cuLaunchCooperativeKernel, self.blocks, self.threads
+            status = start(self._function, blocks, 1, 1, threads, 1, 1, self.shared_bytes, handle, arguments)
+            _check("cuLaunchCooperativeKernel", status)
             done = torch.cuda.Event() if done is None else done
             done.record(stream)
         return done
@@ -239,6 +214,16 @@ class Launcher:
             f"{WAITS.get(wait, wait)}, exchange {tag}; the stream is over, others can go on"
         )
 
+    def _check_residence(self) -> None:
+        _call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, self.shared_bytes)
+        each, occupancy = ctypes.c_int(), "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        _call(occupancy, ctypes.byref(each), self._function, self.threads, ctypes.c_size_t(self.shared_bytes))
+        present = each.value * torch.cuda.get_device_properties().multi_processor_count
+        if present < self.blocks:
+            raise BackendUnavailable(
+                f"{self.blocks} blocks must be resident together and this GPU holds {present}: pass backend='torch'"
+            )
+
     def _restart_tags(self) -> None:
         self._exchange.zero_()
         self._tag = 1
@@ -250,27 +235,6 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
         raise BackendUnavailable(f"the megakernel needs a CUDA device, got {device}: pass backend='torch'")
     if dtype != torch.bfloat16:
         raise BackendUnavailable(f"the megakernel computes in bfloat16, got {dtype}: pass backend='torch'")
-
-
-# Of the frame and text kernels' constants those that this package holds too.
-CONSTANTS = {
-    "params_bytes": ctypes.sizeof(Params),
-    "warps": WARPS,
-    "fragments": FRAGMENTS,
-    "status_words": STATUS_WORDS,
-    "frame_words": FRAME_WORDS,
-    "eps": struct.unpack("<I", struct.pack("<f", EPS))[0],
-}
-
-
-def check_constants(constants: Mapping[str, int], expected: Mapping[str, int] = CONSTANTS) -> None:
-    """Raises BackendUnavailable naming the first of a kernel's constants (`Build.constants`) that is not expected."""
-    for name, value in expected.items():
-        if constants.get(name) != value:
-            raise BackendUnavailable(
-                f"csrc and mktts/kernel disagree about {name}: {constants.get(name)} and {value}. Take both from one "
-                "checkout, or pass backend='torch'"
-            )
 
 
 def wait_for_frame(words: np.ndarray, index: int, done: torch.cuda.Event, more: bool) -> bool:

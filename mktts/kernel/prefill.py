@@ -2,8 +2,8 @@
 
 Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both static, while the
 position is a device tensor. Rounding is `Qwen3Stack.forward`'s, with q, k, v and gate, up as one product each: what
-lies between products is made by kernels of the project where they fit, elsewhere by operators (`StackRows`). A few rows
-may go through the frame kernel's tape as it is instead (`TapeRows`).
+lies between products is made by kernels of the project where they fit, elsewhere by operators. A few rows may go
+through the frame kernel's tape as it is instead (`TapeRows`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 from types import ModuleType
 
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mktts.errors import CapacityError
+from mktts.errors import BackendUnavailable, CapacityError
+from mktts.kernel.build import require_triton
 from mktts.kernel.tape_stack import MOST_POSITIONS, ROWS, TapeRows
 from mktts.model.cuda_graph import record
 from mktts.model.prompt import is_of_voice
@@ -40,41 +41,208 @@ def row_kernels(config: StackConfig, device: torch.device, dtype: torch.dtype) -
     widths = (config.hidden_size, config.head_dim)
     if device.type != "cuda" or dtype not in _DTYPES or any(width.bit_count() != 1 for width in widths):
         return None
-    try:  # triton compiles its launchers with the machine's own compiler: better found wanting here than in a capture
-        from mktts.kernel import rows
-
-        some = torch.zeros(2, 16, device=device)
-        with torch.cuda.device(device):
-            rows.silu_mul[1, 1](some[:1], some[1:], N=8, BLOCK=16)
-    except Exception as error:  # whatever triton, its compiler or its cache folder raise, or an import without triton
-        logging.getLogger(__name__).warning(
-            "prompt rows take plain operators: triton cannot build the kernels between their products here (%r)", error
-        )
+    try:
+        require_triton("prefill", device)
+    except BackendUnavailable as reason:
+        logging.getLogger(__name__).warning("prompt rows take plain operators: %s", reason)
         return None
+    from mktts.kernel import rows
+
     return rows
 
 
-class StackRows:
-    """`Stack.layer` over all layers, with the same roundings: what lies between two products by one kernel of the
-    project, or by operators. One thread and one CUDA stream at a time."""
+CAPACITY = 1024  # positions; a multiple of 16: attention kernels take a mask as it is only with such rows
+# Up to 64 rows a product takes as long as its weights take to arrive, so finer buckets would buy nothing but graphs.
+ROW_BUCKETS = (16, 64, 128, 256)
+# Keys and values of 1 024 positions are 4 MiB a layer, an eighth of the 0.6B layer's weights: bytes hardly matter. But
+# a masked attention kernel walks all of its extent, block by block of keys, and that is time when rows are few.
+EXTENTS = (128, 512, CAPACITY)
+_MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # flash takes no mask, cuDNN plans each shape
 
-    def __init__(self, stack: Stack, rotary: Tensor, kernels: ModuleType | None) -> None:
-        """rotary (positions, 2, head_dim), in the stack's dtype: of all positions of the workspace, cosines, then
-        sines, whose first half is negated. kernels: as of `row_kernels`."""
-        self._stack, self._kernels = stack, kernels
-        self._cos, self._sin = rotary[:, 0], rotary[:, 1, stack.config.head_dim // 2 :]
 
-    def run(self, rows: Tensor, index: Tensor, mask: Tensor, kv: Tensor) -> Tensor:
-        """rows (R, H) at positions index (R,) int64 -> their hidden states (R, H), normed by the stack's last norm.
+class Prefill:
+    """Prompts into caches laid out as csrc/state.cuh has them: (layers, kv heads, group, slots, 2, head_dim); up to
+    CAPACITY positions by way of a workspace of its own, 112 KiB a position at the released sizes. The stack must not
+    change afterwards. One thread and one CUDA stream at a time.
 
-        mask (1, 1, R, extent): added to scores. kv (2, layers, kv heads, positions, head_dim), contiguous: takes the
-        rows' keys and values, and gives those of the first `extent` positions. All but `index` in the stack's dtype.
-        """
-        stack, layers = self._stack, kv.shape[1]
+    Keys and values of prefixes are kept by `Prompt.prefix_key`; the least recently used ones go first when they take
+    more than `max_bytes` of device memory."""
+
+    capacity, max_bytes = CAPACITY, 64 << 20
+
+    def __init__(self, stack: Stack, few: TapeRows | None = None) -> None:
+        """few: takes the passes of up to ROWS rows at the first MOST_POSITIONS positions, which then wait for no
+        unpacking."""
+        c, self.stack, self._few = stack.config, stack, few
+        shape = (2, c.num_hidden_layers, c.num_key_value_heads, CAPACITY + 1, c.head_dim)  # the last row is for padding
+        self._kv = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
+        self.device = self._kv.device
+        self.graphs = self.device.type == "cuda"
+        self.length = 0  # positions that are filled
+        self._input = torch.zeros(ROW_BUCKETS[-1], c.hidden_size, dtype=stack.dtype, device=self.device)
+        self._hidden = torch.zeros(c.hidden_size, dtype=stack.dtype, device=self.device)
+        self._past, self._end = torch.zeros(2, dtype=torch.int64, device=self.device).unbind()
+        self._counts = torch.arange(CAPACITY, device=self.device)
+        cos, sin = stack.rotary(0, CAPACITY + 1)
+        half = c.head_dim // 2
+        self._rotary = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), -1)), 1)  # (positions, 2, head_dim)
+        self._cos, self._sin = self._rotary[:, 0], self._rotary[:, 1, half:]
+        self._kernels = row_kernels(c, self.device, stack.dtype)
+        for layer in range(c.num_hidden_layers):
+            stack.layer_weights(layer)  # fused here: a pass may be on another stream
+        self._passes: dict[tuple[int, int], Callable[[], None]] = {}
+        self._prefixes: OrderedDict[Hashable, Tensor] = OrderedDict()
+        self.prefix_bytes = 0  # of all that are kept
+        if self.graphs:
+            self._side, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
+        self.warm_up()  # a graph that is captured while a stream waits delays it by tens of ms
+
+    @property
+    def keys_values(self) -> Tensor:
+        """Rotated keys, and values, of the filled positions, (2, layers, kv heads, length, head_dim): a view, until the
+        next call."""
+        return self._kv[:, :, :, : self.length]
+
+    @torch.inference_mode()
+    def run(self, rows: Tensor, past: int = 0) -> Tensor:
+        """Prefills `rows` (L, H) behind the `past` filled positions, up to the capacity; returns the normed hidden
+        state (H,) of the last row, and waits for nothing. A restored prefix gives the bits of one just made."""
+        with self._on_device():
+            for piece in rows.split(ROW_BUCKETS[-1]):
+                self._advance(piece, past)
+                past += len(piece)
+        self.length = past
+        return self._hidden.clone()
+
+    @torch.inference_mode()
+    def restore(self, kept: Tensor) -> None:
+        """Makes the first positions those of `kept`, a copy of `keys_values`, and them the only filled ones."""
+        self.length = kept.shape[3]
+        self.keys_values.copy_(kept)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Captures every graph that a prompt can need."""
+        with self._on_device():
+            self._past.fill_(0)
+            self._end.fill_(1)
+            # The largest first, so that the others fit into the working memory it took.
+            for bucket, least in zip(ROW_BUCKETS[::-1], (*ROW_BUCKETS[-2::-1], 0), strict=True):
+                for extent in self._extents_of(bucket)[::-1]:
+                    if extent > least:  # fewer rows would take a smaller bucket
+                        self._pass(bucket, extent)
+
+    @torch.inference_mode()
+    def prefix(self, rows: Tensor, key: Hashable | None, kv: Tensor) -> None:
+        """Positions [0, P) from the prefix rows (P, H) alone, found under `key` or computed."""
+        copy_into_cache(self._prefix(rows, key), kv)
+
+    def forget(self, voice: Voice) -> None:
+        """Lets go of the prefixes with this voice."""
+        for key in [key for key in self._prefixes if is_of_voice(key, voice)]:
+            self.prefix_bytes -= self._prefixes.pop(key).nbytes
+
+    @torch.inference_mode()
+    def fill(self, rows: Tensor, kv: Tensor, prefix_rows: int = 0, key: Hashable | None = None) -> Tensor:
+        """All positions of a prompt (L, H) at once, whose first `prefix_rows`, fewer than L, are known by `key`;
+        returns the normed hidden state (H,) of the last one. The prefix is always computed apart from the rest, so that
+        the bits are the same whether it was kept or not. Raises CapacityError as `go_on`."""
+        apart = prefix_rows and len(rows) <= CAPACITY
+        return self.go_on(rows, kv, self._prefix(rows[:prefix_rows], key) if apart else None)
+
+    @torch.inference_mode()
+    def go_on(self, rows: Tensor, kv: Tensor, kept: Tensor | None) -> Tensor:
+        """As `fill`, of a prompt (L, H) whose first positions, fewer than L, are `kept`. One beyond the graphs'
+        capacity goes through eager PyTorch, all of it, where the stack has matrices of its own (a Qwen3Stack). Raises
+        CapacityError where it has not."""
+        if len(rows) > CAPACITY and not isinstance(self.stack, Qwen3Stack):
+            raise CapacityError(
+                f"a prompt may have {CAPACITY} rows with the megakernel, this one has {len(rows)}: shorten it "
+                "(instruction, reference recording and its transcript, text), or pass backend='torch'"
+            )
+        if len(rows) > CAPACITY:
+            cache = self.stack.new_cache(len(rows))
+            hidden = self.stack.forward(rows[None], cache)[0, -1]
+            copy_into_cache(torch.stack((cache.keys, cache.values))[:, :, 0], kv)
+            return hidden
+        past = 0 if kept is None else kept.shape[3]
+        if past:
+            self.restore(kept)
+        hidden = self.run(rows[past:], past)
+        copy_into_cache(self.keys_values, kv)
+        return hidden
+
+    def _prefix(self, rows: Tensor, key: Hashable | None) -> Tensor:
+        """Keys and values of the prefix rows (P, H)."""
+        kept = None if key is None else self._prefixes.get(key)
+        if kept is not None:
+            self._prefixes.move_to_end(key)
+            return kept
+        self.run(rows)
+        kept = self.keys_values.clone()
+        if key is not None and kept.nbytes <= self.max_bytes:
+            self._prefixes[key] = kept
+            self.prefix_bytes += kept.nbytes
+            while self.prefix_bytes > self.max_bytes:
+                self.prefix_bytes -= self._prefixes.popitem(last=False)[1].nbytes
+        return kept
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def _advance(self, rows: Tensor, past: int) -> None:
+        end = past + len(rows)
+        bucket = next(b for b in ROW_BUCKETS if b >= len(rows))
+        extent = next(e for e in self._extents_of(bucket) if e >= end)
+        self._past.fill_(past)
+        self._end.fill_(end)
+        if not self._takes(bucket, extent):
+            # Masked positions are multiplied by zero, which NaN or infinity from an earlier prompt would survive.
+            self._kv[:, :, :, end:extent].zero_()
+        run = self._pass(bucket, extent)  # before the rows are there: a capture runs once, and few rows change in place
+        self._input[: len(rows)].copy_(rows)
+        run()
+
+    def _takes(self, bucket: int, extent: int) -> bool:
+        return self._few is not None and bucket <= ROWS and extent <= MOST_POSITIONS
+
+    def _extents_of(self, bucket: int) -> tuple[int, ...]:
+        """What reads as many keys as there are takes one extent for all."""
+        taken = [extent for extent in EXTENTS if self._takes(bucket, extent)]
+        return EXTENTS[max(0, len(taken) - 1) :]
+
+    def _pass(self, bucket: int, extent: int) -> Callable[[], None]:
+        if (bucket, extent) not in self._passes:
+            work = partial(self._forward, bucket, extent)
+            self._passes[bucket, extent] = record(work, self._pool, self._side).replay if self.graphs else work
+        return self._passes[bucket, extent]
+
+    def _forward(self, bucket: int, extent: int) -> None:
+        """Static input to static outputs; the position is on the device only."""
+        last = (self._end - self._past - 1)[None]
+        if self._takes(bucket, extent):
+            self._few.run(self._input[:ROWS], self._past, self._end, self._kv, self._rotary)
+            row = self._input.index_select(0, last)[0]
+            self._hidden.copy_(rms_norm(row, self.stack.norm, self.stack.config.rms_norm_eps))
+            return
+        positions = self._past + self._counts[:bucket]
+        index = positions.masked_fill(positions >= self._end, CAPACITY)  # padding goes to the spare row
+        mask = torch.zeros(1, 1, bucket, extent, dtype=self._kv.dtype, device=self.device)
+        mask.masked_fill_(self._counts[:extent] > positions[:, None], -torch.inf)
+        x = self._input[:bucket]
+        backends = sdpa_kernel(_MASKED_BACKENDS) if self.device.type == "cuda" else contextlib.nullcontext()
+        with backends:
+            rows = self._layers(x, index, mask)
+        self._hidden.copy_(rows.index_select(0, last)[0])
+
+    def _layers(self, rows: Tensor, index: Tensor, mask: Tensor) -> Tensor:
+        """rows (R, H) at positions index (R,) int64 -> their hidden states (R, H), after the last norm, with the
+        roundings of `Qwen3Stack.layer`. mask (1, 1, R, extent): added to scores, in the stack's dtype."""
+        stack, layers = self.stack, self.stack.config.num_hidden_layers
         x, normed = rows.clone(), torch.empty_like(rows)
         w = stack.layer_weights(0)
         self._add_norm(x, None, w.input_norm, normed)
-        for layer, (keys, values) in enumerate(kv.unbind(1), 1):
+        for layer, (keys, values) in enumerate(self._kv.unbind(1), 1):
             q = self._turned(F.linear(normed, w.qkv), w.q_norm, w.k_norm, index, keys, values)
             self._add_norm(x, F.linear(_attended(q, keys, values, mask), w.o), w.post_norm, normed)
             delta = F.linear(self._gated(F.linear(normed, w.gate_up)), w.down)
@@ -85,7 +253,7 @@ class StackRows:
 
     def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Tensor, out: Tensor) -> None:
         """x (R, H) += delta (R, H) where there is one, then out (R, H) = RMSNorm(x) * norm (H,)."""
-        adds, eps = delta is not None, self._stack.config.rms_norm_eps
+        adds, eps = delta is not None, self.stack.config.rms_norm_eps
         if self._kernels is not None:
             self._kernels.add_norm[(len(x),)](
                 x, delta if adds else x, norm, out, eps, N=x.shape[1], ADDS=adds, num_warps=4
@@ -109,7 +277,7 @@ class StackRows:
         self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, index: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """qkv (R, (heads + 2 kv heads) head_dim) -> queries (kv heads, query heads that share each, R, head_dim)."""
-        c, rows = self._stack.config, len(qkv)
+        c, rows = self.stack.config, len(qkv)
         heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
         if self._kernels is not None:
             tile = math.gcd(kv_heads, _HEADS)
@@ -127,222 +295,12 @@ class StackRows:
         return rotate(rms_norm(q, q_norm, c.rms_norm_eps), *turns).unflatten(0, (kv_heads, -1))
 
 
-# Up to 64 rows a product takes as long as its weights take to arrive, so finer buckets would buy nothing but graphs.
-ROW_BUCKETS = (16, 64, 128, 256)
-# Keys and values of 1 024 positions are 4 MiB a layer, an eighth of the 0.6B layer's weights: bytes hardly matter. But
-# a masked attention kernel walks all of its extent, block by block of keys, and that is time when rows are few.
-FIRST_EXTENT = 128
-EXTENT_FACTOR = 4
-_MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # flash takes no mask, cuDNN plans each shape
-
-
-class Prefill:
-    """Prefills prompts of up to `capacity` positions into a workspace of keys and values that belongs to it, 112 KiB a
-    position at the released sizes. The stack must not change afterwards. One thread and one CUDA stream at a time; a
-    graph is captured when its shape is first needed (tens of ms) or by `warm_up`."""
-
-    def __init__(
-        self,
-        stack: Stack,
-        capacity: int = 1024,
-        buckets: Sequence[int] = ROW_BUCKETS,
-        graphs: bool | None = None,
-        few: TapeRows | None = None,
-    ) -> None:
-        """capacity: a multiple of 16: attention kernels take a mask as it is only with such rows. graphs: None on CUDA
-        only. few: takes the passes of up to ROWS rows at the first MOST_POSITIONS positions, which then wait for no
-        unpacking."""
-        c, self.stack, self.capacity, self._few = stack.config, stack, capacity, few
-        self.buckets = tuple(sorted(buckets))
-        self.extents = tuple(_extents(capacity))
-        shape = (2, c.num_hidden_layers, c.num_key_value_heads, capacity + 1, c.head_dim)  # the last row is for padding
-        self._kv = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
-        self.device = self._kv.device
-        self.graphs = self.device.type == "cuda" if graphs is None else graphs
-        self.length = 0  # positions that are filled
-        self._input = torch.zeros(self.buckets[-1], c.hidden_size, dtype=stack.dtype, device=self.device)
-        self._hidden = torch.zeros(c.hidden_size, dtype=stack.dtype, device=self.device)
-        self._past, self._end = torch.zeros(2, dtype=torch.int64, device=self.device).unbind()
-        self._counts = torch.arange(max(capacity, self.buckets[-1]), device=self.device)
-        cos, sin = stack.rotary(0, capacity + 1)
-        half = c.head_dim // 2
-        self._rotary = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), -1)), 1)  # (positions, 2, head_dim)
-        self._rows = StackRows(stack, self._rotary, row_kernels(c, self.device, stack.dtype))
-        for layer in range(c.num_hidden_layers):
-            stack.layer_weights(layer)  # fused here: a pass may be on another stream
-        self._passes: dict[tuple[int, int], Callable[[], None]] = {}
-        if self.graphs:
-            self._side, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
-
-    @property
-    def keys_values(self) -> Tensor:
-        """Rotated keys, and values, of the filled positions, (2, layers, kv heads, length, head_dim): a view, until the
-        next call."""
-        return self._kv[:, :, :, : self.length]
-
-    @torch.inference_mode()
-    def run(self, rows: Tensor, past: int = 0) -> Tensor:
-        """Prefills `rows` (L, H) behind the `past` filled positions, up to the capacity; returns the normed hidden
-        state (H,) of the last row, and waits for nothing. A restored prefix gives the bits of one just made."""
-        with self._on_device():
-            for piece in rows.split(self.buckets[-1]):
-                self._advance(piece, past)
-                past += len(piece)
-        self.length = past
-        return self._hidden.clone()
-
-    @torch.inference_mode()
-    def restore(self, kept: Tensor) -> None:
-        """Makes the first positions those of `kept`, a copy of `keys_values`, and them the only filled ones."""
-        self.length = kept.shape[3]
-        self.keys_values.copy_(kept)
-
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Captures every graph that a prompt can need. The filled positions are lost."""
-        self.length = 0
-        with self._on_device():
-            self._past.fill_(0)
-            self._end.fill_(1)
-            # The largest first, so that the others fit into the working memory it took.
-            for bucket, least in zip(self.buckets[::-1], (*self.buckets[-2::-1], 0), strict=True):
-                for extent in self._extents_of(bucket)[::-1]:
-                    if extent > least:  # fewer rows would take a smaller bucket
-                        self._pass(bucket, extent)
-
-    def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-
-    def _advance(self, rows: Tensor, past: int) -> None:
-        end = past + len(rows)
-        bucket = next(b for b in self.buckets if b >= len(rows))
-        extent = next(e for e in self._extents_of(bucket) if e >= end)
-        self._past.fill_(past)
-        self._end.fill_(end)
-        if not self._takes(bucket, extent):
-            # Masked positions are multiplied by zero, which NaN or infinity from an earlier prompt would survive.
-            self._kv[:, :, :, end:extent].zero_()
-        run = self._pass(bucket, extent)  # before the rows are there: a capture runs once, and few rows change in place
-        self._input[: len(rows)].copy_(rows)
-        run()
-
-    def _takes(self, bucket: int, extent: int) -> bool:
-        return self._few is not None and bucket <= ROWS and extent <= MOST_POSITIONS
-
-    def _extents_of(self, bucket: int) -> tuple[int, ...]:
-        """What reads as many keys as there are takes one extent for all."""
-        taken = [extent for extent in self.extents if self._takes(bucket, extent)]
-        return self.extents[max(0, len(taken) - 1) :]
-
-    def _pass(self, bucket: int, extent: int) -> Callable[[], None]:
-        if (bucket, extent) not in self._passes:
-            work = partial(self._forward, bucket, extent)
-            self._passes[bucket, extent] = record(work, self._pool, self._side).replay if self.graphs else work
-        return self._passes[bucket, extent]
-
-    def _forward(self, bucket: int, extent: int) -> None:
-        """Static input to static outputs; the position is on the device only."""
-        last = (self._end - self._past - 1)[None]
-        if self._takes(bucket, extent):
-            self._few.run(self._input[:ROWS], self._past, self._end, self._kv, self._rotary)
-            row = self._input.index_select(0, last)[0]
-            self._hidden.copy_(rms_norm(row, self.stack.norm, self.stack.config.rms_norm_eps))
-            return
-        positions = self._past + self._counts[:bucket]
-        index = positions.masked_fill(positions >= self._end, self.capacity)  # padding goes to the spare row
-        mask = torch.zeros(1, 1, bucket, extent, dtype=self._kv.dtype, device=self.device)
-        mask.masked_fill_(self._counts[:extent] > positions[:, None], -torch.inf)
-        x = self._input[:bucket]
-        backends = sdpa_kernel(_MASKED_BACKENDS) if self.device.type == "cuda" else contextlib.nullcontext()
-        with backends:
-            rows = self._rows.run(x, index, mask, self._kv)
-        self._hidden.copy_(rows.index_select(0, last)[0])
-
-
 def _attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """q (kv heads, query heads that share each, rows, head_dim), keys and values (kv heads, positions, head_dim) -> the
     heads' outputs (rows, heads * head_dim). Keys and values are expanded, not copied."""
     k, v = (t[:, None, : mask.shape[-1]].expand(-1, q.shape[1], -1, -1) for t in (keys, values))
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return attended.permute(2, 0, 1, 3).flatten(1)
-
-
-def _extents(capacity: int) -> Iterator[int]:
-    extent = FIRST_EXTENT
-    while extent < capacity:
-        yield extent
-        extent *= EXTENT_FACTOR
-    yield capacity
-
-
-class KernelPrefill:
-    """Prompts into caches laid out as csrc/state.cuh has them: (layers, kv heads, group, slots, 2, head_dim).
-
-    Keys and values of prefixes are kept by `Prompt.prefix_key`; the least recently used ones go first when they take
-    more than `max_bytes` of device memory (a row is 112 KiB at the released sizes). One thread at a time."""
-
-    def __init__(self, stack: Stack, few: TapeRows | None = None, max_bytes: int = 64 << 20) -> None:
-        self.stack, self.max_bytes = stack, max_bytes
-        self._prefill = Prefill(stack, few=few)
-        self.capacity = self._prefill.capacity  # rows of a prompt that graphs take
-        self._prefill.warm_up()  # a graph that is captured while a stream waits delays it by tens of ms
-        self._prefixes: OrderedDict[Hashable, Tensor] = OrderedDict()
-        self.prefix_bytes = 0  # of all that are kept
-
-    @torch.inference_mode()
-    def prefix(self, rows: Tensor, key: Hashable | None, kv: Tensor) -> None:
-        """Positions [0, P) from the prefix rows (P, H) alone, found under `key` or computed."""
-        copy_into_cache(self._prefix(rows, key), kv)
-
-    def forget(self, voice: Voice) -> None:
-        """Lets go of the prefixes with this voice."""
-        for key in [key for key in self._prefixes if is_of_voice(key, voice)]:
-            self.prefix_bytes -= self._prefixes.pop(key).nbytes
-
-    @torch.inference_mode()
-    def fill(self, rows: Tensor, kv: Tensor, prefix_rows: int = 0, key: Hashable | None = None) -> Tensor:
-        """All positions of a prompt (L, H) at once, whose first `prefix_rows`, fewer than L, are known by `key`;
-        returns the normed hidden state (H,) of the last one. The prefix is always computed apart from the rest, so that
-        the bits are the same whether it was kept or not. Raises CapacityError as `go_on`."""
-        apart = prefix_rows and len(rows) <= self.capacity
-        return self.go_on(rows, kv, self._prefix(rows[:prefix_rows], key) if apart else None)
-
-    @torch.inference_mode()
-    def go_on(self, rows: Tensor, kv: Tensor, kept: Tensor | None) -> Tensor:
-        """As `fill`, of a prompt (L, H) whose first positions, fewer than L, are `kept`. One beyond the graphs'
-        capacity goes through eager PyTorch, all of it, where the stack has matrices of its own (a Qwen3Stack). Raises
-        CapacityError where it has not."""
-        if len(rows) > self.capacity and not isinstance(self.stack, Qwen3Stack):
-            raise CapacityError(
-                f"a prompt may have {self.capacity} rows with the megakernel, this one has {len(rows)}: shorten it "
-                "(instruction, reference recording and its transcript, text), or pass backend='torch'"
-            )
-        if len(rows) > self.capacity:
-            cache = self.stack.new_cache(len(rows))
-            hidden = self.stack.forward(rows[None], cache)[0, -1]
-            copy_into_cache(torch.stack((cache.keys, cache.values))[:, :, 0], kv)
-            return hidden
-        past = 0 if kept is None else kept.shape[3]
-        if past:
-            self._prefill.restore(kept)
-        hidden = self._prefill.run(rows[past:], past)
-        copy_into_cache(self._prefill.keys_values, kv)
-        return hidden
-
-    def _prefix(self, rows: Tensor, key: Hashable | None) -> Tensor:
-        """Keys and values of the prefix rows (P, H)."""
-        kept = None if key is None else self._prefixes.get(key)
-        if kept is not None:
-            self._prefixes.move_to_end(key)
-            return kept
-        self._prefill.run(rows)
-        kept = self._prefill.keys_values.clone()
-        if key is not None and kept.nbytes <= self.max_bytes:
-            self._prefixes[key] = kept
-            self.prefix_bytes += kept.nbytes
-            while self.prefix_bytes > self.max_bytes:
-                self.prefix_bytes -= self._prefixes.popitem(last=False)[1].nbytes
-        return kept
 
 
 @torch.inference_mode()

@@ -88,7 +88,7 @@ def _pack_in_order(weight: Tensor, parts: int, rows: int) -> Tensor:
 Get = Callable[[str], Tensor]  # Hub name -> bf16 tensor on the kernel's device
 
 
-def model_weights(shape: Shape, get: Get, has_projection: bool) -> dict[str, Tensor]:
+def model_weights(shape: Shape, get: Get) -> dict[str, Tensor]:
     """Talker and code predictor by the names in csrc/state.cuh, struct Params."""
     code_predictor = "talker.code_predictor."
     weights = {"talker_head_tape": pack_rows(shape, get("talker.codec_head.weight"))}
@@ -97,7 +97,7 @@ def model_weights(shape: Shape, get: Get, has_projection: bool) -> dict[str, Ten
     first, *others = map(get, CODE_EMBEDDINGS)
     embeddings = torch.stack(others)
     weights |= {"embeddings0": first, "embeddings": embeddings, "inputs0": first, "inputs": embeddings}
-    if has_projection:
+    if shape.talker.hidden_size != shape.predictor.hidden_size:
         name = f"{code_predictor}small_to_mtp_projection."
         matrix, bias = get(name + "weight"), get(name + "bias")
         tape = _pack_in_order(matrix, shape.blocks, -(-len(matrix) // shape.blocks))

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from mktts.kernel.build import card_of, compile_kernel
 from mktts.kernel.grid import Shape
-from mktts.kernel.launch import PlainKernel, check_constants, fill_pointers
+from mktts.kernel.launch import Kernel, fill_pointers
 from mktts.model.qwen3 import LayerWeights, Stack
 
-ROWS = 16  # that one pass takes; compared with the kernels' own, as is what follows
+ROWS = 16  # that one pass takes; the kernels have the same, as of what follows (tests/kernel/test_build.py)
 MOST_POSITIONS = 512  # that a row can attend to
 KERNELS = tuple(f"mktts_rows_{phase}" for phase in ("qkv", "attend", "out", "gate_up", "down"))
 _ROWS_THREADS = 256
@@ -60,8 +60,7 @@ class TapeRows:
         c = shape.talker
         self._shape, self._tape = shape, weights["talker_tape"]  # (blocks, layers, elements)
         self._norms, self._heads = weights["talker_norms"], weights["talker_qk"]  # (layers, 2, H), (layers, 2, D)
-        sizes = {"params_bytes": ctypes.sizeof(RowsParams), "rows": ROWS, "most_keys": MOST_POSITIONS}
-        self._launch = launch or _launches("rows.cu", KERNELS, _ROWS_THREADS, shape, self._tape, sizes)
+        self._launch = launch or _launches("rows.cu", KERNELS, _ROWS_THREADS, shape, self._tape.device)
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         widths = {"heads": queries + 2 * keys, "attended": queries, "active": c.intermediate_size}
         self._work = {name: self._tape.new_empty(ROWS, width) for name, width in widths.items()}
@@ -98,8 +97,7 @@ class TapeStack(Stack):
         """launch: in place of CUDA's, for tests. Raises BackendUnavailable where csrc/unpack.cu cannot be used."""
         super().__init__(shape.talker, weights["talker_final"])
         self._tape = weights["talker_tape"]  # (blocks, layers, elements)
-        sizes = {"params_bytes": ctypes.sizeof(UnpackParams)}
-        self._launch = launch or _launches("unpack.cu", ["mktts_unpack"], _UNPACK_THREADS, shape, self._tape, sizes)
+        self._launch = launch or _launches("unpack.cu", ["mktts_unpack"], _UNPACK_THREADS, shape, self._tape.device)
         c = self.config
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         h, inner = c.hidden_size, c.intermediate_size
@@ -121,18 +119,15 @@ class TapeStack(Stack):
         return self._layers[index]
 
 
-def _launches(
-    unit: str, names: Sequence[str], threads: int, shape: Shape, tape: Tensor, sizes: Mapping[str, int]
-) -> Launch:
-    """Of the kernels of csrc/`unit` for one tape, whose constants have `sizes` in them. Raises BackendUnavailable."""
-    with torch.cuda.device(tape.device):
-        build = compile_kernel(shape.defines, card_of(tape.device).arch, unit)
-        kernels = {name: PlainKernel(build.image, name) for name in names}
-    check_constants(build.constants, {"layer_bytes": tape.stride(1) * tape.itemsize, **sizes})
-    early = unit == "rows.cu" and torch.cuda.get_device_capability(tape.device) >= (9, 0)
+def _launches(unit: str, names: Sequence[str], threads: int, shape: Shape, device: torch.device) -> Launch:
+    """Of the kernels of csrc/`unit` for the tape of one shape. Raises BackendUnavailable."""
+    with torch.cuda.device(device):
+        image = compile_kernel(shape.defines, card_of(device).arch, unit).image
+        kernels = {name: Kernel(image, name) for name in names}
+    early = unit == "rows.cu" and torch.cuda.get_device_capability(device) >= (9, 0)
 
     def launch(name: str, grid: tuple[int, int], parameters: ctypes.Structure) -> None:
-        with torch.cuda.device(tape.device):
+        with torch.cuda.device(device):
             kernels[name].launch_grid(grid, threads, parameters, early)
 
     return launch

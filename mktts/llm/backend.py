@@ -26,7 +26,7 @@ from mktts.kernel.launch import (
     pinned_words,
     set_choice,
 )
-from mktts.kernel.prefill import KernelPrefill, kept_of_cache
+from mktts.kernel.prefill import Prefill, kept_of_cache
 from mktts.kernel.tape import pack_wide_head, stack_weights
 from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig
 from mktts.model.qwen3 import KVCache, Qwen3Stack
@@ -153,7 +153,7 @@ class TextKernelBackend(TextBackend):
         card = card_of(self.device)
         self.shape = choose_text_shape(config.stack, card.multiprocessors)
         self._launcher = Launcher("text.cu", "mktts_text", self.shape.defines, self.device, card)
-        self._prefill = KernelPrefill(Qwen3Stack(config.stack, tensors, STACK, self.device, dtype))
+        self._prefill = Prefill(Qwen3Stack(config.stack, tensors, STACK, self.device, dtype))
 
         def get(name: str) -> Tensor:
             return tensors[name].to(self.device, dtype)

@@ -75,8 +75,8 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Builds prompts for one checkpoint, on `device`; text embeddings stay where their tensor is, see `TextTable`.
-    tensors: by Hub name."""
+    """Builds prompts for one checkpoint, on `device`. The text table (V, E) stays where and as it is, normally in the
+    mapped file: on a GPU it would take 0.6 GB, of which a prompt reads a few rows of 4 KB. tensors: by Hub name."""
 
     def __init__(
         self,
@@ -94,16 +94,29 @@ class PromptBuilder:
         def get(name: str) -> Tensor:
             return tensors[name].to(self.device, dtype)
 
-        self._table = TextTable(tensors["talker.model.text_embedding.weight"], self.device, dtype)
+        self._table = table = tensors["talker.model.text_embedding.weight"]
+        self._uploads = table.device.type == "cpu" and self.device.type == "cuda"
+        if self._uploads:
+            # Of every page of a mapped table a value, so that a word's first use does not wait for the disk.
+            table.flatten()[:: _PAGE_BYTES // table.itemsize].sum()
+            self._numbers = numbers(table)
         projection = "talker.text_projection.linear_fc"
         self._projection = [(get(f"{projection}{n}.weight"), get(f"{projection}{n}.bias")) for n in (1, 2)]
         self._codec_tables = [get(name) for name in CODE_EMBEDDINGS]
-        newline = tokenizer.encode("\n")
-        self._heads: OrderedDict[Hashable, tuple[Tensor, _Special]] = OrderedDict()
-        self._kept: dict[object, Tensor] = {}  # rows that every prompt takes, and no text changes
-        self._role = [config.text_ids.im_start, config.text_ids.assistant, *newline]
-        if len(self._role) != 3:
-            raise PromptError(f'the tokenizer must encode "\\n" as one token, it gives {newline}')
+        self._heads: OrderedDict[Hashable, Tensor] = OrderedDict()
+        self._codec_kept: dict[tuple[int, ...], Tensor] = {}
+        self._newline = tokenizer.encode("\n")
+        if len(self._newline) != 1:
+            raise PromptError(f'the tokenizer must encode "\\n" as one token, it gives {self._newline}')
+        text, codec = config.text_ids, config.codec_ids
+        # Rows that come in every prompt, (1, H) each but for the role's. Some are projected together, as upstream does:
+        # one row alone may round differently.
+        self._role = self.text_rows([text.im_start, text.assistant, *self._newline])
+        self._bos, self._eos, self._pad = self.text_rows([text.tts_bos, text.tts_eos, text.tts_pad]).split(1)
+        self._codec_pad, self._codec_bos = self._codec_rows(codec.pad), self._codec_rows(codec.bos)
+        self._whole_end = torch.cat((self._eos + self._codec_pad, self._codec_bos + self._pad))  # (2, H)
+        self._pad_row = self._pad[0]  # (H,): the same object in all prompts, which lanes tell by that
+        self.fed_pad, self.fed_eos = (self.text_rows([id_])[0] for id_ in (text.tts_pad, text.tts_eos))
 
     # ---- public
 
@@ -147,24 +160,24 @@ class PromptBuilder:
         ids = self.tokenizer.encode(request.text)
         if not ids:
             raise TextError("expected text to speak, got an empty text")
-        (head, special), in_context = self._head(request), _in_context(request)
+        head, in_context = self._head(request), _in_context(request)
         text_ids = self.reference_ids(request) + ids if in_context else ids  # rows of one product
-        trailing: Tensor | Callable[[], Tensor] = special.nothing
+        trailing: Tensor | Callable[[], Tensor] = self._pad[:0]
         if request.layout == "whole" and spoken is not None and not in_context:
-            embeds = spoken.prompt(head, ids, special.end)
+            embeds = spoken.prompt(head, ids)
         elif request.layout == "whole":
             # All text rows against codec_pad, then the codec side, reference frames included, against tts_pad.
-            codec = self._codec_side(request, special) + special.pad if in_context else special.codec_begin
-            embeds = torch.cat((head, self.text_rows(text_ids) + special.codec_pad, special.text_end, codec))
+            text_end, codec = self._whole_end.split(1)
+            codec = self._codec_side(request) + self._pad if in_context else codec
+            embeds = torch.cat((head, self.text_rows(text_ids) + self._codec_pad, text_end, codec))
         elif in_context:
-            text = torch.cat((self.text_rows(text_ids), special.eos))
-            body, trailing = self._streaming_body(request, text, special)
+            body, trailing = self._streaming_body(request, torch.cat((self.text_rows(text_ids), self._eos)))
             embeds = torch.cat((head, body))
         else:
             # The first token's row and the others' come of two products, as upstream has it.
-            embeds = torch.cat((head, self.text_rows(ids[:1]) + special.codec_bos))
-            trailing = partial(self._rest, ids[1:], special)
-        return Prompt(embeds, trailing, special.pad_row, len(ids), len(head), self._prefix_key(request))
+            embeds = torch.cat((head, self.text_rows(ids[:1]) + self._codec_bos))
+            trailing = partial(self._rest, ids[1:])
+        return Prompt(embeds, trailing, self._pad_row, len(ids), len(head), self._prefix_key(request))
 
     # ---- used by FedPrompt
 
@@ -173,9 +186,8 @@ class PromptBuilder:
     ) -> tuple[Tensor, int, Hashable | None]:
         """The streaming prompt, its prefix rows and key, as `PromptRows` has them. `rows` are the text rows so far,
         each (H,); the first `reference_rows` are a transcript's."""
-        head, special = self._head(request)
-        body, _ = self._streaming_body(request, torch.stack(tuple(rows)), special)
-        embeds = torch.cat((head, body))
+        body, _ = self._streaming_body(request, torch.stack(tuple(rows)))
+        embeds = torch.cat((self._head(request), body))
         # A transcript longer than its recording has frames fills the prompt: the last row is left to be computed.
         prefix_rows = min(len(embeds) - len(body) + reference_rows, len(embeds) - 1)
         return embeds, prefix_rows, self._prefix_key(request, fed=reference_rows > 0)
@@ -184,23 +196,26 @@ class PromptBuilder:
     def text_rows(self, ids: Sequence[int]) -> Tensor:
         """Projected text embeddings (N, H): fc2(SiLU(fc1(embedding))). Another grouping may round differently."""
         (w1, b1), (w2, b2) = self._projection
-        return F.linear(F.silu(F.linear(self._table.rows(ids), w1, b1)), w2, b2)
-
-    def special_rows(self, *ids: int) -> Tensor:
-        """`text_rows` of ids that come in every prompt, made once. Not to be changed in place."""
-        return self._once(ids, lambda: self.text_rows(ids))
+        return F.linear(F.silu(F.linear(self._embedded(ids), w1, b1)), w2, b2)
 
     # ---- parts
 
-    def _once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
+    def _embedded(self, ids: Sequence[int]) -> Tensor:
+        """Rows of the text table (N, E), N > 0. Raises IndexError for an id that is not in it."""
+        table = self._table
+        if not self._uploads:
+            x = table[torch.tensor(list(ids), dtype=torch.int64, device=table.device)]
+            return x.to(self.device).to(self.dtype)
+        # Through pinned memory, which torch keeps: the copy then waits for no work of other streams.
+        pinned = torch.empty(len(ids), table.shape[1], dtype=table.dtype, pin_memory=True)
+        gather(self._numbers, ids, numbers(pinned))
+        return pinned.to(self.device, non_blocking=True).to(self.dtype)
 
-    def _codec_rows(self, ids: Sequence[int]) -> Tensor:
+    def _codec_rows(self, *ids: int) -> Tensor:
         """Rows of tags, speakers and special ids: a few dozen in all, so they are kept."""
-        table = self._codec_tables[0]
-        return self._once(("codec", *ids), lambda: table[torch.tensor(list(ids), device=self.device)])
+        if ids not in self._codec_kept:
+            self._codec_kept[ids] = self._codec_tables[0][torch.tensor(ids, device=self.device)]
+        return self._codec_kept[ids]
 
     def _language_id(self, request: Request) -> int | None:
         dialect = self.config.dialects.get(request.speaker, False) if request.speaker else False
@@ -218,8 +233,8 @@ class PromptBuilder:
         for key in [key for key in self._heads if is_of_voice(key, voice)]:
             del self._heads[key]
 
-    def _head(self, request: Request) -> tuple[Tensor, _Special]:
-        """Instruction, role, tags and speaker rows; and the special rows the body needs. Those used last are kept."""
+    def _head(self, request: Request) -> Tensor:
+        """Instruction, role, tags and speaker rows. Those used last are kept."""
         key = self._prefix_key(request)
         if key not in self._heads:
             self._heads[key] = self._made_head(request)
@@ -228,50 +243,48 @@ class PromptBuilder:
         self._heads.move_to_end(key)
         return self._heads[key]
 
-    def _made_head(self, request: Request) -> tuple[Tensor, _Special]:
+    def _made_head(self, request: Request) -> Tensor:
         text, codec = self.config.text_ids, self.config.codec_ids
-        # The three rows are projected together, as upstream does: one row alone may round differently.
-        bos, eos, pad = self.special_rows(text.tts_bos, text.tts_eos, text.tts_pad).split(1)
         language = self._language_id(request)
         if language is None:
             tags = [codec.nothink, codec.think_bos, codec.think_eos]
         else:
             tags = [codec.think, codec.think_bos, language, codec.think_eos]
-        rows = [self._codec_rows(tags)]
+        rows = [self._codec_rows(*tags)]
         if request.speaker is not None:
-            rows.append(self._codec_rows([self.config.speakers[request.speaker]]))
+            rows.append(self._codec_rows(self.config.speakers[request.speaker]))
         elif request.voice is not None:
             rows.append(request.voice.embedding.to(self.device, self.dtype).view(1, -1))
-        codec_side = torch.cat([*rows, self._codec_rows([codec.pad])])
-        text_side = torch.cat((pad.expand(len(codec_side) - 1, -1), bos))
-        parts = [self.special_rows(*self._role), text_side + codec_side]
+        codec_side = torch.cat([*rows, self._codec_pad])
+        text_side = torch.cat((self._pad.expand(len(codec_side) - 1, -1), self._bos))
+        parts = [self._role, text_side + codec_side]
         if request.instruct:
             turn = self.tokenizer.encode(f"user\n{request.instruct}")
-            parts.insert(0, self.text_rows([text.im_start, *turn, text.im_end, *self._role[2:]]))
-        return torch.cat(parts), _Special.of(pad, eos, *self._codec_rows([codec.pad, codec.bos]).split(1))
+            parts.insert(0, self.text_rows([text.im_start, *turn, text.im_end, *self._newline]))
+        return torch.cat(parts)
 
     def reference_ids(self, request: Request) -> list[int]:
         """Of the transcript of an in-context voice, which comes before the text."""
         return self.tokenizer.encode(request.voice.transcript.strip())
 
     @torch.inference_mode()
-    def _rest(self, ids: list[int], special: _Special) -> Tensor:
+    def _rest(self, ids: list[int]) -> Tensor:
         """The text rows of the tokens behind the first, and of the text's end."""
-        return torch.cat((self.text_rows(ids), special.eos)) if ids else special.eos
+        return torch.cat((self.text_rows(ids), self._eos)) if ids else self._eos
 
-    def _streaming_body(self, request: Request, text: Tensor, special: _Special) -> tuple[Tensor, Tensor]:
+    def _streaming_body(self, request: Request, text: Tensor) -> tuple[Tensor, Tensor]:
         """Codec side and text row by row, the shorter text padded; and the text rows left over."""
-        codec = self._codec_side(request, special)
+        codec = self._codec_side(request)
         missing = max(0, len(codec) - len(text))
-        padded = torch.cat((text, special.pad.expand(missing, -1)))
+        padded = torch.cat((text, self._pad.expand(missing, -1)))
         return padded[: len(codec)] + codec, padded[len(codec) :]
 
-    def _codec_side(self, request: Request, special: _Special) -> Tensor:
+    def _codec_side(self, request: Request) -> Tensor:
         if not _in_context(request):
-            return special.codec_bos
+            return self._codec_bos
         codes = request.voice.codes.to(self.device)
         frames = torch.stack([table[codes[:, g]] for g, table in enumerate(self._codec_tables)], 1).sum(1)
-        return torch.cat((special.codec_bos, frames))
+        return torch.cat((self._codec_bos, frames))
 
     def _check_voice(self, voice: Voice | None) -> None:
         config = self.config
@@ -315,7 +328,6 @@ class FedPrompt:
             self._rows += builder.text_rows(builder.reference_ids(request))
             self._in_prompt += len(request.voice.codes)
         self._reference_rows = len(self._rows)
-        self.pad = builder.special_rows(builder.config.text_ids.tts_pad)[0]
         self.push(request.text)
 
     @property
@@ -325,10 +337,6 @@ class FedPrompt:
 
     def push(self, text: str) -> None:
         """Adds text. Raises TextError after `close`, or when `text` is not a string."""
-        if not isinstance(text, str):
-            raise TextError(f"text must be a str, got {type(text).__name__}")
-        if self.text_ended:
-            raise TextError("the text was closed: start another utterance")
         self._take(self._tokens.push(text))
 
     def close(self) -> None:
@@ -339,14 +347,14 @@ class FedPrompt:
         if not self.text_tokens:
             raise TextError("expected some text before the end of the feed, got none")
         self.text_ended = True
-        self._add([self._builder.special_rows(self._builder.config.text_ids.tts_eos)[0]])
+        self._add([self._builder.fed_eos])
 
     def row(self, frame: int) -> Tensor | None:
         """As `Prompt.row`, or None: wait for text."""
         index = self._in_prompt + frame
         if index < len(self._rows):
             return self._rows[index]
-        return self.pad if self.text_ended else None
+        return self._builder.fed_pad if self.text_ended else None
 
     def _take(self, ids: Sequence[int]) -> None:
         self.text_tokens += len(ids)
@@ -358,34 +366,6 @@ class FedPrompt:
         if self.embeds is None and (self.text_ended or len(self._rows) >= self._in_prompt):
             made = self._builder.fed_prompt(self._request, self._rows, self._reference_rows)
             self.embeds, self.prefix_rows, self.prefix_key = made
-
-
-class TextTable:
-    """The table (V, E) stays where and as it is, normally in the mapped file: on a GPU it would take 0.6 GB, of which a
-    prompt reads a few rows of 4 KB."""
-
-    def __init__(self, table: Tensor, device: torch.device, dtype: torch.dtype) -> None:
-        """device, dtype: of the rows that `rows` gives."""
-        self._table, self._device, self._dtype = table, device, dtype
-        self._uploads = table.device.type == "cpu" and device.type == "cuda"
-        if self._uploads:
-            # Of every page of a mapped table a value, so that a word's first use does not wait for the disk.
-            table.flatten()[:: _PAGE_BYTES // table.itemsize].sum()
-            self._numbers = numbers(table)
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def rows(self, ids: Sequence[int]) -> Tensor:
-        """(N, E), N > 0. Raises IndexError for an id that is not in the table."""
-        table = self._table
-        if not self._uploads:
-            x = table[torch.tensor(list(ids), dtype=torch.int64, device=table.device)]
-            return x.to(self._device).to(self._dtype)
-        # Through pinned memory, which torch keeps: the copy then waits for no work of other streams.
-        pinned = torch.empty(len(ids), table.shape[1], dtype=table.dtype, pin_memory=True)
-        gather(self._numbers, ids, numbers(pinned))
-        return pinned.to(self._device, non_blocking=True).to(self._dtype)
 
 
 def numbers(table: Tensor) -> np.ndarray:
@@ -428,18 +408,18 @@ class SpokenRows:
 
     @torch.inference_mode()
     def __init__(self, prompts: PromptBuilder) -> None:
-        codec_pad = prompts._codec_rows([prompts.config.codec_ids.pad])
+        codec_pad, self._end = prompts._codec_pad, prompts._whole_end
         self._table = codec_pad.new_empty(len(prompts._table), codec_pad.shape[1])
         for start in range(0, len(self._table), _ROWS_AT_ONCE):
             part = self._table[start : start + _ROWS_AT_ONCE]
             part.copy_(prompts.text_rows(range(start, start + len(part))) + codec_pad)
         self._first, self._stride = self._table.data_ptr(), _stride_bytes(self._table)
 
-    def prompt(self, head: Tensor, ids: Sequence[int], end: Tensor) -> AddressedRows:
-        """Rows `head`, those of the text `ids`, rows `end`."""
+    def prompt(self, head: Tensor, ids: Sequence[int]) -> AddressedRows:
+        """Rows `head`, those of the text `ids`, and what ends it."""
         text = self._first + self._stride * np.array(ids, np.int64)
-        addresses = np.concatenate((addresses_of(head), text, addresses_of(end)))
-        return AddressedRows(addresses, head, (head, self._table, end))
+        addresses = np.concatenate((addresses_of(head), text, addresses_of(self._end)))
+        return AddressedRows(addresses, head, (head, self._table, self._end))
 
 
 def addresses_of(rows: Tensor) -> np.ndarray:
@@ -449,27 +429,6 @@ def addresses_of(rows: Tensor) -> np.ndarray:
 
 def _stride_bytes(rows: Tensor) -> int:
     return rows.stride(0) * rows.element_size()
-
-
-@dataclass(frozen=True)
-class _Special:
-    """Special rows, (1, H) each, and the sums of two of them that end a whole text, both in `end` (2, H). nothing:
-    (0, H). pad_row (H,): the same object in all prompts, which lanes tell by that."""
-
-    pad: Tensor
-    eos: Tensor
-    codec_pad: Tensor
-    codec_bos: Tensor
-    text_end: Tensor
-    codec_begin: Tensor
-    end: Tensor
-    nothing: Tensor
-    pad_row: Tensor
-
-    @classmethod
-    def of(cls, pad: Tensor, eos: Tensor, codec_pad: Tensor, codec_bos: Tensor) -> _Special:
-        end = eos + codec_pad, codec_bos + pad
-        return cls(pad, eos, codec_pad, codec_bos, *end, torch.cat(end), pad[:0], pad[0])
 
 
 def _in_context(request: Request) -> bool:

@@ -183,12 +183,7 @@ def choose(logits: Tensor, choice: Choice, randomness: Tensor | torch.Generator 
 
 def distribution(logits: Tensor, choice: Choice) -> Tensor:
     """What upstream draws from: (V,) fp32, summing to 1. Philox's draws follow it but for ties at top-p's border."""
-    return kept(logits, choice, stable=False).softmax(-1)
-
-
-def kept(logits: Tensor, choice: Choice, stable: bool = True) -> Tensor:
-    """`ChoiceRows.kept` of one row (V,)."""
-    return ChoiceRows.of((choice,), logits.device).kept(logits[None], stable)[0]
+    return ChoiceRows.of((choice,), logits.device).kept(logits[None], stable=False)[0].softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -225,10 +220,11 @@ class ChoiceRows:
 
     def choose(self, logits: Tensor, noise: Tensor | None) -> Tensor:
         """`logits` (B, V) fp32, -inf marking forbidden ids, and Gumbel noise (B, V) -> ids (B,) int64."""
+        # `max` gives the lowest of equals, as argmax does, in half its time on the CPU.
         if not self.draws:
-            return _best(logits)
-        drawn = _best(self.kept(logits).add_(noise))
-        return drawn if self.greedy is None else torch.where(self.greedy, _best(logits), drawn)
+            return logits.max(-1).indices
+        drawn = self.kept(logits).add_(noise).max(-1).indices
+        return drawn if self.greedy is None else torch.where(self.greedy, logits.max(-1).indices, drawn)
 
     def kept(self, logits: Tensor, stable: bool = True) -> Tensor:
         """Scores (B, V) fp32: logits / temperature, and -inf for what top-k and top-p leave out; rows of greedy choices
@@ -251,11 +247,6 @@ class ChoiceRows:
             drop[:, -1] = False
             scores[self.nucleus] = some.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf)
         return scores
-
-
-def _best(scores: Tensor) -> Tensor:
-    """argmax of rows: the lowest of equals, as that is, in half its time on the CPU."""
-    return scores.max(-1).indices
 
 
 class RestrictedRows:

@@ -85,7 +85,7 @@ class IncrementalTokenizer:
     def push(self, text: str) -> list[int]:
         """Ids that became certain through `text`, perhaps none. Raises TextError after `finish`, or for no text."""
         if self._finished:
-            raise TextError("this text was finished; start another IncrementalTokenizer for more")
+            raise TextError("this text was finished: start another utterance")
         text = _checked(text)
         if not self._started:
             text = text.lstrip()

@@ -92,27 +92,6 @@ def test_any_schedule_gives_the_samples_of_one_pass(codec, codes, schedule):
     torch.testing.assert_close(decode_streamed(codec, codes, schedule), whole, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("frame", [0, 1, 17, 32])
-def test_editing_a_frame_changes_nothing_before_its_first_sample(codec, codes, frame):
-    edited = codes.clone()
-    edited[frame] = (edited[frame] + 1000) % CODEBOOK_SIZE
-    changed = (codec.decode_all(codes) != codec.decode_all(edited)).nonzero()
-    assert frame * SAMPLES_PER_FRAME <= int(changed.min()) < (frame + 1) * SAMPLES_PER_FRAME
-
-
-def test_a_state_copied_mid_stream_continues_identically_and_apart(codec, codes):
-    state = codec.start()
-    codec.decode(codes[:15], state)
-    fork = state.copy()
-    codec.decode(random_codes(7, seed=2), state)
-    assert (state.frames, fork.frames) == (22, 15)
-    before = [tensor.data_ptr() for tensor in fork.views]
-    whole = codec.decode_all(codes)[15 * SAMPLES_PER_FRAME :]
-    rest = torch.cat([codec.decode(piece, fork) for piece in codes[15:].split(4)])
-    torch.testing.assert_close(rest, whole, atol=TOLERANCE, rtol=0)
-    assert before == [tensor.data_ptr() for tensor in fork.views]
-
-
 def test_samples_are_float32_and_clamped_to_full_scale(tiny, codes):
     tensors = tiny.codec_tensors()
     name = f"decoder.{len(tiny.codec_config.upsample_rates) + 2}.conv.weight"
@@ -161,7 +140,7 @@ def test_full_size_decoder_equals_upstream_and_itself_under_the_default_schedule
     layout = {name: spec for name, spec in expected_codec_tensors(raw).items() if name.startswith("decoder.")}
     tensors = {n.removeprefix("decoder."): t for n, t in random_tensors(layout, 0, torch.float32).items()}
     codec, codes = CodecDecoder(CodecConfig.load(tmp_path), tensors), random_codes(20, 0)
-    assert codec.start().bytes == 4 * 1_298_496 + 8  # spec: 5.19 MB of values, and the position
+    assert codec.start().flat.nbytes == 4 * 1_298_496 + 8  # spec: 5.19 MB of values, and the position
     expected = upstream_pcm(upstream_decoder(raw, tensors), codes)
     whole = codec.decode_all(codes)
     assert expected.std() > 0.01

@@ -45,12 +45,6 @@ def test_every_chunk_size_gives_the_plain_decoders_samples_and_state(codec, fuse
         torch.testing.assert_close(*(s.flat.view(torch.float32) for s in (ours, theirs)), atol=1e-4, rtol=0)
 
 
-def test_states_are_exchangeable_with_those_of_plain_operators(codec, fused):
-    state, codes = fused.start(), random_codes(32, seed=1)
-    mixed = [(fused if t % 2 else codec).decode(piece, state) for t, piece in enumerate(codes.split(4))]
-    assert snr_db(torch.cat(mixed), codec.decode_all(codes)) > 100
-
-
 def test_a_pass_that_is_longer_than_a_fused_one_is_refused(fused):
     with pytest.raises(CodecError, match="at most 8 frames, got 9"):
         fused.decode(random_codes(MAX_FUSED_FRAMES + 1, seed=6), fused.start())

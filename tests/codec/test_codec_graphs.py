@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mktts.codec import graphs as codec_graph
 from mktts.codec.decoder import CodecDecoder, CodecState
-from mktts.codec.graphs import GRAPH_FRAMES, GraphedCodec, codec_for, full_products, pieces
+from mktts.codec.graphs import GRAPH_FRAMES, GraphedCodec, codec_for, pieces
 from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.parity.codec import random_codes
 from mktts.model.cuda_graph import Recorded
@@ -113,18 +113,6 @@ def test_codes_and_states_are_refused_as_by_the_eager_decoder(tiny, codec, graph
         assert target.frames == int(target.position) == 0
 
 
-def test_a_process_that_allows_tf32_is_kept_from_it_inside_only():
-    flags = torch.backends.cuda.matmul
-    before = flags.fp32_precision
-    try:
-        flags.fp32_precision = "tf32"
-        with full_products():
-            assert flags.fp32_precision == "ieee"
-        assert flags.fp32_precision == "tf32"
-    finally:
-        flags.fp32_precision = before
-
-
 def test_without_a_cuda_device_the_plain_decoder_is_chosen_and_graphs_are_refused(tiny):
     decoder = codec_for(tiny.codec_config, tiny.codec_tensors(), "cpu")
     assert isinstance(decoder, CodecDecoder) and decoder.dtype == torch.float32
@@ -143,8 +131,7 @@ def test_a_states_tensors_fill_one_buffer_without_overlap(tiny, dtype):
         assert start >= (ends[-1] if ends else 0)
         ends.append(start + tensor.nbytes)
     assert ends[-1] == len(state.flat)
-    assert state.bytes == sum(t.nbytes for t in state.views) <= len(state.flat)
-    assert state.bytes + 16 * len(ends) > len(state.flat)
+    assert 0 <= len(state.flat) - sum(tensor.nbytes for tensor in state.views) < 16 * len(ends)
 
 
 # ---- on a CUDA device alone

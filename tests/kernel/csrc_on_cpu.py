@@ -7,11 +7,10 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from driver_on_cpu import launcher_without_a_card, put_stand_in
+from driver_on_cpu import backend_without_a_card, launcher_without_a_card, put_stand_in
 from other_cards import FORCED_FRAMES, Model
 
 from mktts.kernel import backend as backend_module
@@ -91,21 +90,17 @@ def backend_on_cpu(
 ) -> MegakernelBackend:
     """A backend whose launches run to their end on the CPU, in an order of chance. All rows of a prompt go through the
     kernel, one by one."""
-    put_stand_in(patch)
+    driver, seeds = put_stand_in(patch), itertools.count(seed)
+    driver.cuLaunchCooperativeKernel = lambda *given: _launch(library, Params.from_address(given[-1][0]), next(seeds))
     patch.setattr(launch, "_TIMEOUT_NS", _TIMEOUT_TURNS)
     patch.setattr(backend_module, "_KERNEL_ROWS", 10**6)
-    launcher, seeds = launcher_without_a_card(patch), itertools.count(seed)
+    launcher = launcher_without_a_card(patch)
+    launcher.library = library
     launcher.layer_exchanges = ctypes.c_uint32.in_dll(library, "mktts_layer_exchanges").value
     words = torch.zeros(library.host_exchange_bytes() // 4 + 32, dtype=torch.int32)
     launcher._exchange = words[-words.data_ptr() % 128 // 4 :]
-    launcher.kernel = SimpleNamespace(library=library, launch=lambda p, stream: _launch(library, p, next(seeds)))
-    backend = object.__new__(MegakernelBackend)
-    backend.config, backend.shape, backend._launcher, backend._tags_per_frame = model.config, shape, launcher, 1_000
-    backend.device, backend.dtype = torch.device("cpu"), torch.bfloat16
-    projected = "talker.code_predictor.small_to_mtp_projection.weight" in model.tensors
-    backend._weights = model_weights(shape, lambda name: model.tensors[name].bfloat16(), projected)
-    backend._fixed = backend._fixed_params()
-    return backend
+    weights = model_weights(shape, lambda name: model.tensors[name].bfloat16())
+    return backend_without_a_card(model.config, shape, launcher, weights, tags_per_frame=1_000)
 
 
 def observed(backend: MegakernelBackend, prompt: Prompt, frames: int = FORCED_FRAMES) -> list[Observed]:

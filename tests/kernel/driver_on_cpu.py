@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from mktts.kernel import launch
-from mktts.kernel.launch import ENDED, FRAME_WORDS, MADE, STATUS_WORDS, Kernel, Params
+from mktts.kernel.backend import MegakernelBackend
+from mktts.kernel.grid import Shape
+from mktts.kernel.launch import ENDED, FRAME_WORDS, MADE, STATUS_WORDS, Params
+from mktts.spec import ModelConfig
 
 HERE, ELSEWHERE = torch.device("cpu"), torch.device("meta")  # in the place of the model's GPU and of another
+FUNCTION = ctypes.c_void_p(7)  # of the kernel
 
 
 @dataclass
@@ -89,17 +93,21 @@ def put_stand_in(patch: pytest.MonkeyPatch, status: int = 0) -> StandIn:
     return stand_in
 
 
-def kernel_without_a_card() -> Kernel:
-    """Loaded from nothing: 128 blocks of 384 threads, 200 000 bytes shared."""
-    kernel = Kernel.__new__(Kernel)
-    kernel.blocks, kernel.threads, kernel.shared_bytes, kernel._function = 128, 384, 200_000, ctypes.c_void_p(7)
-    return kernel
-
-
 def launcher_without_a_card(patch: pytest.MonkeyPatch) -> launch.Launcher:
-    """After `put_stand_in`."""
+    """After `put_stand_in`: 128 blocks of 384 threads, 200 000 bytes shared."""
     constants = {"layer_exchanges": 5, "threads": 384, "shared_bytes": 200_000, "exchange_bytes": 256}
     patch.setattr(launch, "build_for", lambda *_: SimpleNamespace(image=b"", constants=constants))
-    patch.setattr(launch, "check_constants", lambda constants: None)
-    patch.setattr(launch, "Kernel", lambda *_: kernel_without_a_card())
+    patch.setattr(launch.Kernel, "__init__", lambda kernel, image, name: setattr(kernel, "_function", FUNCTION))
+    patch.setattr(launch.Launcher, "_check_residence", lambda launcher: None)
     return launch.Launcher("frame.cu", "mktts_frames", {"CTAS": 128}, HERE, None)
+
+
+def backend_without_a_card(
+    config: ModelConfig, shape: Shape, launcher: launch.Launcher, weights: dict[str, torch.Tensor], tags_per_frame: int
+) -> MegakernelBackend:
+    backend = object.__new__(MegakernelBackend)
+    backend.config, backend.device, backend.dtype = config, HERE, torch.bfloat16
+    backend._launcher, backend._tags_per_frame, backend.shape = launcher, tags_per_frame, shape
+    backend._weights = weights
+    backend._fixed = backend._fixed_params()
+    return backend

@@ -50,7 +50,7 @@ def test_every_cards_ring_takes_the_copies_of_every_size(ring, talker_copies, gr
 
 def test_a_copy_that_never_ends_ends_the_launch_by_name(on_cpu):
     backend = on_cpu("tiny-projected", 6, ring=2)
-    backend._launcher.kernel.library.host_lose_copy(ctypes.c_ulonglong(1000))
+    backend._launcher.library.host_lose_copy(ctypes.c_ulonglong(1000))
     with pytest.raises(AssertionError, match="thread 2.. waited too long for the end of an earlier copy"):
         observed(backend, model_of("tiny-projected").prompt, frames=1)
 

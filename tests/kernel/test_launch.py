@@ -9,17 +9,33 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from driver_on_cpu import ELSEWHERE, HERE, StandIn, kernel_without_a_card, launcher_without_a_card, put_stand_in
+from driver_on_cpu import (
+    ELSEWHERE,
+    FUNCTION,
+    HERE,
+    StandIn,
+    backend_without_a_card,
+    launcher_without_a_card,
+    put_stand_in,
+)
 
 from mktts.errors import BackendUnavailable, EngineError
 from mktts.kernel.backend import Debug, MegakernelBackend, MegakernelStream
 from mktts.kernel.build import source
 from mktts.kernel.grid import choose_shape
-from mktts.kernel.launch import _TAG_LIMIT, FRAME_WORDS, STATUS_WORDS, STOP, Launcher, Params, StreamParams, params_of
+from mktts.kernel.launch import (
+    _TAG_LIMIT,
+    FRAME_WORDS,
+    STATUS_WORDS,
+    STOP,
+    Kernel,
+    Launcher,
+    Params,
+    StreamParams,
+    params_of,
+)
 from mktts.llm.backend import TextKernelBackend, TextKernelState
 from mktts.model.sampling import Choice, Sampling
-
-STREAM = SimpleNamespace(cuda_stream=5)
 
 
 @pytest.fixture
@@ -32,17 +48,17 @@ def launcher(monkeypatch, driver) -> Launcher:
     return launcher_without_a_card(monkeypatch)
 
 
-def test_the_driver_reads_the_parameters_of_each_launch_and_none_of_it_is_left_to_the_garbage_collector(driver):
+def test_the_driver_reads_each_launchs_parameters_and_none_of_it_is_left_to_the_garbage_collector(driver, launcher):
     """ctypes makes an array type anew where nobody holds it, and only the collector frees a type."""
-    kernel, params, seen = kernel_without_a_card(), Params(), driver.launched
+    params, seen = Params(), driver.launched
     for frames in (3, 8):
-        params.frames, params.tag = frames, 17
-        kernel.launch(params, STREAM)
+        params.frames = frames
+        launcher.launch(params, 1)
         assert seen[-1] == ((128, 1, 1), (384, 1, 1), 200_000, 5, bytes(params))
     assert seen[0][-1] != seen[1][-1]
     gc.collect()
     for _ in range(20):
-        kernel.launch(params, STREAM)
+        launcher.launch(params, 1)
     assert gc.collect() == 0
 
 
@@ -60,8 +76,9 @@ def test_an_early_launch_is_laid_out_as_in_cuda_h_and_asks_to_come_before_the_la
     monkeypatch.setattr(
         "mktts.kernel.launch._driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch, cuGetErrorString=print)
     )
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: STREAM)
-    kernel, params, status = kernel_without_a_card(), Params(frames=3), 0
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=5))
+    kernel, params, status = Kernel.__new__(Kernel), Params(frames=3), 0
+    kernel._function = FUNCTION
     for early in (True, False):
         kernel.launch_grid((16, 4), 256, params, early)
         assert seen[-2:] == [([16, 4, 1, 256, 1, 1, 0], 5, early, (6, 1), 7), bytes(params)]
@@ -110,16 +127,8 @@ TAGS = 100  # a frame's
 
 @pytest.fixture
 def backend(tiny, launcher) -> MegakernelBackend:
-    return without_a_card(MegakernelBackend, tiny, launcher)
-
-
-def without_a_card(kind: type[MegakernelBackend], tiny, launcher) -> MegakernelBackend:
-    found = object.__new__(kind)
-    found.config, found.device, found.dtype = tiny.config, torch.device("cpu"), torch.bfloat16
-    found._launcher, found._tags_per_frame, found.shape = launcher, TAGS, choose_shape(tiny.config, 132)
-    found._weights = {"talker_tape": torch.zeros(8)}
-    found._fixed = found._fixed_params()
-    return found
+    shape, weights = choose_shape(tiny.config, 132), {"talker_tape": torch.zeros(8)}
+    return backend_without_a_card(tiny.config, shape, launcher, weights, TAGS)
 
 
 def stream(backend: MegakernelBackend, seed: int = 3, prompt_rows: int = 10) -> MegakernelStream:

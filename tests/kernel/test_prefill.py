@@ -12,21 +12,20 @@ from seeded import SMALL, close, in_two_pieces, prompt, rms_error, stack
 from torch import Tensor
 
 import mktts.kernel
-from mktts.kernel.prefill import ROW_BUCKETS, Prefill, StackRows, copy_into_cache, row_kernels
+from mktts.kernel.prefill import Prefill, copy_into_cache, row_kernels
 from mktts.measure.inspection import config_at
-from mktts.model.qwen3 import Qwen3Stack, rms_norm
+from mktts.model.qwen3 import Qwen3Stack
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Of the root mean square: a few roundings a layer differ where sums are ordered otherwise.
 LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1.5e-2}  # fp16: 2.2e-3 seen on an H200
-PIECES = {"capacity": 512, "buckets": (4, 16, 64)}
 WIDE = replace(SMALL, hidden_size=64)  # of widths that the kernels take
 MHA = replace(WIDE, num_attention_heads=3, num_key_value_heads=3, head_dim=32)
 MANY = replace(WIDE, num_attention_heads=8, num_key_value_heads=8, head_dim=8, intermediate_size=1_100)
 
 
-def small(dtype: torch.dtype = torch.float32, **settings) -> Prefill:
-    return Prefill(stack(dtype), **{**PIECES, **settings})
+def small(dtype: torch.dtype = torch.float32) -> Prefill:
+    return Prefill(stack(dtype))
 
 
 @torch.inference_mode()
@@ -37,7 +36,7 @@ def oracle(rows: Tensor, of: Qwen3Stack) -> tuple[Tensor, Tensor]:
     return hidden, torch.stack((cache.keys, cache.values))[:, :, 0]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 16, 17, 64, 65, 127, 129, 300, 512])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 64, 65, 127, 129, 256, 300, 512, 513, 1024])
 def test_all_lengths_give_the_oracles_hidden_state_keys_and_values(rows):
     prefill, x = small(), prompt(rows)
     assert close((prefill.run(x), prefill.keys_values), oracle(x, stack()))
@@ -86,15 +85,12 @@ def test_a_restored_prefix_gives_the_bits_of_one_just_made_whatever_was_prefille
 
 
 def test_warm_up_makes_every_pass_that_a_prompt_needs():
-    prefill = small(buckets=ROW_BUCKETS)
-    prefill.warm_up()
+    prefill = small()
     assert prefill.length == 0
     made = set(prefill._passes)
-    for past in (0, 1, 63, 64, 112, 127, 128, 129, 300, 511):
-        prefill.run(prompt(512))
-        for rows in (1, 16, 17, 63, 64, 65, 128, 129, 200, 512):
-            if past + rows <= 512:
-                prefill.length = 512
+    for past in (0, 1, 63, 64, 112, 127, 128, 129, 300, 511, 512, 1023):
+        for rows in (1, 16, 17, 63, 64, 65, 128, 129, 200, 512, 1024):
+            if past + rows <= 1024:
                 prefill.run(prompt(rows), past)
     assert set(prefill._passes) == made
 
@@ -108,14 +104,6 @@ def test_a_fused_stack_shares_its_weights_and_gives_the_same_results():
         assert w.v.untyped_storage().data_ptr() == w.qkv.untyped_storage().data_ptr()
         assert all(torch.equal(getattr(w, name), getattr(old, name)) for name in ("q", "k", "v", "gate", "up"))
     assert close(oracle(prompt(20), fused), oracle(prompt(20), plain))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_fused_norm_rounds_as_the_formula_does(dtype):
-    x = 3 * torch.randn(1, 7, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
-    h = x if dtype == torch.float64 else x.float()
-    expected = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
-    assert torch.equal(rms_norm(x, torch.ones(1024, dtype=dtype), 1e-6), expected)
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 10, 19, 20, 0])
@@ -160,15 +148,15 @@ def test_without_triton_or_what_it_needs_prompts_go_through_operators_with_a_war
         monkeypatch.setattr(mktts.kernel, "rows", SimpleNamespace(silu_mul={}), raising=False)
     assert row_kernels(WIDE, torch.device("cuda"), torch.bfloat16) is None
     (record,) = caplog.records
-    assert "prompt rows take plain operators: triton cannot build" in record.getMessage()
+    assert "prompt rows take plain operators: prefill needs triton" in record.getMessage()
 
 
 # ---- on a GPU
 
 
-def released(dtype: torch.dtype = torch.bfloat16, layers: int = 4, **settings) -> Prefill:
-    config = replace(config_at("0.6b").talker, num_hidden_layers=layers)
-    return Prefill(stack(dtype, config, "cuda"), **settings)
+def released(dtype: torch.dtype = torch.bfloat16) -> Prefill:
+    config = replace(config_at("0.6b").talker, num_hidden_layers=4)
+    return Prefill(stack(dtype, config, "cuda"))
 
 
 def on_gpu(rows: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -178,7 +166,9 @@ def on_gpu(rows: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 10, 17, 64, 100, 500])
 def test_graphs_give_the_bits_of_eager_passes(rows):
-    graphed, eager, x = released(), released(graphs=False), on_gpu(rows)
+    graphed, eager, x = released(), released(), on_gpu(rows)
+    eager.graphs = False
+    eager._passes.clear()
     for _ in range(2):  # captured, then replayed
         hidden = graphed.run(x)
     assert torch.equal(hidden, eager.run(x))
@@ -188,26 +178,13 @@ def test_graphs_give_the_bits_of_eager_passes(rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [10, 70, 300])
 def test_in_bf16_on_a_gpu_it_is_no_further_from_fp32_than_the_oracle(rows):
-    x, prefill, exact = on_gpu(rows), released(), released(torch.float32, graphs=False).stack
+    x, prefill, exact = on_gpu(rows), released(), released(torch.float32).stack
     expected = oracle(x.float(), exact)
     ours = (prefill.run(x), prefill.keys_values)
     theirs = oracle(x, prefill.stack)
     for place in (0, 1):  # keys, values: many numbers, so the figures are steady
         errors = [(found[1][place].float() - expected[1][place]).square().mean().sqrt() for found in (ours, theirs)]
         assert errors[0] <= 1.1 * errors[1]
-
-
-@pytest.mark.gpu
-def test_restored_prefixes_and_poisoned_workspaces_replay_the_same_bits():
-    prefill, x = released(), on_gpu(40)
-    prefill.warm_up()
-    prefill.run(x[:9])
-    kept = prefill.keys_values.clone()
-    expected = prefill.run(x[9:], 9)
-    prefill.run(torch.full_like(on_gpu(500), torch.nan))
-    prefill.restore(kept)
-    assert torch.equal(prefill.run(x[9:], 9), expected)
-    assert bool(expected.isfinite().all())
 
 
 @pytest.mark.gpu
@@ -220,8 +197,9 @@ def test_the_kernels_give_what_operators_give(config, dtype):
         pytest.skip("triton's interpreter cuts to bfloat16, it does not round")
     device, found = "cpu" if INTERPRETED else "cuda", []
     for used in (kernels, None):
-        prefill = Prefill(stack(dtype, config, device), **PIECES, graphs=False)
-        prefill._rows = StackRows(prefill.stack, prefill._rotary, used)
+        prefill = Prefill(stack(dtype, config, device))
+        prefill._kernels, prefill.graphs = used, False
+        prefill._passes.clear()
         x = prompt(40, dtype=dtype, width=64).to(device)
         prefill.run(torch.full_like(x, torch.nan))  # an earlier prompt that left nothing of use
         found.append(in_two_pieces(prefill, x))

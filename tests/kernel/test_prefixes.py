@@ -8,7 +8,7 @@ import torch
 
 from mktts.checkpoint import open_checkpoint
 from mktts.errors import PromptError
-from mktts.kernel.prefill import KernelPrefill, kept_of_cache
+from mktts.kernel.prefill import Prefill, kept_of_cache
 from mktts.measure.parity.upstream import made_up_voice
 from mktts.model.prompt import FedPrompt, Prompt, PromptBuilder, Request
 from mktts.model.qwen3 import Qwen3Stack
@@ -30,13 +30,19 @@ def voice(frames: int) -> Voice:
     return made_up_voice(open_checkpoint(BASE), frames)
 
 
-def fed(request: Request) -> FedPrompt:
-    made_by = builder(BASE if request.voice else CUSTOM if request.speaker else DESIGN)
-    prompt = FedPrompt(made_by, made_by.check(replace(request, text="", layout="streaming")))
-    for char in request.text:
-        prompt.push(char)
-    prompt.close()
-    return prompt
+def made_of(layout: str, requests: list[Request]) -> list[Prompt | FedPrompt]:
+    """layout: "fed" too, character by character."""
+    made = []
+    for request in requests:
+        by = builder(BASE if request.voice else CUSTOM if request.speaker else DESIGN)
+        if layout != "fed":
+            made.append(by.build(replace(request, layout=layout)))
+            continue
+        made.append(FedPrompt(by, by.check(replace(request, text="", layout="streaming"))))
+        for char in request.text:
+            made[-1].push(char)
+        made[-1].close()
+    return made
 
 
 def assert_maximal(prompts: list[Prompt | FedPrompt]) -> int:
@@ -61,40 +67,31 @@ def test_the_prefix_ends_where_the_text_begins(source, instruct, language, layou
         return
     who = {CUSTOM: {"speaker": "ryan"}, DESIGN: {}, BASE: {"voice": voice(0)}}[source]
     requests = [Request(text, language, instruct=instruct, **who) for text in TEXTS]
-    if layout == "fed":
-        prompts = [fed(request) for request in requests]
-    else:
-        prompts = [builder(source).build(replace(request, layout=layout)) for request in requests]
-    rows = assert_maximal(prompts)
+    rows = assert_maximal(made_of(layout, requests))
     turn = len(builder(source).tokenizer.encode(f"user\n{instruct}")) + 3 if instruct else 0
     assert rows == turn + ROLE + TAGS[language] + len(who) + SPECIAL
 
 
-@pytest.mark.parametrize("frames", [30, 60])
+@pytest.mark.parametrize(("layout", "frames"), [("fed", 30), ("fed", 60), ("whole", 30), ("streaming", 30)])
 @pytest.mark.parametrize("language", ["auto", "english"])
-def test_fed_text_leaves_a_recordings_transcript_in_the_prefix(language, frames):
-    transcript = len(builder(BASE).tokenizer.encode(voice(frames).transcript))
-    rows = assert_maximal([fed(Request(text, language, voice=voice(frames))) for text in TEXTS])
-    assert rows == ROLE + TAGS[language] + 1 + SPECIAL + transcript
+def test_a_recordings_transcript_is_in_the_prefix_of_fed_text_alone(language, layout, frames):
+    """Text that is known is projected together with it, which rounds by the number of rows."""
+    prompts = made_of(layout, [Request(text, language, voice=voice(frames)) for text in TEXTS])
+    transcript = builder(BASE).tokenizer.encode(voice(frames).transcript) if layout == "fed" else []
+    assert {p.prefix_rows for p in prompts} == {ROLE + TAGS[language] + 1 + SPECIAL + len(transcript)}
+    assert len({p.prefix_key for p in prompts}) == 1
+    head = prompts[0].embeds[: prompts[0].prefix_rows]
+    assert all(torch.equal(p.embeds[: len(head)], head) for p in prompts)
+    assert layout != "fed" or assert_maximal(prompts)
 
 
 def test_a_prompt_that_the_transcript_fills_keeps_its_last_row():
     frames = 2
     assert len(builder(BASE).tokenizer.encode(voice(frames).transcript)) > frames + 1
-    prompts = [fed(Request(text, voice=voice(frames))) for text in TEXTS]
+    prompts = made_of("fed", [Request(text, voice=voice(frames)) for text in TEXTS])
     (rows,) = {p.prefix_rows for p in prompts}
     assert rows == len(prompts[0].embeds) - 1 and len({p.prefix_key for p in prompts}) == 1
     assert all(torch.equal(p.embeds, prompts[0].embeds) for p in prompts)
-
-
-@pytest.mark.parametrize("layout", ["whole", "streaming"])
-def test_known_text_leaves_the_transcript_out(layout):
-    """It is projected together with the text, which rounds by the number of rows."""
-    prompts = [builder(BASE).build(Request(text, voice=voice(30), layout=layout)) for text in TEXTS]
-    assert {p.prefix_rows for p in prompts} == {ROLE + TAGS["auto"] + 1 + SPECIAL}
-    assert len({p.prefix_key for p in prompts}) == 1
-    head = prompts[0].embeds[: prompts[0].prefix_rows]
-    assert all(torch.equal(p.embeds[: len(head)], head) for p in prompts)
 
 
 def test_keys_are_equal_exactly_where_prefixes_are(tmp_path):
@@ -120,8 +117,7 @@ def test_keys_are_equal_exactly_where_prefixes_are(tmp_path):
         ],
     }
     for source, some in requests.items():
-        prompts = [builder(source).build(replace(r, layout=layout)) for r in some for layout in ("whole", "streaming")]
-        prompts += [fed(r) for r in some]
+        prompts = [prompt for layout in ("whole", "streaming", "fed") for prompt in made_of(layout, some)]
         prefixes = [p.embeds[: p.prefix_rows] for p in prompts]
         for a, one in zip(prompts, prefixes, strict=True):
             for b, other in zip(prompts, prefixes, strict=True):
@@ -148,7 +144,7 @@ def cache_of(stack: Qwen3Stack) -> torch.Tensor:
     return torch.zeros(c.num_hidden_layers, c.num_key_value_heads, 4, 40, 2, c.head_dim, dtype=torch.bfloat16)
 
 
-def run(prefill: KernelPrefill, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
+def run(prefill: Prefill, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
     kv = cache_of(prefill.stack)
     return prefill.fill(prompt.embeds, kv, prompt.prefix_rows, prompt.prefix_key), kv
 
@@ -159,10 +155,11 @@ def equal(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -
 
 def test_a_known_prefix_gives_the_bits_of_a_new_one_and_speakers_do_not_mix(stack):
     prompts = [prompts_of("ryan", text=text)[0] for text in TEXTS] + prompts_of("vivian", "eric")
-    nothing = KernelPrefill(stack, max_bytes=0)
+    nothing = Prefill(stack)
+    nothing.max_bytes = 0
     expected = [run(nothing, prompt) for prompt in prompts]
     assert not torch.equal(expected[0][0], expected[-1][0]) and nothing.prefix_bytes == 0
-    prefill = KernelPrefill(stack)
+    prefill = Prefill(stack)
     for order in (1, -1):
         for prompt, bits in list(zip(prompts, expected, strict=True))[::order]:
             assert equal(run(prefill, prompt), bits)
@@ -177,9 +174,10 @@ def test_a_known_prefix_gives_the_bits_of_a_new_one_and_speakers_do_not_mix(stac
 def test_the_least_recently_used_goes_first(stack, monkeypatch):
     ryan, vivian, serena = prompts_of("ryan", "vivian", "serena")  # of no dialect: prefixes are equally long
     each = ryan.prefix_rows * stack.config.kv_bytes_per_position
-    prefill = KernelPrefill(stack, max_bytes=2 * each)
-    passes, made = prefill._prefill.run, []
-    monkeypatch.setattr(prefill._prefill, "run", lambda *at: made.append(at) or passes(*at))
+    prefill = Prefill(stack)
+    prefill.max_bytes = 2 * each
+    passes, made = prefill.run, []
+    monkeypatch.setattr(prefill, "run", lambda *at: made.append(at) or passes(*at))
     for prompt, computed in ((ryan, 2), (vivian, 2), (ryan, 1), (serena, 2), (ryan, 1), (vivian, 2)):
         run(prefill, prompt)
         assert (len(made), prefill.prefix_bytes <= 2 * each) == (computed, True)
@@ -187,7 +185,7 @@ def test_the_least_recently_used_goes_first(stack, monkeypatch):
 
 
 def test_a_voice_that_is_forgotten_takes_its_prefixes_along_and_no_others(stack):
-    prefill = KernelPrefill(stack)
+    prefill = Prefill(stack)
     anna = voice(0)
     ben = replace(anna, embedding=-anna.embedding)
     for who in (anna, ben):

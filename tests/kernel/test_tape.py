@@ -10,17 +10,21 @@ from csrc_on_cpu import COMPILER, row_launches
 from seeded import in_two_pieces, packed, prompt, rms_error, shape_of, tape_of, weights_of
 from torch import Tensor
 
+from mktts.checkpoint import open_checkpoint
+from mktts.checkpoint.open import SMALL
+from mktts.checkpoint.tensors import expected_tensors
 from mktts.errors import CapacityError
 from mktts.kernel import grid
+from mktts.kernel.build import CSRC
 from mktts.kernel.grid import Shape, choose_shape
-from mktts.kernel.prefill import KernelPrefill, Prefill
-from mktts.kernel.tape import pack_rows, unpack
+from mktts.kernel.prefill import Prefill
+from mktts.kernel.tape import model_weights, pack_rows, unpack
 from mktts.kernel.tape_stack import KERNELS, MOST_POSITIONS, ROWS, TapeRows
+from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack
 
 NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 SIZES = ("tiny", "tiny-projected", "0.6b", "1.7b")
-FEW = {"capacity": 64, "buckets": (4, 16, 64)}
 
 
 def stack_of(shape: Shape, weights: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> Qwen3Stack:
@@ -40,6 +44,17 @@ def test_head_rows_are_dealt_out_in_order(tiny):
     each = -(-len(head) // (shape.blocks * 16)) * 16
     rows = unpack(pack_rows(shape, head), each, 64).reshape(-1, 64)
     assert torch.equal(rows[: len(head)], head) and not rows[len(head) :].any()
+
+
+def test_the_readme_of_csrc_has_what_the_weights_take_on_132_multiprocessors():
+    found = []
+    for config in (open_checkpoint(SMALL).config, config_at("0.6b"), config_at("1.7b")):
+        specs = expected_tensors(config)
+        made = {name: torch.empty(spec.shape, dtype=torch.bfloat16, device="meta") for name, spec in specs.items()}
+        weights = model_weights(choose_shape(config, 132), made.__getitem__)
+        found.append(sum({id(tensor): tensor.nbytes for tensor in weights.values()}.values()) / 2**20)
+    line = " | ".join(["| all of them", *(f"{mib:,.1f}" for mib in found)])
+    assert line in (CSRC / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -66,7 +81,7 @@ def test_the_kernel_unpacks_what_the_stack_holds_in_every_grid(size, multiproces
 def test_prefill_from_the_tape_is_prefill_from_the_stack():
     shape = shape_of("tiny-projected", 3)
     weights = weights_of(shape.talker)
-    ours, theirs = (Prefill(of(shape, weights), capacity=512, buckets=(4, 16, 64)) for of in (tape_of, stack_of))
+    ours, theirs = (Prefill(of(shape, weights)) for of in (tape_of, stack_of))
     for rows in (1, 5, 70):
         x = rows_of(shape, rows)
         assert torch.equal(ours.run(x), theirs.run(x))
@@ -80,9 +95,9 @@ def test_a_prompt_beyond_the_capacity_is_refused_without_matrices_and_computed_w
     kv = torch.zeros(1, c.num_key_value_heads, shape.group, 200, 2, c.head_dim, dtype=torch.bfloat16)
     x = rows_of(shape, 1025)
     with pytest.raises(CapacityError, match="may have 1024 rows with the megakernel, this one has 1025"):
-        KernelPrefill(tape_of(shape, weights)).fill(x, kv)
+        Prefill(tape_of(shape, weights)).fill(x, kv)
     assert not kv.any()
-    assert KernelPrefill(stack_of(shape, weights)).fill(x, kv).shape == (c.hidden_size,)
+    assert Prefill(stack_of(shape, weights)).fill(x, kv).shape == (c.hidden_size,)
     assert kv.any()
 
 
@@ -91,12 +106,12 @@ def test_a_prompt_beyond_the_capacity_is_refused_without_matrices_and_computed_w
 
 def exact(shape: Shape, weights: dict[str, Tensor]) -> Prefill:
     weights = {name: tensor.float().cpu() for name, tensor in weights.items()}
-    return Prefill(stack_of(shape, weights, torch.float32), **FEW)
+    return Prefill(stack_of(shape, weights, torch.float32))
 
 
 def on_cpu(shape: Shape, weights: dict[str, Tensor], folder: Path, most_rows: int = grid.MOST_ROWS) -> Prefill:
     few = TapeRows(shape, packed(shape, weights), launch=row_launches(shape, folder, most_rows))
-    return Prefill(tape_of(shape, weights), **FEW, few=few)
+    return Prefill(tape_of(shape, weights), few=few)
 
 
 # Blocks; rows that come at once. A share in several matrices; a remainder; released sizes on two cards.
@@ -120,7 +135,7 @@ def test_few_rows_are_no_further_from_fp32_than_the_stack_in_bf16(size, blocks, 
         x = rows_of(shape, rows)
         expected = in_two_pieces(exact(shape, weights), x.float())
         ours = rms_error(in_two_pieces(found, x), expected)
-        assert ours <= 1.25 * rms_error(in_two_pieces(Prefill(stack_of(shape, weights), **FEW), x), expected)
+        assert ours <= 1.25 * rms_error(in_two_pieces(Prefill(stack_of(shape, weights)), x), expected)
         assert found._kv[:, :, :, rows:].isnan().all()
 
 
@@ -128,7 +143,7 @@ def test_few_rows_are_no_further_from_fp32_than_the_stack_in_bf16(size, blocks, 
 def test_many_rows_go_on_where_few_ended_and_few_where_many_did(tmp_path):
     shape = shape_of("tiny", 1, multiprocessors=12)
     weights = weights_of(shape.talker)
-    found, plain = on_cpu(shape, weights, tmp_path), Prefill(stack_of(shape, weights), **FEW)
+    found, plain = on_cpu(shape, weights, tmp_path), Prefill(stack_of(shape, weights))
     x = rows_of(shape, 40)
     for cuts in ((5, 35), (30, 10), (16, 17, 7)):
         hidden = {}

@@ -11,7 +11,7 @@ from traces import FRAMES, launch_of
 
 from mktts.checkpoint import open_checkpoint
 from mktts.errors import EngineError
-from mktts.kernel.build import SHARED, TARGETS, compile_kernel, compile_source, source
+from mktts.kernel.build import SHARED, TARGETS, compile_source, source
 from mktts.kernel.grid import choose_shape
 from mktts.kernel.trace import Marks, TracedBackend, decode, frame_points, steady
 from mktts.measure.inspection import config_at
@@ -54,16 +54,6 @@ def test_marks_cost_nothing_where_they_are_off_and_work_where_they_are_on(arch):
     assert small(arch, re.sub(r"MARK\(c, \d+\);", "", SMALL)) == usual
     assert len(marking) > len(usual)
     assert small(arch, TRACE=100, STILL=1) != marking
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("still", [{}, {"STILL": 1}], ids=["", "still"])
-@pytest.mark.parametrize("arch", TARGETS)
-@needs_nvrtc
-def test_the_frame_kernel_with_marks_compiles_for_every_target(arch, still):
-    defines = {**choose_shape(config_at("0.6b"), 132).defines, "RING": 2, "TRACE": 9_897}
-    build = compile_kernel({**defines, **still}, arch)
-    assert build.constants["params_bytes"] == compile_kernel(defines, arch, SHARED).constants["params_bytes"]
 
 
 # ---- the reader

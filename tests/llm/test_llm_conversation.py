@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mktts.errors import CheckpointError, TextError
-from mktts.kernel.prefill import KernelPrefill, Prefill, copy_into_cache, kept_of_cache
+from mktts.kernel.prefill import Prefill, copy_into_cache, kept_of_cache
 from mktts.llm.decoder import TextDecoder
 from mktts.llm.tokens import ChatTemplate, Message
 from mktts.model.qwen3 import Qwen3Stack
@@ -99,7 +99,7 @@ def test_the_kernels_prefill_goes_on_from_a_cache(decoder, keep):
     tensors = decoder.checkpoint.tensors()
     stack = Qwen3Stack(config.stack, tensors, "model.", torch.device("cpu"), torch.float32)
     rows = tensors["model.embed_tokens.weight"][torch.arange(40)].float()
-    prefill = KernelPrefill(stack)
+    prefill = Prefill(stack)
     s, group, slots = config.stack, 4, 12
 
     def cache() -> Tensor:
@@ -115,4 +115,3 @@ def test_the_kernels_prefill_goes_on_from_a_cache(decoder, keep):
     found = prefill.go_on(rows, resumed, kept)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(resumed, whole, rtol=1e-4, atol=1e-5)
-    assert isinstance(prefill._prefill, Prefill)

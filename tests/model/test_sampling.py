@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from mktts.errors import SamplingError
-from mktts.model.sampling import Choice, Sampling, checked_seed, choose, distribution, gumbel, kept, restrict
+from mktts.model.sampling import Choice, ChoiceRows, Sampling, checked_seed, choose, distribution, gumbel, restrict
 from mktts.spec import CODEBOOK_SIZE, MIN_NEW_FRAMES, SUPPRESSED_TAIL
 
 SIZE = 300
@@ -33,6 +33,10 @@ CHOICES = {
 def logits_of(seed: int) -> torch.Tensor:
     """Logits rounded as bf16 gives them, so that ties occur."""
     return (torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)) * 3).bfloat16().float()
+
+
+def kept(logits: torch.Tensor, choice: Choice) -> torch.Tensor:
+    return ChoiceRows.of((choice,), logits.device).kept(logits[None])[0]
 
 
 @settings(max_examples=60, deadline=None)

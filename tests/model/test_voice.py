@@ -52,9 +52,7 @@ def test_a_file_gives_the_voice_upstream_makes_of_that_file(upstream, tiny_base,
 
 
 def same(a: Voice, b: Voice) -> bool:
-    codes = (a.codes is None) == (b.codes is None) and (a.codes is None or torch.equal(a.codes, b.codes))
-    others = (a.transcript, a.model_size) == (b.transcript, b.model_size)
-    return codes and others and a.embedding.dtype == b.embedding.dtype and torch.equal(a.embedding, b.embedding)
+    return (a.digest, a.model_size) == (b.digest, b.model_size)
 
 
 def test_stereo_integers_and_float64_are_the_same_recording(tiny_base):

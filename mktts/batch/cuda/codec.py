@@ -14,9 +14,10 @@ from torch import Tensor
 from mktts.batch.cuda.kernels import compiling, launch
 from mktts.batch.cuda.memory import PIECE_VALUES, UNIT, CodecWork, RingStates, Rows, RowsShape
 from mktts.codec.decoder import CodecDecoder, CodecState
-from mktts.codec.layers import CONVNEXT_EPS, SnakeBeta
-from mktts.codec.packed import CodecWeights, Packed, PackedBlock, PackedLayer, Precision, rows_per_frame
-from mktts.errors import BackendUnavailable, CodecError
+from mktts.codec.layers import CONVNEXT_EPS, AttentionLayer, SnakeBeta
+from mktts.codec.packed import CodecWeights, Packed, PackedBlock, Precision, rows_per_frame
+from mktts.errors import CodecError
+from mktts.kernel.build import require_triton
 from mktts.kernel.grid import power_of_two
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
@@ -44,7 +45,12 @@ class CudaCodec:
         decoder, fast = plain(), precision == "fast"
         self.name = "fused-fast" if fast else "fused"
         self.config, self.device, self._books = decoder.config, decoder.device, decoder.books
-        self._products, self._rows = kernels or _triton_kernels(self.device)
+        if kernels is None:
+            require_triton("the batched codec", self.device)
+            from mktts.batch.cuda.kernels import codec_products, codec_rows
+
+            kernels = codec_products, codec_rows
+        self._products, self._rows = kernels
         self._split, self._raw_dtype = not fast, _FAST_SUMS if fast else torch.float32
         self._weights = _prepared(CodecWeights.pack(decoder, fast))
         front = 2 + len(self._weights.convnexts)  # layers before the waveform blocks: theirs is always split
@@ -150,7 +156,7 @@ class CudaCodec:
         self._product(self._normed(x), weights.leave, act=latent)
         return latent
 
-    def _layer(self, index: int, layer: PackedLayer, x: Tensor, turns: Tensor, lanes: Tensor) -> None:
+    def _layer(self, index: int, layer: AttentionLayer, x: Tensor, turns: Tensor, lanes: Tensor) -> None:
         """`x` (lanes, hidden) fp32, in place."""
         c, states, count = self.config, self._states, len(lanes)
         qkv = self._work.tensor("qkv", count, len(layer.qkv.high))
@@ -179,11 +185,11 @@ class CudaCodec:
     def _upsample(self, x: Rows, queue: Iterator[Rows]) -> Rows:
         """The ConvNeXt stages behind `x`: the input of the convolution behind them, whose newest rows they fill."""
         source = next(queue)
-        for i, block in enumerate(self._weights.convnexts, start=1):
+        for i, (up, block) in enumerate(self._weights.convnexts, start=1):
             count, (taps, channels) = len(x.memory) // x.lane, block.taps.shape
             new = source.new
             raw = self._work.tensor("raw", count * new, channels)
-            self._product(x, block.up, raw=raw, act=source)
+            self._product(x, up, raw=raw, act=source)
             normed = self._fresh("normed rows", count, new, channels)
             launch(
                 self._rows.depthwise_norm, (count * new,),
@@ -240,18 +246,3 @@ def _prepared(weights: CodecWeights) -> CodecWeights:
         units = tuple(replace(u, first=half_turns(u.first), second=half_turns(u.second)) for u in block.units)
         blocks.append(replace(block, first=half_turns(block.first), units=units))
     return replace(weights, blocks=tuple(blocks), last_snake=half_turns(weights.last_snake))
-
-
-def _triton_kernels(device: torch.device) -> tuple[ModuleType, ModuleType]:
-    if device.type != "cuda":
-        raise BackendUnavailable(f"the batched codec needs a CUDA device, got {device}")
-    try:  # triton compiles its launchers with the machine's own compiler: better found wanting here than in a tick
-        from mktts.batch.cuda.kernels import codec_products, codec_rows
-
-        some = torch.zeros(2, 16, device=device)
-        launch(codec_rows.norm, (1,), some[0], some[1].view(torch.float16), 1e-5, WIDTH=16, BLOCK=16)
-    except Exception as error:  # whatever triton, its compiler or its cache folder raise, or an import without triton
-        raise BackendUnavailable(
-            f"the batched codec needs triton, which cannot build its kernels here ({type(error).__name__}: {error})"
-        ) from error
-    return codec_products, codec_rows

@@ -301,7 +301,7 @@ def cuda_lanes(
     plain = partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors(), device)
     decoder: CodecDecoder | None = plain()
     # A slot holds a state of the decoder, in fp16 with the fast precision, and one more place of keys and values.
-    state_bytes = int(1.02 * decoder.start().bytes) // (1 if settings.codec == "full" else 2)
+    state_bytes = int(1.02 * decoder.start().flat.nbytes) // (1 if settings.codec == "full" else 2)
     each = LaneMemory.of(config, dtype, settings.positions, state_bytes)
     free = int(_PART * torch.cuda.mem_get_info(device)[0]) - each.tick - _weight_bytes(checkpoint, dtype)
     slots = settings.max_streams or max(1, min(_STREAMS, int(_STATES_PART * free / each.slot)))

@@ -251,7 +251,7 @@ class RingStates:
         # place i of the state is position frames - cached + i; the ring holds it at that, modulo the window
         cached, first = self.window - 1, (primed.frames + 1) % self.window
         front = min(cached, self.window - first)
-        for ring, kept in ((self.keys[slot], primed.keys), (self.values[slot], primed.values)):
+        for ring, (kept,) in zip((self.keys[slot], self.values[slot]), primed.views[:2], strict=True):
             ring[:, :, first : first + front].copy_(kept[:, :, :front])
             ring[:, :, : cached - front].copy_(kept[:, :, front:])
 
