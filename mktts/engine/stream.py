@@ -231,8 +231,8 @@ class Utterance:
 
     def ready(self) -> bool:
         """Whether there is something to make or to hand on; False means: waiting for text."""
-        known = self.input_known()
-        return known or self._spoken or self.chunker.has_undecoded or self._silent_samples > 0
+        known, chunker = self.input_known(), self.chunker
+        return known or self._spoken or bool(chunker.undecoded or chunker.decoding) or self._silent_samples > 0
 
     def next_segment(self) -> bool:
         """Whether the next segment's turn has come and its prompt is known; it is then `segment`."""
