@@ -12,7 +12,6 @@ import pytest
 import torch
 from fakes import OFF, WAIT_S
 
-from mktts.codec.decoder import CodecDecoder
 from mktts.engine import upstream
 from mktts.engine.options import Guard
 from mktts.engine.stream import Stream
@@ -214,16 +213,6 @@ def in_context(tiny_base) -> Voice:
 def base_synth(tiny_base):
     with Synthesizer.load(tiny_base, device="cpu") as synthesizer:
         yield synthesizer
-
-
-def test_an_in_context_voice_is_heard_before_and_not_in_the_pcm(base_synth, tiny_base, in_context):
-    stream = speak(base_synth, speaker=None, voice=in_context)
-    pcm = stream.read()
-    codec = CodecDecoder(tiny_base.codec_config, tiny_base.codec_tensors())
-    whole = codec.decode_all(torch.cat((in_context.codes, stream.codes))).numpy()
-    assert np.abs(pcm - whole[len(in_context.codes) * SAMPLES_PER_FRAME :]).max() <= 1e-5
-    embedding_alone = replace(in_context, codes=None, transcript=None)
-    assert not np.array_equal(pcm, speak(base_synth, speaker=None, voice=embedding_alone).read())
 
 
 def test_fed_text_in_a_cloned_voice_gives_the_codes_of_the_text_at_once(base_synth, in_context):
