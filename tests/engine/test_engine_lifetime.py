@@ -56,21 +56,6 @@ def test_an_ended_stream_frees_its_state(make, how):
         assert len(synth.engine._utterances) <= 1  # the worker may still hold the last one it looked at
 
 
-# ---- failure
-
-
-def test_a_failing_stream_raises_at_its_consumer_and_leaves_the_others_running(make):
-    backend = FakeBackend(fail_at=4, failing_seed=2)
-    with make(backend) as synth:
-        good, bad = speak(synth, seed=1, frames=30), speak(synth, seed=2, frames=30)
-        assert [next(bad).frames for _ in range(4)] == [1, 1, 1, 1]  # what was made before comes first
-        with pytest.raises(FAILURE, match="made to fail at frame 4|gave no number"):
-            next(bad)
-        assert (bad.finish_reason, len(bad.codes)) == (None, 4)
-        assert len(list(good)) == 30
-        assert len(list(speak(synth, seed=3))) == 6
-
-
 # ---- closing
 
 

@@ -20,7 +20,7 @@ from mktts.measure.parity.upstream import made_up_voice
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
-from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.synth import Synthesizer
 
 REQUEST = Request("Hello there.", "english", "ryan")
@@ -203,10 +203,7 @@ def test_upstream_is_cancelled_within_a_frame(speaking, monkeypatch):
 
 @pytest.fixture(scope="module")
 def in_context(tiny_base) -> Voice:
-    draw = torch.Generator().manual_seed(3)
-    embedding = torch.randn(tiny_base.config.talker.hidden_size, generator=draw)
-    codes = torch.randint(CODEBOOK_SIZE, (9, NUM_CODEBOOKS), generator=draw)
-    return Voice(embedding, codes, "What I said.", tiny_base.config.model_size)
+    return made_up_voice(tiny_base, 9)
 
 
 @pytest.fixture(scope="module")
