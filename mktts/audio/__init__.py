@@ -1,10 +1,10 @@
 """Sound: samples, levels and files. `mktts.audio.encoding` encodes while speech is made, `mktts.audio.untrusted`
 decodes what anyone may have sent."""
 
-from mktts.audio.encoding import encoded, format_of, read_audio, require_format, write_audio
-from mktts.audio.pcm import first_audible_sample, from_pcm16, joined, peak_dbfs, resample, rows_to_pcm16, to_pcm16
+from mktts.audio.encoding import encoded, format_of, read_audio, write_audio
+from mktts.audio.pcm import first_audible_sample, from_pcm16, joined, resample, rows_to_pcm16, to_pcm16
 
 __all__ = [
-    "encoded", "first_audible_sample", "format_of", "from_pcm16", "joined", "peak_dbfs", "read_audio",
-    "require_format", "resample", "rows_to_pcm16", "to_pcm16", "write_audio",
+    "encoded", "first_audible_sample", "format_of", "from_pcm16", "joined", "read_audio", "resample", "rows_to_pcm16",
+    "to_pcm16", "write_audio",
 ]  # fmt: skip

@@ -251,15 +251,9 @@ def format_of(path: Path | str) -> str:
     raise AudioError(f"{path}: expected a name that ends in .{', .'.join(ENDINGS)}")
 
 
-def require_format(kind: str) -> None:
-    """Raises BackendUnavailable where this machine cannot make files of `kind`, one of ENDINGS."""
-    if kind == "aac":
-        import_av()
-
-
 def encoded(pcm: np.ndarray, kind: str, sample_rate_hz: int = SAMPLE_RATE_HZ) -> bytes:
     """`pcm` (S,) float32 as the bytes of a file of `kind`, one of ENDINGS. Raises AudioError as `to_pcm16` and for a
-    rate that the format does not have, BackendUnavailable as `require_format`."""
+    rate that the format does not have, BackendUnavailable without PyAV for AAC."""
     samples, file = to_pcm16(pcm), io.BytesIO()
     if kind == "wav":
         with wave.open(file, "wb") as out:

@@ -63,12 +63,6 @@ def first_audible_sample(pcm: np.ndarray, sample_rate_hz: int = SAMPLE_RATE_HZ) 
     return int(audible[0]) * window if len(audible) else None
 
 
-def peak_dbfs(pcm: np.ndarray) -> float:
-    """Level of the loudest sample in dB of full scale; -inf for silence or no samples."""
-    amplitude = np.abs(pcm).max(initial=0.0)
-    return float(20 * np.log10(amplitude)) if amplitude > 0 else -np.inf
-
-
 def resample(pcm: np.ndarray, from_hz: int, to_hz: int) -> np.ndarray:
     """float32 (n,) at `from_hz` -> float32 (ceil(n * to / from),) at `to_hz`, by its whole spectrum."""
     if from_hz == to_hz:

@@ -83,22 +83,22 @@ class StateLayout:
 
 @dataclass
 class PendingPcm:
-    """PCM on its way to the host. pcm (S,) float32 there, pinned where `arrived` says when it is written. pcm16: the
-    same in 16 bits, where that is made with it."""
+    """PCM on its way to the host. pcm (S,) float32 there, pinned where `arrived` says when it is written; None where
+    `samples` are there. pcm16: the same in 16 bits, where that is made with it."""
 
     pcm: Tensor | None
     arrived: torch.cuda.Event | None = None
     pcm16: bytes | None = None
-    _result: np.ndarray | None = None
+    samples: np.ndarray | None = None
 
     def result(self) -> np.ndarray:
         """The samples (S,) float32, a copy that stays. Waits for this work only, not for work queued later."""
-        if self._result is None:
+        if self.samples is None:
             if self.arrived is not None:
                 self.arrived.synchronize()
-            self._result = self.pcm.numpy().copy()  # a chunk may be kept for long: pinned memory should go back
+            self.samples = self.pcm.numpy().copy()  # a chunk may be kept for long: pinned memory should go back
             self.pcm = None
-        return self._result
+        return self.samples
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)

@@ -130,14 +130,15 @@ class Admission:
 
 class AdmissionQueue:
     """Streams of one set of lanes that wait for admission: listeners' before others, first come, first served.
-    reserved_pages: that open streams wait for between two segments."""
+    reserved_pages: that open streams wait for between two segments. idle_since_s: no tick has run since then; inf while
+    one runs."""
 
     def __init__(self, admission: Admission, table: StreamTable, pages: Pages | None, ticks: TickSettings) -> None:
         self._admission, self._table, self._pages, self._ticks = admission, table, pages, ticks
         self.reserved_pages = 0
         self._paced: deque[Arrival] = deque()
         self._unpaced: deque[Arrival] = deque()
-        self._idle_since_s = math.inf
+        self.idle_since_s = math.inf
 
     @property
     def _most_waiting(self) -> float:
@@ -157,13 +158,9 @@ class AdmissionQueue:
         """Of those that wait."""
         return [arrival.name for arrival in (*self._paced, *self._unpaced)]
 
-    def set_idle(self, idle: bool, now_s: float) -> None:
-        """Whether no tick runs, and none is due."""
-        self._idle_since_s = min(self._idle_since_s, now_s) if idle else math.inf
-
     def held(self, now_s: float, arrived_s: float = -math.inf) -> bool:
         """Whether nothing has run for so long, after such an arrival, that what open streams hold stays held."""
-        return now_s >= max(self._idle_since_s, arrived_s) + HELD_S
+        return now_s >= max(self.idle_since_s, arrived_s) + HELD_S
 
     def submit(self, arrival: Arrival, model: TickModel) -> Reason:
         """Of a stream that arrives: "" admits it, "queue" refuses it, for any other reason it waits."""
@@ -205,9 +202,9 @@ class AdmissionQueue:
         compared with elsewhere: rounded otherwise, it could come and change nothing."""
         if not len(self) and not self.reserved_pages:
             return math.inf
-        changes_s = [self._table.changes_s(now_s), self._idle_since_s + HELD_S]
+        changes_s = [self._table.changes_s(now_s), self.idle_since_s + HELD_S]
         for waiting in filter(None, (self._paced, self._unpaced)):
-            changes_s.append(max(self._idle_since_s, waiting[0].arrived_s) + HELD_S)
+            changes_s.append(max(self.idle_since_s, waiting[0].arrived_s) + HELD_S)
         if self._paced:
             reasons: tuple[Reason, ...] = ("first_pcm", "capacity")
             changes_s += [self._paced[0].arrived_s + self._max_wait_s(reason) for reason in reasons]

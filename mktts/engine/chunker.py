@@ -23,18 +23,13 @@ class Chunker:
         self._schedule = options.schedule or schedule
         self._trimming = options.trim_lead
         self.undecoded: list[Any] = []
-        self._decoding: list[tuple[Any, int]] = []  # chunks on their way to the host, with their frames
+        self.decoding: list[tuple[Any, int]] = []  # chunks on their way to the host, with their frames
         self._lead = np.zeros(0, dtype=np.float32)  # the end of the silence so far, while trimming
         self._chunks = 0
         self._samples = 0  # decoded so far, trimmed ones included
         self._silent_frames = 0  # trimmed away since the last chunk
         self.pending_frames = 0  # made and not in a chunk yet
         self.prefill_ms = self.talker_ms = self.predictor_ms = self.codec_ms = 0.0  # since the last chunk
-
-    @property
-    def has_undecoded(self) -> bool:
-        """Whether there is what `take` with `flush` would turn into PCM."""
-        return bool(self.undecoded or self._decoding)
 
     @property
     def begun(self) -> bool:
@@ -44,7 +39,7 @@ class Chunker:
     @property
     def missing_frames(self) -> int:
         """That make the next chunk whole."""
-        wanted = self._schedule[min(self._chunks + len(self._decoding), len(self._schedule) - 1)]
+        wanted = self._schedule[min(self._chunks + len(self.decoding), len(self._schedule) - 1)]
         return wanted - len(self.undecoded)
 
     def add(self, frame: Any) -> None:
@@ -62,21 +57,21 @@ class Chunker:
         hands it out.
         """
         whole = bool(self.undecoded) if flush else self.missing_frames <= 0
-        if not whole and not self._decoding:
+        if not whole and not self.decoding:
             return None
         begun_s = time.perf_counter()
-        taken = len(self._decoding)
+        taken = len(self.decoding)
         if whole:
-            self._decoding.append((decode(self.undecoded), len(self.undecoded)))
+            self.decoding.append((decode(self.undecoded), len(self.undecoded)))
             self.undecoded = []
             taken += not ahead
         if not taken:
             return None
-        frames = sum(count for _, count in self._decoding[:taken])
-        parts = [pending.result() for pending, _ in self._decoding[:taken]]
+        frames = sum(count for _, count in self.decoding[:taken])
+        parts = [pending.result() for pending, _ in self.decoding[:taken]]
         pcm = parts[0] if taken == 1 else joined(parts)  # (S,)
-        pcm16 = self._decoding[0][0].pcm16 if taken == 1 else None
-        del self._decoding[:taken]
+        pcm16 = self.decoding[0][0].pcm16 if taken == 1 else None
+        del self.decoding[:taken]
         self._samples += len(pcm)
         if self._trimming:
             pcm, pcm16 = self._trimmed(pcm), None

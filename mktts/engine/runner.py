@@ -8,6 +8,7 @@ a lane of t + 1 useless (the speech had ended): it is dropped.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from bisect import bisect_left
 from collections import deque
@@ -211,7 +212,7 @@ class Runner:
             tick = next_tick(table, begins_s, self.pace.model, self._settings)
         if not tick.empty:
             self._launch(tick, now_s, begins_s, alone)
-        self._queue.set_idle(not self._running, now_s)
+        self._queue.idle_since_s = math.inf if self._running else min(self._queue.idle_since_s, now_s)
         if running is not None:
             self._take_arrivals(now_s, running.ends_s)
             self._read()

@@ -16,13 +16,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mktts.audio import joined
+from mktts.codec.decoder import PendingPcm
 from mktts.engine.chunker import Chunker
 from mktts.engine.options import Chunk, FinishReason, GuardState, Plan, WordTime
 from mktts.engine.script import Script
@@ -231,8 +232,8 @@ class Utterance:
 
     def ready(self) -> bool:
         """Whether there is something to make or to hand on; False means: waiting for text."""
-        known = self.input_known()
-        return known or self._spoken or self.chunker.has_undecoded or self._silent_samples > 0
+        known, chunker = self.input_known(), self.chunker
+        return known or self._spoken or bool(chunker.undecoded or chunker.decoding) or self._silent_samples > 0
 
     def next_segment(self) -> bool:
         """Whether the next segment's turn has come and its prompt is known; it is then `segment`."""
@@ -392,20 +393,10 @@ class Utterance:
             _wake(loop, [future]) if at_once else self._notifier.waiters[loop].append(future)
 
 
-class _Decoded(NamedTuple):
-    """PCM that is there: as `mktts.codec.decoder.PendingPcm` gives it."""
-
-    pcm: np.ndarray
-    pcm16: bytes | None
-
-    def result(self) -> np.ndarray:
-        return self.pcm
-
-
-def _decoded(frames: list[tuple[bytearray, bytes | None]]) -> _Decoded:
+def _decoded(frames: list[tuple[bytearray, bytes | None]]) -> PendingPcm:
     """Frames that lanes gave PCM of."""
     pcm, pcm16 = zip(*frames, strict=True)
-    return _Decoded(joined(pcm), None if None in pcm16 else b"".join(pcm16))
+    return PendingPcm(None, pcm16=None if None in pcm16 else b"".join(pcm16), samples=joined(pcm))
 
 
 def _wake(loop: asyncio.AbstractEventLoop, waiters: Sequence[asyncio.Future[None]]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mktts.audio import first_audible_sample, peak_dbfs, read_audio
+from mktts.audio import first_audible_sample, read_audio
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint.arguments import add_checkpoint_arguments
 from mktts.checkpoint.random import RANDOM_WEIGHTS
@@ -83,7 +83,7 @@ def _samples(audio: np.ndarray | Path | str, sample_rate_hz: int | None) -> tupl
     if first_audible_sample(pcm, rate_hz) is None:
         raise VoiceError(
             f"audio is silent: expected {AUDIBLE_WINDOW_MS} ms with an RMS above {AUDIBLE_DBFS:g} dBFS, found none; "
-            f"its peak is {peak_dbfs(pcm):.0f} dBFS"
+            f"its loudest sample is {np.abs(pcm).max():.1g} of full scale"
         )
     if np.abs(pcm).max() > _LOUDEST:
         raise VoiceError(f"audio must be in [-1, 1], found a sample of {np.abs(pcm).max():g}: divide by its full scale")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from mktts.audio import format_of, require_format, to_pcm16, write_audio
-from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, Tempo
+from mktts.audio import format_of, to_pcm16, write_audio
+from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, Tempo, import_av
 from mktts.checkpoint.arguments import PIPE, add_model_arguments, add_voice_arguments, loading, text_of
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import require_writable, write_whole
@@ -206,7 +206,8 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.output is None and not arguments.play:
         raise MkttsError("nowhere to put the speech: expected -o FILE, -o - (a pipe) or --play")
     if arguments.output not in (None, PIPE):
-        require_format(format_of(arguments.output))
+        if format_of(arguments.output) == "aac":
+            import_av()
         require_writable(arguments.output)
     for path in _captions(arguments).values():
         require_writable(path)

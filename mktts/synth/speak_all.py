@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mktts.audio import encoded, require_format
+from mktts.audio import encoded
 from mktts.batch import BatchSettings
 from mktts.checkpoint.arguments import add_model_arguments, add_voice_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
@@ -339,7 +339,6 @@ def _outcomes(
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuses at once what could only fail after the model has loaded."""
-    require_format(arguments.format)
     checked_int("--seed", arguments.seed, 0, MAX_SEED)
     if arguments.max_frames is not None:
         checked_int("--max-frames", arguments.max_frames, 1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from mktts.audio import first_audible_sample, peak_dbfs, read_audio, resample, to_pcm16, write_audio
+from mktts.audio import first_audible_sample, read_audio, resample, to_pcm16, write_audio
 from mktts.errors import AudioError, VoiceError
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -107,12 +107,6 @@ def test_audible_is_the_first_ten_milliseconds_above_45_db_below_full_scale():
     assert first_audible_sample(np.concatenate((before, quiet))) is None
     assert first_audible_sample(loud[:-1]) is None and first_audible_sample(f32()) is None  # no whole window
     assert first_audible_sample(np.concatenate((sound(20, -90, 8_000), sound(10, -44, 8_000))), 8_000) == 20 * 8
-
-
-def test_levels_of_a_full_scale_sine_and_of_silence():
-    sine = np.sin(2 * np.pi * np.arange(2400) / 240, dtype=np.float32)
-    assert peak_dbfs(sine) == pytest.approx(0, abs=1e-3)
-    assert peak_dbfs(f32()) == peak_dbfs(f32(0, 0)) == -math.inf
 
 
 # ---- the resampler, against sines, whose samples at any rate are known

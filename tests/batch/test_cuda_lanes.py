@@ -26,13 +26,13 @@ SETTINGS = TickSettings(
 FRAMES, SLOTS = 10, 12
 
 
-def lanes_of(checkpoint, graphs: bool = True, slots: int = SLOTS, sounds: bool = True):
+def lanes_of(checkpoint, graphs: bool = True, slots: int = SLOTS):
     from mktts.batch.cuda.lanes import CudaLanes
 
     device = torch.device("cuda")
     return CudaLanes(
         checkpoint.config, checkpoint.tensors(), device, torch.float32, slots=slots, positions=256, pages=6 * slots,
-        codec=CountingCodec(slots + 1, device) if sounds else None, settings=SETTINGS, graphs=graphs,
+        codec=CountingCodec(slots + 1, device), settings=SETTINGS, graphs=graphs,
         primed=lambda: SimpleNamespace(of=len),
     )  # fmt: skip
 
@@ -58,12 +58,6 @@ def test_codes_are_the_oracles_under_joins_skips_ends_cuts_and_kept_prefixes(nam
     player.play()
     assert differences(player, oracle_of(opened)) == []
     assert min(player.cut, player.kept, player.wasted) > 0
-
-
-def test_ticks_without_a_codec_are_silent(tiny):
-    player = Player(lanes_of(tiny, sounds=False), [[s] for s in segments_of(tiny, 4)], sounds=False)
-    player.play()
-    assert differences(player, oracle_of(tiny)) == []
 
 
 @pytest.mark.parametrize(("dtype", "deterministic"), [(torch.bfloat16, True), (torch.float32, False)])

@@ -101,14 +101,6 @@ def test_codes_do_not_depend_on_lanes_neighbours_cuts_or_kept_prefixes(played, s
     assert playing.cut > 0 or size == SIZES[0]
 
 
-def test_a_stream_alone_says_the_same_in_every_bucket(played):
-    for size in SIZES:
-        for index in (0, len(played.streams) - 1):
-            played.lanes.pages.forget(KEY.__eq__)
-            (made,) = RandomTicks(played.lanes, played.streams[index : index + 1], size, seed=3).play()
-            assert torch.equal(made, played.codes[index])
-
-
 def test_a_stream_of_the_synthesizer_sounds_the_same_alone_and_beside_sixty_others():
     text, settings = "Whoever listens to this hears the same, whoever else is here.", {"seed": 11, "max_frames": 40}
     batch = BatchSettings(max_streams=64, memory_bytes=1 << 30)

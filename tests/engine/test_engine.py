@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from types import SimpleNamespace
 
@@ -113,38 +112,6 @@ def test_cancelling_what_has_been_read_or_taken_to_its_end_changes_nothing(make)
 
 
 # ---- event loops
-
-
-async def test_two_async_streams_and_a_heartbeat_share_a_loop(make):
-    """Between two chunks of either stream the loop gets round to the heartbeat: nothing in it waits for a frame."""
-    backend = FakeBackend(held=True)
-    events: list[str] = []
-    done = asyncio.Event()
-
-    async def read(name: str, seed: int) -> int:
-        frames = 0
-        async for chunk in synth.astream("Hello.", seed=seed, max_frames=10, options=ONE):
-            events.append(name)
-            frames += chunk.frames
-        return frames
-
-    async def heartbeat() -> None:
-        while not done.is_set():
-            events.append("beat")
-            backend.let(1)  # one more frame: without the heartbeat nothing is ever made
-            await asyncio.sleep(0)
-
-    with make(backend) as synth:
-        beating = asyncio.create_task(heartbeat())
-        frames = await asyncio.wait_for(asyncio.gather(read("a", 1), read("b", 2)), WAIT_S)
-        done.set()
-        await beating
-        backend.release()
-    assert frames == [10, 10]
-    for name in ("a", "b"):
-        at = [i for i, event in enumerate(events) if event == name]
-        assert len(at) == 10
-        assert all("beat" in events[i:j] for i, j in itertools.pairwise(at)), "the heartbeat was starved"
 
 
 async def test_a_chunk_that_arrives_just_before_the_wait_is_not_missed(held, monkeypatch):

@@ -56,33 +56,6 @@ def test_an_ended_stream_frees_its_state(make, how):
         assert len(synth.engine._utterances) <= 1  # the worker may still hold the last one it looked at
 
 
-# ---- failure
-
-
-def test_a_failing_stream_raises_at_its_consumer_and_leaves_the_others_running(make):
-    backend = FakeBackend(fail_at=4, failing_seed=2)
-    with make(backend) as synth:
-        good, bad = speak(synth, seed=1, frames=30), speak(synth, seed=2, frames=30)
-        assert [next(bad).frames for _ in range(4)] == [1, 1, 1, 1]  # what was made before comes first
-        with pytest.raises(FAILURE, match="made to fail at frame 4|gave no number"):
-            next(bad)
-        assert (bad.finish_reason, len(bad.codes)) == (None, 4)
-        assert len(list(good)) == 30
-        assert len(list(speak(synth, seed=3))) == 6
-
-
-async def test_what_fails_before_the_first_frame_reaches_any_consumer(make):
-    class NoStart(FakeBackend):
-        def start(self, prompt, sampling, seed, max_frames, **_prefix):
-            raise MemoryError("no room for a cache")
-
-    with make(NoStart()) as synth:
-        with pytest.raises((MemoryError, EngineError), match="no room"):
-            speak(synth, seed=1).read()
-        with pytest.raises((MemoryError, EngineError), match="no room"):
-            await anext(speak(synth, seed=2))
-
-
 # ---- closing
 
 
@@ -259,12 +232,6 @@ def test_the_streams_of_another_engine_go_on():
         with pytest.raises(EngineError, match="ZeroDivisionError"):
             together.read()
         assert [len(list(stream)) for stream in single] == [30, 30]
-        del broken._update_streams
-        holding = [speak(synth, seed, frames=None) for seed in (4, 5)]
-        third = speak(synth, seed=6)
-        assert (third.engine, len(list(third))) == ("batch", 6)
-        for stream in holding:
-            stream.cancel()
 
 
 def test_an_executor_that_cannot_be_closed_does_not_keep_the_others_open(caplog):

@@ -50,24 +50,6 @@ def test_draws_by_torch_need_the_single_engine_and_are_refused_at_the_call():
                 use("Hello.", sampling=TORCH)
 
 
-def test_two_streams_are_made_singly_the_third_together_and_all_are_as_alone():
-    backend = FakeBackend(held=True)
-    with fake_synthesizer(backend, engine="auto") as synth:
-        streams = [speak(synth, seed) for seed in range(4)]
-        assert [stream.engine for stream in streams] == ["single", "single", "batch", "batch"]
-        session = synth.open(options=ONE, seed=8, max_frames=3)
-        assert session.engine is None
-        drawn_by_torch = synth.stream("Hello.", seed=9, max_frames=2, options=ONE, sampling=TORCH)
-        session.feed("abc")
-        assert (session.engine, drawn_by_torch.engine) == ("batch", "single")
-        backend.release()
-        codes = [stream.read() is not None and stream.codes for stream in streams]
-        assert len(session.read()) and len(drawn_by_torch.read())
-        settle(synth)
-        alone = speak(synth, 3)
-        assert alone.engine == "single" and alone.read() is not None and torch.equal(alone.codes, codes[3])
-
-
 def test_a_capacity_is_that_of_the_lanes_of_many_also_where_they_are_still_to_come(monkeypatch, tmp_path):
     monkeypatch.setenv("MKTTS_CACHE", str(tmp_path))
     with fake_synthesizer(engine="auto") as synth:

@@ -24,7 +24,7 @@ from mktts.common import python_path
 from mktts.engine.admission import AdmissionLimits
 from mktts.engine.options import Guard, StreamOptions
 from mktts.engine.remote import Call, Wire, sendable
-from mktts.errors import BackendUnavailable, BusyError, EngineError, OptionsError, TextError
+from mktts.errors import BackendUnavailable, BusyError, EngineError, OptionsError
 from mktts.model.voice import Voice
 from mktts.synth import Synthesizer
 
@@ -82,15 +82,6 @@ def test_fed_text_is_spoken_as_here(far, near):
 
     settings = {"seed": 5, "max_frames": 24}
     assert said(far.open(**settings)) == said(near.open(**settings))
-
-
-def test_a_session_that_says_nothing_never_begins_there(far):
-    session = far.open()
-    session.feed("  ")
-    with pytest.raises(TextError, match="expected text"):
-        session.finish()
-    assert session.finish_reason == "cancelled" and list(session) == []
-    assert len(far.stream("Hello.", max_frames=3, seed=0).read()) == 3 * 1920
 
 
 def test_nothing_is_made_for_a_reader_who_takes_nothing_and_a_cancelled_stream_ends(far):

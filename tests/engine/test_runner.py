@@ -10,7 +10,7 @@ import pytest
 from desk import Desk, alone, chunks_of, fails_at, frames_of
 from fakes import OFF, ONE, FakeBackend, FakeCodec
 
-from mktts.engine.admission import HELD_S, AdmissionLimits
+from mktts.engine.admission import AdmissionLimits
 from mktts.engine.lanes import SingleLanes
 from mktts.engine.scheduler import TickSettings
 from mktts.errors import CapacityError, EngineError, PromptError
@@ -60,20 +60,6 @@ def test_who_has_waited_too_long_is_told_without_any_news(desk):
         late.take()
     assert 1.25 <= at.now_s < 1.3  # woken for this, and not before
     assert at.turn() == math.inf
-
-
-def test_a_stream_that_nobody_listens_to_is_patient_and_costs_no_turns(desk):
-    at = desk(slots=1)
-    first = at.say(frames=50, options=HELD)
-    patient = [at.say(seed=seed, frames=3, paced=False) for seed in (2, 3)]
-    at.run(until_s=HELD_S - 1.0)
-    turns = at.turns
-    at.now_s += 0.5
-    assert at.turn() == pytest.approx(HELD_S, abs=0.1) and turns < 100
-    first.cancel()
-    at.run()
-    assert [sum(chunk.frames for chunk in chunks_of(job)) for job in patient] == [3, 3]
-    assert at.all_free()
 
 
 # ---- who waits for what

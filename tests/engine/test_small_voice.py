@@ -19,7 +19,7 @@ from mktts.cli import parse
 from mktts.engine.upstream import load_upstream
 from mktts.errors import CheckpointError
 from mktts.measure.parity.kernel import Scope, parity_of
-from mktts.measure.parity.upstream import compare_codes, compare_prompts
+from mktts.measure.parity.upstream import compare_codes
 from mktts.model.prompt import Request
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer
@@ -69,13 +69,8 @@ def test_it_is_a_small_custom_voice_of_two_speakers_and_one_language_and_its_car
         assert words in card
 
 
-def test_prompts_are_upstreams(small, upstream):
-    rows = compare_prompts(small, requests(SENTENCES[:6]), torch.float32, upstream)
-    assert [row for row in rows if not row["equal"]] == []
-
-
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("sentences", "max_frames"), [(3, 12), pytest.param(20, 160, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("sentences", "max_frames"), [(4, 12), pytest.param(20, 160, marks=pytest.mark.slow)])
 def test_codes_are_upstreams(small, upstream, sampled, sentences, max_frames):
     sampling = small.sampling() if sampled else small.sampling().greedy()
     asked = requests(SENTENCES[:sentences])

@@ -112,7 +112,7 @@ class CudaLanes:
         self._stages = deque(Stage(words, most) for _ in range(_STAGES))
         self._waiting: deque[Stage] = deque()
         self._kept: list[Any] = []  # until the next tick is over
-        self._silent: set[int] = set()  # slots whose codec begins anew before the next tick
+        self._silent: set[int] = set()  # slots of new streams: what the codec holds of others goes before the next tick
         self._after_caller()
 
     # ---- buckets
@@ -211,7 +211,9 @@ class CudaLanes:
         with torch.cuda.stream(self._stream):
             stage.begin(self._waiting[-1] if self._waiting else None)
             self._memory.push()
-            self._clear()
+            if self._silent:
+                self._codec.silence(uploaded(np.array(sorted(self._silent), np.int64), self.device))
+                self._silent.clear()
             self._block[:words].copy_(stage.block[:words], non_blocking=True)
             self._replays.get(tick.bucket, bucket.run)()
             made, pcm = bucket.space.made, bucket.space.pcm
@@ -272,12 +274,6 @@ class CudaLanes:
                 made.append(row)
             addresses.append(row.data_ptr())
         return addresses, made
-
-    def _clear(self) -> None:
-        """The codec forgets what the slots of new streams held."""
-        if self._silent:
-            self._codec.silence(uploaded(np.array(sorted(self._silent), np.int64), self.device))
-            self._silent.clear()
 
     def _after_caller(self) -> None:
         """What is queued from now on sees what the caller's CUDA stream has made."""
