@@ -20,7 +20,7 @@ from pipecat_fakes import TOO_LATE_S, FakeSource, FakeSpeech, Talk, metrics, tur
 from mktts.agent.scripted import RecordingOutput
 from mktts.errors import PromptError
 from mktts.pipecat import MkttsTTSService, SpeechFailedFrame
-from mktts.pipecat.service import AudioTimes, Playout
+from mktts.pipecat.service import AudioTimes
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 Settings = MkttsTTSService.Settings
@@ -346,13 +346,6 @@ async def test_the_context_ends_where_an_interrupted_listener_was_and_has_a_turn
 
 
 # ---- when words are heard, apart from any pipeline
-
-
-def test_audio_is_heard_after_what_was_pushed_before_it_and_not_before_now():
-    playout = Playout()
-    assert [playout.push(1.0, now_s) for now_s in (10.0, 10.2, 15.0)] == [10.0, 11.0, 15.0]
-    playout.drop()
-    assert playout.push(1.0, 15.1) == 15.1
 
 
 def test_a_pause_of_the_engine_moves_the_words_after_it():
