@@ -120,14 +120,6 @@ def test_the_environment_chooses_the_services_where_no_argument_does(environment
     assert "secret" not in repr(settings) + "".join(settings.describe())
 
 
-def test_a_failure_of_services_elsewhere_names_them_their_keys_and_the_way_without():
-    assert from_environment({}).elsewhere() == ""
-    both = from_environment(OPENAI).elsewhere()
-    for words in ("DEEPGRAM_API_KEY", '"pocketsphinx"', "gpt-4.1 at OpenAI", "OPENAI_API_KEY", '"scripted"'):
-        assert words in both
-    assert "secret" not in both
-
-
 async def test_latencies_are_counted_from_the_end_and_the_onset_of_speech(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(latency, "time", SimpleNamespace(time=lambda: now[0]))
@@ -175,7 +167,6 @@ async def test_only_what_leaves_the_voice_behind_an_interruption_is_stale():
     [
         ([], "fastapi", "the package fastapi: pip install -r requirements.txt"),
         ([], "pocketsphinx", "the package pocketsphinx: pip install -r requirements.txt"),
-        (["--scripted", "talk.wav"], "pocketsphinx", "--stt deepgram"),
         (["--stt", "whisper"], "faster_whisper", "the package faster-whisper"),
     ],
 )
@@ -196,13 +187,13 @@ def test_without_pipecat_help_is_shown_and_everything_else_names_the_package():
         "from mktts.cli import main\n"
         "try: import mktts.pipecat\n"
         "except ImportError as error: print(error)\n"
-        "assert main(['agent']) == main(['agent', '--scripted', 'talk.wav']) == 2\n"
+        "assert main(['agent']) == 2\n"
         "main(['agent', '--help'])"
     )
     done = python_without(["pipecat", "fastapi", "uvicorn", "pocketsphinx", "aiortc", "loguru"], code)
     assert done.returncode == 0, done.stderr
     assert "needs the package pipecat-ai: pip install" in done.stdout and "examples:" in done.stdout
-    assert done.stderr.count("needs the package pipecat: pip install -r requirements.txt") == 2
+    assert done.stderr.count("needs the package pipecat: pip install -r requirements.txt") == 1
 
 
 # ---- Whisper, over a stand-in for faster-whisper
