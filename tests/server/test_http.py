@@ -1,7 +1,6 @@
 """/tts/stream, its record, probes and metrics; what is refused, and in which shape. In process."""
 
 import gc
-import json
 import subprocess
 import sys
 import weakref
@@ -109,7 +108,7 @@ def test_a_stream_that_finds_no_place_is_told_to_come_back(api, caplog):
         refused = socket.receive_json()
         assert (refused["type"], refused["error"]["code"], refused["retry_after_s"]) == ("error", "busy", 1)
     assert 'mktts_refused_total{code="busy"} 3.0' in api.get("/metrics").text
-    assert sum("refused, busy: refused with 2 streams open" in line for line in caplog.messages) == 3
+    assert sum("busy: refused with 2 streams open" in line for line in caplog.messages) == 3
 
 
 def test_a_failure_is_a_500_before_the_first_byte_and_a_broken_body_after_it(tiny):
@@ -195,17 +194,6 @@ def test_prometheus_reads_the_metrics_and_they_count_what_happened(make_api):
     for name in ("mktts_first_audio_seconds", "mktts_first_byte_seconds", "mktts_tick_seconds"):
         counts = [sample.value for sample in ours[name].samples if sample.name.endswith("_bucket")]
         assert ours[name].type == "histogram" and counts == sorted(counts)
-
-
-def test_the_document_names_the_speakers_and_limits_of_this_server(api):
-    document, health = api.get("/openapi.json").json(), api.get("/health").json()
-    speech = document["components"]["schemas"]["SpeechRequest"]["properties"]
-    assert speech["speaker"]["anyOf"][0]["enum"] == health["speakers"] and speech["text"]["maxLength"] == 5_000
-    assert speech["language"]["enum"][: len(health["languages"])] == health["languages"]
-    assert "en" in speech["language"]["enum"] and "instruct" not in speech  # this checkpoint takes none
-    assert speech["max_frames"]["anyOf"][0]["maximum"] == 7_500
-    assert "securitySchemes" not in document["components"] and "/tts/ws" in document["info"]["description"]
-    assert api.get("/docs").status_code == 200 and json.dumps(document).count("HTTPValidationError") == 0
 
 
 def test_answers_to_generated_requests_are_the_documented_ones(tiny, tmp_path):
