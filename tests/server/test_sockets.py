@@ -193,21 +193,6 @@ def test_one_stream_too_many_waits_or_is_told_to_come_back(synthesizer, monkeypa
         assert waits.result().status_code == 200  # the first one has gone
 
 
-def test_text_that_has_not_come_and_a_client_that_reads_nothing_hold_no_lane(synthesizer, monkeypatch):
-    monkeypatch.setattr(scheduler, "ABSENT_S", 0.0)
-    limits = Limits(max_streams=1, wait_s=WAIT_S, stall_s=WAIT_S, **SMALL_BUFFERS)
-    with served(synthesizer, limits) as server, connect(server.ws) as line:
-        send(line, "start")
-        assert read(line)["type"] == "started" and stat(server, "listeners") == 0
-        assert httpx.post(f"{server.url}/tts/stream", json=SHORT, timeout=WAIT_S).status_code == 200
-        server.watched.streams.clear()
-        with raw(server, request(ENDLESS), 16 * 1024):
-            until(lambda: server.watched.streams and server.watched.streams[0].idle, "its buffers to be full")
-            assert httpx.post(f"{server.url}/tts/stream", json=SHORT, timeout=WAIT_S).status_code == 200
-            until(lambda: stat(server, "listeners") == 0, "the short one's end to be noticed")
-            assert server.service.streams_open == 2
-
-
 # ---- half requests, broken ones, and the log
 
 
@@ -219,12 +204,17 @@ def test_text_that_has_not_come_and_a_client_that_reads_nothing_hold_no_lane(syn
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", b"408", b"head_timeout"),
         (b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\nGET /rea", b"200", b""),
         (request(LONG)[:-5], b"408", b"body_timeout"),
+        (b"NONSENSE\r\n\r\n", b"400", b"invalid_http"),
     ],
-    ids=["nothing", "half a line", "half a head", "half a second head", "half a body"],
+    ids=["nothing", "half a line", "half a head", "half a second head", "half a body", "no HTTP"],
 )
-def test_half_a_request_is_let_go(hasty, sent, status, code):
+def test_half_a_request_is_let_go_and_told_so_in_the_shape_of_every_error(hasty, sent, status, code):
     content, seconds = answer_to(hasty, sent)
-    assert content[9:12] == status and code in content and 0.1 < seconds < 9
+    head, _, body = content.partition(b"\r\n\r\n")
+    assert head[9:12] == status and (seconds > 0.1 or status == b"400") and seconds < 9
+    if code:
+        error = json.loads(body)["error"]
+        assert error["code"] == code.decode() and error["request_id"].encode() in head
 
 
 def test_a_connection_that_waits_between_requests_and_a_websocket_are_not_half_a_head(hasty):
@@ -234,12 +224,6 @@ def test_a_connection_that_waits_between_requests_and_a_websocket_are_not_half_a
         assert client.get("/ready").status_code == 200
         send(line, "start", **SHORT)
         assert read(line)["type"] == "started"
-
-
-def test_what_is_no_http_is_told_so_in_the_shape_of_every_error(server):
-    head, _, body = answer_to(server, b"NONSENSE\r\n\r\n")[0].partition(b"\r\n\r\n")
-    error = json.loads(body)["error"]
-    assert b" 400 " in head and error["code"] == "invalid_http" and error["request_id"].encode() in head
 
 
 @pytest.mark.parametrize("announced", [True, False], ids=["announced", "in chunks"])
