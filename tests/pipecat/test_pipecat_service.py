@@ -13,7 +13,6 @@ from pipecat.metrics.metrics import ProcessingMetricsData, TTFAMetricsData, TTFB
 from pipecat.processors.aggregators.llm_context import LLMContext
 from pipecat.processors.aggregators.llm_response_universal import LLMContextAggregatorPair
 from pipecat.services.tts_service import TextAggregationMode
-from pipecat.tests.utils import run_test
 from pipecat.transports.base_transport import TransportParams
 from pipecat_fakes import TOO_LATE_S, FakeSource, FakeSpeech, Talk, metrics, turn
 
@@ -31,29 +30,20 @@ def service(plan=lambda text: FakeSpeech(3), **kwargs) -> tuple[MkttsTTSService,
     return MkttsTTSService(source=source, **kwargs), source
 
 
-async def test_frames_of_one_spoken_sentence_come_in_pipecats_order():
-    tts, _ = service()
-    down, up = await run_test(tts, frames_to_send=[frames.TTSSpeakFrame("Hello there.")])
-    order = [type(frame) for frame in down]
-    started, stopped = order.index(frames.TTSStartedFrame), order.index(frames.TTSStoppedFrame)
-    assert order.index(frames.AggregatedTextFrame) < started < order.index(frames.TTSAudioRawFrame) < stopped
-    assert order.count(frames.TTSStartedFrame) == order.count(frames.TTSStoppedFrame) == 1
-    assert order.index(frames.LLMAssistantPushAggregationFrame) < stopped
-    audio = [frame for frame in down if isinstance(frame, frames.TTSAudioRawFrame)]
-    assert len(audio) == 3 and {frame.context_id for frame in audio} == {down[started].context_id}
-    assert up == []
-
-
 async def test_an_llm_turn_of_three_sentences_is_one_audio_context_in_order():
     tts, source = service()
     async with Talk(tts) as talk:
         await talk.say(*turn("One two. ", "Three four", ". Five", " six."))
     assert [text for text, _ in source.asked] == ["One two.", "Three four.", "Five six."]
     assert talk.heard() == "One two. Three four. Five six."
-    assert len(talk.of(frames.TTSStartedFrame)) == len(talk.of(frames.TTSStoppedFrame)) == 1
-    assert talk.samples() == 9 * SAMPLES_PER_FRAME
-    last = [type(frame) for frame in talk.down if not isinstance(frame, (frames.MetricsFrame, frames.EndFrame))][-1]
-    assert last is frames.LLMFullResponseEndFrame
+    order = [type(frame) for frame in talk.down if not isinstance(frame, (frames.MetricsFrame, frames.EndFrame))]
+    started, stopped = order.index(frames.TTSStartedFrame), order.index(frames.TTSStoppedFrame)
+    assert order.index(frames.AggregatedTextFrame) < started < order.index(frames.TTSAudioRawFrame) < stopped
+    assert order.count(frames.TTSStartedFrame) == order.count(frames.TTSStoppedFrame) == 1
+    assert {frame.context_id for frame in talk.of(frames.TTSAudioRawFrame, frames.TTSStartedFrame)} == {
+        talk.of(frames.TTSStoppedFrame)[0].context_id
+    }
+    assert talk.samples() == 9 * SAMPLES_PER_FRAME and order[-1] is frames.LLMFullResponseEndFrame and talk.up == []
     assert len(metrics(talk, TTFBMetricsData)) == len(metrics(talk, TTFAMetricsData)) == 1
     assert [data.value for data in metrics(talk, TTSUsageMetricsData)] == [8, 11, 9]
     assert len(metrics(talk, ProcessingMetricsData)) == 3
