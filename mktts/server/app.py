@@ -90,7 +90,14 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
         sweeping.cancel()
 
     # /docs with its scripts from here: FastAPI's own page loads them from another host
-    app = FastAPIOffline(title="mktts", redoc_url=None, static_url="/page/docs", lifespan=lifespan, responses=_ERRORS)
+    app = FastAPIOffline(
+        title="mktts",
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        responses=_ERRORS,
+        redoc_url=None,
+        static_url="/page/docs",
+    )
     limits = service.limits
     recording_bytes = limits.max_reference_bytes * 4 // 3 if service.model.clones else 0
     app.add_middleware(
@@ -190,7 +197,6 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
     async def no_such_socket(path: str) -> None:
         raise ApiError(404, "not_found", "no WebSocket is spoken here")
 
-    app.openapi()["info"]["description"] = _DESCRIPTION  # it is kept, and every GET /openapi.json gets it
     return app
 
 

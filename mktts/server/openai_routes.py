@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Form, Query, Request
 from fastapi.responses import Response
 
-from mktts.audio.encoding import STREAM_FORMATS, Encoder, usual_rate_hz
+from mktts.audio.encoding import STREAM_FORMATS, Encoder
 from mktts.audio.untrusted import decode_untrusted
 from mktts.errors import BackendUnavailable, BusyError, MkttsError
 from mktts.model.voice import Voice
@@ -167,28 +167,26 @@ def openai_routes(service: SpeechService) -> APIRouter:
             message = f"task_type: this checkpoint is for {task}, got {body.task_type}"
             raise ApiError(400, "wrong_task", message, "task_type")
 
-        format = body.response_format or "mp3"
-        how: dict[str, Any] = {"speed": body.speed or 1.0, "sample_rate_hz": body.sample_rate or usual_rate_hz(format)}
         whole = body.stream is False and body.stream_format is None
+        how = {"speed": body.speed or 1.0, "sample_rate_hz": body.sample_rate, "whole": whole}
         try:
-            encoder = Encoder(format, whole=whole, **how)
+            encoder = Encoder(body.response_format or "mp3", **how)
         except MkttsError as error:
             raise ApiError(400, "bad_format", str(error), "response_format") from None
-        if body.stream_format == "sse":
-            how["events_of"] = body.input
-        owner = request.state.owner
+        owner, kept = request.state.owner, None
         voice = await references.brought(body, owner)
         if whole and request.method == "GET":
             named = voice or service.saved_voice(body.speaker or DEFAULT, owner)
             asked = (owner, request.url.query, named and named.digest), request.headers.get("range")
             if (found := sounds.find(*asked)) is not None:
                 return found
-            how["kept"] = partial(sounds.answer, *asked)
+            kept = partial(sounds.answer, *asked)
         if body.max_frames is None and body.max_new_tokens is not None:
             body.max_frames = min(body.max_new_tokens, limits.max_frames)
         layout = {None: None, True: "whole", False: "streaming"}[body.non_streaming_mode]
         stream = service.speak("openai_speech", body, body.input, voice=voice, layout=layout, owner=owner)
-        return AudioResponse(stream, encoder, format=format, ignored_keys=sorted(ignored), **how)
+        events_of = body.input if body.stream_format == "sse" else None
+        return AudioResponse(stream, encoder, events_of=events_of, ignored_keys=sorted(ignored), kept=kept)
 
     @router.get(
         SPEECH_PATH,
