@@ -61,9 +61,12 @@ def test_every_phrase_of_the_grammar_gets_its_own_intents_answer():
 
 
 def test_the_time_is_told_in_words():
-    times = {(21, 1): "one minute past nine.", (0, 0): "twelve o'clock.", (12, 45): "forty-five minutes past twelve."}
-    for hour_minute, words in times.items():
-        assert intents.spoken_time(datetime(2026, 1, 1, *hour_minute)) == f"It is {words}"
+    for hour, minute, words in (
+        (21, 1, "one minute past nine"),
+        (0, 0, "twelve o'clock"),
+        (12, 45, "forty-five minutes"),
+    ):
+        assert f"It is {words}" in intents.spoken_time(datetime(2026, 1, 1, hour, minute))
 
 
 def test_the_story_goes_on_where_the_context_says_the_listener_was():
@@ -222,21 +225,15 @@ def with_whisper(**changes: object) -> AgentSettings:
     return AgentSettings(stt="whisper", device="cpu", **changes)
 
 
-def test_conversations_share_one_whisper_and_a_language_is_found_out_where_none_is_named(whisper):
+def test_conversations_share_one_whisper_of_the_language_that_is_named_and_one_that_cannot_be_is_one_line(whisper):
     one, other = create_stt(with_whisper()), create_stt(with_whisper())
     assert one._model is other._model and one._settings.language is None
     for language, name in ((Language.EN, "english"), (Language.DE, "german")):
         assert create_stt(with_whisper(language=name))._settings.language == language
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+    for changes, words in (
         ({"stt_model": "org/absent"}, "no network and no cache"),
         ({"stt_model": "base.en", "language": "german"}, "cannot transcribe"),
-    ],
-)
-def test_a_whisper_that_cannot_be_is_told_in_one_line(whisper, changes, words):
-    with pytest.raises(AgentError, match=words) as refused:
-        create_stt(with_whisper(**changes))
-    assert "\n" not in str(refused.value)
+    ):
+        with pytest.raises(AgentError, match=words) as refused:
+            create_stt(with_whisper(**changes))
+        assert "\n" not in str(refused.value)
