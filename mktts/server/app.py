@@ -51,10 +51,8 @@ _PAGE_HEADERS = {
 _DESCRIPTION = f"""Qwen3-TTS speech, streamed frame by frame: 16-bit PCM at {SAMPLE_RATE_HZ} Hz, one channel.
 
 **Finish reason.** `X-Request-Id` is the id under which `GET /tts/stream/{{id}}` says how a response's stream ended:
-`eos` (the text was spoken), `max_frames` (the limit), `runaway` (the model lost the end), `cancelled`, `error`. The
-record is complete before the last byte of the body is sent. A body that breaks off without its last chunk is not whole.
-
-**A slow reader** stops the generation until it reads on. **Closing the connection** cancels it within one frame.
+`eos` (the text was spoken), `max_frames` (the limit), `runaway` (the model lost the end), `cancelled`, `error`. A body
+that breaks off without its last chunk is not whole. **Closing the connection** cancels the stream within one frame.
 
 **WebSocket** `/tts/ws`, for text that is still being written: `docs/serving.md` has its messages. With a key, a page
 may open it with `?key=KEY`.
