@@ -46,9 +46,6 @@ def test_an_address_that_others_reach_is_refused_without_a_key(monkeypatch, caps
         ("--max-duration inf", "max_duration_s must be finite, got inf"),
         ("--max-duration nan", "max_duration_s must be above 0, got nan"),
         ("--max-duration 1e9", "max_duration_s must be at most 86400"),
-        ("--grace -1", "grace_s must be above 0, got -1"),
-        ("--allow-origin *", "--allow-origin must be like https://app.example"),
-        ("--allow-host https://tts.example", "--allow-host must be a name"),
         ("--voice anna", "--voice must be NAME=FILE"),
         ("--voice anna=absent.safetensors", "absent.safetensors"),
         ("--voice-alias alloy", "--voice-alias must be ALIAS=NAME"),
@@ -57,7 +54,6 @@ def test_an_address_that_others_reach_is_refused_without_a_key(monkeypatch, caps
         ("--instruct-clones --checkpoint random:tiny:base --backend upstream", "name another --backend"),
         ("--voice-folder blank.txt", "--voice-folder blank.txt: expected a folder to read and write"),
         ("--voice-folder blank.txt/in", "expected a folder to read and write"),
-        ("--voice-days inf", "voice_days must be finite"),
     ],
 )
 def test_bad_settings_are_one_line_and_status_2(tmp_path, monkeypatch, capsys, checkpoint_cache, words, message):
