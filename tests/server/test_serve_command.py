@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,17 +95,24 @@ def serve(caplog: Any, client: Callable[[str], None], *words: str) -> tuple[int,
     return status, errors
 
 
+def streamed(url: str, body: dict[str, Any], meanwhile: Callable[[], object]) -> int | None:
+    """How many bytes come; None where they break off. meanwhile: is called behind the first ones."""
+    with httpx.stream("POST", f"{url}/tts/stream", json=body, timeout=60) as answer:
+        pieces = answer.iter_raw()
+        first = next(pieces)
+        meanwhile()
+        try:
+            return len(first + b"".join(pieces))
+        except httpx.RemoteProtocolError:
+            return None
+
+
 def test_sigterm_lets_open_streams_finish_and_the_log_says_what_was_served(checkpoint_cache, caplog):
     def client(url: str) -> None:
         health = httpx.get(f"{url}/health").json()
         assert health["model"]["checkpoint"] == "random:tiny" and health["streams_max"] in (1, 2)
-        body = {"text": TEXT, "max_frames": 60}
-        with httpx.stream("POST", f"{url}/tts/stream", json=body, timeout=60) as answer:
-            pieces = answer.iter_raw()
-            content = next(pieces)
-            os.kill(os.getpid(), signal.SIGTERM)
-            content += b"".join(pieces)
-        assert len(content) == 60 * 3_840
+        stop = partial(os.kill, os.getpid(), signal.SIGTERM)
+        assert streamed(url, {"text": TEXT, "max_frames": 60}, stop) == 60 * 3_840
 
     assert serve(caplog, client, "--max-streams", "2", "--grace", "20", "--engine", "single") == (0, [])
     assert "random weights" in caplog.text and TEXT[:20] not in caplog.text
@@ -114,12 +122,7 @@ def test_ctrl_c_cancels_what_is_open_after_the_grace_and_the_process_is_as_befor
     before_s = sys.getswitchinterval()
 
     def client(url: str) -> None:
-        with httpx.stream("POST", f"{url}/tts/stream", json=LONG, timeout=60) as answer:
-            pieces = answer.iter_raw()
-            next(pieces)
-            os.kill(os.getpid(), signal.SIGINT)
-            with pytest.raises(httpx.RemoteProtocolError):
-                b"".join(pieces)
+        assert streamed(url, LONG, partial(os.kill, os.getpid(), signal.SIGINT)) is None
 
     assert serve(caplog, client, "--grace", "0.1", "--engine", "batch") == (128 + signal.SIGINT, [])
     assert sys.getswitchinterval() == before_s
@@ -132,13 +135,7 @@ def test_a_server_whose_engine_dies_breaks_streams_off_and_ends_and_says_so(chec
     before = children()
 
     def client(url: str) -> None:
-        with httpx.stream("POST", f"{url}/tts/stream", json=LONG) as answer:
-            pieces = answer.iter_raw()
-            next(pieces)
-            (engine,) = children() - before
-            os.kill(engine, signal.SIGKILL)
-            with pytest.raises(httpx.RemoteProtocolError):
-                b"".join(pieces)
+        assert streamed(url, LONG, lambda: [os.kill(engine, signal.SIGKILL) for engine in children() - before]) is None
 
     assert serve(caplog, client, "--engine-process", "own") == (1, [])
     assert "engine's process has ended" in caplog.text
