@@ -25,6 +25,14 @@ from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 Settings = MkttsTTSService.Settings
 
 
+async def begun(talk: Talk, source: FakeSource, pieces: int = 0) -> FakeSpeech:
+    """The first speech, once so many pieces of it have come."""
+    await talk.until(lambda: source.speeches)
+    source.speeches[0].give(pieces, open=True)
+    await talk.until(lambda: len(talk.of(frames.TTSAudioRawFrame)) == pieces)
+    return source.speeches[0]
+
+
 def service(plan=lambda text: FakeSpeech(3), **kwargs) -> tuple[MkttsTTSService, FakeSource]:
     source = FakeSource(plan)
     return MkttsTTSService(source=source, **kwargs), source
@@ -103,9 +111,7 @@ async def test_cancel_ends_the_generation_and_leaves_the_source_disconnected(mod
     with pytest.raises(ZeroDivisionError):
         async with Talk(tts) as talk:
             await talk.say(*turn("One two three."))
-            await talk.until(lambda: source.speeches)
-            source.speeches[0].give(2, open=True)
-            await talk.until(lambda: len(talk.of(frames.TTSAudioRawFrame)) == 2)
+            await begun(talk, source, 2)
             assert source.connected == 1
             raise ZeroDivisionError  # the talk is cancelled
     assert source.speeches[0].cancelled
@@ -140,9 +146,7 @@ async def test_words_after_an_interruption_are_told_while_they_are_heard():
     tts, source = service(lambda text: FakeSpeech(None))
     async with Talk(tts) as talk:
         await talk.say(*turn("A sentence of which eight seconds are made at once."))
-        await talk.until(lambda: source.speeches)
-        source.speeches[0].give(100, open=True)
-        await talk.until(lambda: len(talk.of(frames.TTSAudioRawFrame)) == 100)
+        await begun(talk, source, 100)
         await talk.say(frames.InterruptionFrame(), *turn("Now this one."))
         await talk.until(lambda: len(source.speeches) == 2)
         source.speeches[1].give(10, open=True)
@@ -198,13 +202,11 @@ async def test_uninterruptible_speech_survives_an_interruption():
     frame.interruptible = False
     async with Talk(tts) as talk:
         await talk.say(frame)
-        await talk.until(lambda: source.speeches)
-        source.speeches[0].give(2, open=True)
-        await talk.until(lambda: len(talk.of(frames.TTSAudioRawFrame)) == 2)
+        speech = await begun(talk, source, 2)
         await talk.say(frames.InterruptionFrame())
         await talk.until(lambda: talk.of(frames.InterruptionFrame))
-        source.speeches[0].give(2)
-    assert not source.speeches[0].made < 4
+        speech.give(2)
+    assert speech.made == 4
     assert talk.samples() == 4 * SAMPLES_PER_FRAME
     assert talk.heard() == "This call is recorded."
 
@@ -218,10 +220,10 @@ async def test_resampled_speech_keeps_its_length_to_the_sample_though_the_engine
     tts, source = service(lambda text: FakeSpeech(None), text_aggregation_mode=TextAggregationMode(mode))
     async with Talk(tts, rate_hz) as talk:
         await talk.say(*turn("One two three."))
-        await talk.until(lambda: source.speeches)
-        source.speeches[0].give(3, open=True)
+        speech = await begun(talk, source)
+        speech.give(3, open=True)
         await asyncio.sleep(0.25)
-        source.speeches[0].give(4)
+        speech.give(4)
     assert {frame.sample_rate for frame in talk.of(frames.TTSAudioRawFrame)} == {rate_hz}
     assert abs(talk.samples() - 7 * SAMPLES_PER_FRAME * rate_hz / source.sample_rate_hz) <= 0.5
 
@@ -278,8 +280,7 @@ async def test_a_token_turn_that_a_limit_ends_early_keeps_the_rest_out_of_the_co
     tts, source = token_service(stop_frame_timeout_s=TOO_LATE_S)
     async with Talk(tts) as talk:
         await talk.say(frames.LLMFullResponseStartFrame(), frames.LLMTextFrame("One two three four five six seven. "))
-        await talk.until(lambda: source.speeches)
-        source.speeches[0].give(3)
+        (await begun(talk, source)).give(3)
         await talk.until(lambda: tts._speaking and next(iter(tts._speaking.values())).over)
         await talk.say(frames.LLMTextFrame("Never said."), frames.LLMFullResponseEndFrame())
     assert talk.heard()
