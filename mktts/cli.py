@@ -29,7 +29,7 @@ GROUPS: dict[str, Group] = {
         "speak-all": ("mktts.synth.speak_all", "speak a table of sentences into a folder of audio files"),
         "voice": ("mktts.synth.cloning", "make a voice file from a recording"),
         "serve": ("mktts.server.command", "serve one model over HTTP and WebSocket"),
-        "agent": ("mktts.agent.command", "hold a conversation: on a page, or with recorded user speech"),
+        "agent": ("mktts.agent.command", "hold a conversation on a page"),
     },
     "look and measure": {
         "inspect": ("mktts.measure.inspection", "show what is in a checkpoint"),

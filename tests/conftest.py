@@ -1,4 +1,4 @@
-"""Checkpoints that the whole suite shares: made once per run, whichever xdist worker comes first."""
+"""Checkpoints that the whole suite shares, made once per run, whichever xdist worker comes first; a synthesizer."""
 
 import gc
 import inspect
@@ -15,7 +15,7 @@ from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.engine import capacity
 from mktts.engine.admission import Admission, AdmissionLimits, Capacity
 from mktts.model.tokenizer import TextTokenizer
-from mktts.synth import loading
+from mktts.synth import Synthesizer, loading
 
 pytest_plugins = ["time_limits"]
 
@@ -90,6 +90,12 @@ def patient_admission() -> Iterator[None]:
 def tiny(checkpoint_cache: None) -> Checkpoint:
     """CustomVoice, 64 wide, tiny codec."""
     return open_checkpoint("random:tiny")
+
+
+@pytest.fixture(scope="module")  # not for longer: a server sets its limits
+def synth(tiny: Checkpoint) -> Iterator[Synthesizer]:
+    with Synthesizer.load(tiny, device="cpu", cpu_threads=1, engine="single") as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="session")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from absent import needs, python_without
 from served import Watched, served, until
 
-from mktts.checkpoint import Checkpoint
 from mktts.engine.options import Guard, StreamOptions
 from mktts.errors import OptionsError
 from mktts.spec import SAMPLE_RATE_HZ
@@ -30,12 +29,6 @@ SEED = 11
 TOKENS = ["Good", " morning", ",", " **every", "one** here", ". It", " is three", " o'clock."]
 GUARD = Guard(frames_per_text_token=0.001, slack_frames=12)  # random weights do not end by themselves
 TOO_LATE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def synth(tiny: Checkpoint) -> Iterator[Synthesizer]:
-    with Synthesizer.load(tiny, device="cpu", cpu_threads=1, engine="single") as loaded:
-        yield loaded
 
 
 @pytest.fixture(params=["here", "served"])

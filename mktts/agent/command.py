@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import signal
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 from mktts.agent.settings import AgentSettings, from_environment
@@ -23,7 +21,6 @@ EXAMPLES = """examples:
   python -m mktts agent --checkpoint path/to/checkpoint --voice vivian
   python -m mktts agent --stt whisper --stt-model base.en --llm qwen3 --llm-checkpoint path/to/Qwen3-0.6B
   python -m mktts agent --llm openai --openai-url http://localhost:11434/v1 --openai-model llama3.2
-  python -m mktts agent --scripted conversation.wav
 
 It prints the address of a page; open it, and speak. A browser gives the microphone to localhost and https only: from
 another machine, forward the port (ssh -L 8000:localhost:8000 HOST).
@@ -39,9 +36,6 @@ environment:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, checkpoint=None)
     talk = parser.add_argument_group("conversation")
-    talk.add_argument(
-        "--scripted", type=Path, metavar="WAV", help="no person: recorded user speech, latencies, a stereo recording"
-    )
     add_options(talk, AgentSettings, unset=True)
     add_address_arguments(parser)
     parser.add_argument(
@@ -50,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Talks until a signal; 0 after SIGTERM and after a script."""
-    from mktts.agent import conversation, web  # noqa: F401  a package that is missing shows now
+    """Serves the page until a signal; 0 after SIGTERM."""
     from mktts.agent.llm import close_shared_models
+    from mktts.agent.web import create_server
     from mktts.pipecat import close_shared_synthesizers
 
     for name, value, part in (
@@ -65,22 +59,9 @@ def main(arguments: argparse.Namespace) -> int:
         checkpoint=arguments.checkpoint,
         revision=arguments.revision,
         **loading(arguments),
-        **given(AgentSettings, arguments)
-        | {"turn_end": arguments.turn_end or ("timeout" if arguments.scripted else None)},
+        **given(AgentSettings, arguments),
     )
     _log_to_stderr(random_weights=settings.checkpoint.startswith("random:"))
-    stopped_by = _scripted(settings, arguments.scripted) if arguments.scripted else _page(settings, arguments)
-    close_shared_models()
-    close_shared_synthesizers()
-    if stopped_by == signal.SIGINT:
-        raise KeyboardInterrupt
-    return 0
-
-
-def _page(settings: AgentSettings, arguments: argparse.Namespace) -> int | None:
-    """Serves the page; returns the signal that ended it."""
-    from mktts.agent.web import create_server
-
     for line in settings.describe():
         print(line, file=sys.stderr if arguments.handshake else sys.stdout, flush=True)
     access = access_of(arguments)
@@ -93,18 +74,11 @@ def _page(settings: AgentSettings, arguments: argparse.Namespace) -> int | None:
         if arguments.handshake:
             threading.Thread(target=_end_with_stdin, args=(server,), daemon=True).start()
         server.run([bound])
-    return server.stopped_by
-
-
-def _scripted(settings: AgentSettings, wav: Path) -> None:
-    from mktts.agent.conversation import load_voice
-    from mktts.agent.scripted import converse
-    from mktts.measure.environment import head
-
-    talk = asyncio.run(converse(settings, wav=wav, say=lambda line: print(line, file=sys.stderr)))
-    voice = load_voice(settings)
-    about = {**head(str(voice.device)), "backend": voice.backend_name, "checkpoint": settings.checkpoint}
-    print(json.dumps(about | talk.document()))
+    close_shared_models()
+    close_shared_synthesizers()
+    if server.stopped_by == signal.SIGINT:
+        raise KeyboardInterrupt
+    return 0
 
 
 def _end_with_stdin(server: Any) -> None:

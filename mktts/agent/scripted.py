@@ -11,7 +11,7 @@ import asyncio
 import io
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from mktts.agent.settings import AgentSettings
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.audio import from_pcm16, resample
 from mktts.common import write_whole
+from mktts.engine.metrics import Player
 from mktts.errors import AgentError
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -43,7 +44,6 @@ _LOOK_S = 0.005  # between looks at the bot
 _PIECE_S = 0.02  # what a microphone hands over at a time
 _LEAD_S = 0.04  # of audio in the loudspeaker's buffer
 _NOISE = 8  # of a quiet room, in steps of 16-bit samples
-_SAMPLE_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,6 @@ class UserTurn:
 
     text: str
     after_s: float | None = None
-
-
-SCRIPT = (
-    UserTurn("hello"),
-    UserTurn("what time is it"),
-    UserTurn("tell me a story"),
-    UserTurn("stop please", after_s=2.5),
-    UserTurn("go on"),
-    UserTurn("stop please", after_s=4.0),
-    UserTurn("thank you"),
-)
 
 
 @dataclass(frozen=True)
@@ -83,15 +72,10 @@ class Talk:
     bot: np.ndarray
     wav: Path | None
 
-    def document(self) -> dict[str, Any]:
-        """Everything but the audio, as JSON has it."""
-        found = {name: value for name, value in asdict(self).items() if name not in ("user", "bot")}
-        return found | {"wav": self.wav and str(self.wav)}
-
 
 async def converse(
     settings: AgentSettings,
-    script: Sequence[UserTurn] = SCRIPT,
+    script: Sequence[UserTurn],
     *,
     wav: Path | str | None = None,
     say: Callable[[str], None] = print,
@@ -111,8 +95,8 @@ async def converse(
         await conversation.worker.stop_when_done()
     except BaseException as error:
         await conversation.worker.cancel()
-        if isinstance(error, AgentError) and settings.elsewhere():
-            raise AgentError(f"{error}{settings.elsewhere()}") from None
+        if isinstance(error, AgentError):
+            raise AgentError("; ".join([str(error), *settings.describe()])) from None
         raise
     finally:
         await running
@@ -248,15 +232,15 @@ class RecordingOutput(BaseOutputTransport):
     def __init__(self, params: TransportParams) -> None:
         super().__init__(params)
         self.played: list[tuple[float, np.ndarray]] = []
-        self._until_s = 0.0
+        self._player = Player()
 
     async def start(self, frame: StartFrame) -> None:
         await super().start(frame)
         await self.set_transport_ready(frame)
 
     async def write_audio_frame(self, frame: OutputAudioRawFrame) -> bool:
-        begin_s = max(self._until_s, time.time())
-        self.played.append((begin_s, np.frombuffer(frame.audio, "<i2")))
-        self._until_s = begin_s + len(frame.audio) / _SAMPLE_BYTES / frame.sample_rate
-        await asyncio.sleep(max(0.0, self._until_s - _LEAD_S - time.time()))
+        pcm = np.frombuffer(frame.audio, "<i2")
+        begin_s, _ = self._player.play(time.time(), len(pcm) / frame.sample_rate)
+        self.played.append((begin_s, pcm))
+        await asyncio.sleep(max(0.0, self._player.lead_s(time.time()) - _LEAD_S))
         return True

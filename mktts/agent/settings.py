@@ -113,16 +113,6 @@ class AgentSettings:
             "voice": f"{self.checkpoint}, {'token by token' if self.tokens else 'sentence by sentence'}",
         }
 
-    def elsewhere(self) -> str:
-        """Of the services that run elsewhere: their key and the way without them, as the end of a sentence; or ""."""
-        words = ""
-        if self.stt == "deepgram":
-            words += '; Deepgram needs a valid DEEPGRAM_API_KEY and a network; stt "pocketsphinx" needs neither'
-        if self.llm == "openai":
-            where = self.openai_url or "OpenAI"
-            words += f'; {self.openai_model} at {where} needs a valid OPENAI_API_KEY; llm "scripted" needs none'
-        return words
-
     def describe(self) -> list[str]:
         """`parts`, one line each."""
         return [f"{name}: {words}" for name, words in self.parts().items()]

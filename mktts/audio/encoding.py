@@ -43,6 +43,7 @@ _BLOCK_SAMPLES = 2**16
 class Encoder:
     """Bytes of a format from PCM (S,) float32 at SAMPLE_RATE_HZ. One thread at a time; not reusable after `finish`.
 
+    kind, speed, rate_hz: of what comes out.
     takes_pcm16: its samples stay as they are, which is no work; `feed_pcm16` takes those that have 16 bits already."""
 
     def __init__(
@@ -50,7 +51,7 @@ class Encoder:
     ) -> None:
         """speed: 0.25 to 4; 2 takes half the time, at the same pitch.
         sample_rate_hz: of what comes out (Opus is always decoded at 48 kHz: it is then what the encoder is given); None
-            takes `usual_rate_hz`.
+            takes G.711's only one, or that of the speech.
         whole: nothing comes before the end, and then a file that says how long it is, which a stream cannot.
 
         Raises AudioError for a rate that the format lacks, a speed or a format that there is not; BackendUnavailable
@@ -58,16 +59,17 @@ class Encoder:
         one_of("format", kind, STREAM_FORMATS, AudioError)
         if not MIN_SPEED <= speed <= MAX_SPEED:
             raise AudioError(f"speed must be {MIN_SPEED} to {MAX_SPEED:g}, got {speed!r}")
-        self._kind, self._rate_hz, self._whole = kind, sample_rate_hz or usual_rate_hz(kind), whole
+        usual_hz = _TELEPHONE_RATE_HZ if kind in _TELEPHONE else SAMPLE_RATE_HZ
+        self.kind, self.speed, self.rate_hz, self._whole = kind, speed, sample_rate_hz or usual_hz, whole
         self._kept: list[np.ndarray] = []
         self._is_file = whole and kind in ("wav", "flac")  # their headers have a length
-        self._av = None if self._is_file or kind in UNCODED else AvEncoder(kind, self._rate_hz)
-        same = speed == 1 and self._rate_hz == SAMPLE_RATE_HZ
-        self._tempo = None if same else Tempo(speed, self._rate_hz)
+        self._av = None if self._is_file or kind in UNCODED else AvEncoder(kind, self.rate_hz)
+        same = speed == 1 and self.rate_hz == SAMPLE_RATE_HZ
+        self._tempo = None if same else Tempo(speed, self.rate_hz)
         self.takes_pcm16 = same and not whole and kind in UNCODED
         self._header = b""
         if kind == "wav":  # with sizes that say nothing
-            header = encoded(np.zeros(0, np.float32), "wav", self._rate_hz)
+            header = encoded(np.zeros(0, np.float32), "wav", self.rate_hz)
             self._header = header[:4] + _UNKNOWN + header[8:40] + _UNKNOWN
 
     def feed(self, pcm: np.ndarray) -> bytes:
@@ -88,16 +90,11 @@ class Encoder:
         rest = np.zeros(0, np.float32) if self._tempo is None else self._tempo.finish()
         pcm = np.concatenate([*self._kept, rest])
         if self._is_file:
-            return encoded(pcm, self._kind, self._rate_hz)
+            return encoded(pcm, self.kind, self.rate_hz)
         return self._encode(pcm) + (b"" if self._av is None else self._av.finish())
 
     def _encode(self, pcm: np.ndarray) -> bytes:
         return self.feed_pcm16(to_pcm16(pcm)) if self._av is None else self._av.feed(pcm)
-
-
-def usual_rate_hz(kind: str) -> int:
-    """Sample rate in Hz of `kind` where none is asked for: G.711's only one, or that of the speech."""
-    return _TELEPHONE_RATE_HZ if kind in _TELEPHONE else SAMPLE_RATE_HZ
 
 
 def import_av() -> Any:

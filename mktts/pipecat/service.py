@@ -35,6 +35,7 @@ from pipecat.utils.types import NOT_GIVEN, NotGiven, assert_given
 
 from mktts.audio import from_pcm16
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint
+from mktts.engine.metrics import Player
 from mktts.engine.options import StreamOptions, WordTime
 from mktts.engine.words import WordTimes
 from mktts.errors import (
@@ -131,23 +132,6 @@ def speech_failed(error: Exception, context_id: str) -> SpeechFailedFrame:
         context_id=context_id,
         permanent=permanent,
     )
-
-
-class Playout:
-    """When pushed audio is heard: one piece after another, none before it was pushed."""
-
-    def __init__(self) -> None:
-        self._until_s = 0.0
-
-    def push(self, duration_s: float, now_s: float) -> float:
-        """Adds a piece; returns when it begins to be heard."""
-        begin_s = max(self._until_s, now_s)
-        self._until_s = begin_s + duration_s
-        return begin_s
-
-    def drop(self) -> None:
-        """Drops the audio that has not been heard."""
-        self._until_s = 0.0
 
 
 class AudioTimes:
@@ -289,7 +273,7 @@ class MkttsTTSService(TTSService):
         source.check(self._settings.style)
         self._source = source
         self._connected = False
-        self._playout = Playout()
+        self._player = Player()
         self._origins_s: dict[str, float] = {}  # when the first audio of each open context is heard
         self._cut_short: set[str] = set()  # contexts with text that was not spoken
         self._speaking: dict[str, SpokenText] = {}  # by audio context
@@ -455,7 +439,7 @@ class MkttsTTSService(TTSService):
 
     def _hear(self, utterance: SpokenText, duration_s: float, context_id: str) -> None:
         """Notes a piece of audio that is about to be pushed."""
-        begin_s = self._playout.push(duration_s, asyncio.get_running_loop().time())
+        begin_s, _ = self._player.play(asyncio.get_running_loop().time(), duration_s)
         utterance.heard.add(duration_s, begin_s)
         if self.audio_context_available(context_id):
             self._origins_s.setdefault(context_id, begin_s)
@@ -526,7 +510,7 @@ class MkttsTTSService(TTSService):
         await super()._handle_interruption(frame, direction)
         await self._end_utterances([key for key in self._speaking if not self.audio_context_available(key)])
         if not self.get_audio_contexts():
-            self._playout.drop()
+            self._player = Player()  # what it had is not heard
 
     async def on_audio_context_completed(self, context_id: str) -> None:
         self._origins_s.pop(context_id, None)

@@ -30,12 +30,12 @@ from mktts.server.access import AccessMiddleware
 from mktts.server.api_errors import ApiError, current_id, from_error, from_validation, new_id
 from mktts.server.audio_response import AUDIO_HEADERS, AudioResponse, documented
 from mktts.server.openai_routes import PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
-from mktts.server.schemas import DEFAULT, ErrorBody, Health, SpeechRequest, StreamState
+from mktts.server.schemas import ErrorBody, Health, SpeechRequest, StreamState
 from mktts.server.service import SpeechService
 from mktts.server.settings import LOOPBACK_ORIGIN
 from mktts.server.voices import VoiceFolder
 from mktts.server.websocket import SpeechSocket
-from mktts.spec import LANGUAGE_CODES, SAMPLE_RATE_HZ
+from mktts.spec import SAMPLE_RATE_HZ
 
 PAGE = Path(__file__).parent / "page"
 # The page may load from this server alone; blob: is audio that the page has made itself.
@@ -51,17 +51,11 @@ _PAGE_HEADERS = {
 _DESCRIPTION = f"""Qwen3-TTS speech, streamed frame by frame: 16-bit PCM at {SAMPLE_RATE_HZ} Hz, one channel.
 
 **Finish reason.** `X-Request-Id` is the id under which `GET /tts/stream/{{id}}` says how a response's stream ended:
-`eos` (the text was spoken), `max_frames` (the limit), `runaway` (the model lost the end), `cancelled`, `error`. The
-record is complete before the last byte of the body is sent. A body that breaks off without its last chunk is not whole.
+`eos` (the text was spoken), `max_frames` (the limit), `runaway` (the model lost the end), `cancelled`, `error`. A body
+that breaks off without its last chunk is not whole. **Closing the connection** cancels the stream within one frame.
 
-**A slow reader** stops the generation until it reads on. **Closing the connection** cancels it within one frame.
-
-**WebSocket** `/tts/ws`, for text that is still being written; with a key, a page may open it with `?key=KEY`. The
-client sends JSON: `{{"type": "start", ...}}` with the keys of `POST /tts/stream`, without `text` where that is still
-being written; `{{"type": "text", "text": "..."}}`; `{{"type": "finish"}}`; `{{"type": "cancel"}}` at any time. The
-server sends `started`; for each chunk a `chunk` (start_s, duration_s, frames, timings in ms, `words` where they were
-asked for) followed by one binary message of PCM; then `finished` (what `GET /tts/stream/{{id}}` says), or for a refused
-`start` an `error`. Another `start` may follow. Behind a message that makes no sense it is closed with 1008.
+**WebSocket** `/tts/ws`, for text that is still being written: `docs/serving.md` has its messages. With a key, a page
+may open it with `?key=KEY`.
 
 **Errors** have one shape, OpenAI's, and the id of their request: in `X-Request-Id` and in the body."""
 _ERRORS = {  # of every route: the shape is the same everywhere
@@ -94,7 +88,14 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
         sweeping.cancel()
 
     # /docs with its scripts from here: FastAPI's own page loads them from another host
-    app = FastAPIOffline(title="mktts", redoc_url=None, static_url="/page/docs", lifespan=lifespan, responses=_ERRORS)
+    app = FastAPIOffline(
+        title="mktts",
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        responses=_ERRORS,
+        redoc_url=None,
+        static_url="/page/docs",
+    )
     limits = service.limits
     recording_bytes = limits.max_reference_bytes * 4 // 3 if service.model.clones else 0
     app.add_middleware(
@@ -194,7 +195,6 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
     async def no_such_socket(path: str) -> None:
         raise ApiError(404, "not_found", "no WebSocket is spoken here")
 
-    _describe(app.openapi(), service)  # it is kept, and every GET /openapi.json gets it
     return app
 
 
@@ -213,31 +213,6 @@ async def _sweep(folder: VoiceFolder | None) -> None:
         except Exception:
             log.exception("the folder of uploaded voices could not be swept")
         await asyncio.sleep(_SWEEP_S)
-
-
-def _describe(document: dict[str, Any], service: SpeechService) -> None:
-    """Adds to FastAPI's document what `service` serves."""
-    document["info"]["description"] = _DESCRIPTION
-    schemas = document["components"]["schemas"]
-    speech, openai = schemas["SpeechRequest"]["properties"], schemas["OpenAISpeechRequest"]["properties"]
-    codes = [code for code, name in LANGUAGE_CODES.items() if name in service.languages]
-    for properties, text, instruct in ((speech, "text", "instruct"), (openai, "input", "instructions")):
-        properties[text]["maxLength"] = service.limits.max_chars
-        _narrow(properties["language"], enum=[*service.languages, *codes])  # a region may follow a code
-        _narrow(properties["max_frames"], maximum=service.limits.max_frames)
-        if service.takes_instruct:
-            _narrow(properties[instruct], maxLength=service.limits.max_chars)
-        else:  # it would be refused or ignored, whatever it says
-            del properties[instruct]
-    _narrow(speech["speaker"], enum=service.speakers)
-    name = {"type": "string", "enum": [*service.speakers, *service.aliases, DEFAULT]}
-    as_object = {"type": "object", "properties": {"id": name}, "required": ["id"], "additionalProperties": False}
-    openai["voice"] = {"description": openai["voice"]["description"], "anyOf": [name, as_object, {"type": "null"}]}
-
-
-def _narrow(schema: dict[str, Any], **limit: Any) -> None:
-    """Adds a limit to a schema, or to the part of an optional value's that is not null."""
-    next((part for part in schema.get("anyOf", ()) if part["type"] != "null"), schema).update(limit)
 
 
 class GracefulServer(uvicorn.Server):
@@ -284,12 +259,11 @@ class GracefulServer(uvicorn.Server):
 def speech_server(service: SpeechService, **access: Any) -> GracefulServer:
     """Ends by refusing new streams, letting open ones finish for a while, and cancelling the rest. access: as
     `make_app`."""
-    limits = service.limits
     server = GracefulServer(
         make_app(service, **access),
-        limits.max_body_bytes,
+        service.limits.max_body_bytes,
         lambda: service.stop(lambda: server.force_exit),
-        head_s=limits.head_s,
+        head_s=service.limits.head_s,
         ws_ping_timeout=None,  # a client that plays as it reads has its pong behind minutes of audio; stall_s finds it
     )
     return server
@@ -305,29 +279,26 @@ class _TimedHttp(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait()
+        self._watch(True)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
-            self._wait()
-        else:
-            self._stop()
+        self._watch(self.conn.their_state is h11.IDLE and not self.transport.is_closing())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop()
+        self._watch(False)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
         """As uvicorn's, in the shape of every other error."""
-        self._refuse(b"Bad Request", ApiError(400, "invalid_http", msg))
+        self._refuse(ApiError(400, "invalid_http", msg))
 
-    def _refuse(self, reason: bytes, error: ApiError) -> None:
+    def _refuse(self, error: ApiError) -> None:
         """Answers a request that no application will see, and closes the connection."""
         current_id.set(new_id())
         found = error.response({"Connection": "close"})
         answer = [
-            h11.Response(status_code=error.status, headers=found.raw_headers, reason=reason),
+            h11.Response(status_code=error.status, headers=found.raw_headers),
             h11.Data(data=found.body),
             h11.EndOfMessage(),
         ]
@@ -335,18 +306,17 @@ class _TimedHttp(H11Protocol):
             self.transport.write(b"".join(self.conn.send(part) for part in answer))
         self.transport.close()
 
-    def _wait(self) -> None:
-        if self._timer is None:
-            self._timer = self.loop.call_later(self.head_s, self._too_late)
-
-    def _stop(self) -> None:
-        if self._timer is not None:
+    def _watch(self, waits: bool) -> None:
+        """waits: for a head, whose time runs already or begins now."""
+        if self._timer is not None and not waits:
             self._timer.cancel()
             self._timer = None
+        elif self._timer is None and waits:
+            self._timer = self.loop.call_later(self.head_s, self._too_late)
 
     def _too_late(self) -> None:
         self._timer = None
         if self.conn.trailing_data[0]:  # otherwise nothing was asked
             message = f"the head of the request did not come within {self.head_s:g} s: send it again"
-            self._refuse(b"Request Timeout", ApiError(408, "head_timeout", message))
+            self._refuse(ApiError(408, "head_timeout", message))
         self.transport.close()

@@ -19,7 +19,6 @@ from mktts.audio.encoding import UNCODED, Encoder, StreamFormat
 from mktts.engine.options import Chunk, WordTime
 from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError
 from mktts.server.service import ServedStream
-from mktts.spec import SAMPLE_RATE_HZ
 
 _RANGE = re.compile(r"bytes=(\d{0,15})-(\d{0,15})")
 MEDIA_TYPES: dict[StreamFormat, str] = {
@@ -66,7 +65,7 @@ class AudioResponse(Response):
     the connection off: the body lacks its last chunk, so that no client takes it for a whole one. Events end with one
     that says what happened.
 
-    encoder: makes the bytes; format, speed, sample_rate_hz: what of.
+    encoder: makes the bytes.
     events_of: the text, for server-sent events as OpenAI's (stream_format: sse), of which the last says how many
         tokens it has; those between tell the words whose times are known. None sends the bytes as they are.
     kept: makes the response, of headers and bytes, where the first bytes are all there is."""
@@ -76,23 +75,21 @@ class AudioResponse(Response):
         stream: ServedStream,
         encoder: Encoder,
         *,
-        format: StreamFormat = "pcm",
-        speed: float = 1.0,
-        sample_rate_hz: int = SAMPLE_RATE_HZ,
         events_of: str | None = None,
         ignored_keys: Sequence[str] = (),
         kept: Callable[[Mapping[str, str], bytes], Response] | None = None,
     ) -> None:
         self.status_code = 200  # Response's own __init__ would announce an empty body
         self.background = None
-        plain = MEDIA_TYPES[format].format(rate_hz=sample_rate_hz)
+        kind, rate_hz = encoder.kind, encoder.rate_hz
+        plain = MEDIA_TYPES[kind].format(rate_hz=rate_hz)
         headers = {  # what is known before the first sample; the rest is at GET /tts/stream/{X-Request-Id}
             "Content-Type": plain if events_of is None else "text/event-stream",
             REQUEST_ID_HEADER: stream.id,
             "X-Seed": str(stream.state.seed),
-            "X-Sample-Rate-Hz": str(sample_rate_hz),
-            "X-Sample-Rate": str(sample_rate_hz),  # as other servers of this model call it
-            "X-Sample-Format": "s16le" if format in UNCODED else format,
+            "X-Sample-Rate-Hz": str(rate_hz),
+            "X-Sample-Rate": str(rate_hz),  # as other servers of this model call it
+            "X-Sample-Format": "s16le" if kind in UNCODED else kind,
             "X-Channels": "1",
             "X-Random-Weights": str(stream.service.model.random_weights).lower(),
             "Cache-Control": "no-store",
@@ -103,7 +100,6 @@ class AudioResponse(Response):
         self.init_headers(headers)
         self._stream = stream
         self._encoder = encoder
-        self._speed = speed
         self._events_of = events_of
         self._kept = kept
         self._words = 0  # that were sent
@@ -130,7 +126,7 @@ class AudioResponse(Response):
             async with contextlib.aclosing(stream.chunks()) as chunks:
                 async for chunk in chunks:
                     data = await self._encoded(chunk)
-                    sound_s += chunk.duration_s / self._speed
+                    sound_s += chunk.duration_s / self._encoder.speed
                     if data:
                         with stream.sending(sound_s):
                             async with asyncio.timeout(stall_s):
@@ -180,7 +176,7 @@ class AudioResponse(Response):
         return data
 
     def _as_played(self, word: WordTime) -> dict[str, Any]:
-        times = {"start_s": word.start_s / self._speed, "end_s": word.end_s / self._speed}
+        times = {"start_s": word.start_s / self._encoder.speed, "end_s": word.end_s / self._encoder.speed}
         return asdict(word) | {name: round(time_s, 3) for name, time_s in times.items()}
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Form, Query, Request
 from fastapi.responses import Response
 
-from mktts.audio.encoding import STREAM_FORMATS, Encoder, usual_rate_hz
+from mktts.audio.encoding import STREAM_FORMATS, Encoder
 from mktts.audio.untrusted import decode_untrusted
 from mktts.errors import BackendUnavailable, BusyError, MkttsError
 from mktts.model.voice import Voice
@@ -34,6 +34,11 @@ VOICES_PATH = "/v1/audio/voices"
 _BASE64_TEXT = re.compile(r"[A-Za-z0-9+/_\s-]+={0,2}\s*")
 _SHORTEST_BASE64 = 64  # characters; a WAV's header alone has 60
 _MAX_KEY_CHARS = 40  # of an unknown key in an answer
+
+
+def wrong(code: str, key: str, what: str) -> ApiError:
+    """A mistake in one key of a request, whose name begins the message."""
+    return ApiError(400, code, f"{key}: {what}", key)
 
 
 async def json_only(request: Request) -> None:
@@ -70,8 +75,9 @@ class References:
         the caller calls it. Raises ApiError."""
         service, said = self._service, (transcript or "").strip() or None
         if not service.model.clones:
-            message = f"{key}: a {service.model.type} checkpoint clones no voices: serve a Base one"
-            raise ApiError(400, "cloning_unavailable", message, key)
+            raise wrong(
+                "cloning_unavailable", key, f"a {service.model.type} checkpoint clones no voices: serve a Base one"
+            )
         service.check_chars(len(said or ""), "ref_text")
         service.admit()  # before the work, not after it
 
@@ -82,10 +88,9 @@ class References:
         try:
             async with self._lock:
                 return await asyncio.to_thread(made)
-        except BackendUnavailable as error:
-            raise ApiError(400, "cloning_unavailable", f"this server cannot clone a voice: {error}", key) from None
         except MkttsError as error:
-            raise ApiError(400, "bad_reference", f"{key}: {error}", key) from None
+            unable = isinstance(error, BackendUnavailable)
+            raise wrong("cloning_unavailable" if unable else "bad_reference", key, str(error)) from None
 
     async def brought(self, body: OpenAISpeechRequest, owner: str) -> Voice | None:
         """The voice of the recording that a request brings, the same one again for the same one, or of the name that it
@@ -93,15 +98,14 @@ class References:
         recording, transcript = body.ref_audio, (body.ref_text or "").strip() or None
         if not recording:
             if transcript is not None:
-                raise ApiError(400, "bad_reference", "ref_text: there is no ref_audio that says it", "ref_text")
+                raise wrong("bad_reference", "ref_text", "there is no ref_audio that says it")
             return None
         if (body.speaker or DEFAULT).lower() not in (DEFAULT, *OPENAI_VOICES):
-            raise ApiError(400, "two_voices", "ref_audio: leave out voice, or this", "ref_audio")
+            raise wrong("two_voices", "ref_audio", "leave out voice, or this")
         if (saved := self._service.saved_voice(recording[:256], owner)) is not None:
             return saved
         if body.x_vector_only_mode is False and transcript is None:
-            message = "ref_text: expected what ref_audio says, or x_vector_only_mode"
-            raise ApiError(400, "bad_reference", message, "ref_text")
+            raise wrong("bad_reference", "ref_text", "expected what ref_audio says, or x_vector_only_mode")
         if body.x_vector_only_mode:
             transcript = None
         data = await asyncio.to_thread(_read, recording)
@@ -120,14 +124,13 @@ def _read(recording: str) -> bytes:
     if recording[:64].partition(":")[0].lower() == "data":
         recording = recording.partition(",")[2]
     elif len(recording) < _SHORTEST_BASE64 or not _BASE64_TEXT.fullmatch(recording):
-        message = "expected the recording in base64 or a data: URL, or the name of a voice; nothing else is read"
-        raise ApiError(400, "reference_not_allowed", f"ref_audio: {message}", "ref_audio")
+        what = "expected the recording in base64 or a data: URL, or the name of a voice; nothing else is read"
+        raise wrong("reference_not_allowed", "ref_audio", what)
     plain = "".join(recording.split()).replace("-", "+").replace("_", "/").rstrip("=")
     try:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
     except ValueError:
-        message = "ref_audio: expected base64, found other characters"
-        raise ApiError(400, "bad_reference", message, "ref_audio") from None
+        raise wrong("bad_reference", "ref_audio", "expected base64, found other characters") from None
 
 
 def openai_routes(service: SpeechService) -> APIRouter:
@@ -151,8 +154,7 @@ def openai_routes(service: SpeechService) -> APIRouter:
             near = get_close_matches(key, keys, 1, 0.85)
             if near or strict:
                 hint = f"did you mean {near[0]}?" if near else "leave it out, or send strict: false"
-                shown = key[:_MAX_KEY_CHARS]
-                raise ApiError(400, "unknown_key", f"{shown}: there is no such key, {hint}", shown)
+                raise wrong("unknown_key", key[:_MAX_KEY_CHARS], f"there is no such key, {hint}")
             if key.isidentifier() and key.isascii() and len(key) <= _MAX_KEY_CHARS:  # the header takes no odd ones
                 ignored.append(key)
         if body.instruct is not None and not service.takes_instruct and not strict:
@@ -160,35 +162,32 @@ def openai_routes(service: SpeechService) -> APIRouter:
             ignored.append("instructions")
         if body.word_timestamps and body.stream_format != "sse":
             if strict:
-                raise ApiError(400, "no_place", "word_timestamps: expected stream_format: sse", "word_timestamps")
+                raise wrong("no_place", "word_timestamps", "expected stream_format: sse")
             body.word_timestamps = False
             ignored.append("word_timestamps")
         if body.task_type not in (None, task):
-            message = f"task_type: this checkpoint is for {task}, got {body.task_type}"
-            raise ApiError(400, "wrong_task", message, "task_type")
+            raise wrong("wrong_task", "task_type", f"this checkpoint is for {task}, got {body.task_type}")
 
-        format = body.response_format or "mp3"
-        how: dict[str, Any] = {"speed": body.speed or 1.0, "sample_rate_hz": body.sample_rate or usual_rate_hz(format)}
         whole = body.stream is False and body.stream_format is None
+        how = {"speed": body.speed or 1.0, "sample_rate_hz": body.sample_rate, "whole": whole}
         try:
-            encoder = Encoder(format, whole=whole, **how)
+            encoder = Encoder(body.response_format or "mp3", **how)
         except MkttsError as error:
             raise ApiError(400, "bad_format", str(error), "response_format") from None
-        if body.stream_format == "sse":
-            how["events_of"] = body.input
-        owner = request.state.owner
+        owner, kept = request.state.owner, None
         voice = await references.brought(body, owner)
         if whole and request.method == "GET":
             named = voice or service.saved_voice(body.speaker or DEFAULT, owner)
             asked = (owner, request.url.query, named and named.digest), request.headers.get("range")
             if (found := sounds.find(*asked)) is not None:
                 return found
-            how["kept"] = partial(sounds.answer, *asked)
+            kept = partial(sounds.answer, *asked)
         if body.max_frames is None and body.max_new_tokens is not None:
             body.max_frames = min(body.max_new_tokens, limits.max_frames)
         layout = {None: None, True: "whole", False: "streaming"}[body.non_streaming_mode]
         stream = service.speak("openai_speech", body, body.input, voice=voice, layout=layout, owner=owner)
-        return AudioResponse(stream, encoder, format=format, ignored_keys=sorted(ignored), **how)
+        events_of = body.input if body.stream_format == "sse" else None
+        return AudioResponse(stream, encoder, events_of=events_of, ignored_keys=sorted(ignored), kept=kept)
 
     @router.get(
         SPEECH_PATH,
@@ -247,10 +246,9 @@ def openai_routes(service: SpeechService) -> APIRouter:
         kept, owner = folder(), request.state.owner
         name, data = upload.name.lower(), await upload.audio_sample.read()
         if name in (*service.speakers, *service.aliases, DEFAULT):
-            raise ApiError(400, "name_taken", f"name: {name} is a voice of this server's own: take another", "name")
+            raise wrong("name_taken", "name", f"{name} is a voice of this server's own: take another")
         voice = await references.make(data, upload.ref_text, "audio_sample")
-        now_s = int(time.time())
-        longest_s = limits.voice_days * DAY_S
+        now_s, longest_s = int(time.time()), limits.voice_days * DAY_S
         lifetime_s = min(upload.expires_in_s or longest_s, longest_s)
         record = UploadedVoice(
             name=name,

@@ -1,6 +1,5 @@
 """The shapes of requests, answers and WebSocket messages: what a client may rely on. What depends on the loaded
-checkpoint and the limits (names, maxima) is checked by `mktts.server.service` and written into the OpenAPI document by
-`mktts.server.document`."""
+checkpoint and the limits (names, maxima) is checked by `mktts.server.service`."""
 
 from __future__ import annotations
 

@@ -333,7 +333,7 @@ class ServedStream:
     thread. `close` must be called, once or more; it ends what still runs.
 
     stream: what makes the speech. chars: of the text, so far. word_times: the stream finds them. error: what ended it;
-    None otherwise."""
+    None otherwise. state: its record, so far or at its end."""
 
     def __init__(
         self, service: SpeechService, route: Route, stream: Stream | Session, chars: int, word_times: bool = False
@@ -344,7 +344,8 @@ class ServedStream:
         self.chars = chars
         self.error: ApiError | None = None
         self.service = service
-        self._state = StreamState(id=self.id, route=route, seed=stream.seed, words=[] if word_times else None)
+        self.state = StreamState(id=self.id, route=route, seed=stream.seed, words=[] if word_times else None)
+        self.closed = False
         self._started_s = time.perf_counter()
         self._player = Player()
 
@@ -352,7 +353,7 @@ class ServedStream:
         """Chunks as they are to be written, each within `sending`: at once, or several together where the listener has
         time. A write costs the event loop about the same whatever it holds, and the network a packet. Ends where the
         stream does. Raises ApiError where it failed, or the server ended it, behind what was held back."""
-        state = self._state
+        state = self.state
         held: list[Chunk] = []
         ended = False
         while not ended:
@@ -369,6 +370,8 @@ class ServedStream:
                     self.error = from_error(error)
                     if self.error.status >= 500:
                         log.exception("stream %s failed", self.id)
+            if state.words is not None:
+                state.words = list(self.stream.words)
             frames = sum(one.frames for one in held)
             if held and (late or ended or self._lead_s() <= KEPT_LEAD_S or frames >= MAX_HELD_FRAMES):
                 if state.first_audio_ms is None:
@@ -386,7 +389,7 @@ class ServedStream:
         """Around a write of sound of so many seconds. One that waits for the client makes nothing late."""
         began_s, meters = time.perf_counter(), self.service.meters
         if self._player.dry_s is None:
-            meters.first_byte_s.labels(self._state.route).observe(began_s - self._started_s)
+            meters.first_byte_s.labels(self.state.route).observe(began_s - self._started_s)
         _, late_s = self._player.play(began_s, duration_s)
         if late_s > 0:
             meters.underruns.inc()
@@ -425,29 +428,15 @@ class ServedStream:
         if self.closed:
             return
         state, error = self.state, self.error
-        state.state = "ended"
+        self.closed, state.state = True, "ended"
         self.stream.cancel()
         state.finish_reason = "error" if error is not None else self.stream.finish_reason or "cancelled"
         state.error = error and error.detail(self.id)
         self.service.has_ended(self)
-        first_ms = state.first_audio_ms
-        how = "no audio" if first_ms is None else f"{state.frames} frames, first audio after {first_ms} ms"
-        refused = error is not None and first_ms is None and error.status < 500
-        how = "refused" if refused else f"{how}, {state.finish_reason}"
+        how = f"{state.finish_reason}, {state.frames} frames, first audio after {state.first_audio_ms} ms"
         if error is not None:  # of its message only busy's, which has numbers in it: others may quote the text
-            how += f", {error.code}: {error}" if error.code == "busy" else f", {error.code}"
+            how = f"{error.code}: {error}" if error.code == "busy" else f"{error.code}, {how}"
         log.info("stream %s: %s, %d characters, seed %d, %s", self.id, state.route, self.chars, state.seed, how)
-
-    @property
-    def closed(self) -> bool:
-        return self._state.state == "ended"
-
-    @property
-    def state(self) -> StreamState:
-        """Its record, so far or at its end."""
-        if self._state.words is not None and not self.closed:
-            self._state.words = list(self.stream.words)
-        return self._state
 
 
 def _joined(chunks: list[Chunk]) -> Chunk:

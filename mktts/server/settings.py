@@ -24,7 +24,8 @@ from mktts.spec import FRAME_RATE_HZ
 KEY_VARIABLE = "MKTTS_API_KEY"
 # What a browser writes into Origin for a page on this machine. A page that lies there was put there by its owner.
 LOOPBACK_ORIGIN = r"https?://(localhost|([a-z0-9-]+\.)+localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?"
-_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
+_NAME = r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?"
+_ORIGIN = re.compile(rf"(?P<scheme>https?)://({_NAME}|\[[0-9a-f:.]+\])(:[0-9]{{1,5}})?")
 _LAST_PORT = 2**16 - 1
 DAY_S = 24 * 3_600
 
@@ -146,34 +147,22 @@ def access_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def checked_origins(words: Iterable[str]) -> tuple[str, ...]:
     """Origins as browsers write them, in lower case. Raises ServerError for a word that no Origin can equal."""
-    return tuple(_origin(word) for word in words)
-
-
-def _origin(word: str) -> str:
-    try:
-        parts = urlsplit(word.strip().lower())
-        host, port = parts.hostname or "", parts.port
-    except ValueError:
-        host = ""
-    if not _is_name(host) or parts.scheme not in ("http", "https") or parts[2:] != ("", "", "") or "@" in parts.netloc:
-        message = "must be like https://app.example or http://localhost:3000, and end there"
-        raise ServerError(f"--allow-origin {message}, got {word!r}")
-    shown = f"[{host}]" if ":" in host else host
-    usual = port in (None, {"http": 80, "https": 443}[parts.scheme])
-    return f"{parts.scheme}://{shown}" + ("" if usual else f":{port}")
+    origins = []
+    for word in words:
+        if (found := _ORIGIN.fullmatch(word.strip().lower())) is None:
+            message = "must be like https://app.example or http://localhost:3000, and end there"
+            raise ServerError(f"--allow-origin {message}, got {word!r}")
+        origins.append(found[0].removesuffix(":80" if found["scheme"] == "http" else ":443"))
+    return tuple(origins)
 
 
 def checked_hosts(words: Iterable[str]) -> frozenset[str]:
     """Host names in lower case. Raises ServerError for a word that is none."""
-    names = [word.strip().lower().rstrip(".") for word in words]
-    for word, name in zip(words, names, strict=True):
-        if not _is_name(name):
+    names = {word: word.strip().lower().rstrip(".") for word in words}
+    for word, name in names.items():
+        if not re.fullmatch(_NAME, name):
             raise ServerError(f"--allow-host must be a name without scheme and port, as tts.example, got {word!r}")
-    return frozenset(names)
-
-
-def _is_name(host: str) -> bool:
-    return _address(host) is not None or _NAME.fullmatch(host) is not None
+    return frozenset(names.values())
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:

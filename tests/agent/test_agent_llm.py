@@ -20,7 +20,7 @@ from mktts.agent.llm import Qwen3LLMService, TextConversation, ThreadedDecoder, 
 from mktts.agent.settings import from_environment
 from mktts.errors import EngineError
 from mktts.llm.decoder import TextDecoder
-from mktts.llm.tokens import ChatTemplate, Message
+from mktts.llm.tokens import Message
 from mktts.model.qwen3 import Qwen3Stack
 from mktts.server.settings import Limits, listen
 
@@ -124,7 +124,7 @@ def test_the_arguments_choose_it_and_speak_its_tokens(checkpoint_cache):
 # ---- the cache of a conversation
 
 
-def test_the_second_turn_computes_what_is_new(decoder, monkeypatch):
+def test_what_an_interruption_left_is_kept_and_the_rest_is_computed(decoder, monkeypatch):
     """Counted where it is computed: rows that go through the stack."""
     rows: list[int] = []
     forward = Qwen3Stack.forward
@@ -134,36 +134,20 @@ def test_the_second_turn_computes_what_is_new(decoder, monkeypatch):
         return forward(stack, x, cache)
 
     monkeypatch.setattr(Qwen3Stack, "forward", counted)
-    conversation = TextConversation(decoder, reply_tokens=4)
-    conversation.template = ChatTemplate(decoder.vocabulary, thinks=False)
-    text = conversation.reply([SYSTEM, HELLO], seed=1).read()
-    first = conversation.template.ids([SYSTEM, HELLO])
-    assert rows[0] == len(first) == conversation.computed_tokens and conversation.kept_tokens == 0
-    rows.clear()
-    second = [SYSTEM, HELLO, Message("assistant", text), Message("user", "And twice that?")]
-    again = conversation.reply(second, seed=1)
-    ids = conversation.template.ids(second)
-    assert rows == [conversation.computed_tokens]
-    assert conversation.computed_tokens + conversation.kept_tokens == len(ids)
-    assert conversation.kept_tokens >= len(first)
-    found = [token.id for token in again]
-    rows.clear()
-    alone = [token.id for token in decoder.generate(ids, seed=1, max_tokens=4)]
-    assert found == alone and rows[0] == len(ids)
-
-
-def test_what_an_interruption_left_is_kept_and_the_rest_is_not(decoder):
     conversation = TextConversation(decoder)
     cut = conversation.reply([SYSTEM, HELLO], seed=1)
+    assert rows == [conversation.computed_tokens] and conversation.kept_tokens == 0
     for _ in range(3):
         next(cut)
     cut.cancel()
     assert list(cut) == [] and cut.finish_reason == "cancelled"
+    rows.clear()
     heard = [SYSTEM, HELLO, Message("assistant", "Other words."), Message("user", "Stop.")]
-    stream = conversation.reply(heard, seed=1)
+    stream, ids = conversation.reply(heard, seed=1), conversation.template.ids(heard)
     # up to the thought that the template has told it not to think
     assert conversation.kept_tokens == conversation.template.ids([SYSTEM, HELLO]).index(conversation.template.think)
-    alone = decoder.generate(conversation.template.ids(heard), seed=1, max_tokens=6)
+    assert rows == [conversation.computed_tokens] == [len(ids) - conversation.kept_tokens]
+    alone = decoder.generate(ids, seed=1, max_tokens=6)
     assert [next(stream).id for _ in range(6)] == [token.id for token in alone]
 
 

@@ -186,7 +186,11 @@ async def test_an_offer_that_cannot_be_answered_holds_no_place_and_one_that_nobo
     offer = {"sdp": sdp, "type": "offer"}
     answer = await asyncio.to_thread(httpx.post, f"{one_place}/agent/offer", json=offer, timeout=WAIT_S)
     assert answer.status_code == 200 and answer.json()["type"] == "answer"
-    assert httpx.post(f"{one_place}/agent/offer", json=offer).status_code == 503
+    assert httpx.post(f"{one_place}/agent/offer", json=offer).status_code == 503  # one conversation too many
+    async with websockets.connect(socket_of(one_place)) as second:
+        with pytest.raises(websockets.ConnectionClosed) as closed:
+            await asyncio.wait_for(second.recv(), WAIT_S)
+        assert closed.value.rcvd.code == 1013
     end_s = time.monotonic() + WAIT_S
     while not await is_ready(one_place):
         assert time.monotonic() < end_s
@@ -226,15 +230,6 @@ def test_settings_that_cannot_work_are_refused_at_the_start(checkpoint_cache, mo
     assert main(["agent", "--checkpoint", "random:tiny", "--port", "0", *words]) == 2
     said = capsys.readouterr()
     assert message in said.err and said.err.startswith("mktts: ") and "open http" not in said.out
-
-
-async def test_one_conversation_too_many_is_told_to_come_back(one_place):
-    async with websockets.connect(socket_of(one_place)) as first:
-        await asyncio.wait_for(first.recv(), WAIT_S)
-        async with websockets.connect(socket_of(one_place)) as second:
-            with pytest.raises(websockets.ConnectionClosed) as closed:
-                await asyncio.wait_for(second.recv(), WAIT_S)
-            assert closed.value.rcvd.code == 1013
 
 
 @pytest.mark.parametrize(("words", "state"), [([], "silent"), ([" Hm."], "thinking")])

@@ -174,12 +174,3 @@ def test_a_hub_id_is_downloaded_and_opened(tiny, monkeypatch):
     monkeypatch.setattr("mktts.checkpoint.open.download", lambda *words: asked.append(words) or (tiny.folder, "commit"))
     opened = open_text_checkpoint("Qwen/Qwen3-0.6B")
     assert asked == [("Qwen/Qwen3-0.6B", None)] and opened.revision == "commit" and opened.folder == tiny.folder
-
-
-def test_a_random_checkpoint_is_made_once_and_always_the_same(tmp_path, tiny):
-    first = ensure_named("random:tiny", tmp_path)
-    stamp = (first / "model.safetensors").stat().st_mtime_ns
-    assert ensure_named("random:tiny", tmp_path) == first
-    assert (first / "model.safetensors").stat().st_mtime_ns == stamp
-    for file in tiny.folder.iterdir():
-        assert (first / file.name).read_bytes() == file.read_bytes()

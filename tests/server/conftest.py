@@ -67,14 +67,8 @@ def api(shared_api: Api) -> Api:
 
 
 @pytest.fixture(scope="module")
-def synthesizer(tiny: Checkpoint) -> Iterator[Synthesizer]:
-    with Synthesizer.load(tiny, engine="single") as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def running(synthesizer: Synthesizer) -> Iterator[Served]:
-    with served(synthesizer) as server:
+def running(synth: Synthesizer) -> Iterator[Served]:
+    with served(synth) as server:
         yield server
 
 

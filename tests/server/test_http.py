@@ -1,7 +1,6 @@
 """/tts/stream, its record, probes and metrics; what is refused, and in which shape. In process."""
 
 import gc
-import json
 import subprocess
 import sys
 import weakref
@@ -52,17 +51,12 @@ def test_a_request_that_names_no_length_gets_the_limit(make_api):
         ({"text": "x" * 5_001}, 422, "text_too_long"),
         ({"instruct": "y" * 5_001}, 422, "instruct_too_long"),
         ({"max_frames": 10_000}, 422, "duration_too_long"),
-        ({"max_frames": "1"}, 422, "invalid_value"),
         ({"speaker": "nobody"}, 422, "unknown_speaker"),
         ({"language": "klingon"}, 422, "bad_prompt"),
         ({"instruct": "softly"}, 422, "bad_prompt"),
         ({"sped": 2}, 422, "invalid_value"),
-        ({"pronunciations": ["nginx"]}, 422, "invalid_value"),
-        ({"pronunciations": {"nginx": 3}}, 422, "invalid_value"),
         ({"pronunciations": {str(n): "x" for n in range(1_001)}}, 422, "invalid_value"),
         ({"temperature": 0}, 422, "bad_sampling"),
-        ({"temperature": 100}, 422, "invalid_value"),
-        ({"top_k": 10**9}, 422, "invalid_value"),
         ({"text": "x" * 200_000}, 413, "body_too_large"),
     ],
     ids=lambda value: str(value)[:40],
@@ -109,7 +103,7 @@ def test_a_stream_that_finds_no_place_is_told_to_come_back(api, caplog):
         refused = socket.receive_json()
         assert (refused["type"], refused["error"]["code"], refused["retry_after_s"]) == ("error", "busy", 1)
     assert 'mktts_refused_total{code="busy"} 3.0' in api.get("/metrics").text
-    assert sum("refused, busy: refused with 2 streams open" in line for line in caplog.messages) == 3
+    assert sum("busy: refused with 2 streams open" in line for line in caplog.messages) == 3
 
 
 def test_a_failure_is_a_500_before_the_first_byte_and_a_broken_body_after_it(tiny):
@@ -130,22 +124,20 @@ def test_a_failure_is_a_500_before_the_first_byte_and_a_broken_body_after_it(tin
         assert client.get("/health").json()["status"] == "ok"
 
 
-def test_of_streams_that_are_over_the_records_of_the_last_ones_are_kept_and_nothing_else(make_api):
-    api = make_api(limits=Limits(kept_states=2))
-    ids = [api.tts().headers["X-Request-Id"] for _ in range(20)]
-    assert [api.get(f"/tts/stream/{id}").status_code for id in ids[-3:]] == [404, 200, 200]
+def test_of_streams_that_are_over_the_records_of_the_last_ones_are_kept_and_the_words_of_fewer(make_api):
+    api = make_api(limits=Limits(kept_states=KEPT_WORDS + 1))
+
+    def words(id: str) -> list | None:
+        return api.get(f"/tts/stream/{id}").json()["words"]
+
+    ids = [api.tts(max_frames=40, word_timestamps=n < 2).headers["X-Request-Id"] for n in range(KEPT_WORDS + 1)]
+    assert words(ids[0]) is None and word_times(words(ids[1])) == noise_words(40) and words(ids[2]) is None
+    ids += [api.tts().headers["X-Request-Id"] for _ in range(2)]
+    assert [api.get(f"/tts/stream/{id}").status_code for id in ids[:3]] == [404, 404, 200] and words(ids[2]) is None
     over = [weakref.ref(stream) for stream in api.synth.streams]
     api.synth.streams.clear()
     gc.collect()
     assert not [one for one in over if one() is not None]
-
-
-def test_the_record_has_the_words_of_the_last_streams_only(api):
-    ids = [api.tts(max_frames=40, word_timestamps=True).headers["X-Request-Id"]]
-    assert word_times(api.get(f"/tts/stream/{ids[0]}").json()["words"]) == noise_words(40)
-    ids += [api.tts().headers["X-Request-Id"] for _ in range(KEPT_WORDS)]
-    records = [api.get(f"/tts/stream/{id}").json() for id in ids]
-    assert records[0]["frames"] == 40 and not any(record["words"] for record in records)
 
 
 def test_probes_and_methods(api):
@@ -195,17 +187,6 @@ def test_prometheus_reads_the_metrics_and_they_count_what_happened(make_api):
     for name in ("mktts_first_audio_seconds", "mktts_first_byte_seconds", "mktts_tick_seconds"):
         counts = [sample.value for sample in ours[name].samples if sample.name.endswith("_bucket")]
         assert ours[name].type == "histogram" and counts == sorted(counts)
-
-
-def test_the_document_names_the_speakers_and_limits_of_this_server(api):
-    document, health = api.get("/openapi.json").json(), api.get("/health").json()
-    speech = document["components"]["schemas"]["SpeechRequest"]["properties"]
-    assert speech["speaker"]["anyOf"][0]["enum"] == health["speakers"] and speech["text"]["maxLength"] == 5_000
-    assert speech["language"]["enum"][: len(health["languages"])] == health["languages"]
-    assert "en" in speech["language"]["enum"] and "instruct" not in speech  # this checkpoint takes none
-    assert speech["max_frames"]["anyOf"][0]["maximum"] == 7_500
-    assert "securitySchemes" not in document["components"] and "/tts/ws" in document["info"]["description"]
-    assert api.get("/docs").status_code == 200 and json.dumps(document).count("HTTPValidationError") == 0
 
 
 def test_answers_to_generated_requests_are_the_documented_ones(tiny, tmp_path):

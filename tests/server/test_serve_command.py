@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,6 @@ def test_an_address_that_others_reach_is_refused_without_a_key(monkeypatch, caps
         ("--max-duration inf", "max_duration_s must be finite, got inf"),
         ("--max-duration nan", "max_duration_s must be above 0, got nan"),
         ("--max-duration 1e9", "max_duration_s must be at most 86400"),
-        ("--grace -1", "grace_s must be above 0, got -1"),
-        ("--allow-origin *", "--allow-origin must be like https://app.example"),
-        ("--allow-host https://tts.example", "--allow-host must be a name"),
         ("--voice anna", "--voice must be NAME=FILE"),
         ("--voice anna=absent.safetensors", "absent.safetensors"),
         ("--voice-alias alloy", "--voice-alias must be ALIAS=NAME"),
@@ -57,7 +55,6 @@ def test_an_address_that_others_reach_is_refused_without_a_key(monkeypatch, caps
         ("--instruct-clones --checkpoint random:tiny:base --backend upstream", "name another --backend"),
         ("--voice-folder blank.txt", "--voice-folder blank.txt: expected a folder to read and write"),
         ("--voice-folder blank.txt/in", "expected a folder to read and write"),
-        ("--voice-days inf", "voice_days must be finite"),
     ],
 )
 def test_bad_settings_are_one_line_and_status_2(tmp_path, monkeypatch, capsys, checkpoint_cache, words, message):
@@ -98,17 +95,24 @@ def serve(caplog: Any, client: Callable[[str], None], *words: str) -> tuple[int,
     return status, errors
 
 
+def streamed(url: str, body: dict[str, Any], meanwhile: Callable[[], object]) -> int | None:
+    """How many bytes come; None where they break off. meanwhile: is called behind the first ones."""
+    with httpx.stream("POST", f"{url}/tts/stream", json=body, timeout=60) as answer:
+        pieces = answer.iter_raw()
+        first = next(pieces)
+        meanwhile()
+        try:
+            return len(first + b"".join(pieces))
+        except httpx.RemoteProtocolError:
+            return None
+
+
 def test_sigterm_lets_open_streams_finish_and_the_log_says_what_was_served(checkpoint_cache, caplog):
     def client(url: str) -> None:
         health = httpx.get(f"{url}/health").json()
         assert health["model"]["checkpoint"] == "random:tiny" and health["streams_max"] in (1, 2)
-        body = {"text": TEXT, "max_frames": 60}
-        with httpx.stream("POST", f"{url}/tts/stream", json=body, timeout=60) as answer:
-            pieces = answer.iter_raw()
-            content = next(pieces)
-            os.kill(os.getpid(), signal.SIGTERM)
-            content += b"".join(pieces)
-        assert len(content) == 60 * 3_840
+        stop = partial(os.kill, os.getpid(), signal.SIGTERM)
+        assert streamed(url, {"text": TEXT, "max_frames": 60}, stop) == 60 * 3_840
 
     assert serve(caplog, client, "--max-streams", "2", "--grace", "20", "--engine", "single") == (0, [])
     assert "random weights" in caplog.text and TEXT[:20] not in caplog.text
@@ -118,12 +122,7 @@ def test_ctrl_c_cancels_what_is_open_after_the_grace_and_the_process_is_as_befor
     before_s = sys.getswitchinterval()
 
     def client(url: str) -> None:
-        with httpx.stream("POST", f"{url}/tts/stream", json=LONG, timeout=60) as answer:
-            pieces = answer.iter_raw()
-            next(pieces)
-            os.kill(os.getpid(), signal.SIGINT)
-            with pytest.raises(httpx.RemoteProtocolError):
-                b"".join(pieces)
+        assert streamed(url, LONG, partial(os.kill, os.getpid(), signal.SIGINT)) is None
 
     assert serve(caplog, client, "--grace", "0.1", "--engine", "batch") == (128 + signal.SIGINT, [])
     assert sys.getswitchinterval() == before_s
@@ -136,13 +135,7 @@ def test_a_server_whose_engine_dies_breaks_streams_off_and_ends_and_says_so(chec
     before = children()
 
     def client(url: str) -> None:
-        with httpx.stream("POST", f"{url}/tts/stream", json=LONG) as answer:
-            pieces = answer.iter_raw()
-            next(pieces)
-            (engine,) = children() - before
-            os.kill(engine, signal.SIGKILL)
-            with pytest.raises(httpx.RemoteProtocolError):
-                b"".join(pieces)
+        assert streamed(url, LONG, lambda: [os.kill(engine, signal.SIGKILL) for engine in children() - before]) is None
 
     assert serve(caplog, client, "--engine-process", "own") == (1, [])
     assert "engine's process has ended" in caplog.text

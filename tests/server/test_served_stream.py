@@ -65,23 +65,27 @@ def served_stream_of(source: Source) -> tuple[ServedStream, list[float]]:
     return ServedStream(around, "tts_stream", source, 0), late
 
 
-async def written(source: Source, clock: Any) -> tuple[list[tuple[float, int]], list[float], ServedStream]:
-    """(seconds, frames) of every write, and by how much which were late."""
+async def written(source: Source, clock: Any) -> tuple[list[tuple[float, Chunk]], list[float], ServedStream]:
+    """(seconds, what) of every write, and by how much which were late."""
     made, late = served_stream_of(source)
     writes = []
     try:
         async for one in made.chunks():
             with made.sending(one.duration_s):
-                writes.append((round(clock.now_s - 100.0, 6), one.frames))
+                writes.append((round(clock.now_s - 100.0, 6), one))
     except ApiError:
         pass
     return writes, late, made
 
 
+def frames_of(writes: list[tuple[float, Chunk]]) -> list[tuple[float, int]]:
+    return [(at_s, one.frames) for at_s, one in writes]
+
+
 async def test_a_write_later_than_the_listeners_place_is_an_underrun(clock):
     source = Source(clock, (0.0, chunk()), (0.05, chunk()), (0.2, chunk()), (0.25, chunk()), (0.3, None))
     writes, late, _ = await written(source, clock)
-    assert writes == [(0.0, 1), (0.05, 1), (0.2, 1), (0.25, 1)]
+    assert frames_of(writes) == [(0.0, 1), (0.05, 1), (0.2, 1), (0.25, 1)]
     assert late == pytest.approx([0.2 - 2 * FRAME_S])
 
 
@@ -102,36 +106,29 @@ async def test_what_the_text_or_the_client_held_up_is_no_underrun(clock):
 
 
 async def test_a_stream_that_is_ahead_gathers_and_one_that_is_not_writes_at_once(clock):
-    fast = [(0.01 * n, chunk(4, n)) for n in range(12)]
+    fast = [(0.01 * n, chunk(4, 4 * n)) for n in range(12)]
     writes, late, _ = await written(Source(clock, *fast, (0.2, None)), clock)
-    frames = [count for _, count in writes]
+    frames = [one.frames for _, one in writes]
     assert sum(frames) == 48 and not late
     lead_s = [sum(frames[:n]) * FRAME_S - at_s for n, (at_s, _) in enumerate(writes)]
     assert all(size == 4 for size, lead in zip(frames, lead_s, strict=True) if lead <= KEPT_LEAD_S)
     assert max(frames) >= 2 * 4 and max(frames) <= MAX_HELD_FRAMES + 3
     assert len(frames) < 12
+    for n, (_, one) in enumerate(writes):  # the same speech
+        first = sum(frames[:n])
+        assert one.start_s == first * FRAME_S and one.timings.codec_ms == one.frames / 4
+        assert one.timings.ready_ms == 10.0 * (first + one.frames - 4)
+        assert np.array_equal(one.pcm[::SAMPLES_PER_FRAME], np.repeat(range(first, first + one.frames, 4), 4))
 
     slow = [(4 * FRAME_S * n, chunk(4, n)) for n in range(6)]
     writes, late, _ = await written(Source(clock, *slow, (2.0, None)), clock)
-    assert [count for _, count in writes] == [4] * 6
+    assert [one.frames for _, one in writes] == [4] * 6
 
 
 async def test_what_is_held_back_goes_out_before_the_listener_needs_it_and_before_an_error(clock):
     ahead = [(0.0, chunk(12)), (0.1, chunk(4))]
     writes, late, _ = await written(Source(clock, *ahead, (9.0, None)), clock)
-    assert writes == [(0.0, 12), (round(12 * FRAME_S - KEPT_LEAD_S, 6), 4)] and not late
+    assert frames_of(writes) == [(0.0, 12), (round(12 * FRAME_S - KEPT_LEAD_S, 6), 4)] and not late
     clock.now_s = 100.0
     writes, _, made = await written(Source(clock, *ahead, (0.2, EngineError("broken"))), clock)
-    assert [count for _, count in writes] == [12, 4] and made.error.code == "engine_error"
-
-
-async def test_gathered_chunks_are_the_same_speech(clock):
-    chunks = [chunk(4, 4 * n) for n in range(5)]
-    source = Source(clock, *[(0.0, one) for one in (*chunks, None)])
-    made, _ = served_stream_of(source)
-    made._lead_s = lambda: 10.0
-    found = [one async for one in made.chunks()]
-    assert [one.frames for one in found] == [12, 8]
-    assert np.array_equal(np.concatenate([one.pcm for one in found]), np.concatenate([one.pcm for one in chunks]))
-    assert [one.start_s for one in found] == [0.0, 12 * FRAME_S]
-    assert (found[0].timings.ready_ms, found[0].timings.codec_ms) == (80.0, 3.0)
+    assert [one.frames for _, one in writes] == [12, 4] and made.error.code == "engine_error"

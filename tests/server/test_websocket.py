@@ -43,9 +43,10 @@ def say(socket: Any, pieces: list[str] = PIECES, **start: Any) -> tuple[list[dic
     return read_to_end(socket)
 
 
-def test_fed_text_gives_the_sessions_samples_with_timings_and_a_finish_reason(api, tiny):
+def test_fed_text_gives_the_sessions_samples_with_timings_words_and_a_finish_reason(api, tiny):
     with api.open_socket() as socket:
-        send(socket, "start", seed=5, max_frames=40, speaker=first_speaker(tiny).upper(), temperature=0.5)
+        asked = {"speaker": first_speaker(tiny).upper(), "temperature": 0.5, "word_timestamps": True}
+        send(socket, "start", seed=5, max_frames=40, **asked)
         started = socket.receive_json()
         assert (started["type"], started["seed"], started["sample_rate_hz"]) == ("started", 5, SAMPLE_RATE_HZ)
         for piece in PIECES:
@@ -62,25 +63,16 @@ def test_fed_text_gives_the_sessions_samples_with_timings_and_a_finish_reason(ap
     ends = [note["start_s"] + note["duration_s"] for note in notes]
     assert [note["start_s"] for note in notes] == pytest.approx([0.0, *ends[:-1]])
     assert all(note["timings"]["ready_ms"] > 0 and note["id"] == started["id"] for note in notes)
+    assert word_times(finished["words"]) == noise_words(40)
+    assert [word for note in notes for word in note["words"]] == finished["words"][:-1]  # one waits for the end
     assert api.get(f"/tts/stream/{started['id']}").json()["frames"] == 40
-
-
-def test_words_come_with_chunks_and_all_of_them_at_the_end(api):
-    for asked in (True, False):
-        with api.open_socket() as socket:
-            notes, pcm, finished = say(socket, seed=1, max_frames=40, word_timestamps=asked)
-        assert pcm == to_pcm16(noise(1, 40))
-        if not asked:
-            assert finished["words"] is None and not any("words" in note for note in notes)
-            continue
-        assert word_times(finished["words"]) == noise_words(40)
-        assert [word for note in notes for word in note["words"]] == finished["words"][:-1]  # one waits for the end
 
 
 def test_several_utterances_share_a_connection_and_a_refused_start_drops_what_was_sent_for_it(api):
     with api.open_socket() as socket:
         first, second = say(socket, seed=1), say(socket, seed=1)
         assert first[1] == second[1] and first[2]["id"] != second[2]["id"]
+        assert first[2]["words"] is None and not any("words" in note for note in first[0])
         send(socket, "start", speaker="nobody")
         send(socket, "text", text="Hello.")
         send(socket, "finish")
