@@ -22,8 +22,6 @@ COMMANDS = {
     "load": "python -m mktts bench --load --listeners 256,512,1024 --into outputs/reference/h200/load.json",
     "parity": "python -m mktts parity random:0.6b random:1.7b random:tiny random:tiny-projected "
     "--parts kernel --output outputs/reference/h200/parity.json",
-    "parity_batch": "python -m mktts parity random:0.6b random:1.7b --parts batch --minutes 1.5 "
-    "--output outputs/reference/h200/parity_batch.json",
     "trace": "python -m mktts lab trace --output outputs/reference/h200/trace.json",
 }
 # One persistent read of the 0.6B talker's 881 MB by 132 blocks of 512 threads: 0.208 ms, median of 20.

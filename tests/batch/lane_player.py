@@ -1,6 +1,7 @@
 """A small engine: plays streams on lanes as the real one does, in ticks that are drawn at random, launched ahead."""
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mktts.engine.lanes import Lanes
-from mktts.engine.scheduler import Tick
+from mktts.engine.pages import PAGE_ROWS
+from mktts.engine.scheduler import Piece, Tick, TickSettings
 from mktts.engine.stream import Segment
-from mktts.measure.parity.batch import RandomTicks
 from mktts.measure.parity.ratio import RowStream
 from mktts.measure.parity.upstream import our_codes
 from mktts.model.sampling import Choice, Sampling
@@ -22,6 +23,10 @@ CHOICES = (
     Choice(temperature=2.0, top_k=20, top_p=0.8),
     Choice(temperature=1.5, top_k=0),
 )
+
+PROMPT_ROWS = (0, 64, 1_024)  # of the buckets of each size
+_IN_TICK = 0.8  # the part of the streams that speak already that is in a tick
+_CUT = 0.3  # of the prompts, at every tick, though there is room for the whole of them
 
 
 def random_segments(config, device, count: int, frames: int, longest: int = 90, ends_after=None) -> list[RowStream]:
@@ -67,6 +72,114 @@ class CountingCodec:
         self.heard.index_copy_(0, lanes, heard)
         rest = heard.new_zeros(len(lanes), SAMPLES_PER_FRAME - NUM_CODEBOOKS - 1)
         return torch.cat((codes.float(), heard[:, None], rest), 1)
+
+
+@dataclass
+class _Playing:
+    index: int
+    stream: RowStream
+    entered: int  # rows of the prompt
+    made: list[Tensor] = field(default_factory=list)
+    ended: bool = False  # by itself
+
+
+class RandomTicks:
+    """Streams on lanes, in ticks drawn at random: they come one after the other, prompts are cut, some skip a tick.
+    cut, kept: pieces that did not end their prompt, and prefixes found kept."""
+
+    def __init__(self, lanes: Lanes, streams: Sequence[RowStream], size: int, seed: int = 0) -> None:
+        """size: lanes of every tick's bucket, where lanes have buckets; at most so many streams are open at once.
+        seed: of the ticks, not of the streams."""
+        self._lanes, self._streams, self._size = lanes, streams, size
+        self._rng = np.random.default_rng(seed)
+        self._free = self._rng.permutation(lanes.slots).tolist()[:size]
+        self._open: dict[int, _Playing] = {}
+        self.cut = self.kept = 0
+
+    def play(self, each: Callable[[int, int, int, Tensor], None] | None = None) -> list[Tensor]:
+        """Codes (T, 16) int64 of each stream, T less than its frames where it ended by itself. each: called behind
+        every tick with the lane, the stream, the frame's number and its codes (16,)."""
+        waiting = deque(range(len(self._streams)))
+        made = [torch.zeros(0, NUM_CODEBOOKS, dtype=torch.int64) for _ in self._streams]
+        while waiting or self._open:
+            for _ in range(int(self._rng.integers(1, 2 + self._size // 4))):
+                if waiting and self._free:
+                    self._enter(waiting.popleft())
+            tick = self._tick()
+            if tick.empty:
+                continue
+            self._run(tick, each)
+            for slot in tick.lanes.tolist():
+                one = self._open[slot]
+                if one.ended or len(one.made) == len(one.stream.text):
+                    made[one.index] = torch.stack(one.made) if one.made else made[one.index]
+                    self._lanes.pages.close(slot)
+                    self._lanes.leave(slot)
+                    del self._open[slot]
+                    self._free.append(slot)
+        return made
+
+    def _enter(self, index: int) -> None:
+        stream, slot = self._streams[index], self._free.pop()
+        kept_rows = self._lanes.pages.open(slot, stream.positions, stream.key)
+        self.kept += kept_rows > 0
+        self._lanes.begin(slot, Segment.of_rows(stream.embeds, stream.sampling, stream.seed))
+        self._open[slot] = _Playing(index, stream, kept_rows)
+
+    def _tick(self) -> Tick:
+        settings, pieces, old = self._lanes.settings, [], []
+        left = int(self._rng.integers(1, settings.max_rows + 1))
+        for slot in self._rng.permutation(sorted(self._open)).tolist():
+            playing = self._open[slot]
+            prompt = len(self._streams[playing.index].embeds)
+            missing = prompt - playing.entered
+            if not missing:
+                old += [slot] if self._rng.random() < _IN_TICK else []
+            elif settings.whole_prompts:
+                pieces.append(Piece(slot, 0, prompt, True))
+            elif left:
+                rows = min(missing, left)
+                if self._rng.random() < _CUT:
+                    rows = int(self._rng.integers(1, rows + 1))
+                pieces.append(Piece(slot, playing.entered, rows, rows == missing))
+                self.cut += rows < missing
+                left -= rows
+        new = [piece.slot for piece in pieces if piece.last]
+        lanes, rows = len(new) + len(old), sum(piece.rows for piece in pieces)
+        fitting = [bucket for bucket in settings.buckets if bucket[0] == self._size and bucket[1] >= rows]
+        bucket = min(fitting) if fitting else settings.bucket(self._lanes.model, lanes, rows)
+        return Tick(bucket, np.array([*new, *old], np.int32), len(new), pieces=tuple(pieces))
+
+    def _run(self, tick: Tick, each: Callable[[int, int, int, Tensor], None] | None) -> None:
+        slots = tick.lanes.tolist()
+        lanes = [self._open[slot] for slot in slots]
+        rows = [None if i < tick.new_lanes else one.stream.text[len(one.made)] for i, one in enumerate(lanes)]
+        launched = self._lanes.launch(tick, rows)
+        for piece in tick.pieces:
+            self._open[piece.slot].entered += piece.rows
+        for slot, one in zip(slots[: tick.new_lanes], lanes, strict=False):
+            if one.stream.key is not None:
+                self._lanes.pages.keep(slot, one.stream.key, one.stream.prefix)
+        made = self._lanes.collect(launched)
+        for lane, (one, codes, ended) in enumerate(zip(lanes, made.codes, made.ended, strict=True)):
+            one.ended = bool(ended or codes[0] < 0)
+            if not one.ended:
+                one.made.append(torch.from_numpy(codes.copy()))
+                if each is not None:
+                    each(lane, one.index, len(one.made) - 1, one.made[-1])
+
+
+def pages_for(streams: Sequence[RowStream]) -> int:
+    """Pages with which all of them are open at once and every prefix stays kept, page 0 with them."""
+    prefixes = {stream.key: -(-stream.prefix // PAGE_ROWS) for stream in streams if stream.key is not None}
+    own = sum(-(-stream.positions // PAGE_ROWS) for stream in streams) + 1
+    return max(own + sum(prefixes.values()), 8 * sum(prefixes.values()))  # prefixes may have an eighth of all
+
+
+def exact_buckets(sizes: Sequence[int], prompt_rows: Sequence[int] = PROMPT_ROWS) -> TickSettings:
+    """Ticks of exactly these numbers of lanes and prompt rows."""
+    buckets = tuple((lanes, rows) for lanes in sizes for rows in prompt_rows)
+    return TickSettings(buckets, max(sizes), max(prompt_rows), min_rows=1, few_lanes=1)
 
 
 @dataclass

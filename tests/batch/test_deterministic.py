@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lane_player import random_segments
+from lane_player import RandomTicks, exact_buckets, pages_for, random_segments
 from torch import Tensor
 
 from mktts.batch import BatchSettings
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.engine.lanes import Lanes
-from mktts.measure.parity.batch import RandomTicks, exact_buckets, pages_for
 from mktts.measure.parity.ratio import RowStream
 from mktts.model.sampling import Choice, Sampling
 from mktts.spec import ModelConfig
@@ -24,7 +23,6 @@ from mktts.synth import Synthesizer
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 SIZES = (8, 32, 64, 128, 192, 256, 384, 512)
-PROMPT_ROWS = (0, 64, 1_024)  # of the buckets of each size
 PROMPTS = (2, 31, 64, 65, 75, 100, 130, 150)  # rows of the streams that are compared; the last four share a prefix
 PREFIX_ROWS, SHARING, KEY = 70, 4, "voice"  # one whole page and a part of the next
 FRAMES = 8
@@ -57,7 +55,7 @@ def lanes_of(checkpoint: Checkpoint, pages: int) -> Lanes:
 
     lanes = CudaLanes(
         checkpoint.config, checkpoint.tensors(), DEVICE, torch.bfloat16, slots=max(SIZES), pages=pages,
-        positions=max(PROMPTS) + FRAMES, settings=exact_buckets(SIZES, PROMPT_ROWS), deterministic=True,
+        positions=max(PROMPTS) + FRAMES, settings=exact_buckets(SIZES), deterministic=True,
     )  # fmt: skip
     lanes.prepare()
     return lanes

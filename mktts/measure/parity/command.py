@@ -2,8 +2,7 @@
 
 The file and the last line of standard output are the same JSON document: the machine, and for every checkpoint its
 `sections` with status ("passed", "failed", "skipped"), reason, seconds and figures, beside the kernel's comparisons
-(mktts.measure.parity.kernel) and the batched frame's, `batch` (mktts.measure.parity.batch). No path of this machine is
-in it.
+(mktts.measure.parity.kernel). No path of this machine is in it.
 
 * prompt: prompt embeddings, bit for bit upstream's.
 * codes: codes of PyTorch in bf16, and in fp32 where time allows, frame for frame upstream's: greedy and drawn.
@@ -34,7 +33,7 @@ from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import require_writable, write_json
 from mktts.engine.upstream import load_upstream
 from mktts.errors import BackendUnavailable, MetricsError
-from mktts.measure.environment import batch_missing, head, kernel_missing, provided_by, versions
+from mktts.measure.environment import head, kernel_missing, provided_by, versions
 from mktts.measure.parity.codec import codec_section
 from mktts.measure.parity.kernel import MARGIN, Scope, outcome, parity_of
 from mktts.measure.parity.ratio import LIMIT, Budget
@@ -49,16 +48,15 @@ from mktts.measure.parity.upstream import (
 from mktts.model.backend import device_named
 
 OUTPUT = Path("mktts-parity.json")
-PARTS = ("prompt", "codes", "codec", "kernel", "batch")
+PARTS = ("prompt", "codes", "codec", "kernel")
 CODES_FRAMES = 24  # of one request
 CODES_REQUESTS = 3  # greedy, and as many drawn
 SEED = 7
 SCOPE = Scope()  # where time allows
 # How the minutes are shared; what is missing leaves its own to the others. They run in this order: the codec uses the
 # upstream model that the prompts left loaded.
-_SHARES = {"prompt": 1, "codec": 2, "codes": 5, "kernel": 6, "batch": 6}
-_ON_DEVICE = ("kernel", "batch")
-_PACKAGES = ("mktts", "qwen-tts", "qwen-tts-hf", "transformers", "tokenizers", "triton")
+_SHARES = {"prompt": 1, "codec": 2, "codes": 5, "kernel": 12}
+_PACKAGES = ("mktts", "qwen-tts", "qwen-tts-hf", "transformers", "tokenizers")
 _CONFIGS = ("config.json", "generation_config.json", "speech_tokenizer/config.json")
 # A path from the root: its folders, as far as the last separator. Addresses (https://...) are none.
 _FOLDERS = re.compile(r"(?<![\w.:/\\])(?:~|[A-Za-z]:)?[\\/](?:[^\s\\/:'\",()\[\]]+[\\/])+")
@@ -87,12 +85,12 @@ class ParitySettings:
         if not self.minutes > 0:
             raise MetricsError(f"--minutes must be above 0, got {self.minutes:g}")
 
-    def missing(self, part: str) -> str | None:
-        """Why the kernels of a part cannot run on the device; None where they can."""
-        if part != "batch" and self.kernel == "torch":
+    def kernel_missing(self) -> str | None:
+        """Why the kernel cannot run on the device; None where it can."""
+        if self.kernel == "torch":
             return None
-        name, missing = ("batched frame", batch_missing) if part == "batch" else ("megakernel", kernel_missing)
-        return missing() or (None if self.device.startswith("cuda") else f"the {name} does not run on {self.device}")
+        on_gpu = self.device.startswith("cuda")
+        return kernel_missing() or (None if on_gpu else f"the megakernel does not run on {self.device}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,7 +139,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
     """What is found of a checkpoint, section by section, within the minutes given."""
-    checkpoint = open_checkpoint(source, settings.revision)
+    revision = settings.revision
+    checkpoint = open_checkpoint(source, revision)
     about = {
         "source": name,
         "revision": checkpoint.revision,
@@ -150,27 +149,24 @@ def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
         "sha256": {file: _digest(checkpoint.folder / file) for file in _CONFIGS},
     }
     result: dict[str, Any] = {"checkpoint": about, "sections": {}}
-    asked = settings.parts.split(",")
-    missing = {part: why for part in _ON_DEVICE if (why := settings.missing(part))}
-    upstream = lru_cache(1)(partial(load_upstream, checkpoint))  # kept until `cache_clear`
+    upstream, why_not = lru_cache(1)(partial(load_upstream, checkpoint)), settings.kernel_missing()
 
-    def frames(part: str, within: Budget) -> dict[str, Any]:
-        if part in missing:
-            raise BackendUnavailable(missing[part])
+    def kernel_section(within: Budget) -> dict[str, Any]:
+        if why_not is not None:
+            raise BackendUnavailable(why_not)
         upstream.cache_clear()
-        batch, of_source = part == "batch", {"revision": settings.revision, "budget": within}
-        found = parity_of(source, SCOPE, settings.kernel, settings.device, batch=batch, **of_source)
-        result.update({"batch": found} if batch else found)
-        return outcome(found)
+        result.update(parity_of(source, SCOPE, settings.kernel, settings.device, revision=revision, budget=within))
+        return outcome(result)
 
     work: dict[str, Callable[[Budget], dict[str, Any]]] = {
         "prompt": partial(prompt_section, checkpoint, upstream),
         "codec": partial(codec_section, checkpoint, partial(upstream, torch.bfloat16), settings.device),
         "codes": partial(codes_section, checkpoint, upstream),
-        **{part: partial(frames, part) for part in _ON_DEVICE},
+        "kernel": kernel_section,
     }
-    shares = {part: 0 if part in missing else share for part, share in _SHARES.items() if part in asked}
-    if source.startswith("random:") and any(shares.get(part) for part in _ON_DEVICE):
+    parts = [part for part in _SHARES if part in settings.parts.split(",")]
+    shares = {part: 0 if part == "kernel" and why_not else _SHARES[part] for part in parts}
+    if source.startswith("random:") and shares.get("kernel"):
         open_checkpoint(source + MARGIN)  # made here, where it takes no minutes of the comparison's
     budget, left = Budget(60 * settings.minutes), sum(shares.values())
     for part, share in shares.items():
