@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -104,7 +103,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[BenchSettings, list[str]]:
 
 
 def measure(settings: BenchSettings, names: Sequence[str], output: Path | None = None) -> dict[str, Any]:
-    """The document: device, driver, torch, revision, date, environment, figures, missing, settings, packages, sections.
+    """The document: device, driver, torch, revision, date, environment, figures, missing, settings, packages.
 
     output: is written after every section, so that a run that is cut short leaves what it measured. Raises what opening
     the checkpoints raises."""
@@ -121,10 +120,8 @@ def measure(settings: BenchSettings, names: Sequence[str], output: Path | None =
         "missing": {},
         "settings": {**asdict(settings), "random_weights": is_random},
         "packages": versions(_PACKAGES),
-        "sections": {},
     }
     for name in names:
-        begun_s = time.perf_counter()
         program = [sys.executable, "-m", "mktts.measure.bench.command", name, json.dumps(asdict(settings))]
         figures, notes, reason = run_section(program)
         document["figures"] |= figures
@@ -132,7 +129,6 @@ def measure(settings: BenchSettings, names: Sequence[str], output: Path | None =
         document["settings"] |= notes
         missing = [figure for figure in SECTIONS[name][1] if figure not in figures]
         document["missing"] |= dict.fromkeys(missing, reason or "the section gave no such figure")
-        document["sections"][name] = {"seconds": time.perf_counter() - begun_s, "error": reason}
         if output is not None:
             write_json(output, document)
     return document

@@ -135,7 +135,7 @@ def test_what_fails_makes_a_load_unclean_and_a_run_that_was_not_held_to_its_end_
 
 # ---- many on one loop
 
-SAID = LoadTexts("text", 32, lambda index, frames: "a few words", {})
+SAID = LoadTexts(32, "a few words", {})
 
 
 class Script:
@@ -228,7 +228,7 @@ def test_prompts_have_the_rows_that_are_asked_for(fixture, request):
         return len(builder.build(Request(text, **fields)).embeds)
 
     short, long = texts_for(checkpoint, None), texts_for(checkpoint, 332)
-    assert (short.kind, short.rows, rows_of(short)) == ("text", SHORT_ROWS, SHORT_ROWS)
+    assert short.rows == rows_of(short) == SHORT_ROWS
     assert long.rows == rows_of(long) and 332 <= long.rows < 336
     with pytest.raises(MetricsError, match="more than"):
         texts_for(checkpoint, 3)
@@ -237,7 +237,7 @@ def test_prompts_have_the_rows_that_are_asked_for(fixture, request):
 def test_trained_weights_get_texts_as_long_as_their_utterances():
     speech = texts_for(open_checkpoint("small"), None)
     short, long = (speech.of(0, frames)[0] for frames in (25, 150))
-    assert speech.kind == "natural" and len(short) < 60 and 200 < len(long) < 280
+    assert speech.text is None and len(short) < 60 and 200 < len(long) < 280
 
 
 @pytest.mark.parametrize("wrong", [{"seconds": 0}, {"frames": (1, 5)}, {"codec": "fast"}])

@@ -50,7 +50,7 @@ def test_what_is_right_passes_and_the_kernel_is_skipped_by_name(run):
     status, document, found = run("random:tiny")
     assert status == 0 and document["passed"]
     assert [found[name]["status"] for name in ("prompt", "codes", "codec", "kernel")] == ["passed"] * 3 + ["skipped"]
-    assert found["prompt"]["prompts"] == found["prompt"]["equal"] == found["prompt"]["asked"] >= 9
+    assert found["prompt"]["prompts"] == found["prompt"]["equal"] >= 9
     assert found["codes"]["frames"] == {"bf16": 6, "fp32": 6} and found["codes"]["asked"] == 6
     assert {row["sampled"] for row in found["codes"]["rows"]} == {True, False}
     assert found["codec"]["whole_to_upstream"]["snr_db"] > 100
@@ -137,8 +137,6 @@ def test_bad_input_is_refused_before_anything_is_measured(tiny, tmp_path, capsys
 def test_time_that_is_short_makes_less_and_says_how_much(tiny, quick, monkeypatch):
     monkeypatch.setattr(command, "CODES_REQUESTS", 3)
     upstream = lru_cache(1)(lambda dtype: command.load_upstream(tiny, dtype))
-    prompts = command.prompt_section(tiny, upstream, Budget(0))
-    assert prompts["prompts"] == 1 < prompts["asked"]
     codes = command.codes_section(tiny, upstream, Budget(0))
     assert codes["frames"] == {"bf16": 6, "fp32": 0} and codes["asked"] == 18  # one utterance greedy, one drawn
     assert codes["equal"] and "no time" in codes["left_out"]["fp32"]
