@@ -36,7 +36,7 @@ from mktts.errors import BatchError, PackageMissing
 from mktts.measure.environment import environment
 from mktts.measure.metrics import record
 from mktts.notebook.nb import as_mp3
-from mktts.notebook.records import TABLE, verdicts
+from mktts.notebook.records import TABLE
 
 PACKAGES = ("ipykernel", "papermill", "pandas", "pyarrow")  # that a run needs from its first to its last step
 RUN_DIR = "RUN_DIR"  # the one parameter the runner fills itself
@@ -44,7 +44,6 @@ CELL_LIMIT_S = 1_800  # of a cell
 LONGEST_NAME = 100  # characters of a run folder's name
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 PICTURES = ("04_streaming/chunk_timeline.png",)  # files that the README shows; the notebooks hold their own figures
-VERDICTS = "verdicts.json"  # of all published notebooks
 PAGE = '<a href="../agent_page.png">the page, as it looks while it runs</a>'
 CONTROLS = "(controls, in a notebook that runs)"
 _PLAIN = re.compile(r"[A-Za-z0-9._,+-]*")
@@ -199,9 +198,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/runs"), help="folder of run folders (default: %(default)s)"
     )
-    parser.add_argument(
-        "--publish", type=Path, metavar="DIR", help=f"copy runs without --set and {VERDICTS} here, to be read"
-    )
+    parser.add_argument("--publish", type=Path, metavar="DIR", help="copy runs without --set here, to be read")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -235,7 +232,6 @@ def main(arguments: argparse.Namespace) -> int:
             (arguments.publish / name).mkdir(parents=True, exist_ok=True)
         for name in named["ok"]:
             publish(out / name, arguments.publish / name)
-        write_json(arguments.publish / VERDICTS, verdicts(arguments.publish))
     for name in named["error"]:
         print(f"failed: {out / name / 'executed.ipynb'}", file=sys.stderr)
     return 1 if named["error"] else 0

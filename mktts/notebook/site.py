@@ -19,11 +19,11 @@ from latex2mathml.converter import convert
 from nbconvert.exporters import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
-from mktts.common import write_json, write_whole
+from mktts.common import write_whole
 from mktts.errors import BatchError
 from mktts.notebook.plots import short
 from mktts.notebook.records import VERDICT, provenance, stored
-from mktts.notebook.runs import PAGE, VERDICTS, publish
+from mktts.notebook.runs import PAGE, publish
 
 RUNS = (Path("outputs/runs"), Path("outputs/reference"))
 OUT = Path("outputs/site")
@@ -133,7 +133,6 @@ def build(runs: Sequence[Path], out: Path) -> list[Page]:
         cell = nbformat.v4.new_markdown_cell(f"# {shows.capitalize()}")
         page = Page(Path(name), notebook=nbformat.v4.new_notebook(cells=[cell]))
         write_whole(out / page.address, _exported(page, **{shows: pages}).encode())
-    write_json(out / VERDICTS, [{"notebook": page.label, **page.verdict} for page in pages if page.verdict])
     return pages
 
 
