@@ -71,7 +71,6 @@ class Notebook:
 
     path: Path
     parameters: dict[str, tuple[str, Any]]
-    code_cells: int
 
 
 @dataclass(frozen=True)
@@ -99,12 +98,10 @@ def read_notebook(path: Path) -> Notebook:
     """Reads the cell tagged `parameters`: literal assignments, one name each. Raises BatchError."""
     try:
         cells = [cell for cell in json.loads(path.read_bytes())["cells"] if cell["cell_type"] == "code"]
-        sources = ["".join(cell["source"]) for cell in cells]
+        tagged = [cell["source"] for cell in cells if "parameters" in cell.get("metadata", {}).get("tags", [])]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BatchError(f"{path}: expected a notebook, could not read it: {error!r}") from None
-    tagged = (s for c, s in zip(cells, sources, strict=True) if "parameters" in c.get("metadata", {}).get("tags", []))
-    parameters = _parameters(next(tagged, ""), path)
-    return Notebook(path, parameters, sum(bool(source.strip()) for source in sources))
+    return Notebook(path, _parameters("".join(next(iter(tagged), "")), path))
 
 
 def _parameters(source: str, path: Path) -> dict[str, tuple[str, Any]]:
@@ -208,22 +205,16 @@ def main(arguments: argparse.Namespace) -> int:
         raise BatchError("--publish keeps the runs of the notebooks' own parameters: expected no --set beside it")
     for name in PACKAGES:
         importlib.import_module(name)  # before anything runs: the command line says which one is missing
-    from tqdm import tqdm
-
     table, machine = out.parent / TABLE, environment()
     statuses: dict[str, str] = {}
-    with tqdm(total=sum(run.notebook.code_cells for run in runs), unit="cell", dynamic_ncols=True) as bar:
-        for number, run in enumerate(runs, 1):
-            bar.set_description(run.name)
-            cells_before = bar.n
-            metrics = execute(run, out, machine, lambda **_: bar.update(1))
-            collect(out, table)  # after every run, so that a later notebook of the same call can read it
-            statuses[run.name], line = metrics["status"], f"{metrics['status']}  {metrics['duration_s']:.1f} s"
-            if metrics["status"] != "ok":
-                line += f"  {metrics['ename']}: {str(metrics['evalue']).partition(chr(10))[0][:200]}"
-            bar.update(cells_before + run.notebook.code_cells - bar.n)
-            bar.write(f"[{number}/{len(runs)}] {run.name}  {line}", file=sys.stdout)
-    collect(out, table)
+    for number, run in enumerate(runs, 1):
+        print(f"[{number}/{len(runs)}] {run.name}", end="  ", flush=True)
+        metrics = execute(run, out, machine)
+        collect(out, table)  # after every run, so that a later notebook of the same call can read it
+        statuses[run.name], line = metrics["status"], f"{metrics['status']}  {metrics['duration_s']:.1f} s"
+        if metrics["status"] != "ok":
+            line += f"  {metrics['ename']}: {str(metrics['evalue']).partition(chr(10))[0][:200]}"
+        print(line, flush=True)
     named = {status: [name for name, its in statuses.items() if its == status] for status in ("ok", "skipped", "error")}
     left_out = f", {len(named['skipped'])} skipped" if named["skipped"] else ""
     print(f"{len(named['ok'])} of {len(runs)} runs succeeded{left_out}; folders in {out}, table in {table}")
@@ -237,7 +228,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if named["error"] else 0
 
 
-def execute(run: NotebookRun, out: Path, machine: dict[str, Any], on_cell: Any = None) -> dict[str, Any]:
+def execute(run: NotebookRun, out: Path, machine: dict[str, Any]) -> dict[str, Any]:
     """Executes one run into `out / run.name`, replacing what was there; returns its metrics. Never raises on a
     failing notebook: that is recorded."""
     folder = out / run.name
@@ -248,7 +239,7 @@ def execute(run: NotebookRun, out: Path, machine: dict[str, Any], on_cell: Any =
     about = {"notebook": run.notebook.path.stem, "set": run.parameters}
     write_json(folder / "parameters.json", {**about, "parameters": {**defaults, **run.parameters}})
     start_s = time.perf_counter()
-    outcome = _papermill(run, folder, on_cell)
+    outcome = _papermill(run, folder)
     return record(folder, duration_s=round(time.perf_counter() - start_s, 3), **outcome)
 
 
@@ -278,7 +269,7 @@ def collect(out: Path, table: Path) -> None:
     write_whole(table, frame.convert_dtypes().to_parquet(index=False))
 
 
-def _papermill(run: NotebookRun, folder: Path, on_cell: Any) -> dict[str, Any]:
+def _papermill(run: NotebookRun, folder: Path) -> dict[str, Any]:
     """Executes the notebook into `folder`; returns status, and ename, evalue and cell of a failure."""
     import papermill
 
@@ -298,7 +289,6 @@ def _papermill(run: NotebookRun, folder: Path, on_cell: Any) -> dict[str, Any]:
             progress_bar=False,
             execution_timeout=CELL_LIMIT_S,
             kernel_manager_class=_this_interpreter(),
-            on_cell_executed=on_cell,
         )
     except papermill.PapermillExecutionError as error:
         status = "skipped" if error.ename == PackageMissing.__name__ else "error"

@@ -27,14 +27,6 @@ from mktts.measure.environment import head, versions
 from mktts.measure.load import command as load
 from mktts.measure.metrics import object_of, percentiles
 
-
-def large(settings: BenchSettings) -> Measured:
-    """`streams` and `frames` of the large checkpoint."""
-    settings = replace(settings, checkpoint=settings.large, revision=None)
-    yield from (found for found in sections.streams(settings, "_1p7b") if not isinstance(found, dict))
-    yield from sections.frames(settings, "_1p7b")
-
-
 _STREAMS = ("ttfc_ms", "ttfc_sentence_ms", "rtf", "frame_with_codec_ms")
 # Name -> what it measures, and the figures that it must give. Others may come with them.
 SECTIONS: dict[str, tuple[Callable[[BenchSettings], Measured], tuple[str, ...]]] = {
@@ -42,7 +34,7 @@ SECTIONS: dict[str, tuple[Callable[[BenchSettings], Measured], tuple[str, ...]]]
     "codec": (sections.codec, ("codec_1_ms", "codec_8_ms")),
     "frames": (sections.frames, ("talker_step_ms", "predictor_ms", "frame_ms")),
     "text": (sections.text, ("text_tok_s",)),
-    "large": (large, ("frame_1p7b_ms", "ttfc_1p7b_ms")),
+    "large": (sections.large, ("frame_1p7b_ms",)),
     "faster": (sections.faster, ("faster_frame_ms", *(f"faster_{name}" for name in _STREAMS))),
     "upstream": (sections.upstream, ("upstream_frame_ms", "upstream_rtf", "upstream_frame_with_codec_ms")),
     "words": (sections.words, ("word_start_error_s", "word_end_error_s")),

@@ -14,7 +14,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,7 +41,6 @@ SENTENCE = "The quick brown fox jumps over the lazy dog while a farmer watches f
 STEADY_FRAMES = 8  # of a chunk once a stream runs: the last entry of the default schedule
 _MARGIN_CHARS = 30  # in which some beginning of a text has exactly the tokens that are wanted
 _SEEDS = 50  # streams that random weights may end early before a section gives up
-_CODEC_CHUNKS_FRAMES = (1, 2, 4, 8)
 _CODEC_WARM_UP_FRAMES = 96  # past the codec's attention window, so that every timed call does full work
 _TOKENS = 10  # of one rate
 
@@ -132,7 +131,7 @@ def steady_frame_ms(chunks: Sequence[tuple[int, float]]) -> list[float]:
 # ---- sections
 
 
-def streams(settings: BenchSettings, suffix: str = "") -> Measured:
+def streams(settings: BenchSettings) -> Measured:
     """First PCM of a few words and of a sentence, frame with codec and RTF, through the synthesizer."""
     from mktts.synth import Synthesizer
 
@@ -151,13 +150,13 @@ def streams(settings: BenchSettings, suffix: str = "") -> Measured:
         for name, request in (("ttfc", short), ("ttfc_sentence", sentence)):
             run(request, 0, 2)
             first = [summarise(run(request, seed, 2)) for seed in range(settings.samples // 2)]
-            yield f"{name}{suffix}_ms", [metrics.ttfc_ms for metrics in first], "ms"
+            yield f"{name}_ms", [metrics.ttfc_ms for metrics in first], "ms"
         spoken = [run(short, seed, settings.frames) for seed in range(settings.utterances)]
         whole = [summarise(chunks) for chunks in spoken]
-        yield f"rtf{suffix}", [metrics.rtf for metrics in whole], "compute s / audio s"
+        yield "rtf", [metrics.rtf for metrics in whole], "compute s / audio s"
         arrived = [[(chunk.frames, chunk.timings.ready_ms) for chunk in chunks] for chunks in spoken]
         if steady_ms := [ms for chunks in arrived for ms in steady_frame_ms(chunks)]:
-            yield f"frame_with_codec{suffix}_ms", steady_ms, f"ms, chunks of {STEADY_FRAMES} frames"
+            yield "frame_with_codec_ms", steady_ms, f"ms, chunks of {STEADY_FRAMES} frames"
 
 
 def frames(settings: BenchSettings, suffix: str = "") -> Measured:
@@ -172,8 +171,13 @@ def frames(settings: BenchSettings, suffix: str = "") -> Measured:
     yield f"predictor{suffix}_ms", [frame.predictor_ms for frame in split], "ms"
 
 
+def large(settings: BenchSettings) -> Measured:
+    """`frames` of the large checkpoint."""
+    return frames(replace(settings, checkpoint=settings.large, revision=None), "_1p7b")
+
+
 def codec(settings: BenchSettings) -> Measured:
-    """Chunks of 1 to 8 frames of random codes, codes on the host to PCM on the host, as the synthesizer decodes."""
+    """Chunks of 1 and of 8 frames of random codes, codes on the host to PCM on the host, as the synthesizer decodes."""
     from mktts.codec.graphs import codec_for
 
     checkpoint = settings.open()
@@ -181,7 +185,7 @@ def codec(settings: BenchSettings) -> Measured:
     yield {"codec_variant": decoder.name}
     size = min(CODEBOOK_SIZE, decoder.config.codebook_size)
     codes = torch.randint(size, (_CODEC_WARM_UP_FRAMES, NUM_CODEBOOKS), generator=torch.Generator().manual_seed(0))
-    for count in _CODEC_CHUNKS_FRAMES:
+    for count in (1, STEADY_FRAMES):
         state, times_ms = decoder.start(), []
         for start in range(0, _CODEC_WARM_UP_FRAMES, count):
             decoder.submit(codes[start : start + count], state).result()
