@@ -5,7 +5,7 @@ The file and the last line of standard output are the same JSON document: the ma
 (mktts.measure.parity.kernel). No path of this machine is in it.
 
 * prompt: prompt embeddings, bit for bit upstream's.
-* codes: codes of PyTorch in bf16, and in fp32 where time allows, frame for frame upstream's: greedy and drawn.
+* codes: codes of PyTorch in bf16, frame for frame upstream's: greedy and drawn.
 * codec: see `codec.codec_section`.
 
 Upstream runs on the CPU, and so does what must equal it bit for bit: there the same operators round in the same way."""
@@ -37,14 +37,7 @@ from mktts.measure.environment import head, kernel_missing, provided_by, version
 from mktts.measure.parity.codec import codec_section
 from mktts.measure.parity.kernel import MARGIN, Scope, outcome, parity_of
 from mktts.measure.parity.ratio import LIMIT, Budget
-from mktts.measure.parity.upstream import (
-    DTYPES,
-    Row,
-    compare_expected,
-    compare_prompts,
-    standard_requests,
-    upstream_codes,
-)
+from mktts.measure.parity.upstream import Row, compare_expected, compare_prompts, standard_requests, upstream_codes
 from mktts.model.backend import device_named
 
 OUTPUT = Path("mktts-parity.json")
@@ -149,7 +142,7 @@ def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
         "sha256": {file: _digest(checkpoint.folder / file) for file in _CONFIGS},
     }
     result: dict[str, Any] = {"checkpoint": about, "sections": {}}
-    upstream, why_not = lru_cache(1)(partial(load_upstream, checkpoint)), settings.kernel_missing()
+    upstream, why_not = lru_cache(1)(partial(load_upstream, checkpoint, torch.bfloat16)), settings.kernel_missing()
 
     def kernel_section(within: Budget) -> dict[str, Any]:
         if why_not is not None:
@@ -160,7 +153,7 @@ def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
 
     work: dict[str, Callable[[Budget], dict[str, Any]]] = {
         "prompt": partial(prompt_section, checkpoint, upstream),
-        "codec": partial(codec_section, checkpoint, partial(upstream, torch.bfloat16), settings.device),
+        "codec": partial(codec_section, checkpoint, upstream, settings.device),
         "codes": partial(codes_section, checkpoint, upstream),
         "kernel": kernel_section,
     }
@@ -198,31 +191,21 @@ def section(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def prompt_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dict[str, Any]:
     """Every mode that the checkpoint has, in bf16: a prompt takes milliseconds, whatever the budget."""
-    rows = compare_prompts(checkpoint, standard_requests(checkpoint), torch.bfloat16, upstream(torch.bfloat16))
+    rows = compare_prompts(checkpoint, standard_requests(checkpoint), torch.bfloat16, upstream())
     return {"prompts": len(rows), "equal": sum(row["equal"] for row in rows), "rows": rows} | _reason(rows, "prompts")
 
 
 def codes_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dict[str, Any]:
-    """Greedy codes and drawn ones; fp32 where it can be done in the time that bf16 leaves."""
+    """Greedy codes and drawn ones, in bf16."""
     requests, drawn = standard_requests(checkpoint)[:CODES_REQUESTS], checkpoint.sampling()
-    rows: list[Row] = []
-    left_out: dict[str, str] = {}
-    took_s = 0.0
-    for name, dtype in DTYPES.items():
-        if rows and budget.left_s < took_s:
-            left_out[name] = f"no time: it would take about {took_s:.0f} s, {budget.left_s:.0f} s were left"
-            continue
-        begun_s = time.perf_counter()
-        model, within = upstream(dtype), budget.share(0.2)  # loading and ours take as much again, and so may fp32
-        expected = upstream_codes(model, requests, drawn.greedy(), SEED, CODES_FRAMES, within.share(0.5))
-        expected += upstream_codes(model, requests, drawn, SEED, CODES_FRAMES, within)
-        del model
-        upstream.cache_clear()
-        rows += compare_expected(checkpoint, expected, SEED, CODES_FRAMES, dtype)
-        took_s = time.perf_counter() - begun_s
-    frames = {name: sum(row["frames"] for row in rows if row["dtype"] == name) for name in DTYPES}
-    asked, reason = 2 * len(requests) * CODES_FRAMES, _reason(rows, "utterances")
-    return {"frames": frames, "asked": asked, "equal": not reason, "left_out": left_out, "rows": rows} | reason
+    model, within = upstream(), budget.share(0.4)  # loading and ours take as much again
+    expected = upstream_codes(model, requests, drawn.greedy(), SEED, CODES_FRAMES, within.share(0.5))
+    expected += upstream_codes(model, requests, drawn, SEED, CODES_FRAMES, within)
+    del model
+    upstream.cache_clear()
+    rows = compare_expected(checkpoint, expected, SEED, CODES_FRAMES, torch.bfloat16)
+    frames, asked = sum(row["frames"] for row in rows), 2 * len(requests) * CODES_FRAMES
+    return {"frames": frames, "asked": asked, "rows": rows} | _reason(rows, "utterances")
 
 
 def _reason(rows: list[Row], what: str) -> dict[str, str]:
