@@ -74,101 +74,6 @@ class CountingCodec:
         return torch.cat((codes.float(), heard[:, None], rest), 1)
 
 
-@dataclass
-class _Playing:
-    index: int
-    stream: RowStream
-    entered: int  # rows of the prompt
-    made: list[Tensor] = field(default_factory=list)
-    ended: bool = False  # by itself
-
-
-class RandomTicks:
-    """Streams on lanes, in ticks drawn at random: they come one after the other, prompts are cut, some skip a tick.
-    cut, kept: pieces that did not end their prompt, and prefixes found kept."""
-
-    def __init__(self, lanes: Lanes, streams: Sequence[RowStream], size: int, seed: int = 0) -> None:
-        """size: lanes of every tick's bucket, where lanes have buckets; at most so many streams are open at once.
-        seed: of the ticks, not of the streams."""
-        self._lanes, self._streams, self._size = lanes, streams, size
-        self._rng = np.random.default_rng(seed)
-        self._free = self._rng.permutation(lanes.slots).tolist()[:size]
-        self._open: dict[int, _Playing] = {}
-        self.cut = self.kept = 0
-
-    def play(self, each: Callable[[int, int, int, Tensor], None] | None = None) -> list[Tensor]:
-        """Codes (T, 16) int64 of each stream, T less than its frames where it ended by itself. each: called behind
-        every tick with the lane, the stream, the frame's number and its codes (16,)."""
-        waiting = deque(range(len(self._streams)))
-        made = [torch.zeros(0, NUM_CODEBOOKS, dtype=torch.int64) for _ in self._streams]
-        while waiting or self._open:
-            for _ in range(int(self._rng.integers(1, 2 + self._size // 4))):
-                if waiting and self._free:
-                    self._enter(waiting.popleft())
-            tick = self._tick()
-            if tick.empty:
-                continue
-            self._run(tick, each)
-            for slot in tick.lanes.tolist():
-                one = self._open[slot]
-                if one.ended or len(one.made) == len(one.stream.text):
-                    made[one.index] = torch.stack(one.made) if one.made else made[one.index]
-                    self._lanes.pages.close(slot)
-                    self._lanes.leave(slot)
-                    del self._open[slot]
-                    self._free.append(slot)
-        return made
-
-    def _enter(self, index: int) -> None:
-        stream, slot = self._streams[index], self._free.pop()
-        kept_rows = self._lanes.pages.open(slot, stream.positions, stream.key)
-        self.kept += kept_rows > 0
-        self._lanes.begin(slot, Segment.of_rows(stream.embeds, stream.sampling, stream.seed))
-        self._open[slot] = _Playing(index, stream, kept_rows)
-
-    def _tick(self) -> Tick:
-        settings, pieces, old = self._lanes.settings, [], []
-        left = int(self._rng.integers(1, settings.max_rows + 1))
-        for slot in self._rng.permutation(sorted(self._open)).tolist():
-            playing = self._open[slot]
-            prompt = len(self._streams[playing.index].embeds)
-            missing = prompt - playing.entered
-            if not missing:
-                old += [slot] if self._rng.random() < _IN_TICK else []
-            elif settings.whole_prompts:
-                pieces.append(Piece(slot, 0, prompt, True))
-            elif left:
-                rows = min(missing, left)
-                if self._rng.random() < _CUT:
-                    rows = int(self._rng.integers(1, rows + 1))
-                pieces.append(Piece(slot, playing.entered, rows, rows == missing))
-                self.cut += rows < missing
-                left -= rows
-        new = [piece.slot for piece in pieces if piece.last]
-        lanes, rows = len(new) + len(old), sum(piece.rows for piece in pieces)
-        fitting = [bucket for bucket in settings.buckets if bucket[0] == self._size and bucket[1] >= rows]
-        bucket = min(fitting) if fitting else settings.bucket(self._lanes.model, lanes, rows)
-        return Tick(bucket, np.array([*new, *old], np.int32), len(new), pieces=tuple(pieces))
-
-    def _run(self, tick: Tick, each: Callable[[int, int, int, Tensor], None] | None) -> None:
-        slots = tick.lanes.tolist()
-        lanes = [self._open[slot] for slot in slots]
-        rows = [None if i < tick.new_lanes else one.stream.text[len(one.made)] for i, one in enumerate(lanes)]
-        launched = self._lanes.launch(tick, rows)
-        for piece in tick.pieces:
-            self._open[piece.slot].entered += piece.rows
-        for slot, one in zip(slots[: tick.new_lanes], lanes, strict=False):
-            if one.stream.key is not None:
-                self._lanes.pages.keep(slot, one.stream.key, one.stream.prefix)
-        made = self._lanes.collect(launched)
-        for lane, (one, codes, ended) in enumerate(zip(lanes, made.codes, made.ended, strict=True)):
-            one.ended = bool(ended or codes[0] < 0)
-            if not one.ended:
-                one.made.append(torch.from_numpy(codes.copy()))
-                if each is not None:
-                    each(lane, one.index, len(one.made) - 1, one.made[-1])
-
-
 def pages_for(streams: Sequence[RowStream]) -> int:
     """Pages with which all of them are open at once and every prefix stays kept, page 0 with them."""
     prefixes = {stream.key: -(-stream.prefix // PAGE_ROWS) for stream in streams if stream.key is not None}
@@ -184,7 +89,8 @@ def exact_buckets(sizes: Sequence[int], prompt_rows: Sequence[int] = PROMPT_ROWS
 
 @dataclass
 class _Open:
-    """index, entered: as RandomTicks has them, of the segment that is being made. serial: of that segment."""
+    """index: of the segment that is being made, among all. entered: rows of its prompt. launched: frames. serial: which
+    of the stream's segments it is."""
 
     stream: int
     left: deque[int]
@@ -196,10 +102,12 @@ class _Open:
     serial: int = 0
 
 
-class Player(RandomTicks):
+class Player:
     """`play` runs all streams, each a list of segments; `made` then has the codes of each segment, by stream.
 
-    cancelled: stream -> frames after which it leaves. wasted: lanes that were launched behind the end of a segment.
+    Ticks are drawn at random: streams come one after the other, prompts are cut, some skip a tick.
+    cancelled: stream -> frames after which it leaves. cut, kept: pieces that did not end their prompt, and prefixes
+    found kept. wasted: lanes that were launched behind the end of a segment.
     """
 
     def __init__(
@@ -209,21 +117,32 @@ class Player(RandomTicks):
         cancelled: dict[int, int] | None = None,
         sounds: bool = True,
         seed: int = 0,
+        size: int | None = None,
+        plain: bool = False,
+        each: Callable[[int, int, int, Tensor], None] | None = None,
     ) -> None:
-        """sounds: the lanes have a CountingCodec. seed: of the ticks."""
-        super().__init__(lanes, [segment for segments in streams for segment in segments], lanes.slots, seed)
+        """sounds: the lanes have a CountingCodec. seed: of the ticks, not of the streams. size: lanes of every tick's
+        bucket, where lanes have buckets; at most so many streams are open at once. plain: no tick is launched ahead,
+        and no stream goes on from a reference. each: called with the lane, the stream, the frame's number and its
+        codes (16,)."""
         self.lanes, self.streams, self.cancelled, self._sounds = lanes, streams, cancelled or {}, sounds
+        self._streams = [segment for segments in streams for segment in segments]
+        self._size, self._plain, self._each = size or lanes.slots, plain, each
+        self._coming = 1 - 4 / (4 + self._size) if plain else 0.6  # the chance that one more comes
+        self._rng = np.random.default_rng(seed)
+        self._free = self._rng.permutation(lanes.slots).tolist()[: self._size]
+        self._open: dict[int, _Open] = {}
         self.made: dict[int, list[list[Tensor]]] = {}
-        self.wasted = 0
+        self.cut = self.kept = self.wasted = 0
         self._flying: deque = deque()
 
     def play(self) -> None:
         numbers = iter(range(len(self._streams)))
         todo = deque((stream, deque(next(numbers) for _ in of)) for stream, of in enumerate(self.streams))
         while todo or self._open or self._flying:
-            while todo and self._free and self._rng.random() < 0.6:
+            while todo and self._free and self._rng.random() < self._coming:
                 self._come(*todo.popleft())
-            tick = self._tick() if len(self._flying) < 2 else Tick()
+            tick = self._tick() if len(self._flying) < (1 if self._plain else 2) else Tick()
             if not tick.empty and (not self._flying or self._rng.random() < 0.7):
                 self._launch(tick)
             elif self._flying:
@@ -231,7 +150,7 @@ class Player(RandomTicks):
 
     def _come(self, stream: int, segments: deque[int]) -> None:
         slot, reference = self._free.pop(), None
-        if stream % 2:
+        if stream % 2 and not self._plain:
             reference = torch.full((stream % 4, NUM_CODEBOOKS), 1)
         self._open[slot] = _Open(stream, segments, 0 if reference is None else len(reference))
         self.made[stream] = []
@@ -251,11 +170,29 @@ class Player(RandomTicks):
 
     def _tick(self) -> Tick:
         """Of those that have frames to be launched."""
-        everyone = self._open
-        self._open = {slot: s for slot, s in everyone.items() if s.launched < len(self._streams[s.index].text)}
-        tick = super()._tick()
-        self._open = everyone
-        return tick
+        settings, pieces, old = self.lanes.settings, [], []
+        going = [slot for slot, s in self._open.items() if s.launched < len(self._streams[s.index].text)]
+        left = int(self._rng.integers(1, settings.max_rows + 1))
+        for slot in self._rng.permutation(sorted(going)).tolist():
+            state = self._open[slot]
+            prompt = len(self._streams[state.index].embeds)
+            missing = prompt - state.entered
+            if not missing:
+                old += [slot] if self._rng.random() < _IN_TICK else []
+            elif settings.whole_prompts:
+                pieces.append(Piece(slot, 0, prompt, True))
+            elif left:
+                rows = min(missing, left)
+                if self._rng.random() < _CUT:
+                    rows = int(self._rng.integers(1, rows + 1))
+                pieces.append(Piece(slot, state.entered, rows, rows == missing))
+                self.cut += rows < missing
+                left -= rows
+        new = [piece.slot for piece in pieces if piece.last]
+        lanes, rows = len(new) + len(old), sum(piece.rows for piece in pieces)
+        fitting = [bucket for bucket in settings.buckets if bucket[0] == self._size and bucket[1] >= rows]
+        bucket = min(fitting) if fitting else settings.bucket(self.lanes.model, lanes, rows)
+        return Tick(bucket, np.array([*new, *old], np.int32), len(new), pieces=tuple(pieces))
 
     def _launch(self, tick: Tick) -> None:
         slots = tick.lanes.tolist()
@@ -276,7 +213,8 @@ class Player(RandomTicks):
         launched, lanes = self._flying.popleft()
         made = self.lanes.collect(launched)
         assert len(made.codes) == len(made.ended) == len(made.pcm) == len(lanes) and made.took_s >= 0
-        for (slot, state, serial), codes, ended, pcm in zip(lanes, made.codes, made.ended, made.pcm, strict=True):
+        each_made = zip(lanes, made.codes, made.ended, made.pcm, strict=True)
+        for lane, ((slot, state, serial), codes, ended, pcm) in enumerate(each_made):
             if self._open.get(slot) is not state:
                 continue
             if serial != state.serial:  # launched before the segment's end was known
@@ -289,6 +227,8 @@ class Player(RandomTicks):
             if not ended:
                 state.made.append(torch.from_numpy(codes))
                 state.heard += 1
+                if self._each is not None:
+                    self._each(lane, state.stream, len(state.made) - 1, state.made[-1])
                 if self._sounds:
                     assert pcm[:NUM_CODEBOOKS].tolist() == codes.tolist() and pcm[NUM_CODEBOOKS] == state.heard
             over = ended or len(state.made) == len(self._streams[state.index].text)

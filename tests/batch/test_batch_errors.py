@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from lane_player import RandomTicks, exact_buckets, pages_for
+from lane_player import Player, exact_buckets, pages_for
 from torch import Tensor
 
 from mktts.checkpoint import open_checkpoint
@@ -69,7 +69,8 @@ def test_errors_are_those_of_bf16_with_and_without_one_order_of_sums(source, det
             if number >= first:
                 seen[number].append(inside.observed(lane, codes, frame == 0))
 
-        RandomTicks(lanes, streams, size, seed=size).play(watch)
+        one_each = [[stream] for stream in streams]
+        Player(lanes, one_each, sounds=False, seed=size, size=size, plain=True, each=watch).play()
         loads[size] = [(streams[number], seen[number]) for number in range(first, size)]
     found = forced_frames(loads, oracles)
     assert found["forced"]["passed"] and found["divergence"]["passed"], found

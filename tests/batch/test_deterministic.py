@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lane_player import RandomTicks, exact_buckets, pages_for, random_segments
+from lane_player import Player, exact_buckets, pages_for, random_segments
 from torch import Tensor
 
 from mktts.batch import BatchSettings
@@ -50,6 +50,13 @@ def neighbours(config: ModelConfig, count: int) -> list[RowStream]:
     return [replace(one, key=None, prefix=0) for one in random_segments(config, DEVICE, count, FRAMES, longest=12)]
 
 
+def played_on(lanes: Lanes, streams: list[RowStream], size: int, seed: int = 0) -> tuple[Player, list[Tensor]]:
+    """A player, and the codes (T, 16) of each stream."""
+    player = Player(lanes, [[one] for one in streams], sounds=False, seed=seed, size=size, plain=True)
+    player.play()
+    return player, [torch.stack(player.made[stream][0]) for stream in range(len(streams))]
+
+
 def lanes_of(checkpoint: Checkpoint, pages: int) -> Lanes:
     from mktts.batch.cuda.lanes import CudaLanes
 
@@ -70,7 +77,7 @@ def played(request) -> Iterator[SimpleNamespace]:
     codes = []
     for stream in streams:
         lanes.pages.forget(KEY.__eq__)
-        codes += RandomTicks(lanes, [stream], SIZES[0]).play()
+        codes += played_on(lanes, [stream], SIZES[0])[1]
     assert lanes.deterministic and len({tuple(found.flatten().tolist()) for found in codes}) == len(codes)
     yield SimpleNamespace(lanes=lanes, config=checkpoint.config, streams=streams, codes=codes)
     del lanes
@@ -88,12 +95,11 @@ def test_codes_do_not_depend_on_lanes_neighbours_cuts_or_kept_prefixes(played, s
     for place, stream in zip(places, played.streams, strict=True):
         crowd.insert(place, stream)
     if kept:
-        RandomTicks(played.lanes, played.streams[-1:], SIZES[0]).play()
+        played_on(played.lanes, played.streams[-1:], SIZES[0])
     else:
         played.lanes.pages.forget(KEY.__eq__)
         crowd = [replace(stream, key=None) for stream in crowd]
-    playing = RandomTicks(played.lanes, crowd, size, seed=2 * size + kept)
-    made = playing.play()
+    playing, made = played_on(played.lanes, crowd, size, seed=2 * size + kept)
     assert all(torch.equal(made[place], codes) for place, codes in zip(places, played.codes, strict=True))
     assert playing.kept == (SHARING if kept else 0)
     assert playing.cut > 0 or size == SIZES[0]
@@ -103,7 +109,7 @@ def test_a_stream_alone_says_the_same_in_every_bucket(played):
     for size in SIZES:
         for index in (0, len(played.streams) - 1):
             played.lanes.pages.forget(KEY.__eq__)
-            (made,) = RandomTicks(played.lanes, played.streams[index : index + 1], size, seed=3).play()
+            _, (made,) = played_on(played.lanes, played.streams[index : index + 1], size, seed=3)
             assert torch.equal(made, played.codes[index])
 
 
