@@ -1,4 +1,4 @@
-"""`python -m mktts run`: notebooks run headless through papermill, one folder per run, collected into one table.
+"""`python -m mktts run`: notebooks run headless through papermill, one folder per run; `records.runs` has all.
 
 A run's folder, whose name tells the values that were set, holds executed.ipynb, parameters.json, environment.json,
 metrics.json and the files the notebook wrote. metrics.json is whatever the notebook recorded, plus duration_s, status
@@ -31,14 +31,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mktts.common import python_path, read_object, write_json, write_whole
+from mktts.common import python_path, write_json, write_whole
 from mktts.errors import BatchError, PackageMissing
 from mktts.measure.environment import environment
 from mktts.measure.metrics import record
 from mktts.notebook.nb import as_mp3
-from mktts.notebook.records import TABLE
 
-PACKAGES = ("ipykernel", "papermill", "pandas", "pyarrow")  # that a run needs from its first to its last step
+PACKAGES = ("ipykernel", "papermill")  # that a run needs from its first to its last step
 RUN_DIR = "RUN_DIR"  # the one parameter the runner fills itself
 CELL_LIMIT_S = 1_800  # of a cell
 LONGEST_NAME = 100  # characters of a run folder's name
@@ -205,19 +204,17 @@ def main(arguments: argparse.Namespace) -> int:
         raise BatchError("--publish keeps the runs of the notebooks' own parameters: expected no --set beside it")
     for name in PACKAGES:
         importlib.import_module(name)  # before anything runs: the command line says which one is missing
-    table, machine = out.parent / TABLE, environment()
-    statuses: dict[str, str] = {}
+    machine, statuses = environment(), {}
     for number, run in enumerate(runs, 1):
         print(f"[{number}/{len(runs)}] {run.name}", end="  ", flush=True)
         metrics = execute(run, out, machine)
-        collect(out, table)  # after every run, so that a later notebook of the same call can read it
         statuses[run.name], line = metrics["status"], f"{metrics['status']}  {metrics['duration_s']:.1f} s"
         if metrics["status"] != "ok":
             line += f"  {metrics['ename']}: {str(metrics['evalue']).partition(chr(10))[0][:200]}"
         print(line, flush=True)
     named = {status: [name for name, its in statuses.items() if its == status] for status in ("ok", "skipped", "error")}
     left_out = f", {len(named['skipped'])} skipped" if named["skipped"] else ""
-    print(f"{len(named['ok'])} of {len(runs)} runs succeeded{left_out}; folders in {out}, table in {table}")
+    print(f"{len(named['ok'])} of {len(runs)} runs succeeded{left_out}; folders in {out}")
     if arguments.publish:
         for name in named["ok"]:  # all folders first: the copies link to one another
             (arguments.publish / name).mkdir(parents=True, exist_ok=True)
@@ -241,32 +238,6 @@ def execute(run: NotebookRun, out: Path, machine: dict[str, Any]) -> dict[str, A
     start_s = time.perf_counter()
     outcome = _papermill(run, folder)
     return record(folder, duration_s=round(time.perf_counter() - start_s, 3), **outcome)
-
-
-def collect(out: Path, table: Path) -> None:
-    """Writes one row per finished run in `out` to `table` (Parquet, replaced atomically). Columns: run, notebook, every
-    metric under its own name, `param.NAME` and `env.NAME`. A metric or parameter that has several types over the runs
-    becomes text."""
-    import pandas
-
-    rows = []
-    for folder in sorted(path.parent for path in out.glob("*/parameters.json")):
-        if not (folder / "metrics.json").is_file():
-            continue  # of a run that was killed
-        about, metrics, machine = (
-            read_object(folder / f"{name}.json", BatchError, "; delete the folder of this run, or restore it")
-            for name in ("parameters", "metrics", "environment")
-        )
-        if "status" in metrics:
-            row = {"run": folder.name, "notebook": about["notebook"], **metrics}
-            row |= {f"param.{name}": value for name, value in about["parameters"].items()}
-            rows.append(row | {f"env.{name}": value for name, value in machine.items()})
-    frame = pandas.DataFrame(rows)
-    for column in frame.columns:
-        kinds = {bool if isinstance(v, bool) else str if isinstance(v, str) else float for v in frame[column].dropna()}
-        if len(kinds) > 1 or any(isinstance(value, (list, dict, tuple)) for value in frame[column]):
-            frame[column] = [None if value is None or value != value else str(value) for value in frame[column]]
-    write_whole(table, frame.convert_dtypes().to_parquet(index=False))
 
 
 def _papermill(run: NotebookRun, folder: Path) -> dict[str, Any]:
