@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -273,17 +273,6 @@ def kernel_frames(backend: Any, prompt: Prompt, sampling: Sampling, settings: Be
 # ---- other implementations
 
 
-class PeerChunk(NamedTuple):
-    """frames: of it. made: frames so far. ready_ms: from the call to its PCM on the host. frame_ms: of each of its
-    frames, codec left out."""
-
-    frames: int
-    made: int
-    ready_ms: float
-    frame_ms: float
-    audio_s: float
-
-
 def _quiet() -> contextlib.redirect_stdout:
     """Peers print banners and progress; standard output is for the figures."""
     return contextlib.redirect_stdout(io.StringIO())
@@ -323,7 +312,9 @@ def faster(settings: BenchSettings) -> Measured:
         processor.tokenizer = type(processor.tokenizer).from_pretrained(folder)
     yield {"faster_package": provided_by("faster_qwen3_tts")}
 
-    def run(request: Request, seed: int, max_frames: int, chunk_frames: int) -> list[PeerChunk]:
+    def run(request: Request, seed: int, max_frames: int, chunk_frames: int) -> list[dict[str, float]]:
+        """What it says of each chunk: its frames, those made so far, and what they took without the codec; and when its
+        PCM was on the host, counted from the call."""
         torch.manual_seed(seed)
         chunks, begun_s = [], time.perf_counter()
         with _quiet():
@@ -337,9 +328,8 @@ def faster(settings: BenchSettings) -> Measured:
                 repetition_penalty=sampling.repetition_penalty,
                 **asdict(sampling.talker),  # its predictor's settings are fixed to the released ones
             ):
-                frames, ready_ms = timing["chunk_steps"], 1e3 * (time.perf_counter() - begun_s)
-                frame_ms, audio_s = timing["decode_ms"] / frames, len(pcm) / rate_hz
-                chunks.append(PeerChunk(frames, timing["total_steps_so_far"], ready_ms, frame_ms, audio_s))
+                ready_ms = 1e3 * (time.perf_counter() - begun_s)
+                chunks.append({**timing, "ready_ms": ready_ms, "audio_s": len(pcm) / rate_hz})
         return chunks
 
     for chunk in (1, 8, 12):
@@ -347,16 +337,17 @@ def faster(settings: BenchSettings) -> Measured:
     for name, said in (("faster_ttfc_ms", short), ("faster_ttfc_sentence_ms", sentence_of(checkpoint))):
         run(said, 0, 1, 1)
         first = [run(said, seed, 1, 1)[0] for seed in range(settings.samples // 10)]
-        yield name, [chunk.ready_ms for chunk in first], "ms, chunk of 1 frame"
+        yield name, [chunk["ready_ms"] for chunk in first], "ms, chunk of 1 frame"
     for name, size in (("faster_rtf", 12), ("faster_rtf_chunk_8", 8)):
         runs = [run(short, seed, settings.frames, size) for seed in range(settings.peer_utterances)]
-        rtf = [made[-1].ready_ms / 1e3 / sum(chunk.audio_s for chunk in made) for made in runs]
+        rtf = [made[-1]["ready_ms"] / 1e3 / sum(chunk["audio_s"] for chunk in made) for made in runs]
         yield name, rtf, f"compute s / audio s, chunks of {size}"
         if size == STEADY_FRAMES:
-            steady_ms = [ms for made in runs for ms in steady_frame_ms([(one.frames, one.ready_ms) for one in made])]
+            arrived = [[(chunk["chunk_steps"], chunk["ready_ms"]) for chunk in made] for made in runs]
+            steady_ms = [ms for chunks in arrived for ms in steady_frame_ms(chunks)]
             yield "faster_frame_with_codec_ms", steady_ms, f"ms, chunks of {STEADY_FRAMES} frames"
-    long = [(chunk.made, chunk.frame_ms) for chunk in run(short, 0, settings.last, 12)]
-    yield "faster_frame_ms", _at_context(checkpoint, long, settings), "ms, mean of 12 frames, codec left out"
+    said_ms = [(c["total_steps_so_far"], c["decode_ms"] / c["chunk_steps"]) for c in run(short, 0, settings.last, 12)]
+    yield "faster_frame_ms", _at_context(checkpoint, said_ms, settings), "ms, mean of 12 frames, codec left out"
 
 
 def upstream(settings: BenchSettings) -> Measured:

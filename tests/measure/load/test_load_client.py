@@ -240,7 +240,7 @@ def test_trained_weights_get_texts_as_long_as_their_utterances():
     assert speech.text is None and len(short) < 60 and 200 < len(long) < 280
 
 
-@pytest.mark.parametrize("wrong", [{"seconds": 0}, {"frames": (1, 5)}, {"codec": "fast"}])
+@pytest.mark.parametrize("wrong", [{"seconds": 0}, {"warm_s": 0}, {"codec": "fast"}])
 def test_settings_that_mean_nothing_are_refused(wrong):
     with pytest.raises(OptionsError):
         LoadSettings("x", **wrong)
