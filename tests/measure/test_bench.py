@@ -10,6 +10,7 @@ import pytest
 import torch
 from absent import needs
 from commands import run
+from readme_figures import speed_table
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import BackendUnavailable, MetricsError
@@ -185,6 +186,7 @@ def test_a_run_gives_the_document_and_names_what_is_missing(tiny, tmp_path, monk
     missing = {"codec_8_ms": "the section gave no such figure", "text_tok_s": "exit status 1: why"}
     assert document["missing"] == missing
     assert RANDOM_WEIGHTS in table(document) and "text_tok_s" in table(document)
+    assert "not measured" in speed_table(document | {"revision": "abc"})[2]  # the README's, of whatever is measured
 
 
 def test_the_command_measures_this_checkpoint_by_itself_and_all_with_peers(monkeypatch, capsys):

@@ -43,7 +43,7 @@ BY_ITSELF = tuple(SECTIONS)[:2]
 TIMED = tuple(SECTIONS)[:-1]
 CHECKPOINT = "random:tiny"
 TIMEOUT_S = 240.0  # of a section
-_PACKAGES = ("qwen-tts", "qwen-tts-hf", "faster-qwen3-tts", "transformers")
+_PACKAGES = ("qwen-tts", "qwen-tts-hf", "faster-qwen3-tts", "transformers", "tokenizers", "torchaudio")
 _TAIL_LINES = 12  # of a failed section's messages
 EXAMPLES = f"""examples:
   python -m mktts bench
