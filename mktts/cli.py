@@ -49,11 +49,6 @@ GROUPS: dict[str, Group] = {
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
-_FAMILIES = {
-    "lab": ("", "look inside the kernel, make the site (`lab --help` lists the commands)"),
-    "train": ("", "train the voice in the box (`train --help` lists the commands)"),
-}
-SHOWN = {**GROUPS, "for developers": _FAMILIES}  # by `python -m mktts`
 DESCRIPTION = "Qwen3-TTS speech, streamed frame by frame."
 EXAMPLES = """examples:
   python -m mktts say "Hello there." -o hello.wav
@@ -105,9 +100,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     for count in (2, 1):
         if (name := " ".join(words[:count])) in COMMANDS:
             return parser_of(name).parse_args(words[count:])
-    if family := _family(name):  # of the first word
-        _refuse(f"{_PROGRAM} {name}", {f"commands that begin with `{name}`": family}, words[1:])
-    _refuse(_PROGRAM, SHOWN, words)
+    _refuse(words)
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
@@ -120,24 +113,16 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _family(word: str) -> Group:
-    """The commands of two words that begin with `word`."""
-    return {name: command for name, command in COMMANDS.items() if name.startswith(f"{word} ")}
-
-
-def _refuse(program: str, groups: dict[str, Group], words: Sequence[str]) -> NoReturn:
-    """Ends the program where `words` name no command of `groups`: with a list of them, or what may be meant."""
+def _refuse(words: Sequence[str]) -> NoReturn:
+    """Ends the program where `words` name no command: with a list of all, or what may be meant."""
     from mktts import __version__
 
-    lists = [_listed(heading, group) for heading, group in groups.items()]
-    if program == _PROGRAM:
-        lists.append(EXAMPLES)
-    parser = _parser(program, DESCRIPTION, "\n\n".join(lists), usage=f"{program} COMMAND ...")
+    lists = [*(_listed(heading, group) for heading, group in GROUPS.items()), EXAMPLES]
+    parser = _parser(_PROGRAM, DESCRIPTION, "\n\n".join(lists), usage=f"{_PROGRAM} COMMAND ...")
     parser.add_argument("--version", action="version", version=f"mktts {__version__}", help="print the version")
     if words and not words[0].startswith("-"):
-        known = [f"{_PROGRAM} {name}".removeprefix(f"{program} ") for group in groups.values() for name in group]
-        near = difflib.get_close_matches(words[0], known, 1)
-        meant = f"did you mean {near[0]}?" if near else f"`{program} --help` lists all"
+        near = [name for count in (2, 1) for name in difflib.get_close_matches(" ".join(words[:count]), COMMANDS, 1)]
+        meant = f"did you mean {near[0]}?" if near else f"`{_PROGRAM} --help` lists all"
         parser.error(f"unknown command {words[0]!r}: {meant}")
     parser.parse_args(words)
     parser.print_help(sys.stderr)

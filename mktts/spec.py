@@ -110,18 +110,9 @@ class CodecIds:
 
 # What people and programs call the languages of the released checkpoints: ISO 639 codes -> the checkpoints' names.
 LANGUAGE_CODES = {
-    "zh": "chinese",
-    "cmn": "chinese",
-    "en": "english",
-    "fr": "french",
-    "de": "german",
-    "it": "italian",
-    "ja": "japanese",
-    "ko": "korean",
-    "pt": "portuguese",
-    "ru": "russian",
-    "es": "spanish",
-}
+    "zh": "chinese", "cmn": "chinese", "en": "english", "fr": "french", "de": "german", "it": "italian",
+    "ja": "japanese", "ko": "korean", "pt": "portuguese", "ru": "russian", "es": "spanish",
+}  # fmt: skip
 
 
 def language_named(word: str) -> str:

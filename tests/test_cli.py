@@ -145,7 +145,7 @@ def test_bad_input_is_one_line_on_standard_error_and_status_2(tmp_path, capsys, 
     [
         (["sing"], "`python -m mktts --help` lists all"),
         (["sya", "Hello."], "did you mean say?"),
-        (["train", "tlaker", "--help"], "did you mean talker?"),
+        (["train", "tlaker", "--help"], "did you mean train talker?"),
     ],
     ids=str,
 )
@@ -155,15 +155,13 @@ def test_an_unknown_command_is_refused_with_a_hint(words, hint, capsys):
     assert hint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [[], ["train"], ["lab"]], ids=str)
-def test_without_a_command_all_that_there_are_are_listed_and_developers_by_their_first_word(words, capsys):
+def test_without_a_command_all_that_there_are_are_listed(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(words)
+        main([])
     listed = capsys.readouterr().err
-    wanted = {name if words else name.split()[0] for name in COMMANDS if name.split()[: len(words)] == words}
-    assert wanted and all(f"  {name} " in listed for name in wanted)
+    assert all(f"  {name} " in listed for name in COMMANDS)
     with pytest.raises(SystemExit, match="0"):
-        main([*words, "--help"])
+        main(["--help"])
     assert capsys.readouterr().out == listed
 
 

@@ -128,7 +128,7 @@ def test_requirements_are_pinned_and_each_has_its_reason():
 def test_importing_the_package_pulls_in_nothing_heavy():
     heavy = (
         "transformers", "qwen_tts", "IPython", "ipywidgets", "anywidget", "papermill", "pipecat", "matplotlib",
-        "pandas", "pyarrow", "librosa", "soundfile", "torchaudio", "huggingface_hub", "fastapi", "uvicorn",
+        "pandas", "librosa", "soundfile", "torchaudio", "huggingface_hub", "fastapi", "uvicorn",
         "mktts.checkpoint.random.make",
     )  # fmt: skip
     modules = "sys, mktts, mktts.synth.synthesizer, mktts.cli"

@@ -13,7 +13,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +164,3 @@ def kernel_missing() -> str | None:
     except BackendUnavailable as error:
         return str(error)
     return None
-
-
-def batch_missing() -> str | None:
-    """Why the batched frame cannot run here; None where it can."""
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    return None if find_spec("triton") else "triton is not installed: it comes with torch's CUDA builds"

@@ -70,13 +70,6 @@ def run_dir(path: str, notebook: str) -> Path:
     return folder
 
 
-def live_player() -> Any:
-    """A new `mktts.notebook.player.LivePlayer`."""
-    from mktts.notebook.player import LivePlayer
-
-    return LivePlayer()
-
-
 def clip(pcm: np.ndarray, label: str, folder: Path, *, random_weights: bool) -> Path:
     """Writes `pcm` (S,) float32 in [-1, 1] to `folder`/<label>.wav and shows it with an audio element.
 

@@ -12,26 +12,22 @@ from typing import Any
 from mktts.common import read_object, write_json
 from mktts.errors import MetricsError
 from mktts.measure.environment import environment
-from mktts.notebook.nb import table
+from mktts.notebook.nb import MANUAL, table
 from mktts.notebook.plots import short
 
 FOLDER = Path(__file__).resolve().parents[2] / "outputs" / "reference" / "h200"
 COMMANDS = {
     "bench": "python -m mktts bench --peers --output outputs/reference/h200/bench.json",
     "codec": "python -m mktts parity small random:0.6b --parts codec --output outputs/reference/h200/codec.json",
-    "gpu_tests": "python tests/gpu_record.py outputs/reference/h200/gpu_tests.json",
     "load": "python -m mktts bench --load --listeners 256,512,1024 --into outputs/reference/h200/load.json",
     "parity": "python -m mktts parity random:0.6b random:1.7b random:tiny random:tiny-projected "
     "--parts kernel --output outputs/reference/h200/parity.json",
-    "parity_batch": "python -m mktts parity random:0.6b random:1.7b --parts batch --minutes 1.5 "
-    "--output outputs/reference/h200/parity_batch.json",
     "trace": "python -m mktts lab trace --output outputs/reference/h200/trace.json",
 }
 # One persistent read of the 0.6B talker's 881 MB by 132 blocks of 512 threads: 0.208 ms, median of 20.
 H200_READ_GB_S = 4240.0
 VERDICT = "verdict.json"  # in a run's folder
 BOUNDS = {"equal": ("=", operator.eq), "at_most": ("≤", operator.le), "at_least": ("≥", operator.ge)}
-TABLE = "metrics.parquet"  # of all runs, beside their folders
 
 
 def stored(name: str, folder: Path = FOLDER) -> dict[str, Any] | None:
@@ -82,6 +78,23 @@ def provenance(found: Mapping[str, Any] | None) -> str:
         "random weights" if random else "",
     ]
     return ", ".join(filter(None, parts))
+
+
+def runs(folder: Path) -> list[dict[str, Any]]:
+    """A row for each finished run in `folder`, headless or by hand: run, notebook, status, and every metric under its
+    own name; of a headless one `param.NAME` and `env.NAME` too. Raises MetricsError where a file cannot be read."""
+    rows = []
+    for path in sorted(folder.glob("*/metrics.json")):
+        run, about = path.parent, stored("parameters", path.parent)
+        by_hand = {"notebook": run.name.partition(MANUAL)[0], "status": "ok"} if about is None else {}
+        row = {"run": run.name, **by_hand, **read_object(path, MetricsError)}
+        if "status" not in row:
+            continue  # it was killed
+        if about is not None:
+            row |= {"notebook": about["notebook"], **{f"param.{k}": value for k, value in about["parameters"].items()}}
+            row |= {f"env.{name}": value for name, value in (stored("environment", run) or {}).items()}
+        rows.append(row)
+    return rows
 
 
 # ---- how a notebook ends: its question, the answer in a sentence, and figures each of which was checked

@@ -1,4 +1,4 @@
-"""`python -m mktts run`: notebooks run headless through papermill, one folder per run, collected into one table.
+"""`python -m mktts run`: notebooks run headless through papermill, one folder per run; `records.runs` has all.
 
 A run's folder, whose name tells the values that were set, holds executed.ipynb, parameters.json, environment.json,
 metrics.json and the files the notebook wrote. metrics.json is whatever the notebook recorded, plus duration_s, status
@@ -31,20 +31,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mktts.common import python_path, read_object, write_json, write_whole
+from mktts.common import python_path, write_json, write_whole
 from mktts.errors import BatchError, PackageMissing
 from mktts.measure.environment import environment
 from mktts.measure.metrics import record
 from mktts.notebook.nb import as_mp3
-from mktts.notebook.records import TABLE, verdicts
 
-PACKAGES = ("ipykernel", "papermill", "pandas", "pyarrow")  # that a run needs from its first to its last step
+PACKAGES = ("ipykernel", "papermill")  # that a run needs from its first to its last step
 RUN_DIR = "RUN_DIR"  # the one parameter the runner fills itself
 CELL_LIMIT_S = 1_800  # of a cell
 LONGEST_NAME = 100  # characters of a run folder's name
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 PICTURES = ("04_streaming/chunk_timeline.png",)  # files that the README shows; the notebooks hold their own figures
-VERDICTS = "verdicts.json"  # of all published notebooks
 PAGE = '<a href="../agent_page.png">the page, as it looks while it runs</a>'
 CONTROLS = "(controls, in a notebook that runs)"
 _PLAIN = re.compile(r"[A-Za-z0-9._,+-]*")
@@ -72,7 +70,6 @@ class Notebook:
 
     path: Path
     parameters: dict[str, tuple[str, Any]]
-    code_cells: int
 
 
 @dataclass(frozen=True)
@@ -100,12 +97,10 @@ def read_notebook(path: Path) -> Notebook:
     """Reads the cell tagged `parameters`: literal assignments, one name each. Raises BatchError."""
     try:
         cells = [cell for cell in json.loads(path.read_bytes())["cells"] if cell["cell_type"] == "code"]
-        sources = ["".join(cell["source"]) for cell in cells]
+        tagged = [cell["source"] for cell in cells if "parameters" in cell.get("metadata", {}).get("tags", [])]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BatchError(f"{path}: expected a notebook, could not read it: {error!r}") from None
-    tagged = (s for c, s in zip(cells, sources, strict=True) if "parameters" in c.get("metadata", {}).get("tags", []))
-    parameters = _parameters(next(tagged, ""), path)
-    return Notebook(path, parameters, sum(bool(source.strip()) for source in sources))
+    return Notebook(path, _parameters("".join(next(iter(tagged), "")), path))
 
 
 def _parameters(source: str, path: Path) -> dict[str, tuple[str, Any]]:
@@ -199,9 +194,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/runs"), help="folder of run folders (default: %(default)s)"
     )
-    parser.add_argument(
-        "--publish", type=Path, metavar="DIR", help=f"copy runs without --set and {VERDICTS} here, to be read"
-    )
+    parser.add_argument("--publish", type=Path, metavar="DIR", help="copy runs without --set here, to be read")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -211,37 +204,28 @@ def main(arguments: argparse.Namespace) -> int:
         raise BatchError("--publish keeps the runs of the notebooks' own parameters: expected no --set beside it")
     for name in PACKAGES:
         importlib.import_module(name)  # before anything runs: the command line says which one is missing
-    from tqdm import tqdm
-
-    table, machine = out.parent / TABLE, environment()
-    statuses: dict[str, str] = {}
-    with tqdm(total=sum(run.notebook.code_cells for run in runs), unit="cell", dynamic_ncols=True) as bar:
-        for number, run in enumerate(runs, 1):
-            bar.set_description(run.name)
-            cells_before = bar.n
-            metrics = execute(run, out, machine, lambda **_: bar.update(1))
-            collect(out, table)  # after every run, so that a later notebook of the same call can read it
-            statuses[run.name], line = metrics["status"], f"{metrics['status']}  {metrics['duration_s']:.1f} s"
-            if metrics["status"] != "ok":
-                line += f"  {metrics['ename']}: {str(metrics['evalue']).partition(chr(10))[0][:200]}"
-            bar.update(cells_before + run.notebook.code_cells - bar.n)
-            bar.write(f"[{number}/{len(runs)}] {run.name}  {line}", file=sys.stdout)
-    collect(out, table)
+    machine, statuses = environment(), {}
+    for number, run in enumerate(runs, 1):
+        print(f"[{number}/{len(runs)}] {run.name}", end="  ", flush=True)
+        metrics = execute(run, out, machine)
+        statuses[run.name], line = metrics["status"], f"{metrics['status']}  {metrics['duration_s']:.1f} s"
+        if metrics["status"] != "ok":
+            line += f"  {metrics['ename']}: {str(metrics['evalue']).partition(chr(10))[0][:200]}"
+        print(line, flush=True)
     named = {status: [name for name, its in statuses.items() if its == status] for status in ("ok", "skipped", "error")}
     left_out = f", {len(named['skipped'])} skipped" if named["skipped"] else ""
-    print(f"{len(named['ok'])} of {len(runs)} runs succeeded{left_out}; folders in {out}, table in {table}")
+    print(f"{len(named['ok'])} of {len(runs)} runs succeeded{left_out}; folders in {out}")
     if arguments.publish:
         for name in named["ok"]:  # all folders first: the copies link to one another
             (arguments.publish / name).mkdir(parents=True, exist_ok=True)
         for name in named["ok"]:
             publish(out / name, arguments.publish / name)
-        write_json(arguments.publish / VERDICTS, verdicts(arguments.publish))
     for name in named["error"]:
         print(f"failed: {out / name / 'executed.ipynb'}", file=sys.stderr)
     return 1 if named["error"] else 0
 
 
-def execute(run: NotebookRun, out: Path, machine: dict[str, Any], on_cell: Any = None) -> dict[str, Any]:
+def execute(run: NotebookRun, out: Path, machine: dict[str, Any]) -> dict[str, Any]:
     """Executes one run into `out / run.name`, replacing what was there; returns its metrics. Never raises on a
     failing notebook: that is recorded."""
     folder = out / run.name
@@ -252,37 +236,11 @@ def execute(run: NotebookRun, out: Path, machine: dict[str, Any], on_cell: Any =
     about = {"notebook": run.notebook.path.stem, "set": run.parameters}
     write_json(folder / "parameters.json", {**about, "parameters": {**defaults, **run.parameters}})
     start_s = time.perf_counter()
-    outcome = _papermill(run, folder, on_cell)
+    outcome = _papermill(run, folder)
     return record(folder, duration_s=round(time.perf_counter() - start_s, 3), **outcome)
 
 
-def collect(out: Path, table: Path) -> None:
-    """Writes one row per finished run in `out` to `table` (Parquet, replaced atomically). Columns: run, notebook, every
-    metric under its own name, `param.NAME` and `env.NAME`. A metric or parameter that has several types over the runs
-    becomes text."""
-    import pandas
-
-    rows = []
-    for folder in sorted(path.parent for path in out.glob("*/parameters.json")):
-        if not (folder / "metrics.json").is_file():
-            continue  # of a run that was killed
-        about, metrics, machine = (
-            read_object(folder / f"{name}.json", BatchError, "; delete the folder of this run, or restore it")
-            for name in ("parameters", "metrics", "environment")
-        )
-        if "status" in metrics:
-            row = {"run": folder.name, "notebook": about["notebook"], **metrics}
-            row |= {f"param.{name}": value for name, value in about["parameters"].items()}
-            rows.append(row | {f"env.{name}": value for name, value in machine.items()})
-    frame = pandas.DataFrame(rows)
-    for column in frame.columns:
-        kinds = {bool if isinstance(v, bool) else str if isinstance(v, str) else float for v in frame[column].dropna()}
-        if len(kinds) > 1 or any(isinstance(value, (list, dict, tuple)) for value in frame[column]):
-            frame[column] = [None if value is None or value != value else str(value) for value in frame[column]]
-    write_whole(table, frame.convert_dtypes().to_parquet(index=False))
-
-
-def _papermill(run: NotebookRun, folder: Path, on_cell: Any) -> dict[str, Any]:
+def _papermill(run: NotebookRun, folder: Path) -> dict[str, Any]:
     """Executes the notebook into `folder`; returns status, and ename, evalue and cell of a failure."""
     import papermill
 
@@ -302,7 +260,6 @@ def _papermill(run: NotebookRun, folder: Path, on_cell: Any) -> dict[str, Any]:
             progress_bar=False,
             execution_timeout=CELL_LIMIT_S,
             kernel_manager_class=_this_interpreter(),
-            on_cell_executed=on_cell,
         )
     except papermill.PapermillExecutionError as error:
         status = "skipped" if error.ename == PackageMissing.__name__ else "error"

@@ -1,4 +1,4 @@
-"""`python -m mktts lab site`: executed notebooks as one static site, with sound and a table of all verdicts. The
+"""`python -m mktts lab site`: executed notebooks as one static site, with sound and a table of all figures. The
 pages ask for nothing from elsewhere: pictures are in them, sounds beside them, formulas are MathML. What they look like
 stands in `page/`."""
 
@@ -19,15 +19,15 @@ from latex2mathml.converter import convert
 from nbconvert.exporters import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
-from mktts.common import write_json, write_whole
+from mktts.common import write_whole
 from mktts.errors import BatchError
 from mktts.notebook.plots import short
 from mktts.notebook.records import VERDICT, provenance, stored
-from mktts.notebook.runs import PAGE, VERDICTS, publish
+from mktts.notebook.runs import PAGE, publish
 
 RUNS = (Path("outputs/runs"), Path("outputs/reference"))
 OUT = Path("outputs/site")
-FIGURES = "figures.html"  # a folder with this page is a site
+STYLE = "site.css"  # a folder with this file is a site
 TEMPLATE = Path(__file__).parent / "page"
 NAMESPACE = "http://www.w3.org/1998/Math/MathML"
 AGENT_PICTURE = "agent_page.png"
@@ -117,10 +117,10 @@ def build(runs: Sequence[Path], out: Path) -> list[Page]:
     pages = found(runs)
     if not pages:
         raise BatchError(f"expected executed notebooks in {', '.join(map(str, runs))}, found none: make run")
-    if out.exists() and not (out / FIGURES).is_file() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not (out / STYLE).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise BatchError(f"{out}: expected a folder that is empty or holds a site, found something else")
     shutil.rmtree(out, ignore_errors=True)
-    write_whole(out / "site.css", (TEMPLATE / "site.css").read_bytes())
+    write_whole(out / STYLE, (TEMPLATE / STYLE).read_bytes())
     with tempfile.TemporaryDirectory() as scratch:
         for number, page in enumerate(pages):
             copy = publish(page.folder, Path(scratch) / page.address / page.folder.name)
@@ -129,11 +129,8 @@ def build(runs: Sequence[Path], out: Path) -> list[Page]:
             before, after = pages[number - 1] if number else None, (pages[number + 1 :] or [None])[0]
             markup = _exported(page, before=before, after=after)
             write_whole(out / page.address, _placed(markup, page, pages, [copy, page.folder, *runs], out).encode())
-    for name, shows in (("index", "notebooks"), ("figures", "figures")):
-        cell = nbformat.v4.new_markdown_cell(f"# {shows.capitalize()}")
-        page = Page(Path(name), notebook=nbformat.v4.new_notebook(cells=[cell]))
-        write_whole(out / page.address, _exported(page, **{shows: pages}).encode())
-    write_json(out / VERDICTS, [{"notebook": page.label, **page.verdict} for page in pages if page.verdict])
+    index = Page(Path("index"), notebook=nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# Notebooks")]))
+    write_whole(out / index.address, _exported(index, notebooks=pages).encode())
     return pages
 
 
@@ -185,7 +182,7 @@ def _placed(markup: str, page: Page, pages: Sequence[Page], folders: Sequence[Pa
         target = _TARGET.fullmatch(link[1])
         named = [one for one in pages if target and one.folder.name == target[1]]
         nearest = next((one for one in named if one.machine == page.machine), next(iter(named), None))
-        own = link[1] in {"index.html", FIGURES, *(one.address for one in pages)}
+        own = link[1].partition("#")[0] in {"index.html", *(one.address for one in pages)}
         return link[0] if own else f'<a href="{nearest.address}">{link[2]}</a>' if nearest else link[2]
 
     if PAGE in markup and (picture := taken(AGENT_PICTURE)):

@@ -1,8 +1,8 @@
 """Random ticks of the batch engine at the tiny shape, each precision of the codec beside each kind of products.
 
-python tests/batch/strain.py eager|graphs: exits with 0 and says how many frames it made; cuda/test_sanitized.py has
-NVIDIA's compute-sanitizer watch it. Recording a graph takes PyTorch's caching allocator; "eager" runs without it,
-so that memory that is used behind its end, or after it was given back, is nobody's.
+PYTHONPATH=.:tests python tests/batch/strain.py eager|graphs: exits with 0 and says how many frames it made;
+cuda/test_sanitized.py has NVIDIA's compute-sanitizer watch it. Recording a graph takes PyTorch's caching allocator;
+"eager" runs without it, so that memory that is used behind its end, or after it was given back, is nobody's.
 """
 
 import sys

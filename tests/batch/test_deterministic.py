@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lane_player import random_segments
+from lane_player import Player, exact_buckets, pages_for, random_segments
 from torch import Tensor
 
 from mktts.batch import BatchSettings
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.engine.lanes import Lanes
-from mktts.measure.parity.batch import RandomTicks, exact_buckets, pages_for
 from mktts.measure.parity.ratio import RowStream
 from mktts.model.sampling import Choice, Sampling
 from mktts.spec import ModelConfig
@@ -24,7 +23,6 @@ from mktts.synth import Synthesizer
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 SIZES = (8, 32, 64, 128, 192, 256, 384, 512)
-PROMPT_ROWS = (0, 64, 1_024)  # of the buckets of each size
 PROMPTS = (2, 31, 64, 65, 75, 100, 130, 150)  # rows of the streams that are compared; the last four share a prefix
 PREFIX_ROWS, SHARING, KEY = 70, 4, "voice"  # one whole page and a part of the next
 FRAMES = 8
@@ -52,12 +50,19 @@ def neighbours(config: ModelConfig, count: int) -> list[RowStream]:
     return [replace(one, key=None, prefix=0) for one in random_segments(config, DEVICE, count, FRAMES, longest=12)]
 
 
+def played_on(lanes: Lanes, streams: list[RowStream], size: int, seed: int = 0) -> tuple[Player, list[Tensor]]:
+    """A player, and the codes (T, 16) of each stream."""
+    player = Player(lanes, [[one] for one in streams], sounds=False, seed=seed, size=size, plain=True)
+    player.play()
+    return player, [torch.stack(player.made[stream][0]) for stream in range(len(streams))]
+
+
 def lanes_of(checkpoint: Checkpoint, pages: int) -> Lanes:
     from mktts.batch.cuda.lanes import CudaLanes
 
     lanes = CudaLanes(
         checkpoint.config, checkpoint.tensors(), DEVICE, torch.bfloat16, slots=max(SIZES), pages=pages,
-        positions=max(PROMPTS) + FRAMES, settings=exact_buckets(SIZES, PROMPT_ROWS), deterministic=True,
+        positions=max(PROMPTS) + FRAMES, settings=exact_buckets(SIZES), deterministic=True,
     )  # fmt: skip
     lanes.prepare()
     return lanes
@@ -72,7 +77,7 @@ def played(request) -> Iterator[SimpleNamespace]:
     codes = []
     for stream in streams:
         lanes.pages.forget(KEY.__eq__)
-        codes += RandomTicks(lanes, [stream], SIZES[0]).play()
+        codes += played_on(lanes, [stream], SIZES[0])[1]
     assert lanes.deterministic and len({tuple(found.flatten().tolist()) for found in codes}) == len(codes)
     yield SimpleNamespace(lanes=lanes, config=checkpoint.config, streams=streams, codes=codes)
     del lanes
@@ -90,12 +95,11 @@ def test_codes_do_not_depend_on_lanes_neighbours_cuts_or_kept_prefixes(played, s
     for place, stream in zip(places, played.streams, strict=True):
         crowd.insert(place, stream)
     if kept:
-        RandomTicks(played.lanes, played.streams[-1:], SIZES[0]).play()
+        played_on(played.lanes, played.streams[-1:], SIZES[0])
     else:
         played.lanes.pages.forget(KEY.__eq__)
         crowd = [replace(stream, key=None) for stream in crowd]
-    playing = RandomTicks(played.lanes, crowd, size, seed=2 * size + kept)
-    made = playing.play()
+    playing, made = played_on(played.lanes, crowd, size, seed=2 * size + kept)
     assert all(torch.equal(made[place], codes) for place, codes in zip(places, played.codes, strict=True))
     assert playing.kept == (SHARING if kept else 0)
     assert playing.cut > 0 or size == SIZES[0]

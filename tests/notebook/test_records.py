@@ -7,7 +7,7 @@ import pytest
 from load_document import load_file
 
 from mktts.errors import MetricsError
-from mktts.notebook import nb, records, runs
+from mktts.notebook import records
 
 
 def test_provenance_names_machine_day_revision_and_random_weights_whichever_way_a_document_keeps_them(tmp_path):
@@ -58,9 +58,3 @@ def test_verdicts_of_many_runs_are_one_record_in_the_notebooks_order(tmp_path):
     found = {"01_one_frame": "01_one_frame", "02_weights": "02_weights-SEED=1", "10_report": "10_report"}
     expected = {"question": "Why?", "figures": [figure], "limit": "Once."}
     assert records.verdicts(tmp_path) == [{"notebook": n, **expected, "answer": run} for n, run in found.items()]
-
-
-def test_the_published_verdicts_are_those_of_the_published_notebooks():
-    reference = nb.repository() / "outputs" / "reference"
-    path = reference / runs.VERDICTS
-    assert (json.loads(path.read_text(encoding="utf-8")) if path.exists() else []) == records.verdicts(reference)

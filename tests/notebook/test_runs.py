@@ -16,7 +16,8 @@ from absent import python_without
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import BatchError
-from mktts.notebook import nb, runs
+from mktts.measure.metrics import record
+from mktts.notebook import nb, records, runs
 from mktts.spec import SAMPLE_RATE_HZ
 
 PARAMETERS = """\
@@ -187,7 +188,11 @@ def test_a_grid_records_each_run_and_goes_on_after_a_failure(grid):
     assert read(ok / "parameters.json")["parameters"]["TEXT"] == "a=b # not a comment"  # a default
     executed = (ok / "executed.ipynb").read_text()
     assert str(grid.home) not in executed and f"../outputs/runs/{ok.name}" in executed
-    table = pandas.read_parquet(grid.home / "outputs/metrics.parquet").set_index("run")
+    record(out / "n-manual-2", seed_squared=9)
+    table = pandas.DataFrame(records.runs(out)).set_index("run")
+    by_hand = table.loc["n-manual-2"].dropna().to_dict()
+    assert by_hand == {"notebook": "n", "status": "ok", "seed_squared": 9}
+    table = table.drop("n-manual-2")
     assert set(table.index) == {r.name for r in grid.runs}  # none of the run that was killed
     assert table.loc[ok.name, "seed_squared"] == 1 and table.loc[ok.name, "param.SEED"] == 1
     assert table.loc[grid.runs[1].name, "status"] == "error" and table["env.python"].notna().all()
@@ -225,6 +230,6 @@ def test_the_readmes_pictures_are_published():
 def test_a_missing_package_is_named_before_anything_runs(tmp_path):
     path = notebook(tmp_path / "n.ipynb")
     words = ["run", str(path), "--out", str(tmp_path / "runs")]
-    done = python_without(["pyarrow"], f"from mktts.cli import main; raise SystemExit(main({words}))")
-    assert done.returncode == 2 and "mktts: this needs the package pyarrow" in done.stderr
+    done = python_without(["papermill"], f"from mktts.cli import main; raise SystemExit(main({words}))")
+    assert done.returncode == 2 and "mktts: this needs the package papermill" in done.stderr
     assert not (tmp_path / "runs").exists()

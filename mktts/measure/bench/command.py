@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,14 +27,6 @@ from mktts.measure.environment import head, versions
 from mktts.measure.load import command as load
 from mktts.measure.metrics import object_of, percentiles
 
-
-def large(settings: BenchSettings) -> Measured:
-    """`streams` and `frames` of the large checkpoint."""
-    settings = replace(settings, checkpoint=settings.large, revision=None)
-    yield from (found for found in sections.streams(settings, "_1p7b") if not isinstance(found, dict))
-    yield from sections.frames(settings, "_1p7b")
-
-
 _STREAMS = ("ttfc_ms", "ttfc_sentence_ms", "rtf", "frame_with_codec_ms")
 # Name -> what it measures, and the figures that it must give. Others may come with them.
 SECTIONS: dict[str, tuple[Callable[[BenchSettings], Measured], tuple[str, ...]]] = {
@@ -43,7 +34,7 @@ SECTIONS: dict[str, tuple[Callable[[BenchSettings], Measured], tuple[str, ...]]]
     "codec": (sections.codec, ("codec_1_ms", "codec_8_ms")),
     "frames": (sections.frames, ("talker_step_ms", "predictor_ms", "frame_ms")),
     "text": (sections.text, ("text_tok_s",)),
-    "large": (large, ("frame_1p7b_ms", "ttfc_1p7b_ms")),
+    "large": (sections.large, ("frame_1p7b_ms",)),
     "faster": (sections.faster, ("faster_frame_ms", *(f"faster_{name}" for name in _STREAMS))),
     "upstream": (sections.upstream, ("upstream_frame_ms", "upstream_rtf", "upstream_frame_with_codec_ms")),
     "words": (sections.words, ("word_start_error_s", "word_end_error_s")),
@@ -52,7 +43,7 @@ BY_ITSELF = tuple(SECTIONS)[:2]
 TIMED = tuple(SECTIONS)[:-1]
 CHECKPOINT = "random:tiny"
 TIMEOUT_S = 240.0  # of a section
-_PACKAGES = ("qwen-tts", "qwen-tts-hf", "faster-qwen3-tts", "transformers")
+_PACKAGES = ("qwen-tts", "qwen-tts-hf", "faster-qwen3-tts", "transformers", "tokenizers", "torchaudio")
 _TAIL_LINES = 12  # of a failed section's messages
 EXAMPLES = f"""examples:
   python -m mktts bench
@@ -104,7 +95,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[BenchSettings, list[str]]:
 
 
 def measure(settings: BenchSettings, names: Sequence[str], output: Path | None = None) -> dict[str, Any]:
-    """The document: device, driver, torch, revision, date, environment, figures, missing, settings, packages, sections.
+    """The document: device, driver, torch, revision, date, environment, figures, missing, settings, packages.
 
     output: is written after every section, so that a run that is cut short leaves what it measured. Raises what opening
     the checkpoints raises."""
@@ -121,10 +112,8 @@ def measure(settings: BenchSettings, names: Sequence[str], output: Path | None =
         "missing": {},
         "settings": {**asdict(settings), "random_weights": is_random},
         "packages": versions(_PACKAGES),
-        "sections": {},
     }
     for name in names:
-        begun_s = time.perf_counter()
         program = [sys.executable, "-m", "mktts.measure.bench.command", name, json.dumps(asdict(settings))]
         figures, notes, reason = run_section(program)
         document["figures"] |= figures
@@ -132,7 +121,6 @@ def measure(settings: BenchSettings, names: Sequence[str], output: Path | None =
         document["settings"] |= notes
         missing = [figure for figure in SECTIONS[name][1] if figure not in figures]
         document["missing"] |= dict.fromkeys(missing, reason or "the section gave no such figure")
-        document["sections"][name] = {"seconds": time.perf_counter() - begun_s, "error": reason}
         if output is not None:
             write_json(output, document)
     return document

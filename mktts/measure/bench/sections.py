@@ -14,9 +14,9 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -41,7 +41,6 @@ SENTENCE = "The quick brown fox jumps over the lazy dog while a farmer watches f
 STEADY_FRAMES = 8  # of a chunk once a stream runs: the last entry of the default schedule
 _MARGIN_CHARS = 30  # in which some beginning of a text has exactly the tokens that are wanted
 _SEEDS = 50  # streams that random weights may end early before a section gives up
-_CODEC_CHUNKS_FRAMES = (1, 2, 4, 8)
 _CODEC_WARM_UP_FRAMES = 96  # past the codec's attention window, so that every timed call does full work
 _TOKENS = 10  # of one rate
 
@@ -132,7 +131,7 @@ def steady_frame_ms(chunks: Sequence[tuple[int, float]]) -> list[float]:
 # ---- sections
 
 
-def streams(settings: BenchSettings, suffix: str = "") -> Measured:
+def streams(settings: BenchSettings) -> Measured:
     """First PCM of a few words and of a sentence, frame with codec and RTF, through the synthesizer."""
     from mktts.synth import Synthesizer
 
@@ -151,13 +150,13 @@ def streams(settings: BenchSettings, suffix: str = "") -> Measured:
         for name, request in (("ttfc", short), ("ttfc_sentence", sentence)):
             run(request, 0, 2)
             first = [summarise(run(request, seed, 2)) for seed in range(settings.samples // 2)]
-            yield f"{name}{suffix}_ms", [metrics.ttfc_ms for metrics in first], "ms"
+            yield f"{name}_ms", [metrics.ttfc_ms for metrics in first], "ms"
         spoken = [run(short, seed, settings.frames) for seed in range(settings.utterances)]
         whole = [summarise(chunks) for chunks in spoken]
-        yield f"rtf{suffix}", [metrics.rtf for metrics in whole], "compute s / audio s"
+        yield "rtf", [metrics.rtf for metrics in whole], "compute s / audio s"
         arrived = [[(chunk.frames, chunk.timings.ready_ms) for chunk in chunks] for chunks in spoken]
         if steady_ms := [ms for chunks in arrived for ms in steady_frame_ms(chunks)]:
-            yield f"frame_with_codec{suffix}_ms", steady_ms, f"ms, chunks of {STEADY_FRAMES} frames"
+            yield "frame_with_codec_ms", steady_ms, f"ms, chunks of {STEADY_FRAMES} frames"
 
 
 def frames(settings: BenchSettings, suffix: str = "") -> Measured:
@@ -172,8 +171,13 @@ def frames(settings: BenchSettings, suffix: str = "") -> Measured:
     yield f"predictor{suffix}_ms", [frame.predictor_ms for frame in split], "ms"
 
 
+def large(settings: BenchSettings) -> Measured:
+    """`frames` of the large checkpoint."""
+    return frames(replace(settings, checkpoint=settings.large, revision=None), "_1p7b")
+
+
 def codec(settings: BenchSettings) -> Measured:
-    """Chunks of 1 to 8 frames of random codes, codes on the host to PCM on the host, as the synthesizer decodes."""
+    """Chunks of 1 and of 8 frames of random codes, codes on the host to PCM on the host, as the synthesizer decodes."""
     from mktts.codec.graphs import codec_for
 
     checkpoint = settings.open()
@@ -181,7 +185,7 @@ def codec(settings: BenchSettings) -> Measured:
     yield {"codec_variant": decoder.name}
     size = min(CODEBOOK_SIZE, decoder.config.codebook_size)
     codes = torch.randint(size, (_CODEC_WARM_UP_FRAMES, NUM_CODEBOOKS), generator=torch.Generator().manual_seed(0))
-    for count in _CODEC_CHUNKS_FRAMES:
+    for count in (1, STEADY_FRAMES):
         state, times_ms = decoder.start(), []
         for start in range(0, _CODEC_WARM_UP_FRAMES, count):
             decoder.submit(codes[start : start + count], state).result()
@@ -269,17 +273,6 @@ def kernel_frames(backend: Any, prompt: Prompt, sampling: Sampling, settings: Be
 # ---- other implementations
 
 
-class PeerChunk(NamedTuple):
-    """frames: of it. made: frames so far. ready_ms: from the call to its PCM on the host. frame_ms: of each of its
-    frames, codec left out."""
-
-    frames: int
-    made: int
-    ready_ms: float
-    frame_ms: float
-    audio_s: float
-
-
 def _quiet() -> contextlib.redirect_stdout:
     """Peers print banners and progress; standard output is for the figures."""
     return contextlib.redirect_stdout(io.StringIO())
@@ -319,7 +312,9 @@ def faster(settings: BenchSettings) -> Measured:
         processor.tokenizer = type(processor.tokenizer).from_pretrained(folder)
     yield {"faster_package": provided_by("faster_qwen3_tts")}
 
-    def run(request: Request, seed: int, max_frames: int, chunk_frames: int) -> list[PeerChunk]:
+    def run(request: Request, seed: int, max_frames: int, chunk_frames: int) -> list[dict[str, float]]:
+        """What it says of each chunk: its frames, those made so far, and what they took without the codec; and when its
+        PCM was on the host, counted from the call."""
         torch.manual_seed(seed)
         chunks, begun_s = [], time.perf_counter()
         with _quiet():
@@ -333,9 +328,8 @@ def faster(settings: BenchSettings) -> Measured:
                 repetition_penalty=sampling.repetition_penalty,
                 **asdict(sampling.talker),  # its predictor's settings are fixed to the released ones
             ):
-                frames, ready_ms = timing["chunk_steps"], 1e3 * (time.perf_counter() - begun_s)
-                frame_ms, audio_s = timing["decode_ms"] / frames, len(pcm) / rate_hz
-                chunks.append(PeerChunk(frames, timing["total_steps_so_far"], ready_ms, frame_ms, audio_s))
+                ready_ms = 1e3 * (time.perf_counter() - begun_s)
+                chunks.append({**timing, "ready_ms": ready_ms, "audio_s": len(pcm) / rate_hz})
         return chunks
 
     for chunk in (1, 8, 12):
@@ -343,16 +337,17 @@ def faster(settings: BenchSettings) -> Measured:
     for name, said in (("faster_ttfc_ms", short), ("faster_ttfc_sentence_ms", sentence_of(checkpoint))):
         run(said, 0, 1, 1)
         first = [run(said, seed, 1, 1)[0] for seed in range(settings.samples // 10)]
-        yield name, [chunk.ready_ms for chunk in first], "ms, chunk of 1 frame"
+        yield name, [chunk["ready_ms"] for chunk in first], "ms, chunk of 1 frame"
     for name, size in (("faster_rtf", 12), ("faster_rtf_chunk_8", 8)):
         runs = [run(short, seed, settings.frames, size) for seed in range(settings.peer_utterances)]
-        rtf = [made[-1].ready_ms / 1e3 / sum(chunk.audio_s for chunk in made) for made in runs]
+        rtf = [made[-1]["ready_ms"] / 1e3 / sum(chunk["audio_s"] for chunk in made) for made in runs]
         yield name, rtf, f"compute s / audio s, chunks of {size}"
         if size == STEADY_FRAMES:
-            steady_ms = [ms for made in runs for ms in steady_frame_ms([(one.frames, one.ready_ms) for one in made])]
+            arrived = [[(chunk["chunk_steps"], chunk["ready_ms"]) for chunk in made] for made in runs]
+            steady_ms = [ms for chunks in arrived for ms in steady_frame_ms(chunks)]
             yield "faster_frame_with_codec_ms", steady_ms, f"ms, chunks of {STEADY_FRAMES} frames"
-    long = [(chunk.made, chunk.frame_ms) for chunk in run(short, 0, settings.last, 12)]
-    yield "faster_frame_ms", _at_context(checkpoint, long, settings), "ms, mean of 12 frames, codec left out"
+    said_ms = [(c["total_steps_so_far"], c["decode_ms"] / c["chunk_steps"]) for c in run(short, 0, settings.last, 12)]
+    yield "faster_frame_ms", _at_context(checkpoint, said_ms, settings), "ms, mean of 12 frames, codec left out"
 
 
 def upstream(settings: BenchSettings) -> Measured:

@@ -31,7 +31,7 @@ from mktts.errors import MetricsError
 from mktts.measure.bench.sections import WORDS
 from mktts.measure.environment import head
 from mktts.measure.load import client
-from mktts.measure.load.settings import HELD_S, LoadSettings, LoadTexts, spoken, texts_for
+from mktts.measure.load.settings import HELD_S, LoadSettings, LoadTexts, texts_for
 from mktts.measure.metrics import cell, object_of
 
 FIRST_PCM_MS = 100.0  # p99, of a load that counts as carried on a GPU
@@ -169,7 +169,11 @@ class Subject:
         seen = client.hold(self.source, self.texts, self.settings, listeners, self.stopped)
         point = client.measured(seen, self.settings)
         ticks, engine = client.held_ticks(seen, getattr(self.source, "ticks", np.zeros(0)))
-        offered = {"listeners": listeners, "context_rows": self.texts.rows, "context": self.texts.kind}
+        offered = {
+            "listeners": listeners,
+            "context_rows": self.texts.rows,
+            "context": "text" if self.texts.text else "natural",
+        }
         weights = {"checkpoint": self.settings.checkpoint, "random_weights": self.random_weights}
         return point | engine | offered | weights | self.engine(), seen, ticks
 
@@ -193,15 +197,14 @@ class Server(Subject):
 
         url = client.endpoint(arguments.url)
         key = next(iter(read_keys(arguments.api_key_file)), None)
-        health, models = asked(url, key)
+        health = health_of(url, key)
         if not (isinstance(health.get("model"), dict) and "random_weights" in health["model"]):
             health = {"model": {}}  # it is not ours
         self._health, model = health, health["model"]
-        named = [one["id"] for one in models.get("data") or () if isinstance(one, dict) and "id" in one]
         if (keys := object_of(arguments.keys)) is None:
             raise MetricsError(f"--keys takes a JSON object, got {arguments.keys!r}")
         voice = next(iter(health.get("speakers") or ()), "alloy")
-        body = {"model": next(iter(named), "tts-1"), "voice": voice, "response_format": "pcm", **keys}
+        body = {"model": "tts-1", "voice": voice, "response_format": "pcm", **keys}
         # Of another server: "cuda" where this machine has a GPU.
         device, host = health.get("device") or ("cuda" if head("cuda")["device"] else "cpu"), urlsplit(url).hostname
         is_here = host in ("localhost", "127.0.0.1", "::1")
@@ -212,8 +215,7 @@ class Server(Subject):
         self.settings = LoadSettings(checkpoint=checkpoint, device=device, **given_here)
         # Random weights have no end of their own: max_frames is the length, whatever is said.
         self.source = client.HttpSource(url, key, body, ("max_frames", "seed") if self.random_weights else ())
-        as_text = LoadTexts("text", 0, lambda index, frames: f"{WORDS}.", {})
-        self.texts = as_text if self.random_weights else LoadTexts("natural", 0, spoken, {})
+        self.texts = LoadTexts(0, f"{WORDS}." if self.random_weights else None, {})
 
     def capacity(self, renew: bool) -> dict[str, Any]:
         """As the server says it, where it does."""
@@ -233,21 +235,19 @@ class Server(Subject):
         }
 
 
-def asked(url: str, key: str | None) -> list[dict[str, Any]]:
-    """GET /health and /v1/models of the server of this route: the JSON object there, an empty one where there is
-    something else, or nothing. Raises MetricsError where none answers."""
-    parts, found = urlsplit(url), []
+def health_of(url: str, key: str | None) -> dict[str, Any]:
+    """GET /health of the server of this route: the JSON object there, an empty one where there is something else, or
+    nothing. Raises MetricsError where no server answers."""
+    parts = urlsplit(url)
     root = parts.path.removesuffix(client.PATH)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     try:
-        for path in ("/health", "/v1/models"):
-            with closing(kind(parts.hostname, parts.port, timeout=_ASK_S)) as connection:
-                connection.request("GET", f"{root}{path}", headers=client.credentials(key))
-                found.append(object_of(connection.getresponse().read()) or {})
+        with closing(kind(parts.hostname, parts.port, timeout=_ASK_S)) as connection:
+            connection.request("GET", f"{root}/health", headers=client.credentials(key))
+            return object_of(connection.getresponse().read()) or {}
     except (OSError, HTTPException) as error:
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{root}"  # without a password
         raise MetricsError(f"no server answers at {shown}: {type(error).__name__}: {error}") from None
-    return found
 
 
 def _command(words: list[str]) -> str:

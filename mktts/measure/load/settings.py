@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -62,11 +61,8 @@ class LoadSettings(ModelSettings):
     burst: bool = option(False, "all listeners of a load within 10 ms, one utterance each")
 
     def __post_init__(self) -> None:
-        if not self.seconds > 0 or not self.warm_s > 0 or self.tail_s < 0:
-            found = f"{self.seconds}, {self.warm_s} and {self.tail_s}"
-            raise OptionsError(f"expected seconds and warm_s above 0 and tail_s at least 0, got {found}")
-        if not 2 <= self.frames[0] <= self.frames[1]:
-            raise OptionsError(f"expected 2 <= least frames <= most frames, got {self.frames}")
+        if not self.seconds > 0 or not self.warm_s > 0:
+            raise OptionsError(f"expected seconds and warm_s above 0, got {self.seconds} and {self.warm_s}")
         if self.engine not in ("auto", "batch") and self.codec is not None:
             raise OptionsError("codec precision belongs to the batch engine: name it, engine='batch'")
 
@@ -100,24 +96,20 @@ class LoadSettings(ModelSettings):
         return sorted(found)
 
 
-@dataclass(frozen=True)
-class LoadTexts:
+class LoadTexts(NamedTuple):
     """What the listeners of a load ask for.
 
-    kind: "text", one text for a prompt of `rows` rows, whose length is max_frames, or "natural", as many words as the
-        utterance takes
-    rows: of the prompt; a mean where the kind is natural
-    text_of: of utterance i, of so many frames
+    rows: of the prompt; a mean where texts are natural
+    text: the same for all, whose length is max_frames; None: natural ones, as many words as the utterance takes
     settings: of every stream"""
 
-    kind: Literal["text", "natural"]
     rows: int
-    text_of: Callable[[int, int], str]
+    text: str | None
     settings: StreamSettings
 
     def of(self, index: int, frames: int) -> tuple[str, StreamSettings]:
-        """Text and settings of `stream` for utterance `index`."""
-        return self.text_of(index, frames), {**self.settings, "max_frames": frames, "seed": index}
+        """Text and settings of `stream` for utterance `index` of so many frames."""
+        return self.text or spoken(index, frames), {**self.settings, "max_frames": frames, "seed": index}
 
 
 def texts_for(checkpoint: Checkpoint, rows: int | None) -> LoadTexts:
@@ -133,7 +125,7 @@ def texts_for(checkpoint: Checkpoint, rows: int | None) -> LoadTexts:
     if rows is None and not checkpoint.is_random:
         mean = [rows_of(Request(spoken(index, frames))) for index in range(4) for frames in (25, 87, 150)]
         options = StreamOptions(guard=Guard.off())
-        return LoadTexts("natural", round(sum(mean) / len(mean)), spoken, {"options": options})
+        return LoadTexts(round(sum(mean) / len(mean)), None, {"options": options})
     rows = SHORT_ROWS if rows is None else rows
     voice = {"voice": made_up_voice(checkpoint, 0)} if checkpoint.config.type.clones else {}
     encode = checkpoint.tokenizer().encode
@@ -143,8 +135,8 @@ def texts_for(checkpoint: Checkpoint, rows: int | None) -> LoadTexts:
     text = text_of(rows - constant, encode)
     # Random weights have no end of their own.
     options = StreamOptions(guard=Guard.off(), max_chars_per_segment=_ONE_SEGMENT)
-    found = rows_of(Request(text, layout="whole", **voice))
-    return LoadTexts("text", found, lambda index, frames: text, {**voice, "layout": "whole", "options": options})
+    settings = {**voice, "layout": "whole"}
+    return LoadTexts(rows_of(Request(text, **settings)), text, {**settings, "options": options})
 
 
 def spoken(index: int, frames: int) -> str:

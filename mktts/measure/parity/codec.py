@@ -1,10 +1,9 @@
-"""The codec, streamed as a device serves it and of many streams, against one pass of fp32 operators on the CPU."""
+"""The codec, streamed as a device serves it, against one pass of fp32 operators on the CPU."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
@@ -18,19 +17,16 @@ from mktts.codec.graphs import GraphedCodec, codec_for
 from mktts.engine.options import SCHEDULE
 from mktts.engine.upstream import decode_codes
 from mktts.errors import BackendUnavailable, CodecError
-from mktts.measure.parity.ratio import UNLIMITED, Budget
+from mktts.measure.parity.ratio import Budget
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
 TOLERANCE = 1e-5  # largest absolute sample error that streamed and offline decoding may differ by, fp32, full scale 1
 FRAMES = 100  # beyond the codec's attention window of 72; upstream decodes up to 300 without approximation
 SEED = 7
-# Signal-to-noise ratio that a decode must have: fp32 operators in another order, the fused kernels of CUDA, whose
-# products of two fp16 halves gave 88 dB at full size, and those with fp16 in the waveform blocks, which gave 54.
-LEAST_SNR_DB = {"cpu": 100.0, "cuda": 80.0, "full": 80.0, "fast": 50.0}
+# Signal-to-noise ratio that a decode must have: fp32 operators in another order, and the fused kernels of CUDA, whose
+# products of two fp16 halves gave 88 dB at full size.
+LEAST_SNR_DB = {"cpu": 100.0, "cuda": 80.0}
 _LEAST_FRAMES = 8
-_BATCH_STREAMS = 4  # that are compared, spread over the lanes
-_BATCH_FRAMES = 80
-_MOST_LANES = 64
 
 
 def random_codes(frames: int, seed: int, codebook_size: int = CODEBOOK_SIZE) -> Tensor:
@@ -104,37 +100,3 @@ def codec_section(checkpoint: Checkpoint, upstream: Callable[[], Any], device: s
         if not error["passed"]:
             found["reason"] = f"{name}: {error['snr_db']:.1f} dB, at least {error['least_db']:g} dB expected"
     return found | compared
-
-
-def batched_errors(
-    checkpoint: Checkpoint, device: str, sizes: Sequence[int], budget: Budget = UNLIMITED
-) -> dict[str, Any]:
-    """Many streams in one pass of a CUDA device: lanes, frames, asked, passed, and the `distance` of each precision.
-    sizes: a pass has as many lanes as the largest, at most 64."""
-    whole = CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors())
-    lanes = min(max(sizes), _MOST_LANES)
-    codes = torch.stack([random_codes(_BATCH_FRAMES, seed, whole.config.codebook_size) for seed in range(lanes)])
-    compared = sorted({(lanes - 1) * i // (_BATCH_STREAMS - 1) for i in range(_BATCH_STREAMS)})
-    frames = _affordable(whole, codes[0], 2 * len(compared), budget)  # half of the time is the device's
-    truth = torch.cat([whole.decode_all(codes[lane, :frames]) for lane in compared])
-    found: dict[str, Any] = {"lanes": lanes, "frames": frames, "asked": _BATCH_FRAMES, "passed": True}
-    for precision in ("full", "fast"):
-        decode = _lanes_decode(checkpoint, device, lanes, precision)
-        pcm = torch.stack([decode(codes[:, frame])[compared].float().cpu() for frame in range(frames)], 1).flatten()
-        found[precision] = distance(pcm, truth, LEAST_SNR_DB[precision])
-        found["passed"] &= found[precision]["passed"]
-    return found
-
-
-def _lanes_decode(checkpoint: Checkpoint, device: str, lanes: int, precision: str) -> Callable[[Tensor], Tensor]:
-    """codes (lanes, 16) int64, the next frame of every lane -> pcm (lanes, 1920)."""
-    from mktts.batch.cuda.codec import CudaCodec
-
-    where = torch.device(device)
-    decoder = partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors(), where)
-    codec = CudaCodec(decoder, lanes + 1, precision)
-    codec.compile([lanes])
-    slots = torch.arange(lanes, dtype=torch.int32, device=where)
-    for slot in range(lanes):
-        codec.enter(slot, None)
-    return lambda codes: codec.decode(codes.to(where, torch.int32), slots)

@@ -2,11 +2,10 @@
 
 The file and the last line of standard output are the same JSON document: the machine, and for every checkpoint its
 `sections` with status ("passed", "failed", "skipped"), reason, seconds and figures, beside the kernel's comparisons
-(mktts.measure.parity.kernel) and the batched frame's, `batch` (mktts.measure.parity.batch). No path of this machine is
-in it.
+(mktts.measure.parity.kernel). No path of this machine is in it.
 
 * prompt: prompt embeddings, bit for bit upstream's.
-* codes: codes of PyTorch in bf16, and in fp32 where time allows, frame for frame upstream's: greedy and drawn.
+* codes: codes of PyTorch in bf16, frame for frame upstream's: greedy and drawn.
 * codec: see `codec.codec_section`.
 
 Upstream runs on the CPU, and so does what must equal it bit for bit: there the same operators round in the same way."""
@@ -34,31 +33,23 @@ from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import require_writable, write_json
 from mktts.engine.upstream import load_upstream
 from mktts.errors import BackendUnavailable, MetricsError
-from mktts.measure.environment import batch_missing, head, kernel_missing, provided_by, versions
+from mktts.measure.environment import head, kernel_missing, provided_by, versions
 from mktts.measure.parity.codec import codec_section
 from mktts.measure.parity.kernel import MARGIN, Scope, outcome, parity_of
 from mktts.measure.parity.ratio import LIMIT, Budget
-from mktts.measure.parity.upstream import (
-    DTYPES,
-    Row,
-    compare_expected,
-    compare_prompts,
-    standard_requests,
-    upstream_codes,
-)
+from mktts.measure.parity.upstream import Row, compare_expected, compare_prompts, standard_requests, upstream_codes
 from mktts.model.backend import device_named
 
 OUTPUT = Path("mktts-parity.json")
-PARTS = ("prompt", "codes", "codec", "kernel", "batch")
+PARTS = ("prompt", "codes", "codec", "kernel")
 CODES_FRAMES = 24  # of one request
 CODES_REQUESTS = 3  # greedy, and as many drawn
 SEED = 7
 SCOPE = Scope()  # where time allows
 # How the minutes are shared; what is missing leaves its own to the others. They run in this order: the codec uses the
 # upstream model that the prompts left loaded.
-_SHARES = {"prompt": 1, "codec": 2, "codes": 5, "kernel": 6, "batch": 6}
-_ON_DEVICE = ("kernel", "batch")
-_PACKAGES = ("mktts", "qwen-tts", "qwen-tts-hf", "transformers", "tokenizers", "triton")
+_SHARES = {"prompt": 1, "codec": 2, "codes": 5, "kernel": 12}
+_PACKAGES = ("mktts", "qwen-tts", "qwen-tts-hf", "transformers", "tokenizers")
 _CONFIGS = ("config.json", "generation_config.json", "speech_tokenizer/config.json")
 # A path from the root: its folders, as far as the last separator. Addresses (https://...) are none.
 _FOLDERS = re.compile(r"(?<![\w.:/\\])(?:~|[A-Za-z]:)?[\\/](?:[^\s\\/:'\",()\[\]]+[\\/])+")
@@ -87,12 +78,12 @@ class ParitySettings:
         if not self.minutes > 0:
             raise MetricsError(f"--minutes must be above 0, got {self.minutes:g}")
 
-    def missing(self, part: str) -> str | None:
-        """Why the kernels of a part cannot run on the device; None where they can."""
-        if part != "batch" and self.kernel == "torch":
+    def kernel_missing(self) -> str | None:
+        """Why the kernel cannot run on the device; None where it can."""
+        if self.kernel == "torch":
             return None
-        name, missing = ("batched frame", batch_missing) if part == "batch" else ("megakernel", kernel_missing)
-        return missing() or (None if self.device.startswith("cuda") else f"the {name} does not run on {self.device}")
+        on_gpu = self.device.startswith("cuda")
+        return kernel_missing() or (None if on_gpu else f"the megakernel does not run on {self.device}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,7 +132,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
     """What is found of a checkpoint, section by section, within the minutes given."""
-    checkpoint = open_checkpoint(source, settings.revision)
+    revision = settings.revision
+    checkpoint = open_checkpoint(source, revision)
     about = {
         "source": name,
         "revision": checkpoint.revision,
@@ -150,27 +142,24 @@ def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
         "sha256": {file: _digest(checkpoint.folder / file) for file in _CONFIGS},
     }
     result: dict[str, Any] = {"checkpoint": about, "sections": {}}
-    asked = settings.parts.split(",")
-    missing = {part: why for part in _ON_DEVICE if (why := settings.missing(part))}
-    upstream = lru_cache(1)(partial(load_upstream, checkpoint))  # kept until `cache_clear`
+    upstream, why_not = lru_cache(1)(partial(load_upstream, checkpoint, torch.bfloat16)), settings.kernel_missing()
 
-    def frames(part: str, within: Budget) -> dict[str, Any]:
-        if part in missing:
-            raise BackendUnavailable(missing[part])
+    def kernel_section(within: Budget) -> dict[str, Any]:
+        if why_not is not None:
+            raise BackendUnavailable(why_not)
         upstream.cache_clear()
-        batch, of_source = part == "batch", {"revision": settings.revision, "budget": within}
-        found = parity_of(source, SCOPE, settings.kernel, settings.device, batch=batch, **of_source)
-        result.update({"batch": found} if batch else found)
-        return outcome(found)
+        result.update(parity_of(source, SCOPE, settings.kernel, settings.device, revision=revision, budget=within))
+        return outcome(result)
 
     work: dict[str, Callable[[Budget], dict[str, Any]]] = {
         "prompt": partial(prompt_section, checkpoint, upstream),
-        "codec": partial(codec_section, checkpoint, partial(upstream, torch.bfloat16), settings.device),
+        "codec": partial(codec_section, checkpoint, upstream, settings.device),
         "codes": partial(codes_section, checkpoint, upstream),
-        **{part: partial(frames, part) for part in _ON_DEVICE},
+        "kernel": kernel_section,
     }
-    shares = {part: 0 if part in missing else share for part, share in _SHARES.items() if part in asked}
-    if source.startswith("random:") and any(shares.get(part) for part in _ON_DEVICE):
+    parts = [part for part in _SHARES if part in settings.parts.split(",")]
+    shares = {part: 0 if part == "kernel" and why_not else _SHARES[part] for part in parts}
+    if source.startswith("random:") and shares.get("kernel"):
         open_checkpoint(source + MARGIN)  # made here, where it takes no minutes of the comparison's
     budget, left = Budget(60 * settings.minutes), sum(shares.values())
     for part, share in shares.items():
@@ -201,37 +190,22 @@ def section(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def prompt_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dict[str, Any]:
-    """Every mode that the checkpoint has, in bf16."""
-    requests, model = standard_requests(checkpoint), upstream(torch.bfloat16)
-    rows: list[Row] = []
-    for request in requests:
-        if not (rows and budget.over):
-            rows += compare_prompts(checkpoint, [request], torch.bfloat16, model)
-    equal = sum(row["equal"] for row in rows)
-    return {"prompts": len(rows), "asked": len(requests), "equal": equal, "rows": rows} | _reason(rows, "prompts")
+    """Every mode that the checkpoint has, in bf16: a prompt takes milliseconds, whatever the budget."""
+    rows = compare_prompts(checkpoint, standard_requests(checkpoint), torch.bfloat16, upstream())
+    return {"prompts": len(rows), "equal": sum(row["equal"] for row in rows), "rows": rows} | _reason(rows, "prompts")
 
 
 def codes_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dict[str, Any]:
-    """Greedy codes and drawn ones; fp32 where it can be done in the time that bf16 leaves."""
+    """Greedy codes and drawn ones, in bf16."""
     requests, drawn = standard_requests(checkpoint)[:CODES_REQUESTS], checkpoint.sampling()
-    rows: list[Row] = []
-    left_out: dict[str, str] = {}
-    took_s = 0.0
-    for name, dtype in DTYPES.items():
-        if rows and budget.left_s < took_s:
-            left_out[name] = f"no time: it would take about {took_s:.0f} s, {budget.left_s:.0f} s were left"
-            continue
-        begun_s = time.perf_counter()
-        model, within = upstream(dtype), budget.share(0.2)  # loading and ours take as much again, and so may fp32
-        expected = upstream_codes(model, requests, drawn.greedy(), SEED, CODES_FRAMES, within.share(0.5))
-        expected += upstream_codes(model, requests, drawn, SEED, CODES_FRAMES, within)
-        del model
-        upstream.cache_clear()
-        rows += compare_expected(checkpoint, expected, SEED, CODES_FRAMES, dtype)
-        took_s = time.perf_counter() - begun_s
-    frames = {name: sum(row["frames"] for row in rows if row["dtype"] == name) for name in DTYPES}
-    asked, reason = 2 * len(requests) * CODES_FRAMES, _reason(rows, "utterances")
-    return {"frames": frames, "asked": asked, "equal": not reason, "left_out": left_out, "rows": rows} | reason
+    model, within = upstream(), budget.share(0.4)  # loading and ours take as much again
+    expected = upstream_codes(model, requests, drawn.greedy(), SEED, CODES_FRAMES, within.share(0.5))
+    expected += upstream_codes(model, requests, drawn, SEED, CODES_FRAMES, within)
+    del model
+    upstream.cache_clear()
+    rows = compare_expected(checkpoint, expected, SEED, CODES_FRAMES, torch.bfloat16)
+    frames, asked = sum(row["frames"] for row in rows), 2 * len(requests) * CODES_FRAMES
+    return {"frames": frames, "asked": asked, "rows": rows} | _reason(rows, "utterances")
 
 
 def _reason(rows: list[Row], what: str) -> dict[str, str]:

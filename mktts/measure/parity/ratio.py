@@ -1,4 +1,4 @@
-"""Errors to fp32 of the model under test, next to those of bf16 PyTorch: the measure of kernel and batch. Teacher
+"""Errors to fp32 of the model under test, next to those of bf16 PyTorch: the measure of the kernel. Teacher
 forcing goes from the model under test to the two oracles: it chooses the codes, and they are made to take them, so that
 every logit of a frame has the same history on all sides."""
 
@@ -19,7 +19,7 @@ from mktts.checkpoint import Checkpoint
 from mktts.model.oracle import TorchBackend, TorchStream
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.qwen3 import Qwen3Stack
-from mktts.model.sampling import Sampling, distribution, restrict
+from mktts.model.sampling import Sampling, restrict
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
 LIMIT = 1.1  # of the error over bf16 PyTorch's
@@ -97,17 +97,22 @@ def random_rows(backend: TorchBackend, rows: int, seed: int) -> Tensor:
     return (size * noise).to(torch.bfloat16).to(backend.device)
 
 
-@torch.inference_mode()
-def spoken_streams(checkpoint: Checkpoint, backend: TorchBackend, count: int, frames: int) -> list[RowStream]:
-    """Greedy streams of rows that the checkpoint itself makes: wide-margin weights keep their margins for such only."""
-    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), backend.device)
+def random_streams(backend: TorchBackend, rows: int, count: int, frames: int) -> list[RowStream]:
+    """`count` streams of `frames` frames, every other greedy; prompts of `rows` rows, each one more than the last."""
     streams = []
     for index in range(count):
-        text, layout = "Some words." + " And more." * (index // 2), "whole" if index % 2 else "streaming"
-        prompt = builder.build(Request(text, speaker=checkpoint.config.default_speaker, layout=layout))
-        ids = torch.randint(_TEXT_IDS, (frames,), generator=torch.Generator().manual_seed(index))
-        streams.append(RowStream(prompt.embeds, builder.text_rows(ids.tolist()), GREEDY, index))
+        prompt, text = (random_rows(backend, many, 1_000 * rows + index) for many in (rows + index, frames))
+        streams.append(RowStream(prompt, text, Sampling() if index % 2 else GREEDY, index))
     return streams
+
+
+@torch.inference_mode()
+def spoken_stream(checkpoint: Checkpoint, backend: TorchBackend, frames: int) -> RowStream:
+    """A greedy stream of rows that the checkpoint makes: wide-margin weights keep their margins for such only."""
+    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), backend.device)
+    request = Request("Some words.", speaker=checkpoint.config.default_speaker, layout="streaming")
+    ids = torch.randint(_TEXT_IDS, (frames,), generator=torch.Generator().manual_seed(0))
+    return RowStream(builder.build(request).embeds, builder.text_rows(ids.tolist()))
 
 
 @torch.inference_mode()
@@ -173,6 +178,13 @@ class ErrorRatio:
         parts = torch.stack([part.double().pow(2).sum() for part in (ours - fp32, bf16 - fp32, fp32)])
         self._sums[name] = self._sums[name] + parts
 
+    def add_frame(self, ours: Observed, bf16: Observed, fp32: Observed) -> None:
+        """Adds what a frame did on all three sides: its logits, and its hidden states where it has some."""
+        if fp32.hidden is not None:
+            self.add(ours.hidden, bf16.hidden, fp32.hidden, "hidden")
+        for book, logits in enumerate(zip(ours.logits, bf16.logits, fp32.logits, strict=True)):
+            self.add(*logits, "logits of codes 1-15" if book else "logits of code 0")
+
     def found(self) -> dict[str, dict[str, float]]:
         """Name -> kernel (ours), bf16, and the ratio of the two errors."""
         found = {}
@@ -183,38 +195,9 @@ class ErrorRatio:
         return found
 
 
-class FrameErrors:
-    """Errors of whole frames: `add` each, then `found`."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self._config, self._errors = config, ErrorRatio()
-        self._distances: dict[str, list[Tensor]] = defaultdict(list)  # (2,) each: of the model under test and of bf16
-
-    def add(self, sides: Sides, sampling: Sampling) -> None:
-        *observed, history = sides
-        if observed[2].hidden is not None:
-            self._errors.add(*(side.hidden for side in observed), "hidden")
-        made_from = [scores(side.logits, history, sampling, self._config) for side in observed]
-        for group in range(NUM_CODEBOOKS):
-            name, choice = ("codes 1-15", sampling.predictor) if group else ("code 0", sampling.talker)
-            self._errors.add(*(side.logits[group] for side in observed), f"logits of {name}")
-            *drawn, fp32 = (distribution(logits[group], choice) for logits in made_from)
-            self._distances[name].append(torch.stack([(one - fp32).abs().sum() / 2 for one in drawn]))
-
-    def found(self) -> dict[str, Any]:
-        """pooled (as of `ErrorRatio.found`), total_variation (distance to fp32's sampling distributions), and passed:
-        whether no pooled ratio is above LIMIT. Nothing passes without a frame."""
-        pooled, variation = self._errors.found(), {}
-        for name, rows in self._distances.items():
-            sides = zip(("kernel", "bf16"), torch.stack(rows, 1), strict=True)
-            variation[name] = {side: {"mean": float(one.mean()), "max": float(one.max())} for side, one in sides}
-        passed = bool(pooled) and all(value["ratio"] <= LIMIT for value in pooled.values())
-        return {"pooled": pooled, "total_variation": variation, "passed": passed}
-
-
-def scores(logits: Sequence[Tensor], history: Tensor, sampling: Sampling, config: ModelConfig) -> list[Tensor]:
-    """What the sixteen choices are made from; `history` (N,) is code 0 of the frames before."""
-    return [restrict(logits[0], history, sampling.repetition_penalty, config.codec_ids.eos), *logits[1:]]
+def scores(logits: Sequence[Tensor], history: Tensor, config: ModelConfig) -> list[Tensor]:
+    """What sixteen greedy choices are made from; `history` (N,) is code 0 of the frames before."""
+    return [restrict(logits[0], history, GREEDY.repetition_penalty, config.codec_ids.eos), *logits[1:]]
 
 
 def first_difference(sides: Sides, config: ModelConfig) -> dict[str, Any] | None:
@@ -222,7 +205,7 @@ def first_difference(sides: Sides, config: ModelConfig) -> dict[str, Any] | None
     explained: fp32's own gap between the two ids is within twice the bf16 oracle's largest logit error in that head and
     frame."""
     ours, *oracles, history = sides
-    made_from = [scores(side.logits, history, GREEDY, config) for side in oracles]
+    made_from = [scores(side.logits, history, config) for side in oracles]
     for group, (near, truth) in enumerate(zip(*made_from, strict=True)):
         best, chosen = int(truth.argmax()), int(ours.codes[group])
         if best == chosen:

@@ -18,11 +18,12 @@ WATCHED = [str(SANITIZER), "--tool", "memcheck", "--error-exitcode", "9", "--rep
 
 
 def strained(mode: str, before: list[str], **environment: str) -> None:
+    path = os.pathsep.join((python_path()["PYTHONPATH"], str(SCRIPT.parents[1])))  # and what tests share
     done = subprocess.run(
         [*before, sys.executable, str(SCRIPT), mode],
         capture_output=True,
         text=True,
-        env={**os.environ, **python_path(), **environment},
+        env={**os.environ, "PYTHONPATH": path, **environment},
         timeout=580,
     )
     assert done.returncode == 0 and "made " in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]

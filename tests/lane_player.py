@@ -1,6 +1,7 @@
 """A small engine: plays streams on lanes as the real one does, in ticks that are drawn at random, launched ahead."""
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mktts.engine.lanes import Lanes
-from mktts.engine.scheduler import Tick
+from mktts.engine.pages import PAGE_ROWS
+from mktts.engine.scheduler import Piece, Tick, TickSettings
 from mktts.engine.stream import Segment
-from mktts.measure.parity.batch import RandomTicks
 from mktts.measure.parity.ratio import RowStream
 from mktts.measure.parity.upstream import our_codes
 from mktts.model.sampling import Choice, Sampling
@@ -22,6 +23,10 @@ CHOICES = (
     Choice(temperature=2.0, top_k=20, top_p=0.8),
     Choice(temperature=1.5, top_k=0),
 )
+
+PROMPT_ROWS = (0, 64, 1_024)  # of the buckets of each size
+_IN_TICK = 0.8  # the part of the streams that speak already that is in a tick
+_CUT = 0.3  # of the prompts, at every tick, though there is room for the whole of them
 
 
 def random_segments(config, device, count: int, frames: int, longest: int = 90, ends_after=None) -> list[RowStream]:
@@ -69,9 +74,23 @@ class CountingCodec:
         return torch.cat((codes.float(), heard[:, None], rest), 1)
 
 
+def pages_for(streams: Sequence[RowStream]) -> int:
+    """Pages with which all of them are open at once and every prefix stays kept, page 0 with them."""
+    prefixes = {stream.key: -(-stream.prefix // PAGE_ROWS) for stream in streams if stream.key is not None}
+    own = sum(-(-stream.positions // PAGE_ROWS) for stream in streams) + 1
+    return max(own + sum(prefixes.values()), 8 * sum(prefixes.values()))  # prefixes may have an eighth of all
+
+
+def exact_buckets(sizes: Sequence[int], prompt_rows: Sequence[int] = PROMPT_ROWS) -> TickSettings:
+    """Ticks of exactly these numbers of lanes and prompt rows."""
+    buckets = tuple((lanes, rows) for lanes in sizes for rows in prompt_rows)
+    return TickSettings(buckets, max(sizes), max(prompt_rows), min_rows=1, few_lanes=1)
+
+
 @dataclass
 class _Open:
-    """index, entered: as RandomTicks has them, of the segment that is being made. serial: of that segment."""
+    """index: of the segment that is being made, among all. entered: rows of its prompt. launched: frames. serial: which
+    of the stream's segments it is."""
 
     stream: int
     left: deque[int]
@@ -83,10 +102,12 @@ class _Open:
     serial: int = 0
 
 
-class Player(RandomTicks):
+class Player:
     """`play` runs all streams, each a list of segments; `made` then has the codes of each segment, by stream.
 
-    cancelled: stream -> frames after which it leaves. wasted: lanes that were launched behind the end of a segment.
+    Ticks are drawn at random: streams come one after the other, prompts are cut, some skip a tick.
+    cancelled: stream -> frames after which it leaves. cut, kept: pieces that did not end their prompt, and prefixes
+    found kept. wasted: lanes that were launched behind the end of a segment.
     """
 
     def __init__(
@@ -96,21 +117,32 @@ class Player(RandomTicks):
         cancelled: dict[int, int] | None = None,
         sounds: bool = True,
         seed: int = 0,
+        size: int | None = None,
+        plain: bool = False,
+        each: Callable[[int, int, int, Tensor], None] | None = None,
     ) -> None:
-        """sounds: the lanes have a CountingCodec. seed: of the ticks."""
-        super().__init__(lanes, [segment for segments in streams for segment in segments], lanes.slots, seed)
+        """sounds: the lanes have a CountingCodec. seed: of the ticks, not of the streams. size: lanes of every tick's
+        bucket, where lanes have buckets; at most so many streams are open at once. plain: no tick is launched ahead,
+        and no stream goes on from a reference. each: called with the lane, the stream, the frame's number and its
+        codes (16,)."""
         self.lanes, self.streams, self.cancelled, self._sounds = lanes, streams, cancelled or {}, sounds
+        self._streams = [segment for segments in streams for segment in segments]
+        self._size, self._plain, self._each = size or lanes.slots, plain, each
+        self._coming = 1 - 4 / (4 + self._size) if plain else 0.6  # the chance that one more comes
+        self._rng = np.random.default_rng(seed)
+        self._free = self._rng.permutation(lanes.slots).tolist()[: self._size]
+        self._open: dict[int, _Open] = {}
         self.made: dict[int, list[list[Tensor]]] = {}
-        self.wasted = 0
+        self.cut = self.kept = self.wasted = 0
         self._flying: deque = deque()
 
     def play(self) -> None:
         numbers = iter(range(len(self._streams)))
         todo = deque((stream, deque(next(numbers) for _ in of)) for stream, of in enumerate(self.streams))
         while todo or self._open or self._flying:
-            while todo and self._free and self._rng.random() < 0.6:
+            while todo and self._free and self._rng.random() < self._coming:
                 self._come(*todo.popleft())
-            tick = self._tick() if len(self._flying) < 2 else Tick()
+            tick = self._tick() if len(self._flying) < (1 if self._plain else 2) else Tick()
             if not tick.empty and (not self._flying or self._rng.random() < 0.7):
                 self._launch(tick)
             elif self._flying:
@@ -118,7 +150,7 @@ class Player(RandomTicks):
 
     def _come(self, stream: int, segments: deque[int]) -> None:
         slot, reference = self._free.pop(), None
-        if stream % 2:
+        if stream % 2 and not self._plain:
             reference = torch.full((stream % 4, NUM_CODEBOOKS), 1)
         self._open[slot] = _Open(stream, segments, 0 if reference is None else len(reference))
         self.made[stream] = []
@@ -138,11 +170,29 @@ class Player(RandomTicks):
 
     def _tick(self) -> Tick:
         """Of those that have frames to be launched."""
-        everyone = self._open
-        self._open = {slot: s for slot, s in everyone.items() if s.launched < len(self._streams[s.index].text)}
-        tick = super()._tick()
-        self._open = everyone
-        return tick
+        settings, pieces, old = self.lanes.settings, [], []
+        going = [slot for slot, s in self._open.items() if s.launched < len(self._streams[s.index].text)]
+        left = int(self._rng.integers(1, settings.max_rows + 1))
+        for slot in self._rng.permutation(sorted(going)).tolist():
+            state = self._open[slot]
+            prompt = len(self._streams[state.index].embeds)
+            missing = prompt - state.entered
+            if not missing:
+                old += [slot] if self._rng.random() < _IN_TICK else []
+            elif settings.whole_prompts:
+                pieces.append(Piece(slot, 0, prompt, True))
+            elif left:
+                rows = min(missing, left)
+                if self._rng.random() < _CUT:
+                    rows = int(self._rng.integers(1, rows + 1))
+                pieces.append(Piece(slot, state.entered, rows, rows == missing))
+                self.cut += rows < missing
+                left -= rows
+        new = [piece.slot for piece in pieces if piece.last]
+        lanes, rows = len(new) + len(old), sum(piece.rows for piece in pieces)
+        fitting = [bucket for bucket in settings.buckets if bucket[0] == self._size and bucket[1] >= rows]
+        bucket = min(fitting) if fitting else settings.bucket(self.lanes.model, lanes, rows)
+        return Tick(bucket, np.array([*new, *old], np.int32), len(new), pieces=tuple(pieces))
 
     def _launch(self, tick: Tick) -> None:
         slots = tick.lanes.tolist()
@@ -163,7 +213,8 @@ class Player(RandomTicks):
         launched, lanes = self._flying.popleft()
         made = self.lanes.collect(launched)
         assert len(made.codes) == len(made.ended) == len(made.pcm) == len(lanes) and made.took_s >= 0
-        for (slot, state, serial), codes, ended, pcm in zip(lanes, made.codes, made.ended, made.pcm, strict=True):
+        each_made = zip(lanes, made.codes, made.ended, made.pcm, strict=True)
+        for lane, ((slot, state, serial), codes, ended, pcm) in enumerate(each_made):
             if self._open.get(slot) is not state:
                 continue
             if serial != state.serial:  # launched before the segment's end was known
@@ -176,6 +227,8 @@ class Player(RandomTicks):
             if not ended:
                 state.made.append(torch.from_numpy(codes))
                 state.heard += 1
+                if self._each is not None:
+                    self._each(lane, state.stream, len(state.made) - 1, state.made[-1])
                 if self._sounds:
                     assert pcm[:NUM_CODEBOOKS].tolist() == codes.tolist() and pcm[NUM_CODEBOOKS] == state.heard
             over = ended or len(state.made) == len(self._streams[state.index].text)
