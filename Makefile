@@ -14,6 +14,9 @@ RUN_ARGS ?=
 BENCH_ARGS ?=
 LOAD_ARGS ?= --engine batch --listeners 8,16,20 --seconds 90
 PYTEST_ARGS ?=
+GPU_TESTS ?= outputs/gpu_tests.json
+GPU_FOLDER ?= outputs/reference/h200
+GPU_RECORDS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -32,7 +35,7 @@ SPOKEN := This voice comes with the program. Its model is small enough for two p
   sound. The notebooks show how that works, step by step, from the first word down to one kernel on a graphics card.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-gpu sanitize size lab site lint format docs bench load clean-nb
+.PHONY: help setup run test test-slow test-gpu reference-gpu sanitize size lab site lint format docs bench load clean-nb
 .PHONY: bare reference
 
 help: ## this list
@@ -69,8 +72,11 @@ test: $(STAMP) ## the tests, on every core; GPU tests skip themselves where ther
 test-slow: $(STAMP) ## the full-size tests: minutes and gigabytes
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
-test-gpu: $(STAMP) ## the tests that need a GPU; PYTEST_ARGS=--junitxml=FILE keeps what came of them
-	$(PYTEST) -m gpu $(PYTEST_ARGS)
+test-gpu: $(STAMP) ## the tests that need a GPU, and what came of them as GPU_TESTS=file
+	$(BIN)/python tests/gpu_record.py $(GPU_TESTS) $(PYTEST_ARGS)
+
+reference-gpu: $(STAMP) ## measure an H200 anew, or another GPU with GPU_FOLDER=folder; GPU_RECORDS="bench trace": some of it
+	$(BIN)/python tests/gpu_reference.py $(GPU_FOLDER) $(GPU_RECORDS)
 
 sanitize: $(STAMP) ## the kernels under NVIDIA's compute-sanitizer: needs a CUDA device and the CUDA toolkit
 	$(PYTEST) -k sanitizer tests/kernel/test_megakernel.py tests/batch/cuda/test_sanitized.py $(PYTEST_ARGS)

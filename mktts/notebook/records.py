@@ -19,6 +19,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "outputs" / "reference" / "h200"
 COMMANDS = {
     "bench": "python -m mktts bench --peers --output outputs/reference/h200/bench.json",
     "codec": "python -m mktts parity small random:0.6b --parts codec --output outputs/reference/h200/codec.json",
+    "gpu_tests": "python tests/gpu_record.py outputs/reference/h200/gpu_tests.json",
     "load": "python -m mktts bench --load --listeners 256,512,1024 --into outputs/reference/h200/load.json",
     "parity": "python -m mktts parity random:0.6b random:1.7b random:tiny random:tiny-projected "
     "--parts kernel --output outputs/reference/h200/parity.json",
