@@ -26,7 +26,7 @@ from mktts.errors import CheckpointError
 from mktts.model.cuda_graph import Recorded, record
 
 STATE, CURVES, LIGHT = "state.json", "curves.json", "light"
-_AHEAD = ("steps", "joint_steps")  # of a recipe: what may change on the way
+_AHEAD = ("steps", "joint_steps", "pitch")  # of a recipe: what may change on the way
 _SAVE_S = 60.0  # between writings: what a run that is killed loses at most
 
 

@@ -4,13 +4,15 @@
 #                           voices.safetensors (`train teacher --kokoro K --fetch`); texts.xz and natural.xz of `train texts --kokoro
 #                           K`; to go on from another run, its voice-state.N
 #   train.sh start SECONDS  trains for $MINUTES, for $JOINT of them encoder and codebooks too, then the decoder for $TUNE
-#                           (by default to the end), and the talker for the last $TALK (by default from when there is speech); ends after SECONDS at most
+#                           (by default to the end), and the talker for the last $TALK (by default from when there is speech);
+#                           ends after SECONDS at most
 #   train.sh wait SECONDS   the same of what runs
 # Both put into $OUT the voice-state.N that another run goes on from, 15 MB each, and `start` two of the teacher's shards that
 # judge the voice (NATURAL=23: the other two). Stop where `numbers` of codec.log are below 10 after 1 500 steps without judges.
-# The voice in the box: CODEC_MORE="--judged-frames 8" MINUTES=22 JOINT=22, cut off after 9 minutes; from its voice-state, with the step
-# in codec/frozen, CODEC_MORE="--judged-frames 8" TUNE=4 MINUTES=12.8 CLIPS=30000; then the mean of the talker's weights at steps 7,000
-# and 13,750, and 0.2 for both temperatures of generation_config.json.
+# The voice in the box: of `train texts --count 260000`, FIRST=16 CODEC_MORE="--judged-frames 8 --pitch 0" CLIPS=120000 until the codec
+# is at step 25,250, 20,000 of them with its encoder, and the talker at 10,250; from these voice-state, in a run of its own,
+# FIRST=16 CODEC_MORE="--judged-frames 8" CLIPS=100000 MINUTES=21 TALK=10: codec to 41,250, talker to 18,750. 0.2 for both
+# temperatures of generation_config.json, and michael first in config.json.
 V=${V:-/tmp/v}
 MINUTES=${MINUTES:-25} JOINT=${JOINT:-13} DEVICE=${DEVICE:-cuda} OTHER=${OTHER:-$DEVICE}
 SPEAKERS=${SPEAKERS:-heart=af_heart:2.4,michael=am_michael:3.9}
