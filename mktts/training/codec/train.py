@@ -75,10 +75,10 @@ def _at_pitch(ours: Tensor, theirs: Tensor) -> Tensor:
     levels, x, y = theirs[..., :1], ours[..., 1:], theirs[..., 1:]
     told = (levels * y)[..., _PITCH_BANDS, :].sum(-2) / (levels[..., _PITCH_BANDS, :].sum(-2) + _FLOOR**2)
     shortest = _SHORTEST - _SHORT[2].start
-    height, period = told[..., shortest:].max(-1, keepdim=True)
+    height, period = told[..., shortest:-_NEAR].max(-1, keepdim=True)
     x, y = x[..., _COMPARED, :], y[..., _COMPARED, :]
     period = (period + shortest)[..., None, :].expand(*y.shape[:-1], 1)
-    lags = torch.cat([(period + d).clamp(0, y.shape[-1] - 1) for d in range(-_NEAR, _NEAR + 1)], -1)
+    lags = torch.cat([period + d for d in range(-_NEAR, _NEAR + 1)], -1)
     highest, at = y.gather(-1, lags).max(-1, keepdim=True)
     weight = (height > _VOICED).float()[..., None, :] * (levels[..., _COMPARED, :] > _LOUD**2)
     return (weight * (highest - x.gather(-1, lags.gather(-1, at))).abs()).sum() / weight.sum().clamp(min=1)
