@@ -155,12 +155,12 @@ class Prefill:
         """As `fill`, of a prompt (L, H) whose first positions, fewer than L, are `kept`. One beyond the graphs'
         capacity goes through eager PyTorch, all of it, where the stack has matrices of its own (a Qwen3Stack). Raises
         CapacityError where it has not."""
-        if len(rows) > CAPACITY and not isinstance(self.stack, Qwen3Stack):
-            raise CapacityError(
-                f"a prompt may have {CAPACITY} rows with the megakernel, this one has {len(rows)}: shorten it "
-                "(instruction, reference recording and its transcript, text), or pass backend='torch'"
-            )
         if len(rows) > CAPACITY:
+            if not isinstance(self.stack, Qwen3Stack):
+                raise CapacityError(
+                    f"a prompt may have {CAPACITY} rows with the megakernel, this one has {len(rows)}: shorten it "
+                    "(instruction, reference recording and its transcript, text), or pass backend='torch'"
+                )
             cache = self.stack.new_cache(len(rows))
             hidden = self.stack.forward(rows[None], cache)[0, -1]
             copy_into_cache(torch.stack((cache.keys, cache.values))[:, :, 0], kv)

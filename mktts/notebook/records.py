@@ -86,12 +86,14 @@ def runs(folder: Path) -> list[dict[str, Any]]:
     own name; of a headless one `param.NAME` and `env.NAME` too. Raises MetricsError where a file cannot be read."""
     rows = []
     for path in sorted(folder.glob("*/metrics.json")):
-        run, about = path.parent, stored("parameters", path.parent)
-        by_hand = {"notebook": run.name.partition(MANUAL)[0], "status": "ok"} if about is None else {}
-        row = {"run": run.name, **by_hand, **read_object(path, MetricsError)}
-        if "status" not in row:
+        run = path.parent
+        about = stored("parameters", run)
+        row = {"run": run.name} | read_object(path, MetricsError)
+        if about is None:  # by hand
+            row = {"notebook": run.name.partition(MANUAL)[0], "status": "ok"} | row
+        elif "status" not in row:
             continue  # it was killed
-        if about is not None:
+        else:
             row |= {"notebook": about["notebook"], **{f"param.{k}": value for k, value in about["parameters"].items()}}
             row |= {f"env.{name}": value for name, value in (stored("environment", run) or {}).items()}
         rows.append(row)

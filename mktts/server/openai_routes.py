@@ -75,9 +75,8 @@ class References:
         the caller calls it. Raises ApiError."""
         service, said = self._service, (transcript or "").strip() or None
         if not service.model.clones:
-            raise wrong(
-                "cloning_unavailable", key, f"a {service.model.type} checkpoint clones no voices: serve a Base one"
-            )
+            what = f"a {service.model.type} checkpoint clones no voices: serve a Base one"
+            raise wrong("cloning_unavailable", key, what)
         service.check_chars(len(said or ""), "ref_text")
         service.admit()  # before the work, not after it
 

@@ -25,7 +25,7 @@ KEY_VARIABLE = "MKTTS_API_KEY"
 # What a browser writes into Origin for a page on this machine. A page that lies there was put there by its owner.
 LOOPBACK_ORIGIN = r"https?://(localhost|([a-z0-9-]+\.)+localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?"
 _NAME = r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?"
-_ORIGIN = re.compile(rf"(?P<scheme>https?)://({_NAME}|\[[0-9a-f:.]+\])(:[0-9]{{1,5}})?")
+_ORIGIN = re.compile(rf"(?P<scheme>https?)://({_NAME}|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{{1,5}}))?")
 _LAST_PORT = 2**16 - 1
 DAY_S = 24 * 3_600
 
@@ -149,9 +149,11 @@ def checked_origins(words: Iterable[str]) -> tuple[str, ...]:
     """Origins as browsers write them, in lower case. Raises ServerError for a word that no Origin can equal."""
     origins = []
     for word in words:
-        if (found := _ORIGIN.fullmatch(word.strip().lower())) is None:
-            message = "must be like https://app.example or http://localhost:3000, and end there"
-            raise ServerError(f"--allow-origin {message}, got {word!r}")
+        found = _ORIGIN.fullmatch(word.strip().lower())
+        if not found or int(found["port"] or 0) > _LAST_PORT:
+            raise ServerError(
+                f"--allow-origin must be like https://app.example or http://localhost:3000, and end there, got {word!r}"
+            )
         origins.append(found[0].removesuffix(":80" if found["scheme"] == "http" else ":443"))
     return tuple(origins)
 
@@ -160,7 +162,7 @@ def checked_hosts(words: Iterable[str]) -> frozenset[str]:
     """Host names in lower case. Raises ServerError for a word that is none."""
     names = {word: word.strip().lower().rstrip(".") for word in words}
     for word, name in names.items():
-        if not re.fullmatch(_NAME, name):
+        if not re.fullmatch(_NAME, name) and not _address(name):
             raise ServerError(f"--allow-host must be a name without scheme and port, as tts.example, got {word!r}")
     return frozenset(names.values())
 

@@ -171,7 +171,7 @@ def test_origins_and_hosts_are_taken_as_browsers_write_them():
     for word in ("", *"* null app.example https://*.example ftp://app.example http://a:b //a http://u@a".split()):
         with pytest.raises(ServerError, match="--allow-origin"):
             checked_origins([word])
-    assert checked_hosts(["TTS.example", "my_box"]) == {"tts.example", "my_box"}
+    assert checked_hosts(["TTS.example", "my_box", "::1"]) == {"tts.example", "my_box", "::1"}
     for word in ("", "tts.example:80", "a b", "*"):
         with pytest.raises(ServerError, match="--allow-host"):
             checked_hosts([word])

@@ -169,11 +169,8 @@ class Subject:
         seen = client.hold(self.source, self.texts, self.settings, listeners, self.stopped)
         point = client.measured(seen, self.settings)
         ticks, engine = client.held_ticks(seen, getattr(self.source, "ticks", np.zeros(0)))
-        offered = {
-            "listeners": listeners,
-            "context_rows": self.texts.rows,
-            "context": "text" if self.texts.text else "natural",
-        }
+        kind = "text" if self.texts.text else "natural"
+        offered = {"listeners": listeners, "context_rows": self.texts.rows, "context": kind}
         weights = {"checkpoint": self.settings.checkpoint, "random_weights": self.random_weights}
         return point | engine | offered | weights | self.engine(), seen, ticks
 

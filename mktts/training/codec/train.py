@@ -56,16 +56,18 @@ def repetition(pcm: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """How each band of PCM (B, n) resembles itself 2 to 42 ms later, beside the target's. -> (), the mean squared
     difference of their autocorrelations in windows of which the target's band is loud enough, of 107 and of 50 ms; (),
     `_at_pitch`; and (bands,), how much more of `pcm` than of the target repeats after 20 ms, without a gradient."""
-    losses = []
-    for windows in (_LONG, _SHORT):
-        ours, theirs = _autocorrelations(pcm, *windows), _autocorrelations(target, *windows)
-        weight = (theirs[..., :1] > _LOUD**2).float()  # (B, windows, bands, 1)
-        x, y = (found[..., 1:] for found in (ours, theirs))
-        losses.append((weight * (x - y).square()).sum() / (weight.sum() * x.shape[-1]).clamp(min=1))
-        if windows is _LONG:
-            step = (x - y)[..., STEP_SAMPLES - _LONG[2].start]
-            more = (weight[..., 0] * step).sum((0, 1)) / weight[..., 0].sum((0, 1)).clamp(min=1)
-    return sum(losses) / len(losses), _at_pitch(ours, theirs), more.detach()
+    short, long = ((_autocorrelations(pcm, *w), _autocorrelations(target, *w)) for w in (_SHORT, _LONG))
+    ours, theirs = (found[..., 1 + STEP_SAMPLES - _LONG[2].start] for found in long)
+    weight = (long[1][..., 0] > _LOUD**2).float()
+    more = (weight * (ours - theirs)).sum((0, 1)) / weight.sum((0, 1)).clamp(min=1)
+    return (_distance(*short) + _distance(*long)) / 2, _at_pitch(*short), more.detach()
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Mean squared difference of autocorrelations (B, windows, bands, 1 + lags), where the target's band is loud."""
+    weight = (theirs[..., :1] > _LOUD**2).float()
+    squares = (ours - theirs)[..., 1:].square()
+    return (weight * squares).sum() / (weight.sum() * squares.shape[-1]).clamp(min=1)
 
 
 def _at_pitch(ours: Tensor, theirs: Tensor) -> Tensor:
