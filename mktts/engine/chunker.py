@@ -22,14 +22,18 @@ class Chunker:
         """schedule: where the options leave it open."""
         self._schedule = options.schedule or schedule
         self._trimming = options.trim_lead
-        self.undecoded: list[Any] = []
+        self.undecoded: list[Any] = []  # of each frame, what `decode` of `take` takes
         self.decoding: list[tuple[Any, int]] = []  # chunks on their way to the host, with their frames
         self._lead = np.zeros(0, dtype=np.float32)  # the end of the silence so far, while trimming
         self._chunks = 0
         self._samples = 0  # decoded so far, trimmed ones included
         self._silent_frames = 0  # trimmed away since the last chunk
-        self.pending_frames = 0  # made and not in a chunk yet
         self.prefill_ms = self.talker_ms = self.predictor_ms = self.codec_ms = 0.0  # since the last chunk
+
+    @property
+    def pending_frames(self) -> int:
+        """Made and not in a chunk yet."""
+        return len(self.undecoded) + sum(count for _, count in self.decoding) + self._silent_frames
 
     @property
     def begun(self) -> bool:
@@ -37,24 +41,23 @@ class Chunker:
         return self._chunks > 0
 
     @property
+    def next_frames(self) -> int:
+        """Of the chunk that is being made, the silent lead before it included."""
+        return self.pending_frames + self.missing_frames
+
+    @property
     def missing_frames(self) -> int:
         """That make the next chunk whole."""
         wanted = self._schedule[min(self._chunks + len(self.decoding), len(self._schedule) - 1)]
         return wanted - len(self.undecoded)
-
-    def add(self, frame: Any) -> None:
-        """Of the next frame, what `decode` takes."""
-        self.undecoded.append(frame)
-        self.pending_frames += 1
 
     def take(
         self, decode: Callable[[list[Any]], Any], started_s: float, flush: bool = False, ahead: bool = False
     ) -> Chunk | None:
         """The next chunk once the schedule has it whole, or what there is with `flush`; None for nothing to hear.
 
-        decode: begins to turn the next frames, a list of what was added, into PCM (T * SAMPLES_PER_FRAME,) float32,
-        which its result waits for. ahead: a chunk that has become whole is only begun to be decoded, and the next call
-        hands it out.
+        decode: begins to turn `undecoded` into PCM (T * SAMPLES_PER_FRAME,) float32, which its result waits for. ahead:
+        a chunk that has become whole is only begun to be decoded, and the next call hands it out.
         """
         whole = bool(self.undecoded) if flush else self.missing_frames <= 0
         if not whole and not self.decoding:
@@ -87,7 +90,6 @@ class Chunker:
         chunk = Chunk(pcm, (self._samples - len(pcm)) / SAMPLE_RATE_HZ, frames, timings, pcm16)
         self._chunks += 1
         self._silent_frames = 0
-        self.pending_frames -= frames
         self.prefill_ms = self.talker_ms = self.predictor_ms = self.codec_ms = 0.0
         return chunk
 

@@ -16,10 +16,10 @@ import sys
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -30,7 +30,7 @@ from mktts.engine.admission import Admission, AdmissionLimits, Capacity
 from mktts.engine.options import SCHEDULE, Guard, Plan, StreamOptions
 from mktts.engine.runner import EngineStats, Runner
 from mktts.engine.script import FedScript, Script
-from mktts.engine.stream import EngineName, Notifier, StreamCounters, Utterance
+from mktts.engine.stream import EngineName, Notifier, Utterance
 from mktts.errors import EngineError, SamplingError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
@@ -82,7 +82,6 @@ class Engine:
         self._later, self._singly = later, SINGLE_STREAMS
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self.notifier = Notifier()
-        self._counters: defaultdict[EngineName, StreamCounters] = defaultdict(StreamCounters)
         self._lock = threading.Lock()
         self.closed = False
         self._utterances: weakref.WeakSet[Utterance] = weakref.WeakSet()
@@ -101,51 +100,45 @@ class Engine:
         plan: Plan,
         started_s: float,
         *,
-        paced: bool = True,
         engine: EngineName | None = None,
         sink: Any = None,
     ) -> Utterance:
         """A stream of known text: one checked request a segment, and pauses between them. started_s: of the call
-        that timings count from. engine: the lanes; None chooses. paced, sink: see `Utterance`.
+        that timings count from. engine: the lanes; None chooses. sink: see `Utterance`.
 
         Raises EngineError after `close` and in a forked child, SamplingError for draws that no lanes make.
         """
-        utterance = Utterance(plan, self._inbox, self.notifier, paced, sink)
+        utterance = self.reserve(plan, sink)
         self._begin(utterance, lambda runner: Script(parts, runner.build, started_s), engine)
         return utterance
 
-    def reserve(self, plan: Plan, *, paced: bool = True, sink: Any = None) -> Utterance:
+    def reserve(self, plan: Plan, sink: Any = None) -> Utterance:
         """A stream whose text is to come; the worker knows of it from `begin_fed` on. Raises as `submit`."""
-        utterance = Utterance(plan, self._inbox, self.notifier, paced, sink)
+        utterance = Utterance(plan, self._inbox, self.notifier, sink)
         with self._lock:
             self._check(plan.sampling)
             self._utterances.add(utterance)
         return utterance
 
-    def begin_fed(
-        self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]
-    ) -> Callable[[Any], None]:
-        """Begins a reserved stream with `texts`, as `FedScript.feed` takes them; returns that, for what follows.
-        request: checked, without text. max_chars: of a segment. Raises as `submit`."""
+    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> None:
+        """Begins a reserved stream with `texts`, as `FedScript.feed` takes them. request: checked, without text.
+        max_chars: of a segment. Raises as `submit`."""
+        self._begin(utterance, lambda runner: FedScript(request, runner.open_prompt, max_chars, texts))
 
-        def script_of(runner: Runner) -> FedScript:
-            script = FedScript(request, runner.open_prompt, max_chars)
+    def feed(self, utterance: Utterance, texts: Sequence[Any]) -> None:
+        """More text of a stream that `begin_fed` has begun; without effect where it is over."""
+        script = utterance.script
+        if script is not None:
             for text in texts:
                 script.feed(text)
-            return script
+            utterance.update()
 
-        return self._begin(utterance, script_of).feed
-
-    def _begin(self, utterance: Utterance, script_of: Callable[[Runner], Any], engine: EngineName | None = None) -> Any:
+    def _begin(self, utterance: Utterance, script_of: Callable[[Runner], Any], engine: str | None = None) -> None:
         with self._lock:
             self._check(utterance.plan.sampling)
-            self._utterances.add(utterance)
             runner = self._choose(utterance.plan.sampling, engine)
-            counters, script = self._counters[runner.name], script_of(runner)
-            counters.opened += 1
-            utterance.begin(script, runner.name, counters)
+            utterance.begin(script_of(runner), runner.name)
             self._inbox.put(utterance)
-        return script
 
     def _check(self, sampling: Sampling | None = None) -> None:
         """Raises EngineError where nothing can be made, and SamplingError for rng="torch" without single lanes."""
@@ -164,8 +157,9 @@ class Engine:
         single, batch = self.runners.get("single"), self.runners.get("batch")
         if single is None or batch is None and self._later is None:
             return single or batch
-        active = sum(counters.active for counters in self._counters.values())
-        few = active < self._singly and self._counters["single"].open < OPEN_SINGLY
+        active = (one for one in self._utterances if one.open and not one.idle)
+        few = len(list(islice(active, self._singly))) < self._singly  # of thousands it looks at the first ones only
+        few = few and sum(one.open and one.engine == "single" for one in self._utterances) < OPEN_SINGLY
         if few or sampling.rng == "torch":
             return single
         if batch is None:  # a program that ends meanwhile waits: compilers that are cut off abort it
@@ -257,8 +251,8 @@ class Engine:
 
     def _make_stream(self, runner: Runner, request: Request, frames: int) -> None:
         """Makes an unpaced stream of so many frames on these lanes."""
-        plan = Plan(Sampling(), 0, frames, StreamOptions(guard=Guard.off()))
-        utterance = self.submit([request], plan, 0.0, paced=False, engine=runner.name)
+        plan = Plan(Sampling(), 0, frames, StreamOptions(guard=Guard.off()), paced=False)
+        utterance = self.submit([request], plan, 0.0, engine=runner.name)
         while utterance.take() is not None:
             pass
 

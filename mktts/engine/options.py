@@ -122,12 +122,14 @@ class StreamOptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that decides how one utterance is generated, apart from its text and voice."""
+    """Everything that decides how one utterance is generated, apart from its text and voice. paced: somebody listens in
+    real time; otherwise frames are wanted as soon as others allow it."""
 
     sampling: Sampling
     seed: int
     max_frames: int | None
     options: StreamOptions
+    paced: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, Sampling):

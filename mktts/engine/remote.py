@@ -17,24 +17,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import partial, partialmethod
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mktts.audio.pcm import FULL_SCALE
 from mktts.checkpoint import open_checkpoint
 from mktts.common import python_path
-from mktts.engine.admission import AdmissionLimits, Capacity
+from mktts.engine.admission import Capacity
 from mktts.engine.engine import ManyStreams
 from mktts.engine.options import Chunk, FinishReason, Plan, Timings
 from mktts.engine.runner import EngineStats
 from mktts.engine.stream import EngineName, Notifier, Utterance
 from mktts.errors import EngineError, MkttsError
 from mktts.model.prompt import Request
-from mktts.model.voice import Voice
 from mktts.text.parts import Pause
 
 _TOLD_S = 0.01  # what consumers have taken is told together: the engine plans ticks of as much
@@ -49,17 +48,14 @@ _PROGRAM = (
 _LOG = logging.getLogger(__name__)
 
 
-class Call(NamedTuple):
-    """Of a method in the other process, pickled: of `Child` or its engine, or of `RemoteEngine`, whose names begin with
-    `_on_`. number: of the reply that is wanted; None: none is."""
-
-    method: str
-    arguments: tuple[Any, ...]
-    number: int | None = None
+# Of a method in the other process, pickled: of `Child` or its engine, or of `RemoteEngine`, whose names begin with
+# `_on_`; its arguments; and the number of the reply that is wanted, None where none is.
+Call = tuple[str, tuple[Any, ...], int | None]
 
 
 class Wire:
-    """`send` from any thread, `receive` from one. Both raise OSError where the other process is gone."""
+    """`send` from any thread, `receive` from one. Where the other process is gone both raise OSError, and the second
+    EOFError."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket, self._connection = end, Connection(os.dup(end.fileno()))
@@ -71,10 +67,7 @@ class Wire:
             self._connection.send_bytes(data)
 
     def receive(self) -> tuple[Call, ...]:
-        try:
-            return self._connection.recv()
-        except EOFError:
-            raise ConnectionError("the other process has closed its end") from None
+        return self._connection.recv()
 
     def close(self) -> None:
         """The other process's `receive` ends, and this one's, though a thread waits in it."""
@@ -121,52 +114,34 @@ class RemoteEngine:
 
     # ---- streams
 
-    def submit(
-        self, parts: Sequence[Request | Pause], plan: Plan, started_s: float, *, paced: bool = True
-    ) -> Utterance:
+    def submit(self, parts: Sequence[Request | Pause], plan: Plan, started_s: float) -> Utterance:
         """As `Engine.submit`; timings count from when the other process has it."""
-        utterance = self.reserve(plan, paced=paced)
-        self._begin(utterance, "submit", parts, plan, paced)
+        utterance = self.reserve(plan)
+        self._begin(utterance, "submit", parts, plan)
         return utterance
 
-    def reserve(self, plan: Plan, *, paced: bool = True) -> Utterance:
+    def reserve(self, plan: Plan) -> Utterance:
         self._check_open()
-        utterance = Utterance(plan, self._inbox, self._notifier, paced)
+        utterance = Utterance(plan, self._inbox, self._notifier)
         utterance.watched = True  # what is taken is told
         return utterance
 
-    def begin_fed(
-        self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]
-    ) -> Callable[[Any], None]:
-        return partial(self._feed, self._begin(utterance, "begin_fed", request, utterance.plan, max_chars, texts))
+    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> None:
+        self._begin(utterance, "begin_fed", request, utterance.plan, max_chars, texts)
 
-    def _begin(self, utterance: Utterance, method: str, *arguments: Any) -> int:
+    def feed(self, utterance: Utterance, texts: Sequence[Any]) -> None:
+        if utterance.number in self._utterances:
+            self._send("feed", utterance.number, texts)
+
+    def _begin(self, utterance: Utterance, method: str, *arguments: Any) -> None:
         with self._lock:
             self._check_open()
             id = next(self._numbers)
             self._utterances[id], utterance.number = utterance, id
         utterance.begin(None, "batch")
         self._send(method, id, *arguments)
-        return id
-
-    def _feed(self, id: int, piece: Any) -> None:
-        if id in self._utterances:
-            self._send("feed", id, piece)
 
     # ---- all of them
-
-    def set_limits(self, limits: AdmissionLimits) -> None:
-        self._call("set_limits", limits)
-
-    def warm_up(self, request: Request) -> None:
-        self._call("warm_up", request)
-
-    def measure_capacity(self, request: Request, renew: bool = False, only_kept: bool = False) -> Capacity:
-        return self._call("measure_capacity", request, renew, only_kept)
-
-    def forget(self, voice: Voice) -> None:
-        """As `Engine.forget`; not waited for."""
-        self._send("forget", voice)
 
     def close(self) -> None:
         """Ends every stream and the other process. Idempotent."""
@@ -191,7 +166,7 @@ class RemoteEngine:
 
     def _send(self, method: str, *arguments: Any, number: int | None = None) -> None:
         try:
-            self._wire.send(Call(method, arguments, number))
+            self._wire.send((method, arguments, number))
         except OSError:
             raise self._death() from None
 
@@ -202,6 +177,11 @@ class RemoteEngine:
             self._replies[number] = reply
         self._send(method, *arguments, number=number)
         return reply.result()  # ends with the other process at the latest
+
+    set_limits = partialmethod(_call, "set_limits")
+    warm_up = partialmethod(_call, "warm_up")
+    measure_capacity = partialmethod(_call, "measure_capacity")
+    forget = partialmethod(_send, "forget")  # not waited for
 
     def _tell(self) -> None:
         """Thread: tells what consumers have taken and cancelled."""
@@ -225,20 +205,20 @@ class RemoteEngine:
 
     def _receive(self) -> None:
         """Thread: hands on what the other process says, to its end."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, EOFError):
             while True:
-                for call in self._wire.receive():
-                    getattr(self, call.method)(*call.arguments)
-                call = None  # it keeps no error while it waits
+                for method, arguments, _ in self._wire.receive():
+                    getattr(self, method)(*arguments)
+                arguments = None  # it keeps no error while it waits
                 self._notifier.flush()
                 self._many.count(len(self._utterances))
         self._many.count(0)
         with self._lock:
             self.gone, self.closed = not self.closed, True
         self._inbox.put(None)
-        for id, utterance in list(self._utterances.items()):
-            self._utterances.pop(id, None)
+        for utterance in list(self._utterances.values()):
             utterance.fail(self._death()) if self.gone else utterance.cancel()
+        self._utterances.clear()
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(self._death() if self.gone else EngineError(_CLOSED))
@@ -289,22 +269,6 @@ def sendable(error: BaseException | None) -> BaseException | None:
     return EngineError(f"{type(error).__name__}: {error}")
 
 
-class StreamSink:
-    """Where a stream's chunks go: see `Utterance`."""
-
-    def __init__(self, id: int, child: Child) -> None:
-        self._id, self._child = id, child
-
-    def put(self, state: Utterance, chunk: Chunk | None, at_once: bool) -> None:
-        if chunk is not None:
-            self._child.add("_on_chunk", self._id, chunk.pcm16, chunk.start_s, chunk.frames, chunk.timings)
-        elif not at_once:  # otherwise it was cancelled, by the other process
-            self._child.add("_on_over", self._id, state.finish_reason, sendable(state.error))
-
-    def idle(self, state: Utterance) -> None:
-        self._child.add("_on_idle", self._id, state.idle, state.late_s)
-
-
 class Child:
     """Does what it is told until the other process goes away. What a turn of the worker gives is sent together, by a
     thread of its own: the worker waits for no socket."""
@@ -312,21 +276,27 @@ class Child:
     def __init__(self, wire: Wire, load: Callable[..., Any]) -> None:
         """load: `Synthesizer.load`."""
         self._wire, self._load = wire, load
-        self._streams: dict[int, tuple[Utterance, Callable[[Any], None] | None]] = {}
+        self._streams: dict[int, Utterance] = {}
         self._made: list[Call] = []  # in this turn; the worker's
         self._out: SimpleQueue[list[Call]] = SimpleQueue()
 
     def run(self) -> None:
         """Returns when the other process is gone."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, EOFError):
             while True:
                 for call in self._wire.receive():
-                    self._do(call)
+                    self._do(*call)
                 call = None  # it keeps no voice while it waits
 
-    def add(self, method: str, *arguments: Any) -> None:
-        """Worker: goes out behind its turn."""
-        self._made.append(Call(method, arguments))
+    def tell(self, id: int, utterance: Utterance, what: str, chunk: Chunk | None) -> None:
+        """Worker: see `Utterance.sink`; it goes out behind the turn."""
+        if what == "chunk":
+            arguments: tuple[Any, ...] = chunk.pcm16, chunk.start_s, chunk.frames, chunk.timings
+        elif what == "idle":
+            arguments = utterance.idle, utterance.late_s
+        else:
+            arguments = utterance.finish_reason, sendable(utterance.error)
+        self._made.append((f"_on_{what}", (id, *arguments), None))
 
     def flush(self) -> None:
         if self._made:
@@ -347,22 +317,22 @@ class Child:
                 self._wire.send(*calls)
 
     def _state(self) -> Call:
-        return Call("_on_state", (self._engine.stats, self._engine.capacity))
+        return "_on_state", (self._engine.stats, self._engine.capacity), None
 
-    def _do(self, call: Call) -> None:
-        of = self if hasattr(self, call.method) else self._engine
+    def _do(self, method: str, arguments: tuple[Any, ...], number: int | None) -> None:
+        of = self if hasattr(self, method) else self._engine
         value = error = None
         try:
-            value = getattr(of, call.method)(*call.arguments)
+            value = getattr(of, method)(*arguments)
         except Exception as raised:
             error = sendable(raised)
-            if call.method in ("submit", "begin_fed"):
-                self._out.put([Call("_on_over", (call.arguments[0], None, error))])
-            elif call.number is None:
-                _LOG.exception("%s failed", call.method)
-        if call.number is not None:
+            if method in ("submit", "begin_fed"):
+                self._out.put([("_on_over", (arguments[0], None, error), None)])
+            elif number is None:
+                _LOG.exception("%s failed", method)
+        if number is not None:
             state = [self._state()] if error is None else []
-            self._wire.send(*state, Call("_on_reply", (call.number, value, error)))
+            self._wire.send(*state, ("_on_reply", (number, value, error), None))
 
     # ---- what `RemoteEngine` calls
 
@@ -374,28 +344,25 @@ class Child:
         threading.Thread(target=self._send, daemon=True).start()
         return synthesizer.backend_name, str(synthesizer.device), synthesizer.dtype
 
-    def submit(self, id: int, parts: Sequence[Request | Pause], plan: Plan, paced: bool) -> None:
+    def submit(self, id: int, parts: Sequence[Request | Pause], plan: Plan) -> None:
         """A stream of known text: see `Engine.submit`."""
-        sink = StreamSink(id, self)
-        self._streams[id] = self._engine.submit(parts, plan, time.perf_counter(), paced=paced, sink=sink), None
+        self._streams[id] = self._engine.submit(parts, plan, time.perf_counter(), sink=partial(self.tell, id))
 
     def begin_fed(self, id: int, request: Request, plan: Plan, max_chars: int, texts: Sequence[Any]) -> None:
         """A stream whose text goes on by `feed`: see `Engine.begin_fed`."""
-        utterance = self._engine.reserve(plan, sink=StreamSink(id, self))
-        self._streams[id] = utterance, self._engine.begin_fed(utterance, request, max_chars, texts)
+        utterance = self._engine.reserve(plan, sink=partial(self.tell, id))
+        self._engine.begin_fed(utterance, request, max_chars, texts)
+        self._streams[id] = utterance
 
-    def feed(self, id: int, piece: Any) -> None:
-        """As `FedScript.feed`. No effect on a stream that is over."""
-        utterance, feed = self._streams.get(id, (None, None))
-        if feed is not None:
-            feed(piece)
-            utterance.update()
+    def feed(self, id: int, texts: Sequence[Any]) -> None:
+        """See `Engine.feed`."""
+        if (utterance := self._streams.get(id)) is not None:
+            self._engine.feed(utterance, texts)
 
     def taken(self, frames: dict[int, int | None]) -> None:
         """Frames that consumers have taken in all, by stream; None: cancelled."""
         for id, count in frames.items():
-            utterance, _ = self._streams.get(id, (None, None))
-            if utterance is None:
+            if (utterance := self._streams.get(id)) is None:
                 continue
             if count is None:
                 utterance.cancel()
@@ -403,9 +370,7 @@ class Child:
             utterance.taken_frames = count
             if utterance.watched:
                 utterance.update()
-        over = [id for id, (utterance, _) in self._streams.items() if utterance.over]
-        for id in over:
-            del self._streams[id]
+        self._streams = {id: utterance for id, utterance in self._streams.items() if not utterance.over}
 
 
 def run_child(handle: int, load: Callable[..., Any]) -> None:

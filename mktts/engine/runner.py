@@ -70,21 +70,20 @@ class EngineStats(NamedTuple):
 
 
 class TickPace:
-    """model: what a tick takes on the device. step_model: with the pause before it, where there is one: a host may be
-    slower than its device. early_s: before the tick that runs ends, when the next one is planned."""
+    """device: learns what a tick takes there. steps: with the pause before it, where there is one: a host may be slower
+    than its device. early_s: before the tick that runs ends, when the next one is planned."""
 
     def __init__(self, believed: TickModel, width: int) -> None:
         """believed: what a tick takes, before any was seen. width: lanes of a tick, at most."""
         learns = TickFit if width > 1 else MeanTick
-        self._device, self._steps = learns(believed), learns(believed)
-        self.model = self.step_model = believed
+        self.device, self.steps = learns(believed), learns(believed)
         self.early_s = _EARLY_S
 
     def observe(self, tick: Tick, made: Made, follows: bool) -> None:
         """A tick was read. follows: it was launched while the one before it ran."""
         paused_s, size = made.idle_s if follows else 0.0, (*tick.bucket, tick.context_rows)
-        self.model = self._device.observe(*size, made.took_s)
-        self.step_model = self._steps.observe(*size, made.took_s + paused_s)
+        self.device.observe(*size, made.took_s)
+        self.steps.observe(*size, made.took_s + paused_s)
         if follows:
             self.early_s = min(_RELAX * self.early_s + _GAP_PART * paused_s, _MOST_EARLY_S)
 
@@ -199,7 +198,7 @@ class Runner:
         plan_s = now_s if running is None else running.ends_s - self.pace.early_s
         self._take_arrivals(now_s, now_s + _STARTING_S if running is None else plan_s)
         self._freed = False
-        while (left := self._queue.pop(now_s, self.pace.step_model)) is not None:
+        while (left := self._queue.pop(now_s, self.pace.steps.model)) is not None:
             self._decided(*left, now_s)
         if now_s < plan_s:
             return float("-inf") if self._arrived else plan_s
@@ -209,7 +208,7 @@ class Runner:
         if lone is not None and table.text_known[lone] and not table.full[lone]:
             tick = lone_tick(table, lone, begins_s)
         else:
-            tick = next_tick(table, begins_s, self.pace.model, self._settings)
+            tick = next_tick(table, begins_s, self.pace.device.model, self._settings)
         if not tick.empty:
             self._launch(tick, now_s, begins_s, alone)
         self._queue.idle_since_s = math.inf if self._running else min(self._queue.idle_since_s, now_s)
@@ -274,14 +273,14 @@ class Runner:
         try:
             if stream.cancelled:
                 stream.end(None)
-            elif stream.open and stream.ready():
-                if stream.paced and self._queue.full:  # no prompt is made for nothing: forty may come at once
+            elif stream.open and (stream.next_segment() or stream.has_rest):
+                if stream.plan.paced and self._queue.full:
                     raise self._refusal("queue")
-                if not stream.next_segment():
+                if stream.segment is None:
                     stream.flush()  # it ended without a word
             if stream.open and stream.segment is not None:
                 arrival = self._arrival(stream, now_s)
-                reason = self._queue.submit(arrival, self.pace.step_model)
+                reason = self._queue.submit(arrival, self.pace.steps.model)
                 if reason != "waited":
                     self._decided(arrival, reason, now_s)
                 return True
@@ -302,7 +301,7 @@ class Runner:
         if self._pages is not None:
             key = kept_under(segment.prompt)
             kept = self._pages.find(key)
-        return Arrival(now_s, rows - kept, most, stream.paced, key, stream)
+        return Arrival(now_s, rows - kept, most, stream.plan.paced, key, stream)
 
     def _decided(self, arrival: Arrival, reason: Reason, now_s: float) -> None:
         stream: Utterance = arrival.name
@@ -314,7 +313,7 @@ class Runner:
             slot = self.free_slots.pop()
             self._streams[slot] = self._awake[slot] = stream
             stream.on_close = partial(self._leave, slot)
-            self._table.enter(slot, arrival.arrived_s, stream.paced)
+            self._table.enter(slot, arrival.arrived_s, stream.plan.paced)
             try:
                 if self.lanes.submit is not None:
                     stream.submit = partial(self.lanes.submit, slot)
@@ -347,7 +346,7 @@ class Runner:
     def _flush(self, slot: int, stream: Utterance, now_s: float) -> None:
         stream.flush()
         if stream.open:
-            self._table.chunk(slot, stream.made_frames, stream.next_chunk_frames)
+            self._table.chunk(slot, stream.made_frames, stream.chunker.next_frames)
             self._table.pause(slot, stream.silent_s, now_s)
 
     def _leave(self, slot: int) -> None:
@@ -417,13 +416,13 @@ class Runner:
         stream = self._streams[slot]
         try:
             if slot in self._begun:
-                if stream.input_known():
+                if stream.row_known():
                     del self._waiting[slot]
                     self._table.text(slot, True, now_s)
                     return
             elif stream.next_segment() and self._goes_on(slot, now_s):
                 return
-            if stream.ready() and not stream.unread:
+            if stream.has_rest and not stream.unread:
                 self._flush(slot, stream, now_s)  # nothing comes for now: the listener gets what there is
             if stream.open and not stream.unread and (stream.segment is None or slot in self._begun):
                 stream.set_idle(True)  # without a frame on its way, nor memory to wait for
@@ -500,12 +499,16 @@ class Runner:
             expected_s = self.reference_model.predict(*tick.bucket, tick.context_rows)
             self.admission.tick(ended_s, took_s, expected_s, int((late_s > 0).sum()), len(tick.lanes))
         self._give(running, made, late_s, ended_s)
-        if self._pages is not None:
-            self._keep_prefixes(running.lanes[: tick.new_lanes])
+        if self._pages is None:
+            return
+        for slot, segment in running.lanes[: tick.new_lanes]:  # whose prompts have entered: others may share prefixes
+            key = kept_under(segment.prompt)
+            if segment.stream.segment is segment and key is not None and not self._pages.find(key):
+                self._pages.keep(slot, key, segment.prompt.prefix_rows)
 
     def _give(self, running: Running, made: Made, late_s: np.ndarray, ended_s: float) -> None:
         table, pcm16 = self._table, None
-        if made.pcm is not None and any(segment.stream.paced for _, segment in running.lanes):
+        if made.pcm is not None and any(segment.stream.plan.paced for _, segment in running.lanes):
             pcm16 = rows_to_pcm16(made.pcm)  # listeners take 16 bits mostly: made here for all at once
         predictor_ms = 1e3 * made.predictor_s
         talker_ms = 1e3 * made.took_s / max(len(running.lanes), 1) - predictor_ms
@@ -535,21 +538,12 @@ class Runner:
             if not stream.open:
                 continue
             if stream.made_frames != before or not before:
-                table.chunk(slot, stream.made_frames, stream.next_chunk_frames)
+                table.chunk(slot, stream.made_frames, stream.chunker.next_frames)
             if ended:
                 self._free_memory(slot)
                 table.text_known[slot] = False
                 self._waiting[slot] = None
                 self._resume(slot, ended_s)
-
-    def _keep_prefixes(self, lanes: Sequence[tuple[int, Segment]]) -> None:
-        """The prompts of these have entered: their prefixes are kept for others."""
-        for slot, segment in lanes:
-            if segment.stream.segment is not segment:
-                continue
-            prompt = segment.prompt
-            if (key := kept_under(prompt)) is not None and not self._pages.find(key):
-                self._pages.keep(slot, key, prompt.prefix_rows)
 
 
 def kept_under(prompt: Any) -> Hashable | None:

@@ -423,18 +423,14 @@ class StreamTable:
         """Slots (bool) of streams that need frames in time: paced ones, but those whose readers have gone away, and
         those that wait for their text and have played what was made."""
         absent = self.full & (now_s >= self.taken_s + ABSENT_S)
-        return self.open & self.paced & (self.text_known | (self.played_until_s > now_s)) & ~absent
+        played_until_s = self.playing_since_s + FRAME_S * self.frames_made
+        return self.open & self.paced & (self.text_known | (played_until_s > now_s)) & ~absent
 
     def changes_s(self, now_s: float) -> float:
         """When `listening` next changes by time alone; inf for never."""
         gone_s = self.taken_s[self.open & self.full] + ABSENT_S
-        played_s = self.played_until_s[self.open & ~self.text_known]
+        played_s = (self.playing_since_s + FRAME_S * self.frames_made)[self.open & ~self.text_known]
         return min([*gone_s[gone_s > now_s], *played_s[played_s > now_s]], default=np.inf)
-
-    @property
-    def played_until_s(self) -> np.ndarray:
-        """When a listener will have played what was made; -inf before the first PCM."""
-        return self.playing_since_s + FRAME_S * self.frames_made
 
     # ---- for the scheduler
 

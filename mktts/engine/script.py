@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from mktts.model.prompt import Request
@@ -49,7 +48,8 @@ class Script:
         self._build, self._finished = build, True
 
     def next_segment(self) -> Any | None:
-        """The next segment's prompt, ready to prefill, or None: not written yet, or none left (`ended`)."""
+        """The next segment's prompt, ready to prefill, or None: not written yet, or none left (`ended`). Asked for when
+        the one before has been spoken: text that comes from then on belongs to a new one."""
         parts, self.silent_samples = self._parts, None
         while parts and isinstance(parts[0], Pause):
             self.silent_samples = (self.silent_samples or 0) + parts.popleft().samples
@@ -66,9 +66,6 @@ class Script:
     def update(self) -> None:
         """Passes on what has been fed since the last call."""
 
-    def leave_segment(self) -> None:
-        """The present segment has been spoken: text that comes from now on belongs to a new one."""
-
 
 class _Written(NamedTuple):
     """A segment of text that is fed."""
@@ -81,9 +78,12 @@ class FedScript(Script):
     """Text that is spoken while it is written: each segment is a prompt that waits for its text. open_prompt: makes a
     `FedPrompt` of a request with no text yet."""
 
-    def __init__(self, request: Request, open_prompt: Callable[[Request], Any], max_chars: int) -> None:
+    def __init__(
+        self, request: Request, open_prompt: Callable[[Request], Any], max_chars: int, texts: Iterable[Any] = ()
+    ) -> None:
+        """texts: as `feed` takes them."""
         super().__init__((), lambda part: part.prompt if part.prompt.ready else None, time.perf_counter())
-        self._pieces: SimpleQueue[Any] = SimpleQueue()  # from the writing thread
+        self._pieces: deque[Any] = deque(texts)  # from the writing thread
         self._finished = False
         self._request = replace(request, text="")
         self._open_prompt, self._max_chars = open_prompt, max_chars
@@ -93,14 +93,17 @@ class FedScript(Script):
     def feed(self, piece: str | Pause | Request | None) -> None:
         """More text, cleaned; a pause; a request, without text, that says how what follows is spoken; or None, where no
         more comes. Any thread."""
-        self._pieces.put(piece)
+        self._pieces.append(piece)
+
+    def next_segment(self) -> Any | None:
+        if not self._parts:  # the prompt that text goes to has been spoken
+            self._written = None
+        self.update()
+        return super().next_segment()
 
     def update(self) -> None:
-        while True:
-            try:
-                piece = self._pieces.get_nowait()
-            except Empty:
-                return
+        while self._pieces:
+            piece = self._pieces.popleft()
             if isinstance(piece, str):
                 first, *others = self._splitter.push(piece)
                 self._write(first)
@@ -116,10 +119,6 @@ class FedScript(Script):
                 self._parts.append(piece)
             else:
                 self._request = piece
-
-    def leave_segment(self) -> None:
-        if self._written is not None and not self._parts:  # the spoken one is the one being written
-            self._written = None
 
     def _write(self, text: str) -> None:
         if self._written is None:

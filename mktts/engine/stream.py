@@ -64,24 +64,6 @@ class Notifier:
             self.after()
 
 
-@dataclass
-class StreamCounters:
-    """Streams of an engine, as counted by those that open them (under their lock) and by the worker. idle: open, and
-    waiting for their text or for their reader."""
-
-    opened: int = 0
-    ended: int = 0
-    idle: int = 0
-
-    @property
-    def open(self) -> int:
-        return self.opened - self.ended
-
-    @property
-    def active(self) -> int:
-        return self.open - self.idle
-
-
 @dataclass(eq=False)
 class Segment:
     """What the frames of one segment are made from, and how far they are. prompt: a `Prompt`, or a `FedPrompt` that is
@@ -116,22 +98,19 @@ class Segment:
 class Utterance:
     """One stream between the worker, which makes it, and its consumer, which takes its chunks.
 
-    paced: somebody listens in real time; otherwise frames are wanted as soon as others allow it. engine: the lanes that
-    make it, None before it has text. open: frames may be made for it: from `begin` on, until it is over. codes: one
-    (16,) int64 tensor or array a frame so far, of all segments. idle: it waits for its text, or for its consumer.
-    late_s: by which chunks came behind the place of a listener who plays from the first one on.
+    engine: the lanes that make it, None before it has text. open: frames may be made for it: from `begin` on, until it
+    is over. codes: one (16,) int64 tensor or array a frame so far, of all segments. idle: it waits for its text, or for
+    its consumer. late_s: by which chunks came behind the place of a listener who plays from the first one on.
     The worker's: chunker, positions: of one segment, prompt and frames together: set when the lanes have it. segment:
     that is being made, None before the first and between two; segment_number: from 0; begins_anew: a pause stands
     before the segment, so that the codec begins anew; silent_s: of pauses that were delivered; submit: decodes frames
     to a pending result where lanes give no PCM; on_close: called once, at the end.
     """
 
-    def __init__(
-        self, plan: Plan, inbox: SimpleQueue[Any], notifier: Notifier, paced: bool = True, sink: Any = None
-    ) -> None:
-        """sink: for a consumer in another process, instead of `take`: its `put` gets the stream, a chunk or None at the
-        end, and whether another thread than the worker's calls; its `idle` is called where that changes."""
-        self.plan, self.paced, self.sink = plan, paced, sink
+    def __init__(self, plan: Plan, inbox: SimpleQueue[Any], notifier: Notifier, sink: Any = None) -> None:
+        """sink: for a consumer in another process, instead of `take`: called by the worker with this, with "chunk",
+        "idle" where that has changed, or "over", and with the chunk."""
+        self.plan, self.sink = plan, sink
         self.codes: list[Tensor | np.ndarray] = []
         self.cancelled = self.open = self.idle = False
         self.late_s = 0.0
@@ -143,8 +122,7 @@ class Utterance:
         self.taken_frames = 0  # written by the consumer
         self.watched = False  # the worker has found the buffer full: what the consumer takes wakes it
         self._inbox, self._notifier = inbox, notifier
-        self._counters = StreamCounters()
-        self._script: Script | None = None  # none once it is over: its caches are free then
+        self.script: Script | None = None  # none once it is over: its caches are free then
         self._chunks: SimpleQueue[Chunk | None] = SimpleQueue()  # None: the end
         self._reason: FinishReason | None = None
         self.read = False  # the consumer has seen the end
@@ -160,10 +138,10 @@ class Utterance:
         self.submit: Callable[[list[Any]], Any] | None = None
         self.on_close: Callable[[], None] | None = None
 
-    def begin(self, script: Script | None, engine: EngineName, counters: StreamCounters | None = None) -> None:
+    def begin(self, script: Script | None, engine: EngineName) -> None:
         """Before the worker is given it, once: what it says, and the lanes that make it. script: None where another
         process speaks it."""
-        self._counters, self._script, self.open = counters or StreamCounters(), script, True
+        self.script, self.open = script, True
         self.engine = engine  # last: from now on the worker looks at it
 
     # ---- consumer, any thread
@@ -230,24 +208,23 @@ class Utterance:
 
     # ---- worker: text, segments and frames
 
-    def ready(self) -> bool:
-        """Whether there is something to make or to hand on; False means: waiting for text."""
-        known, chunker = self.input_known(), self.chunker
-        return known or self._spoken or bool(chunker.undecoded or chunker.decoding) or self._silent_samples > 0
+    @property
+    def has_rest(self) -> bool:
+        """Whether there is something to hand on without another frame: sound, a pause, or the end."""
+        return self._spoken or bool(self.chunker.undecoded or self.chunker.decoding) or self._silent_samples > 0
 
     def next_segment(self) -> bool:
         """Whether the next segment's turn has come and its prompt is known; it is then `segment`."""
         if self.segment is not None:
             return True
-        self._script.update()
         begun_s = time.perf_counter()
-        prompt, silent_samples = self._script.next_segment(), self._script.silent_samples
+        prompt, silent_samples = self.script.next_segment(), self.script.silent_samples
         self.begins_anew = self.begins_anew or silent_samples is not None
         self._silent_samples += silent_samples or 0
         self.chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
         if prompt is None:
             return False
-        plan, voice = self.plan, self._script.voice
+        plan, voice = self.plan, self.script.voice
         limit = MAX_SEGMENT_FRAMES if plan.max_frames is None else plan.max_frames - len(self.codes)
         limit = max(1, min(limit, self.positions - len(prompt.embeds)))
         # A key-value cache no longer than the guard allows; the frame that reaches the limit is its runaway.
@@ -264,25 +241,16 @@ class Utterance:
         )
         return True
 
-    def input_known(self) -> bool:
-        """Whether the input of the frame after those launched is known; fetches it."""
-        segment = self.segment
-        if segment is None:
-            return self.next_segment()
-        self._script.update()
-        if segment.launched:
-            segment.row = segment.prompt.row(segment.launched - 1)
-        return segment.row is not None
+    def row_known(self) -> bool:
+        """Whether the text row of the segment's frame after those launched is known; fetches it."""
+        self.script.update()
+        self.segment.row = self.segment.prompt.row(self.segment.launched - 1)
+        return self.segment.row is not None
 
     @property
     def unread(self) -> bool:
         """Whether frames of the segment were launched whose codes are not known yet."""
         return self.segment is not None and self.segment.launched > self.segment.guard.frames
-
-    @property
-    def next_chunk_frames(self) -> int:
-        """How many frames the chunk has that is being made, the silent lead before it included."""
-        return self.chunker.pending_frames + self.chunker.missing_frames
 
     def add_frame(
         self,
@@ -299,12 +267,11 @@ class Utterance:
         chunker.talker_ms += talker_ms
         chunker.predictor_ms += predictor_ms
         if codes is None:
-            self._script.leave_segment()
             self.segment = None
             over = "eos" if self._spoken else None
         else:
             self.codes.append(codes)
-            chunker.add(codes if pcm is None else pcm)
+            chunker.undecoded.append(codes if pcm is None else pcm)
             over = self.segment.guard.count(codes, self.segment.prompt.text_tokens)
         self._hand_on(over, over is not None, ahead and over is None)
 
@@ -314,14 +281,14 @@ class Utterance:
 
     @property
     def _spoken(self) -> bool:
-        return self.segment is None and self._script.ended
+        return self.segment is None and self.script.ended
 
     def _hand_on(self, over: FinishReason | None, flush: bool, ahead: bool = False) -> None:
         """over: why it ends with the chunk that is there now."""
         if self.cancelled:
             self.end(None)
             return
-        started_s = self._script.started_s
+        started_s = self.script.started_s
         chunk = self.chunker.take(self.submit or _decoded, started_s, flush, ahead)
         if chunk is not None:
             first = not self.made_frames
@@ -354,8 +321,7 @@ class Utterance:
         self._reason = reason
         self.set_idle(False)
         self.open = False
-        self._script = self.segment = self.submit = None
-        self._counters.ended += 1
+        self.script = self.segment = self.submit = None
         on_close, self.on_close = self.on_close, None
         try:
             if on_close is not None:
@@ -368,9 +334,8 @@ class Utterance:
     def set_idle(self, idle: bool) -> None:
         if idle is not self.idle:
             self.idle = idle
-            self._counters.idle += 1 if idle else -1
             if self.sink is not None:
-                self.sink.idle(self)
+                self.sink(self, "idle", None)
 
     def full(self, pending_frames: int) -> bool:
         """Whether the consumer has to take something first; it then wakes the worker. pending_frames: made or being
@@ -385,7 +350,8 @@ class Utterance:
         if chunk is not None:
             self.made_frames += chunk.frames
         if self.sink is not None:
-            self.sink.put(self, chunk, at_once)
+            if not at_once:  # else the other process has cancelled it
+                self.sink(self, "over" if chunk is None else "chunk", chunk)
             return
         self._chunks.put(chunk)
         if (waiter := self._waiter) is not None:
@@ -563,7 +529,6 @@ class Session(Stream):
         super().__init__(engine, utterance, words)
         self._request, self._max_chars = request, max_chars
         self._text = text
-        self._feed: Callable[[Any], None] | None = None  # as `FedScript.feed`, from the first visible text on
         self._early: list[Any] = []  # of pieces without anything visible
         self._writing = threading.Lock()
         self._chars = 0
@@ -584,8 +549,8 @@ class Session(Stream):
             if self._words is not None:
                 self._words.feed(piece)
             self._chars += len(piece)
-            if self._feed is not None:
-                self._hand_over(parts)
+            if self._utterance.engine is not None:
+                self._engine.feed(self._utterance, parts)
             elif piece.strip():
                 self._begin((*self._early, *parts))
             else:
@@ -597,29 +562,21 @@ class Session(Stream):
         with self._writing:
             if self._finished:
                 return
-            self._finished = True
+            self._finished, over = True, self._utterance.over
             try:
-                if self._feed is None and not self._utterance.over:
+                if self._utterance.engine is None and not over:
                     raise TextError("expected text to speak before finish, got none")
-                if not self._utterance.over:
-                    self._hand_over(self._text.finish())
+                parts = () if over else self._text.finish()
             except TextError:
                 self._utterance.cancel()
                 raise
             if self._words is not None:
                 self._words.finish()
-            if self._feed is not None:
-                self._hand_over([None])
-
-    def _hand_over(self, parts: Sequence[Any]) -> None:
-        for part in parts:
-            self._feed(part)
-        if parts:
-            self._utterance.update()
+            self._engine.feed(self._utterance, [*parts, None])
 
     def _begin(self, parts: Sequence[Any]) -> None:
         try:
-            self._feed = self._engine.begin_fed(self._utterance, self._request, self._max_chars, parts)
+            self._engine.begin_fed(self._utterance, self._request, self._max_chars, parts)
         except EngineError:
             if not self._utterance.over:  # else the engine was closed meanwhile
                 raise

@@ -177,8 +177,7 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
 
     def say(self, text: str, **settings: Unpack[StreamSettings]) -> np.ndarray:
         """All PCM of `stream(text, ...)`: (S,) float32 in [-1, 1] at SAMPLE_RATE_HZ."""
-        with self._stream(text, settings, paced=False) as stream:
-            return stream.read()
+        return self._stream_unpaced(text, settings).read()
 
     def say_many(
         self,
@@ -221,14 +220,14 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
 
     def _stream(self, text: str, settings: StreamSettings, paced: bool = True) -> Stream:
         started_s = time.perf_counter()
-        request, plan = self._checked(clean_text(text), settings)
+        request, plan = self._checked(clean_text(text), settings, paced)
         feed, words = self._readers(request, plan, settings)
         max_chars = plan.options.max_chars_per_segment or self._whole_chars
         parts = cut(request, (*feed.push(request.text), *feed.finish()), max_chars)
         if words is not None:
             words.feed(request.text)
             words.finish()
-        return Stream(self.engine, self.engine.submit(parts, plan, started_s, paced=paced), words)
+        return Stream(self.engine, self.engine.submit(parts, plan, started_s), words)
 
     def spoken(self, word: str, language: str, lexicon: Lexicon | None = None) -> str:
         """A word of a text as it will be heard, apart from its neighbours. lexicon: in place of the synthesizer's."""
@@ -322,7 +321,7 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         state = ", closed" if self.engine.closed else ""
         return f"<Synthesizer: {name}, {self.backend_name} on {self.device}, {str(self.dtype)[6:]}{state}>"
 
-    def _checked(self, text: str, settings: StreamSettings) -> tuple[Request, Plan]:
+    def _checked(self, text: str, settings: StreamSettings, paced: bool = True) -> tuple[Request, Plan]:
         """What to say and how to generate it. `text`: cleaned."""
         for name in settings.keys() - StreamSettings.__annotations__.keys():
             where = f": it belongs to sampling=Sampling(talker=Choice({name}=...))" if name in _OF_A_CHOICE else ""
@@ -337,6 +336,7 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
             drawn_seed() if seed is None else seed,
             settings.get("max_frames"),
             _OPTIONS if options is None else options,
+            paced,
         )
         return self._prompts.check(request), plan
 

@@ -71,7 +71,7 @@ class Desk:
         """A stream of these segments."""
         requests = [Request(text) for text in texts or ("Hello.",)]
         script = Script(requests, self.runners[engine].build, self.now_s)
-        return self._opened(script, Plan(Sampling(), seed, frames, options), paced, engine)
+        return self._opened(script, Plan(Sampling(), seed, frames, options, paced), engine)
 
     def listen(
         self,
@@ -84,11 +84,11 @@ class Desk:
     ) -> tuple[Utterance, Writer]:
         """A stream whose text is fed to the script."""
         script = FedScript(Request(""), self.runners[engine].open_prompt, max_chars)
-        job = self._opened(script, Plan(Sampling(), seed, frames, options), paced, engine)
+        job = self._opened(script, Plan(Sampling(), seed, frames, options, paced), engine)
         return job, Writer(script, job)
 
-    def _opened(self, script: Script, plan: Plan, paced: bool, engine: str) -> Utterance:
-        job = Utterance(plan, self.inbox, Notifier(), paced)
+    def _opened(self, script: Script, plan: Plan, engine: str) -> Utterance:
+        job = Utterance(plan, self.inbox, Notifier())
         job.begin(script, engine)
         self.runners[engine].update(job)
         return job
@@ -156,7 +156,7 @@ class Desk:
 
 def open_streams(synth: Synthesizer) -> int:
     """Streams that have begun and are not over."""
-    return sum(counters.open for counters in synth.engine._counters.values())
+    return sum(job.open for job in list(synth.engine._utterances))
 
 
 @dataclass
@@ -203,9 +203,8 @@ def unread(
     started_s: float = 0.0,
 ) -> Utterance:
     """A stream of these segments, that the runner has; it is made to its end, whoever reads it."""
-    job = Utterance(
-        Plan(Sampling(), seed, frames, replace(options, buffer_frames=10**9)), SimpleQueue(), Notifier(), paced=False
-    )
+    plan = Plan(Sampling(), seed, frames, replace(options, buffer_frames=10**9), paced=False)
+    job = Utterance(plan, SimpleQueue(), Notifier())
     job.begin(Script([Request(text) for text in texts or ("Hello.",)], runner.build, started_s), "single")
     runner.update(job)
     return job

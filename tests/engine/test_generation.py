@@ -89,7 +89,7 @@ def test_chunks_of_any_length_are_trimmed_as_the_whole_is(size):
     chunker = Chunker(StreamOptions(schedule=(1,), trim_lead=True))
     chunks = []
     for _ in range(0, len(whole), size):
-        chunker.add(None)
+        chunker.undecoded.append(None)
         chunks.append(chunker.take(lambda codes: decoded, time.perf_counter()))
     heard = [chunk for chunk in chunks if chunk]
     kept = 9 * AUDIBLE_WINDOW_SAMPLES - SAMPLE_RATE_HZ * 40 // 1_000
@@ -114,28 +114,24 @@ def test_timings_add_up_over_the_frames_of_a_chunk():
 
 
 @pytest.mark.parametrize(
-    ("backend", "text", "options", "max_frames", "ended", "cache_frames"),
+    ("backend", "text", "options", "max_frames", "positions", "ended", "cache_frames"),
     [
-        (FakeBackend(eos_after=4), "One. Two. Three.", OFF, 10, ("max_frames", 10), [10, 6, 2]),
-        (FakeBackend(), "12", StreamOptions(), None, ("runaway", 100), [100]),  # the guard is on by default
-        (FakeBackend(), "12", OFF, None, ("max_frames", MAX_SEGMENT_FRAMES), [MAX_SEGMENT_FRAMES]),
+        (FakeBackend(eos_after=4), "One. Two. Three.", OFF, 10, 10_000, ("max_frames", 10), [10, 6, 2]),
+        (FakeBackend(), "12", StreamOptions(), None, 10_000, ("runaway", 100), [100]),  # the guard is on by default
+        (FakeBackend(), "12", OFF, None, 10_000, ("max_frames", MAX_SEGMENT_FRAMES), [MAX_SEGMENT_FRAMES]),
+        (FakeBackend(), "12345", OFF, None, 50, ("max_frames", 45), [45]),  # as many as the model has positions
         # The longest repetition of real speech is no runaway.
-        (FakeBackend(code0=lambda frame: frame // 34), HELLO, NO_LENGTH, 200, ("max_frames", 200), [200]),
+        (FakeBackend(code0=lambda frame: frame // 34), HELLO, NO_LENGTH, 200, 10_000, ("max_frames", 200), [200]),
     ],
 )
-def test_where_an_utterance_ends_and_how_long_its_caches_are(backend, text, options, max_frames, ended, cache_frames):
-    runner = fake_single(backend)
+def test_where_an_utterance_ends_and_how_long_its_caches_are(
+    backend, text, options, max_frames, positions, ended, cache_frames
+):
+    runner = fake_single(backend, positions=positions)
     utterance = unread(runner, *text.split(), options=options, frames=max_frames)
     run(runner, utterance)
     assert (utterance.finish_reason, len(utterance.codes)) == ended
     assert [state.max_frames for state in backend.states] == cache_frames
-
-
-def test_the_limit_of_the_model_bounds_a_segment():
-    runner = fake_single(positions=50)
-    utterance = unread(runner, "12345")
-    run(runner, utterance)
-    assert (utterance.finish_reason, len(utterance.codes)) == ("max_frames", 45)
 
 
 def test_segments_follow_one_another_with_a_fresh_talker_and_one_codec():

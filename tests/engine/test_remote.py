@@ -23,7 +23,7 @@ from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.common import python_path
 from mktts.engine.admission import AdmissionLimits
 from mktts.engine.options import Guard, StreamOptions
-from mktts.engine.remote import Call, Wire, sendable
+from mktts.engine.remote import Wire, sendable
 from mktts.errors import BackendUnavailable, BusyError, EngineError, OptionsError
 from mktts.model.voice import Voice
 from mktts.synth import Synthesizer
@@ -168,8 +168,8 @@ def test_an_error_that_cannot_be_pickled_is_told_in_words():
     error = ValueError("beyond words")
     error.cause = threading.Lock()
     here, there = (Wire(end) for end in socket.socketpair())
-    here.send(Call("over", (sendable(error),)), Call("over", (sendable(None),)))
-    (told,), (other,) = (call.arguments for call in there.receive())
+    here.send(("over", (sendable(error),), None), ("over", (sendable(None),), None))
+    (told,), (other,) = (arguments for _, arguments, _ in there.receive())
     assert type(told) is EngineError and "ValueError: beyond words" in str(told) and other is None
 
 
