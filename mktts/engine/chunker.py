@@ -28,12 +28,8 @@ class Chunker:
         self._chunks = 0
         self._samples = 0  # decoded so far, trimmed ones included
         self._silent_frames = 0  # trimmed away since the last chunk
+        self.pending_frames = 0  # made and not in a chunk yet
         self.prefill_ms = self.talker_ms = self.predictor_ms = self.codec_ms = 0.0  # since the last chunk
-
-    @property
-    def pending_frames(self) -> int:
-        """Made and not in a chunk yet."""
-        return len(self.undecoded) + sum(count for _, count in self.decoding) + self._silent_frames
 
     @property
     def begun(self) -> bool:
@@ -90,6 +86,7 @@ class Chunker:
         chunk = Chunk(pcm, (self._samples - len(pcm)) / SAMPLE_RATE_HZ, frames, timings, pcm16)
         self._chunks += 1
         self._silent_frames = 0
+        self.pending_frames -= frames
         self.prefill_ms = self.talker_ms = self.predictor_ms = self.codec_ms = 0.0
         return chunk
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -118,7 +118,6 @@ class SingleLanes(OneLane):
     codec: CodecDecoder | GraphedCodec
     positions: int
     decodes_beside: bool = False
-    primed: PrimedStates = field(init=False)
 
     def __post_init__(self) -> None:
         self.primed = PrimedStates(self.codec)
@@ -176,9 +175,13 @@ class SingleLanes(OneLane):
             first = here.codec_state is None and not chunker.pending_frames
             if first and chunker.missing_frames == 1 and self._queues:
                 return backend.step(here.state, row, meanwhile=lambda: self._queue_decoding(here))
-            rows = here.segment.rows_ahead(MAX_FRAMES_AHEAD) if self.alone else [row]
+            segment, rows = here.segment, [row]
+            if self.alone:  # as far as the rows are known, to the chunk's end
+                most = min(MAX_FRAMES_AHEAD, chunker.missing_frames, segment.max_frames - segment.launched)
+                while len(rows) < most and (row := segment.prompt.row(segment.launched - 1 + len(rows))) is not None:
+                    rows.append(row)
             if len(rows) == 1:
-                return backend.step(here.state, row)
+                return backend.step(here.state, rows[0])
             here.ahead, here.ahead_frames = backend.frames(here.state, rows), len(rows)
         frame = next(here.ahead)
         here.ahead_frames -= 1

@@ -384,6 +384,8 @@ class Runner:
     def _update_readers(self, now_s: float) -> None:
         """What readers of awake streams have taken, and whose buffer is full: a loop over those with a change only."""
         table, streams = self._table, list(self._awake.values())
+        if not streams:
+            return
         if len(streams) == 1:  # what looks at many takes a twentieth of a millisecond for one
             (slot,), (stream,) = self._awake, streams
             taken, frames = stream.taken_frames, int(table.frames_made[slot])

@@ -86,14 +86,6 @@ class Segment:
         """Of rows (L, H) as a prompt, without a stream."""
         return cls(PromptRows(rows), sampling, seed, MAX_SEGMENT_FRAMES)
 
-    def rows_ahead(self, most: int) -> list[Tensor | None]:
-        """The row of the frame to be launched, and of frames after it as far as they are known, to the chunk's end."""
-        most = min(most, self.stream.chunker.missing_frames, self.max_frames - self.launched)
-        rows = [self.row]
-        while len(rows) < most and (row := self.prompt.row(self.launched - 1 + len(rows))) is not None:
-            rows.append(row)
-        return rows
-
 
 class Utterance:
     """One stream between the worker, which makes it, and its consumer, which takes its chunks.
@@ -272,6 +264,7 @@ class Utterance:
         else:
             self.codes.append(codes)
             chunker.undecoded.append(codes if pcm is None else pcm)
+            chunker.pending_frames += 1
             over = self.segment.guard.count(codes, self.segment.prompt.text_tokens)
         self._hand_on(over, over is not None, ahead and over is None)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fakes import OFF, PATIENT, FakeBackend, FakeCodec, FakeLanes, fake_batch, fake_single
 
@@ -18,7 +19,7 @@ from mktts.engine.lanes import SingleLanes
 from mktts.engine.options import Chunk, Plan, StreamOptions
 from mktts.engine.runner import Runner
 from mktts.engine.script import FedScript, Script
-from mktts.engine.stream import Notifier, Utterance
+from mktts.engine.stream import Notifier, Session, Stream, Utterance
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.synth import Synthesizer
@@ -173,6 +174,22 @@ class Writer:
     def finish(self) -> None:
         self.script.feed(None)
         self.job.update()
+
+
+TEXT, WHO = "The quick brown fox jumps over the lazy dog.", {"speaker": "vivian"}
+
+
+def speak(synth: Synthesizer, text: str = TEXT, frames: int = 12, **settings: Any) -> Stream:
+    """On a checkpoint of its own kind."""
+    return synth.stream(text, **{"seed": 1, "max_frames": frames, "options": OFF, **WHO, **settings})
+
+
+def fed(session: Session, pieces: Iterable[str]) -> np.ndarray:
+    """All PCM of a session that gets these pieces, and no more."""
+    for piece in pieces:
+        session.feed(piece)
+    session.finish()
+    return session.read()
 
 
 def chunks_of(job: Utterance) -> list[Chunk]:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from desk import fed
 from fakes import OFF, ONE, FakeBackend, FakeCodec, fake_synthesizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -147,10 +148,7 @@ def test_however_text_is_fed_the_codes_are_those_of_the_text_at_once(make, piece
 def test_long_fed_text_becomes_segments_at_sentence_ends(make):
     with make(FakeBackend(eos_after=60)) as synth:
         session = synth.open(options=replace(OFF, max_chars_per_segment=20), seed=1)
-        for word in "This is the first sentence. And the second one is here. Last.".split(" "):
-            session.feed(word + " ")
-        session.finish()
-        session.read()
+        fed(session, (word + " " for word in "This is the first sentence. And the second one is here. Last.".split()))
         assert [prompt.text for prompt in synth._prompts.opened] == [
             "This is the first sentence.",
             "And the second one is here.",

@@ -90,6 +90,7 @@ def test_chunks_of_any_length_are_trimmed_as_the_whole_is(size):
     chunks = []
     for _ in range(0, len(whole), size):
         chunker.undecoded.append(None)
+        chunker.pending_frames += 1
         chunks.append(chunker.take(lambda codes: decoded, time.perf_counter()))
     heard = [chunk for chunk in chunks if chunk]
     kept = 9 * AUDIBLE_WINDOW_SAMPLES - SAMPLE_RATE_HZ * 40 // 1_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from desk import Desk, chunks_of
+from desk import Desk, chunks_of, fed
 from fakes import FAKE_ENGINES, OFF, FakeBackend, fake_synthesizer
 
 from mktts.audio import to_pcm16
@@ -77,10 +78,7 @@ def test_a_text_with_pauses_is_its_parts_with_zeros_between(synthesizer, case):
     assert max(len(chunk.pcm) for chunk in chunks) <= 8 * SAMPLES_PER_FRAME
     assert all(chunk.pcm16 == to_pcm16(chunk.pcm) for chunk in chunks)
     with synthesizer.open(seed=SEED, options=OFF, voices={"Anna": ANNA}) as session:
-        for letter in text:  # that pieces give what the whole gives is shown in tests/text/test_pieces.py
-            session.feed(letter)
-        session.finish()
-        assert len(session.read()) == len(expected)
+        assert len(fed(session, text)) == len(expected)  # tests/text/test_pieces.py: pieces give what the whole gives
 
 
 def test_a_fed_pause_is_heard_before_more_text_comes():
@@ -89,9 +87,7 @@ def test_a_fed_pause_is_heard_before_more_text_comes():
         heard = 0
         while heard < 5 * SAMPLES_PER_FRAME + SAMPLE_RATE_HZ // 4:
             heard += len(next(session).pcm)
-        session.feed("There.")
-        session.finish()
-        assert len(session.read()) == 5 * SAMPLES_PER_FRAME
+        assert len(fed(session, ["There."])) == 5 * SAMPLES_PER_FRAME
 
 
 @pytest.mark.parametrize(
@@ -107,8 +103,7 @@ def test_what_cannot_be_is_named_whole_and_fed(text, named):
         with pytest.raises(TextError, match=named):
             synthesizer.stream(text)
         with synthesizer.open() as session, pytest.raises(TextError, match=named):
-            session.feed(text)
-            session.finish()
+            fed(session, [text])
 
 
 def test_a_piece_that_is_refused_is_not_taken():
@@ -116,9 +111,7 @@ def test_a_piece_that_is_refused_is_not_taken():
         session.feed("Hello. [pause 1")
         with pytest.raises(TextError, match="got 11 s"):
             session.feed("1s]")
-        session.feed("s] There.")
-        session.finish()
-        assert len(session.read()) == 10 * SAMPLES_PER_FRAME + SAMPLE_RATE_HZ
+        assert len(fed(session, ["s] There."])) == 10 * SAMPLES_PER_FRAME + SAMPLE_RATE_HZ
 
 
 def test_a_voice_of_another_kind_of_checkpoint_is_refused(tiny):
@@ -171,10 +164,7 @@ def test_a_dialogue_of_the_voice_in_the_box_is_its_parts(load):
         assert np.allclose(pcm, parts_alone(synthesizer, OF_DIALOGUE), atol=2e-5)
         at_once = synthesizer.say(DIALOGUE, seed=SEED, layout="streaming")
         with synthesizer.open(seed=SEED) as session:
-            for start in range(0, len(DIALOGUE), 5):
-                session.feed(DIALOGUE[start : start + 5])
-            session.finish()
-            assert len(session.read()) == len(at_once)
+            assert len(fed(session, re.findall(".{1,5}", DIALOGUE))) == len(at_once)
         silence = synthesizer.say("<speak><break time='40ms'/></speak>")
         assert len(silence) == 960 and not silence.any()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from desk import fed
 from served import WAIT_S, until
 
 from mktts.audio import to_pcm16
@@ -74,14 +75,9 @@ def test_many_streams_in_an_event_loop_each_get_their_own(far, near):
 
 
 def test_fed_text_is_spoken_as_here(far, near):
-    def said(session) -> bytes:
-        for piece in ("Hello ", "my ", "friends."):
-            session.feed(piece)
-        session.finish()
-        return to_pcm16(session.read())
-
-    settings = {"seed": 5, "max_frames": 24}
-    assert said(far.open(**settings)) == said(near.open(**settings))
+    sessions = [synth.open(seed=5, max_frames=24) for synth in (far, near)]
+    theirs, ours = (to_pcm16(fed(session, ("Hello ", "my ", "friends."))) for session in sessions)
+    assert theirs == ours
 
 
 def test_nothing_is_made_for_a_reader_who_takes_nothing_and_a_cancelled_stream_ends(far):

@@ -204,8 +204,12 @@ def test_a_text_that_raises_ends_its_stream_alone(desk):
 
 @pytest.mark.parametrize("name", ["launch", "collect"])
 @pytest.mark.parametrize("call", [0, 1, 3])
-def test_a_failed_tick_ends_its_streams_and_the_next_are_served(desk, monkeypatch, name, call):
+def test_a_failed_tick_ends_its_streams_alone_and_the_next_are_served(desk, monkeypatch, name, call):
     at = desk()
+    waiting, script = at.listen(seed=5)
+    script.feed("abc")
+    at.run()
+    assert len(waiting.codes) == 3
     jobs = [at.say(seed=seed, frames=9) for seed in range(3)]
     fails_at(monkeypatch, at.lanes, name, {call}, RuntimeError("an illegal address"))
     at.run()
@@ -216,20 +220,6 @@ def test_a_failed_tick_ends_its_streams_and_the_next_are_served(desk, monkeypatc
             chunks_of(job)
     for seed, job in enumerate(jobs):
         assert job in ended or frames_of(job) == alone(["Hello."], seed, None, frames=9)
-    served(at)
-
-
-def test_streams_that_are_not_in_the_failed_tick_go_on(desk, monkeypatch):
-    at = desk()
-    waiting, script = at.listen(seed=5)
-    script.feed("abc")
-    at.run()
-    assert len(waiting.codes) == 3
-    fails_at(monkeypatch, at.lanes, "launch", {0}, RuntimeError("an illegal address"))
-    job = at.say(seed=6, frames=5)
-    at.run()
-    with pytest.raises(FAILED):
-        job.take()
     script.feed("de")
     at.run()
     assert len(waiting.codes) == 5 and waiting.error is None

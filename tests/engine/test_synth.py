@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from desk import TEXT, WHO, fed, speak
 from fakes import OFF, ONE, FakeBackend, fake_synthesizer
 from served import until
 
@@ -45,8 +46,6 @@ ENGINES = [
     ),
     pytest.param({"device": "cuda", "engine": "batch", "batch": _SMALL}, id="batch-cuda-same", marks=_GPU),
 ]
-TEXT = "The quick brown fox jumps over the lazy dog."
-WHO = {"speaker": "vivian"}
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -69,10 +68,6 @@ def synth(tiny, loading):
 @pytest.fixture(scope="module")
 def codec(tiny):
     return CodecDecoder(tiny.codec_config, tiny.codec_tensors())
-
-
-def speak(synth: Synthesizer, text: str = TEXT, frames: int = 12, **settings) -> Stream:
-    return synth.stream(text, **{"seed": 1, "max_frames": frames, "options": OFF, **WHO, **settings})
 
 
 def voice(seed: int, reference_frames: int = 0) -> Voice:
@@ -257,10 +252,7 @@ def test_fed_text_gives_the_codes_of_the_text_at_once(margin_synth, pieces, limi
     whole = margin_synth.stream(TEXT, layout="streaming", **greedy)
     whole_pcm = whole.read()
     session = margin_synth.open(**greedy)
-    for piece in pieces:
-        session.feed(piece)
-    session.finish()
-    assert np.abs(session.read() - whole_pcm).max() <= limit
+    assert np.abs(fed(session, pieces) - whole_pcm).max() <= limit
     assert torch.equal(session.codes, whole.codes)
 
 
@@ -423,10 +415,7 @@ def test_fed_pieces_are_read_as_the_whole_and_a_refused_one_is_not_taken(reading
         session.feed("I pay $1")
         with pytest.raises(TextError, match="CYRILLIC"):
             session.feed("день")
-        for piece in ("2.50 on Jan", ". 5 to D", "r. No"):
-            session.feed(piece)
-        session.finish()
-        session.read()
+        fed(session, ("2.50 on Jan", ". 5 to D", "r. No"))
     (prompt,) = reading._prompts.opened
     assert prompt.text == "I pay twelve dollars and fifty cents on january fifth to doctor no."
     with reading.open(options=ONE) as session:
@@ -447,10 +436,7 @@ def test_markup_is_taken_out_and_words_are_said_as_the_request_and_then_the_lexi
         stream.read()
     assert reading._prompts.built == [said, "Gift." if named else "gift"]
     with reading.open(**settings) as session:
-        for piece in ("An *", "*ng", "inx** [G", "IF](https://x", ".y)."):
-            session.feed(piece)
-        session.finish()
-        session.read()
+        fed(session, ("An *", "*ng", "inx** [G", "IF](https://x", ".y)."))
     assert reading._prompts.opened[-1].text == said
     with pytest.raises(TextError, match="beside its markup"):
         reading.stream("```", **settings)

@@ -10,11 +10,11 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 import torch
+from desk import TEXT, WHO, fed, speak
 from fakes import OFF, WAIT_S
 
 from mktts.engine import upstream
 from mktts.engine.options import Guard
-from mktts.engine.stream import Stream
 from mktts.errors import BackendUnavailable, CapacityError, PromptError
 from mktts.measure.parity.upstream import made_up_voice
 from mktts.model.prompt import Request
@@ -131,8 +131,6 @@ def test_upstream_is_quiet(model, tiny, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-TEXT = "The quick brown fox jumps over the lazy dog."
-WHO = {"speaker": "vivian"}
 LIKE_UPSTREAM = Sampling(rng="torch")
 
 
@@ -140,10 +138,6 @@ LIKE_UPSTREAM = Sampling(rng="torch")
 def synth(tiny):
     with Synthesizer.load(tiny, device="cpu") as synthesizer:
         yield synthesizer
-
-
-def speak(synth: Synthesizer, text: str = TEXT, frames: int = 12, **settings) -> Stream:
-    return synth.stream(text, **{"seed": 1, "max_frames": frames, "options": OFF, **WHO, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +163,8 @@ def test_upstream_takes_text_in_segments_and_fed(speaking):
     stream = speak(speaking, "One sentence is here. Another one is there.", options=options)
     assert (len(stream.read()), stream.finish_reason) == (len(stream.codes) * SAMPLES_PER_FRAME, "runaway")
     session = speaking.open(seed=1, max_frames=4, options=OFF, **WHO)
-    session.feed("Hello ")
-    session.feed("there.")
-    session.finish()
     expected = speak(speaking, "Hello there.", frames=4, layout="streaming")
-    assert np.array_equal(session.read(), expected.read())
+    assert np.array_equal(fed(session, ("Hello ", "there.")), expected.read())
 
 
 def test_upstream_is_cancelled_within_a_frame(speaking, monkeypatch):
@@ -216,10 +207,7 @@ def test_fed_text_in_a_cloned_voice_gives_the_codes_of_the_text_at_once(base_syn
     settings = {"voice": in_context, "seed": 1, "max_frames": 12, "options": OFF}
     whole = base_synth.stream(TEXT, **settings)
     session = base_synth.open(**settings)
-    for word in TEXT.split(" "):
-        session.feed(word + " ")
-    session.finish()
-    assert len(session.read()) == len(whole.read())
+    assert len(fed(session, (word + " " for word in TEXT.split()))) == len(whole.read())
     assert torch.equal(session.codes, whole.codes)
 
 

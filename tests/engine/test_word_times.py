@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from desk import fed
 from fakes import fake_synthesizer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +26,13 @@ RANDOM = np.random.default_rng(0)
 
 def new_times() -> WordTimes:
     return WordTimes(TextFeed(lambda name: None), str)
+
+
+def found_in(sound: np.ndarray, text: str, complete: bool = True) -> list[WordTime]:
+    times = new_times()
+    times.feed(text)
+    times.finish()
+    return times.add(sound) + times.end(complete)
 
 
 def vowel(seconds: float) -> np.ndarray:
@@ -60,10 +68,7 @@ TEXT, STARTS_S = "Sa so, sees see", [0.1, 0.4, 1.1, 1.6]
 
 
 def test_words_are_found_where_their_sounds_are_and_end_there():
-    times = new_times()
-    times.feed(TEXT)
-    times.finish()
-    found = times.add(SOUND) + times.end()
+    found = found_in(SOUND, TEXT)
     assert [time.word for time in found] == TEXT.split()
     assert near(found, STARTS_S)
     assert [time.end_s for time in found] == pytest.approx([0.4, 0.8, 1.45, 1.95], abs=0.03)
@@ -96,30 +101,22 @@ def test_text_that_comes_late_is_not_in_the_sound_made_before_it():
 
 
 def test_a_pause_of_the_text_is_where_its_zeros_are_not_where_others_are():
-    times = new_times()
-    times.feed("Sa [pause 0.6s] so see")
-    times.finish()
     word = [("s", 0.12), ("v", 0.2)]
-    found = times.add(spoken(*word, ("_", 0.6), *word, ("_", 0.2), *word)) + times.end()
+    found = found_in(spoken(*word, ("_", 0.6), *word, ("_", 0.2), *word), "Sa [pause 0.6s] so see")
     assert near(found, [0.0, 0.92, 1.44]) and [time.word for time in found] == ["Sa", "so", "see"]
     assert found[0].end_s <= 0.33
 
 
 @pytest.mark.parametrize("sound", [silence(2.0), np.full(48_000, 0.3, np.float32)], ids=["silence", "no speech"])
 def test_words_of_what_is_no_speech_are_spread_over_it(sound):
-    times = new_times()
-    times.feed("One two three four five six.")
-    times.finish()
-    found = times.add(sound) + times.end()
+    found = found_in(sound, "One two three four five six.")
     assert len(found) == 6 and found[-1].end_s == pytest.approx(2.0, abs=0.3)
     assert all(0 <= time.start_s <= time.end_s <= other.start_s <= 2 for time, other in pairwise(found))
 
 
 def test_words_that_the_sound_does_not_reach_are_left_out():
-    times = new_times()
-    times.feed(f"{TEXT} and many more words that were never made")
-    times.finish()
-    found = times.add(SOUND[: SAMPLE_RATE_HZ * 8 // 10]) + times.end(complete=False)
+    text = f"{TEXT} and many more words that were never made"
+    found = found_in(SOUND[: SAMPLE_RATE_HZ * 8 // 10], text, complete=False)
     assert [time.word for time in found][:2] == ["Sa", "so,"] and len(found) <= 3
 
 
@@ -153,10 +150,7 @@ def test_chunks_have_the_words_that_were_said_before_and_the_stream_all(small):
     assert tuple(of_chunks) == stream.words[: len(of_chunks)] and len(of_chunks) > 10
     assert [word.word for word in stream.words] == text.split()
     with small.open(seed=5, options=ASKED) as session:
-        for piece in re.findall(r".{1,7}", text):
-            session.feed(piece)
-        session.finish()
-        session.read()
+        fed(session, re.findall(r".{1,7}", text))
     assert [word.word for word in session.words] == text.split()
 
 
@@ -189,14 +183,9 @@ def test_words_are_substrings_of_the_text_in_order_and_tags_are_none(markup):
 
 @given(st.text(alphabet="ab. ,—“”(你。\n7[]*", max_size=40))
 def test_the_words_of_any_text_are_its_words_in_order(text):
-    times = new_times()
-    times.feed(text)
-    times.finish()
-    times.add(silence(1.0))
-    times.end()
-    left = text
-    for word in times.settled:
-        assert word.word in left
-        left = left[left.index(word.word) + len(word.word) :]
+    words, left = [time.word for time in found_in(silence(1.0), text)], text
+    for word in words:
+        assert word in left
+        left = left[left.index(word) + len(word) :]
     if re.search(r"\w", text) and "[" not in text:
-        assert [word.word for word in times.settled] == split_words(text)
+        assert words == split_words(text)
