@@ -134,20 +134,17 @@ class Pages:
         return kept_rows
 
     def close(self, slot: int) -> None:
-        """The stream is over: its pages are free, except those that others share. Raises EngineError if not open."""
-        for page in reversed(self._of(slot)):
+        """The stream is over: its pages are free, except those that others share."""
+        for page in reversed(self._slots.pop(slot)):
             self._users[page] -= 1
             self._free_if_unheld(page)
-        del self._slots[slot]
         self._write(slot)
 
     # ---- prefixes
 
     def keep(self, slot: int, key: Hashable, rows: int) -> None:
         """Keeps the first `rows` rows of `slot` under `key`, unless the key is known or there is no room."""
-        held = self._of(slot)
-        if not 0 < rows <= len(held) * self.page_rows:
-            raise PromptError(f"slot {slot} has room for {len(held)} pages, a prefix of {rows} rows was named")
+        held = self._slots[slot]
         full, partial = divmod(rows, self.page_rows)
         if key in self._kept or full + bool(partial) > self.max_kept:
             return
@@ -209,11 +206,6 @@ class Pages:
         assert self._users[page] >= 0 <= self._keepers[page], f"page {page} was let go twice"
         if not self._users[page] and not self._keepers[page]:
             self._free.append(page)
-
-    def _of(self, slot: int) -> list[int]:
-        if slot not in self._slots:
-            raise EngineError(f"slot {slot} is not open")
-        return self._slots[slot]
 
     def _write(self, slot: int) -> None:
         pages = self._slots.get(slot, [])

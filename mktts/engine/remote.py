@@ -186,22 +186,17 @@ class RemoteEngine:
     def _tell(self) -> None:
         """Thread: tells what consumers have taken and cancelled."""
         while not self.closed:
-            with contextlib.suppress(EngineError):
-                self._tell_next()  # a function, so that no stream is kept while it waits
-
-    def _tell_next(self) -> None:
-        told = [self._inbox.get()]
-        time.sleep(_TOLD_S)
-        while not self._inbox.empty():
-            told.append(self._inbox.get())
-        taken: dict[int, int | None] = {}
-        for utterance in told:
-            if utterance is None or (id := utterance.number) not in self._utterances:
-                continue  # the engine is closed; it had not begun, or is over
-            taken[id] = None if utterance.cancelled else utterance.taken_frames
-            if utterance.cancelled:
+            told = [self._inbox.get()]
+            time.sleep(_TOLD_S)
+            while not self._inbox.empty():
+                told.append(self._inbox.get())
+            here = [one for one in told if one is not None and one.number in self._utterances]  # begun, and not over
+            taken = {one.number: None if one.cancelled else one.taken_frames for one in here}
+            for id in [one.number for one in here if one.cancelled]:
                 self._utterances.pop(id, None)
-        self._send("taken", taken)
+            told = here = None  # no stream is kept while it waits
+            with contextlib.suppress(EngineError):
+                self._send("taken", taken)
 
     def _receive(self) -> None:
         """Thread: hands on what the other process says, to its end."""
