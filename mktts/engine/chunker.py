@@ -32,11 +32,6 @@ class Chunker:
         self.prefill_ms = self.talker_ms = self.predictor_ms = self.codec_ms = 0.0  # since the last chunk
 
     @property
-    def begun(self) -> bool:
-        """Whether a chunk was handed out: the listener hears something."""
-        return self._chunks > 0
-
-    @property
     def next_frames(self) -> int:
         """Of the chunk that is being made, the silent lead before it included."""
         return self.pending_frames + self.missing_frames

@@ -534,7 +534,7 @@ class Runner:
                 pcm = bytearray(made.pcm[index]), None if pcm16 is None else pcm16[index]
             before = stream.made_frames
             try:
-                stream.add_frame(codes, pcm, talker_ms, predictor_ms, ahead and stream.chunker.begun)
+                stream.add_frame(codes, pcm, talker_ms, predictor_ms, ahead and before > 0)
             except BaseException as error:  # whatever it is belongs to this stream; the worker and the others go on
                 stream.fail(error)
             if not stream.open:
