@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mktts.errors import CapacityError, EngineError, PromptError
+from mktts.errors import CapacityError, EngineError
 
 PAGE_ROWS = 64
 NO_OWNER = 0
@@ -106,21 +106,15 @@ class Pages:
 
     def open(self, slot: int, rows: int, key: Hashable | None = None) -> int:
         """Gives `slot` every page that `rows` positions need. Returns the rows that the prefix under `key` has filled
-        already, 0 where it is not kept. Raises CapacityError where the pages are not there (see `fits`;
-        nothing is changed), PromptError where the prefix is as long as the whole stream, EngineError for a slot in
-        use."""
-        if slot in self._slots:
-            raise EngineError(f"slot {slot} is open: close it first")
-        kept_rows = self.find(key)
-        if kept_rows >= rows > 0:
-            raise PromptError(f"a stream of {rows} rows cannot have a prefix of {kept_rows}: keys must differ")
+        already, 0 where it is not kept. Raises CapacityError where the pages are not there (see `fits`); nothing is
+        changed."""
         if not self.fits(rows, key):
             raise CapacityError(
                 f"a stream of {rows} rows takes {self.count(rows)} pages; {len(self._free) + len(self._idle(None))} "
                 f"can be had, and one stream may have 1 to {self.rows_per_slot} rows: shorten the text or lower "
                 "max_frames, or wait until other streams end"
             )
-        kept = self._kept.get(key) if kept_rows else None
+        kept, kept_rows = self._kept.get(key), self.find(key)
         shared = [] if kept is None else list(kept.pages[: kept_rows // self.page_rows])
         own = self._take(self.count(rows) - len(shared), but=key)
         for page in shared:

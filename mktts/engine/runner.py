@@ -450,16 +450,12 @@ class Runner:
 
     def _launch(self, tick: Tick, now_s: float, begins_s: float, alone: bool) -> None:
         table = self._table
-        lanes, rows = [], []
-        for slot in tick.lanes.tolist():
-            segment = self._streams[slot].segment
-            lanes.append((slot, segment))
-            rows.append(segment.row)
+        lanes = [(slot, self._streams[slot].segment) for slot in tick.lanes.tolist()]
         entering = (self._streams[piece.slot] for piece in tick.pieces if not piece.last)
         streams = [*(segment.stream for _, segment in lanes), *entering]
         self.lanes.alone = alone
         try:
-            launched = self.lanes.launch(tick, rows)
+            launched = self.lanes.launch(tick, [segment.row for _, segment in lanes])
         except Exception as error:
             self._fail_tick(streams, error)
             return
