@@ -60,36 +60,19 @@ class Desk:
     def pages(self) -> Any:
         return self.lanes.pages
 
-    def say(
-        self,
-        *texts: str,
-        seed: int = 1,
-        frames: int | None = None,
-        options: StreamOptions = OFF,
-        paced: bool = True,
-        engine: str = "batch",
-    ) -> Utterance:
-        """A stream of these segments."""
+    def say(self, *texts: str, engine: str = "batch", **plan: Any) -> Utterance:
+        """A stream of these segments. plan: see `plan_of`."""
         requests = [Request(text) for text in texts or ("Hello.",)]
-        script = Script(requests, self.runners[engine].build, self.now_s)
-        return self._opened(script, Plan(Sampling(), seed, frames, options, paced), engine)
+        return self.begin(Script(requests, self.runners[engine].build, self.now_s), engine, **plan)
 
-    def listen(
-        self,
-        seed: int = 1,
-        frames: int | None = None,
-        options: StreamOptions = OFF,
-        max_chars: int = 100,
-        paced: bool = True,
-        engine: str = "batch",
-    ) -> tuple[Utterance, Writer]:
+    def listen(self, engine: str = "batch", max_chars: int = 100, **plan: Any) -> tuple[Utterance, Writer]:
         """A stream whose text is fed to the script."""
         script = FedScript(Request(""), self.runners[engine].open_prompt, max_chars)
-        job = self._opened(script, Plan(Sampling(), seed, frames, options, paced), engine)
+        job = self.begin(script, engine, **plan)
         return job, Writer(script, job)
 
-    def _opened(self, script: Script, plan: Plan, engine: str) -> Utterance:
-        job = Utterance(plan, self.inbox, Notifier())
+    def begin(self, script: Script, engine: str = "batch", **plan: Any) -> Utterance:
+        job = Utterance(plan_of(**plan), self.inbox, Notifier())
         job.begin(script, engine)
         self.runners[engine].update(job)
         return job
@@ -155,6 +138,10 @@ class Desk:
         return pages.free + pages.kept == len(pages._users) - 1 and not (lanes.codecs or lanes.segments)
 
 
+def plan_of(seed: int = 1, frames: int | None = None, options: StreamOptions = OFF, paced: bool = True) -> Plan:
+    return Plan(Sampling(), seed, frames, options, paced)
+
+
 def open_streams(synth: Synthesizer) -> int:
     """Streams that have begun and are not over."""
     return sum(job.open for job in list(synth.engine._utterances))
@@ -212,16 +199,11 @@ def alone(
 
 
 def unread(
-    runner: Runner,
-    *texts: str,
-    seed: int = 5,
-    frames: int | None = None,
-    options: StreamOptions = OFF,
-    started_s: float = 0.0,
+    runner: Runner, *texts: str, seed: int = 5, options: StreamOptions = OFF, started_s: float = 0.0, **plan: Any
 ) -> Utterance:
     """A stream of these segments, that the runner has; it is made to its end, whoever reads it."""
-    plan = Plan(Sampling(), seed, frames, replace(options, buffer_frames=10**9), paced=False)
-    job = Utterance(plan, SimpleQueue(), Notifier())
+    endless = plan_of(seed, options=replace(options, buffer_frames=10**9), paced=False, **plan)
+    job = Utterance(endless, SimpleQueue(), Notifier())
     job.begin(Script([Request(text) for text in texts or ("Hello.",)], runner.build, started_s), "single")
     runner.update(job)
     return job

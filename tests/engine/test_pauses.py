@@ -128,7 +128,8 @@ def test_nothing_is_late_because_of_a_pause_and_what_follows_is_made_ahead(monke
     desk = Desk(monkeypatch, FakeBackend(eos_after=5), overlaps=engine == "batch")
     parts = cut(Request(""), ["Hello.", Pause(2 * SAMPLE_RATE_HZ), "There."], 100)
     script = Script(parts, desk.batch.build, desk.now_s)
-    job = desk._opened(script, desk.say("Beside.").plan, "batch")
+    desk.say("Beside.")
+    job = desk.begin(script)
     heard_s, chunks = 0.0, []
     while not job.over:
         desk.turn()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 
 import pytest
@@ -33,12 +33,6 @@ SENTENCES = files("mktts.training.data").joinpath("held_out.txt").read_text(enco
 @pytest.fixture(scope="module")
 def small() -> Checkpoint:
     return open_checkpoint(SMALL)
-
-
-@pytest.fixture(scope="module")
-def speaking(small) -> Iterator[Synthesizer]:
-    with Synthesizer.load(small, device="cpu") as synthesizer:
-        yield synthesizer
 
 
 @pytest.fixture(scope="module")

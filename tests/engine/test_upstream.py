@@ -135,12 +135,6 @@ LIKE_UPSTREAM = Sampling(rng="torch")
 
 
 @pytest.fixture(scope="module")
-def synth(tiny):
-    with Synthesizer.load(tiny, device="cpu") as synthesizer:
-        yield synthesizer
-
-
-@pytest.fixture(scope="module")
 def speaking(tiny):
     with Synthesizer.load(tiny, backend="upstream", device="cpu") as synthesizer:
         yield synthesizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -116,43 +115,37 @@ def test_words_that_the_sound_does_not_reach_are_left_out():
 # ---- streams
 
 
-@pytest.fixture(scope="module")
-def small() -> Iterator[Synthesizer]:
-    with Synthesizer.load("small", device="cpu", engine="single") as synthesizer:
-        yield synthesizer
-
-
-def words_of(small: Synthesizer, text: str, **settings) -> tuple[WordTime, ...]:
-    stream = small.stream(text, **{"seed": 5, "options": ASKED, **settings})
+def words_of(speaking: Synthesizer, text: str, **settings) -> tuple[WordTime, ...]:
+    stream = speaking.stream(text, **{"seed": 5, "options": ASKED, **settings})
     stream.read()
     return stream.words
 
 
-def test_streams_find_words_only_when_asked(small):
-    stream = small.stream("Hello there.", seed=1)
+def test_streams_find_words_only_when_asked(speaking):
+    stream = speaking.stream("Hello there.", seed=1)
     assert {chunk.words for chunk in stream} == {()} and stream.words == ()
 
 
-def test_chunks_have_the_words_that_were_said_before_and_the_stream_all(small):
+def test_chunks_have_the_words_that_were_said_before_and_the_stream_all(speaking):
     text = "The door was open, and there was a light in the hall. Nobody came out to meet us."
-    stream = small.stream(text, seed=5, options=ASKED)
+    stream = speaking.stream(text, seed=5, options=ASKED)
     of_chunks = []
     for chunk in stream:
         assert all(word.end_s <= chunk.start_s + chunk.duration_s for word in chunk.words)
         of_chunks += chunk.words
     assert tuple(of_chunks) == stream.words[: len(of_chunks)] and len(of_chunks) > 10
     assert [word.word for word in stream.words] == text.split()
-    with small.open(seed=5, options=ASKED) as session:
+    with speaking.open(seed=5, options=ASKED) as session:
         fed(session, re.findall(r".{1,7}", text))
     assert [word.word for word in session.words] == text.split()
 
 
-def test_parts_of_a_text_have_the_times_of_their_parts_said_alone(small):
+def test_parts_of_a_text_have_the_times_of_their_parts_said_alone(speaking):
     first, second = "Look both ways first.", "Then cross the street."
-    whole = words_of(small, f"{first} [pause 0.7s] [heart] {second}", speaker="michael")
-    stream = small.stream(first, seed=5, options=ASKED, speaker="michael")
+    whole = words_of(speaking, f"{first} [pause 0.7s] [heart] {second}", speaker="michael")
+    stream = speaking.stream(first, seed=5, options=ASKED, speaker="michael")
     begin_s = len(stream.read()) / SAMPLE_RATE_HZ + 0.7
-    alone = words_of(small, second, seed=6, speaker="heart")
+    alone = words_of(speaking, second, seed=6, speaker="heart")
     assert [word.word for word in whole] == [*first.split(), *second.split()]
     assert near(whole[:4], [word.start_s for word in stream.words], 0.04)
     assert near(whole[4:], [begin_s + word.start_s for word in alone], 0.04)
