@@ -293,7 +293,9 @@ class _Worker:
         while self._take_in(wake_s):
             runners = list(self.runners.values())  # one may come
             alone = sum(runner.open_streams for runner in runners) == 1
-            wake_s = min(self._turn(runner, alone) for runner in runners)
+            for runner in runners:
+                runner.lanes.alone = alone
+            wake_s = min(map(self._turn, runners))
             self._notifier.flush()
             # Here, not in the runner: behind every turn, also one that failed or ended streams before they had begun.
             batch = self.runners.get("batch")
@@ -328,10 +330,10 @@ class _Worker:
             return True
         return False
 
-    def _turn(self, runner: Runner, alone: bool) -> float:
+    def _turn(self, runner: Runner) -> float:
         """A runner's turn; one that fails as a whole loses its streams, and the worker goes on."""
         try:
-            return runner.turn(time.perf_counter(), alone)
+            return runner.turn(time.perf_counter())
         except BaseException as error:
             _LOG.exception("the streams of the engine %r end: a turn failed", runner.name)
             try:

@@ -55,7 +55,7 @@ class Lanes(Protocol):
     pages: Pages | None  # the engine's book of them, whose changes the lanes bring to the device; None: no limit
     settings: TickSettings  # the ticks that it can run
     model: TickModel  # what a tick takes, before any was seen
-    alone: bool  # set before every launch: no other stream is open, so that more may be done ahead
+    alone: bool  # set before every turn: no other stream is open, so that more may be done ahead
     decodes_beside: bool  # whether a chunk may be decoded while the next frames are made
     submit: Callable[[int, list[Any]], Any] | None  # begins to decode a slot's next frames; None: `Made.pcm` has them
 

@@ -91,7 +91,7 @@ class TickPace:
 @dataclass
 class Running:
     """A launched tick. lanes: slots and segments. streams: with a lane or a piece of a prompt in it. ends_s: as
-    predicted. follows: the one before it still ran. alone: no other stream was open."""
+    predicted. follows: the one before it still ran."""
 
     tick: Tick
     lanes: list[tuple[int, Segment]]
@@ -99,7 +99,6 @@ class Running:
     launched: Any
     ends_s: float
     follows: bool
-    alone: bool
 
 
 # Streams that arrive while others play are admitted beside the tick that runs. Where many arrive at once the next tick
@@ -191,9 +190,9 @@ class Runner:
             self._awake[slot] = stream
             self._waiting[slot] = None
 
-    def turn(self, now_s: float, alone: bool) -> float:
-        """Does what is due: a tick, at most. alone: no other stream is open, on any lanes. Returns when it wants its
-        next turn if nothing happens outside: perf_counter seconds, -inf for at once, inf for never."""
+    def turn(self, now_s: float) -> float:
+        """Does what is due: a tick, at most. Returns when it wants its next turn if nothing happens outside:
+        perf_counter seconds, -inf for at once, inf for never."""
         running, table = self._running[0] if self._running else None, self._table
         plan_s = now_s if running is None else running.ends_s - self.pace.early_s
         self._take_arrivals(now_s, now_s + _STARTING_S if running is None else plan_s)
@@ -210,7 +209,7 @@ class Runner:
         else:
             tick = next_tick(table, begins_s, self.pace.device.model, self._settings)
         if not tick.empty:
-            self._launch(tick, now_s, begins_s, alone)
+            self._launch(tick, now_s, begins_s)
         self._queue.idle_since_s = math.inf if self._running else min(self._queue.idle_since_s, now_s)
         if running is not None:
             self._take_arrivals(now_s, running.ends_s)
@@ -448,20 +447,18 @@ class Runner:
 
     # ---- ticks
 
-    def _launch(self, tick: Tick, now_s: float, begins_s: float, alone: bool) -> None:
+    def _launch(self, tick: Tick, now_s: float, begins_s: float) -> None:
         table = self._table
         lanes = [(slot, self._streams[slot].segment) for slot in tick.lanes.tolist()]
         entering = (self._streams[piece.slot] for piece in tick.pieces if not piece.last)
         streams = [*(segment.stream for _, segment in lanes), *entering]
-        self.lanes.alone = alone
         try:
             launched = self.lanes.launch(tick, [segment.row for _, segment in lanes])
         except Exception as error:
             self._fail_tick(streams, error)
             return
-        follows = bool(self._running)
         ends_s = begins_s + tick.predicted_s
-        self._running.append(Running(tick, lanes, streams, launched, ends_s, follows, alone))
+        self._running.append(Running(tick, lanes, streams, launched, ends_s, follows=bool(self._running)))
         table.begin(tick)
         for slot, segment in lanes:
             segment.row = segment.prompt.row(segment.launched)
@@ -510,7 +507,7 @@ class Runner:
             pcm16 = rows_to_pcm16(made.pcm)  # listeners take 16 bits mostly: made here for all at once
         predictor_ms = 1e3 * made.predictor_s
         talker_ms = 1e3 * made.took_s / max(len(running.lanes), 1) - predictor_ms
-        ahead = running.alone and self.lanes.decodes_beside
+        ahead = self.lanes.alone and self.lanes.decodes_beside
         for index, (slot, segment) in enumerate(running.lanes):
             stream, ended = segment.stream, bool(made.ended[index])
             if not stream.open:

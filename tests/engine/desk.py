@@ -87,7 +87,7 @@ class Desk:
         """One turn now, with the news that has come."""
         self.turns += 1
         self.hear()
-        wake_s = self.batch.turn(self.now_s, False)
+        wake_s = self.batch.turn(self.now_s)
         self.check()
         return wake_s
 
@@ -194,7 +194,7 @@ def alone(
     single = fake_single(FakeBackend(eos_after=eos_after), prefix=prefix)
     job = unread(single, *texts, seed=seed, frames=frames)
     while not job.over:
-        single.turn(0.0, False)
+        single.turn(0.0)
     return frames_of(job)
 
 

@@ -204,8 +204,8 @@ def test_turns_that_raise_end_their_streams_without_spinning_and_the_next_are_se
         executor = executor_of(synth)
         turn = executor.turn
 
-        def broken(now_s: float, alone: bool) -> float:
-            turns.append(turn(now_s, alone))
+        def broken(now_s: float) -> float:
+            turns.append(turn(now_s))
             raise error
 
         executor.turn = broken

@@ -24,9 +24,9 @@ HELLO = "Hello."
 NO_LENGTH = StreamOptions(guard=Guard(frames_per_text_token=None))
 
 
-def run(runner: Runner, utterance: Utterance, steps: int = 10_000, alone: bool = False) -> list[Chunk]:
+def run(runner: Runner, utterance: Utterance, steps: int = 10_000) -> list[Chunk]:
     """Turns, of a frame each, until the end, or until it waits."""
-    while not utterance.over and steps and runner.turn(time.perf_counter(), alone) == float("-inf"):
+    while not utterance.over and steps and runner.turn(time.perf_counter()) == float("-inf"):
         steps -= 1
     return chunks_of(utterance)
 
@@ -155,9 +155,9 @@ def test_segments_follow_one_another_with_a_fresh_talker_and_one_codec():
 def test_decoding_beside_the_next_frames_changes_no_sample_and_is_one_step_late(frames):
     plain, runner = fake_single(), fake_single()
     whole = pcm_of(run(plain, unread(plain, frames=frames)))
-    runner.lanes.decodes_beside = True
+    runner.lanes.decodes_beside = runner.lanes.alone = True
     beside = unread(runner, frames=frames)
-    chunks = run(runner, beside, alone=True)
+    chunks = run(runner, beside)
     assert np.array_equal(pcm_of(chunks), whole)
     assert sum(chunk.frames for chunk in chunks) == frames and beside.chunker.pending_frames == 0
     assert [chunk.frames for chunk in chunks[:1]] == [1]  # the first one waits for nothing

@@ -300,7 +300,7 @@ def listened(desk: Desk, coming: list[tuple[float, int]], end_s: float) -> list[
                 everybody.append(Listener(desk.say("x" * 32, frames=frames, options=options), at_s))
                 here.append(everybody[-1])
             before_s = desk.now_s
-            wake_s = desk.batch.turn(desk.now_s, False)
+            wake_s = desk.batch.turn(desk.now_s)
             for one in here:
                 one.take(desk.now_s)
             here = [one for one in here if one.job.open]

@@ -143,7 +143,7 @@ class Place(Desk):
                 heapq.heappop(self.events)[2]()
             if self.now_s >= self.wake_s or not self.inbox.empty():  # as the worker: nothing else wakes it
                 self.hear()
-                self.wake_s = min(runner.turn(self.now_s, False) for runner in self.runners.values())
+                self.wake_s = min(runner.turn(self.now_s) for runner in self.runners.values())
                 self.check()
             next_s = min(self._read(), self.events[0][0] if self.events else NEVER)
             self._check_line()
