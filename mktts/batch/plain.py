@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -65,17 +65,10 @@ def _words(state: CodecState) -> Tensor:
     return state.flat.view(torch.int64)
 
 
-class InOrder:
-    """`do` gives a future of the work's result. Without a thread of its own the caller does the work, at once."""
+class CallersThread(Executor):
+    """Work is done when it is submitted, by who submits it."""
 
-    def __init__(self, thread: str | None) -> None:
-        """thread: the name of a thread, whose operators have that one thread; None: there is none."""
-        self._thread = None if thread is None else ThreadPoolExecutor(1, thread, torch.set_num_threads, (1,))
-
-    def do(self, work: Callable, *arguments: object) -> Future:
-        """Errors are raised by the future's `result`."""
-        if self._thread is not None:
-            return self._thread.submit(work, *arguments)
+    def submit(self, work: Callable, /, *arguments: object) -> Future:
         done: Future = Future()
         try:
             done.set_result(work(*arguments))
@@ -136,8 +129,9 @@ class TorchLanes:
         if threads:
             self.settings = replace(self.settings, max_tick_s=_BESIDE_TICK_S)
         self._talked_s = time.perf_counter()  # when the talker's newest tick ended
-        self._talking = InOrder("mktts-talker" if threads else None)
-        self._decoding = InOrder("mktts-codec" if threads else None)
+        # each with operators of one thread
+        workers = (ThreadPoolExecutor(1, name, torch.set_num_threads, (1,)) for name in ("mktts-talker", "mktts-codec"))
+        self._talking, self._decoding = workers if threads else (CallersThread(), CallersThread())
         self._entered: list[Future[Future]] = []  # since the last tick
         stacks = FoldedStack if dtype == torch.float32 else Qwen3Stack
         self._backend = TorchBackend(config, tensors, "cpu", dtype, stacks=stacks)
@@ -162,18 +156,18 @@ class TorchLanes:
             raise no_number()
         if anew:
             primed = None if segment.reference is None else self._primed.of(segment.reference)
-            self._entered.append(self._talking.do(self._decoding.do, self._codec.enter, slot, primed))
+            self._entered.append(self._talking.submit(self._decoding.submit, self._codec.enter, slot, primed))
         stream = self._backend.open(prompt, segment.sampling, segment.seed)
-        self._talking.do(self._streams.__setitem__, slot, stream).result()
+        self._talking.submit(self._streams.__setitem__, slot, stream).result()
 
     def leave(self, slot: int) -> None:
-        self._talking.do(self._streams.pop, slot, None)
+        self._talking.submit(self._streams.pop, slot, None)
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> _Launched:
         slots = tick.lanes.tolist()
         self.overlaps = self._threads and len(slots) >= _BESIDE_LANES
         entered, self._entered = self._entered, []
-        return _Launched(self._talking.do(self._talk, slots, list(rows)), self.overlaps, entered)
+        return _Launched(self._talking.submit(self._talk, slots, list(rows)), self.overlaps, entered)
 
     def collect(self, launched: _Launched) -> Made:
         codes, ended, speaking, took_s, idle_s, decoded = launched.said.result()
@@ -200,7 +194,7 @@ class TorchLanes:
         speaking = [i for i in talking if not streams[i].ended and codes[i, 0] >= 0]
         decoded = None
         if speaking:
-            decoded = self._decoding.do(self._decode, [slots[i] for i in speaking], codes[speaking])
+            decoded = self._decoding.submit(self._decode, [slots[i] for i in speaking], codes[speaking])
         self._talked_s = time.perf_counter()
         return _Said(codes.numpy(), ended, speaking, self._talked_s - begun_s, idle_s, decoded)
 

@@ -111,8 +111,7 @@ class _Slot:
 
 @dataclass
 class SingleLanes(OneLane):
-    """See `mktts.engine.lanes.Lanes`. positions: of one segment, prompt and frames together. decodes_beside: whether
-    the codec works beside the host, so that waiting for it at once would waste time."""
+    """See `Lanes`. decodes_beside: the codec works beside the host: waiting for it at once would waste time."""
 
     backend: Backend
     codec: CodecDecoder | GraphedCodec

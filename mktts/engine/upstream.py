@@ -275,9 +275,7 @@ class UpstreamPrompt:
     request: Request
     tokenizer: TextTokenizer
     text_ended: bool = True
-    embeds: Tensor = torch.zeros(1, 0)  # noqa: RUF009
-    prefix_rows: int = 0
-    prefix_key: None = None
+    embeds, prefix_rows, prefix_key = torch.zeros(1, 0), 0, None
 
     @property
     def ready(self) -> bool:

@@ -118,7 +118,7 @@ def test_streams_that_could_not_enter_are_told_once_with_the_next_tick(
     with monkeypatch.context() as patch:
         patch.setattr(lanes._codec, "enter", lambda *_: 1 / 0)
         tick = entered(lanes, tiny, range(2))
-        lanes._decoding.do(int).result()  # they have tried to
+        lanes._decoding.submit(int).result()  # they have tried to
     if spoken != range(2):
         tick = entered(lanes, tiny, spoken)
     with pytest.raises(ZeroDivisionError):
