@@ -53,26 +53,23 @@ _LOG = logging.getLogger(__name__)
 Call = tuple[str, tuple[Any, ...], int | None]
 
 
-class Wire:
-    """`send` from any thread, `receive` from one. Where the other process is gone both raise OSError, and the second
-    EOFError."""
+class Wire(Connection):
+    """`send` takes calls from any thread, `recv` gives them to one. Where the other process is gone both raise OSError,
+    and the second EOFError."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._socket, self._connection = end, Connection(os.dup(end.fileno()))
+        super().__init__(end.detach())
         self._sending = threading.Lock()
 
     def send(self, *calls: Call) -> None:
         data = pickle.dumps(calls, pickle.HIGHEST_PROTOCOL)
         with self._sending:
-            self._connection.send_bytes(data)
+            self.send_bytes(data)
 
-    def receive(self) -> tuple[Call, ...]:
-        return self._connection.recv()
-
-    def close(self) -> None:
-        """The other process's `receive` ends, and this one's, though a thread waits in it."""
-        with contextlib.suppress(OSError):  # the other process has gone already
-            self._socket.shutdown(socket.SHUT_RDWR)
+    def shutdown(self) -> None:
+        """The other process's `recv` ends, and this one's, though a thread waits in it."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as end:  # it may be gone
+            end.shutdown(socket.SHUT_RDWR)
 
 
 class RemoteEngine:
@@ -148,7 +145,7 @@ class RemoteEngine:
         with self._lock:
             self.closed = True
         self._inbox.put(None)
-        self._wire.close()
+        self._wire.shutdown()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -202,7 +199,7 @@ class RemoteEngine:
         """Thread: hands on what the other process says, to its end."""
         with contextlib.suppress(OSError, EOFError):
             while True:
-                for method, arguments, _ in self._wire.receive():
+                for method, arguments, _ in self._wire.recv():
                     getattr(self, method)(*arguments)
                 arguments = None  # it keeps no error while it waits
                 self._notifier.flush()
@@ -279,7 +276,7 @@ class Child:
         """Returns when the other process is gone."""
         with contextlib.suppress(OSError, EOFError):
             while True:
-                for call in self._wire.receive():
+                for call in self._wire.recv():
                     self._do(*call)
                 call = None  # it keeps no voice while it waits
 

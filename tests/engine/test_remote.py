@@ -165,7 +165,7 @@ def test_an_error_that_cannot_be_pickled_is_told_in_words():
     error.cause = threading.Lock()
     here, there = (Wire(end) for end in socket.socketpair())
     here.send(("over", (sendable(error),), None), ("over", (sendable(None),), None))
-    (told,), (other,) = (arguments for _, arguments, _ in there.receive())
+    (told,), (other,) = (arguments for _, arguments, _ in there.recv())
     assert type(told) is EngineError and "ValueError: beyond words" in str(told) and other is None
 
 
