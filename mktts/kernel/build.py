@@ -3,6 +3,7 @@ needed, and no GPU. A build is cached by source, definitions, architecture and c
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
@@ -236,7 +237,7 @@ def compile_kernel(defines: dict[str, int], arch: str, unit: str = "frame.cu") -
     key = hashlib.sha256(json.dumps([code, arch, flags, nvrtc()[1]]).encode()).hexdigest()[:24]
     kept = cache_folder() / "kernels" / f"{arch}-{key}"
     about = kept.with_suffix(".json")
-    if about.exists():
+    with contextlib.suppress(OSError, ValueError, TypeError):  # not there, damaged, or of another version of this file
         return Build(kept.with_suffix(".image").read_bytes(), **json.loads(about.read_text(encoding="utf-8")))
     with announced(f"mktts: compiling {unit} for {arch}, once"):
         build = compile_source(code, unit, arch, flags)
