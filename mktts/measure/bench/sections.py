@@ -28,7 +28,7 @@ from mktts.errors import BackendUnavailable, MetricsError
 from mktts.measure.environment import provided_by
 from mktts.measure.recogniser import Aligner
 from mktts.measure.recogniser import words as words_said
-from mktts.model.backend import Backend, Frame, default_dtype
+from mktts.model.backend import Frame, default_dtype
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
 from mktts.spec import CODEBOOK_SIZE, FRAME_MS, FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLE_RATE_HZ
@@ -164,11 +164,12 @@ def frames(settings: BenchSettings, suffix: str = "") -> Measured:
     checkpoint, model, prompt = _model(settings)
     timed = list(timed_frames(model.backend, prompt, checkpoint.sampling(), settings))
     yield f"frame{suffix}_ms", [elapsed_ms for elapsed_ms, _ in timed], "ms"
-    split = [frame for _, frame in timed]
     if model.backend.name == "megakernel":
-        split = list(kernel_frames(model.backend, prompt, checkpoint.sampling(), settings))
-    yield f"talker_step{suffix}_ms", [frame.talker_ms for frame in split], "ms"
-    yield f"predictor{suffix}_ms", [frame.predictor_ms for frame in split], "ms"
+        from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH
+
+        timed = list(timed_frames(model.backend, prompt, checkpoint.sampling(), settings, MAX_FRAMES_A_LAUNCH))
+    yield f"talker_step{suffix}_ms", [frame.talker_ms for _, frame in timed], "ms"
+    yield f"predictor{suffix}_ms", [frame.predictor_ms for _, frame in timed], "ms"
 
 
 def large(settings: BenchSettings) -> Measured:
@@ -227,45 +228,28 @@ def _model(settings: BenchSettings) -> tuple[Checkpoint, SingleLanes, Prompt]:
 
 
 def timed_frames(
-    backend: Backend, prompt: Prompt, sampling: Sampling, settings: BenchSettings
+    backend: Any, prompt: Prompt, sampling: Sampling, settings: BenchSettings, at_once: int = 1
 ) -> Iterator[tuple[float, Frame]]:
-    """`samples` frames around the context: wall ms of `step`, codes on the host, and the frame."""
-    left, rows = settings.samples, len(prompt.embeds)
+    """`samples` frames around the context: wall ms of their step or launch, codes on the host, and the frame.
+
+    at_once: frames a launch, the first of which is left out, so that the frames' own times are the kernel's alone."""
+    left, rows, skipped = settings.samples, len(prompt.embeds), 1 if at_once > 1 else 0
     for seed in range(_SEEDS):
-        state = backend.start(prompt, sampling, seed, settings.last + 1 - rows)
-        for position in range(rows - 1, settings.last):  # of the talker's input of the frame
-            row = prompt.row(position - rows) if position >= rows else None
+        state, made = backend.start(prompt, sampling, seed, settings.last + 1 - rows), 0
+        while (position := rows - 1 + made) + at_once <= settings.last:  # of the talker's input of the next frame
+            asked = [prompt.row(t - 1) if t else None for t in range(made, made + at_once)]
             begun_s = time.perf_counter()
-            frame = backend.step(state, row)
+            found = list(backend.frames(state, asked)) if at_once > 1 else [backend.step(state, asked[0])]
             elapsed_ms = 1e3 * (time.perf_counter() - begun_s)
-            if frame.codes is None:
-                break
-            if position >= settings.context - settings.around and seed > 0 and row is not None:  # seed 0 warms up
-                yield elapsed_ms, frame
-                left -= 1
-                if left == 0:
-                    return
-    raise MetricsError(f"{_SEEDS} streams ended before {settings.samples} frames at context {settings.context}")
-
-
-def kernel_frames(backend: Any, prompt: Prompt, sampling: Sampling, settings: BenchSettings) -> Iterator[Frame]:
-    """`samples` frames around the context, several a launch and without the first: times of the kernel alone."""
-    from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH
-
-    rows, left = len(prompt.embeds), settings.samples
-    for seed in range(_SEEDS):
-        state, made = backend.start(prompt, sampling, seed, settings.last), 0
-        while rows + made + MAX_FRAMES_A_LAUNCH < settings.last:
-            asked = [prompt.row(t - 1) if t else None for t in range(made, made + MAX_FRAMES_A_LAUNCH)]
-            launched = [frame for frame in backend.frames(state, asked) if frame.codes is not None]
-            if seed and rows + made > settings.context - settings.around:
-                for frame in launched[1 : 1 + left]:
+            found = [frame for frame in found if frame.codes is not None]
+            if seed and made and position >= settings.context - settings.around:  # seed 0 warms up
+                for frame in found[skipped : skipped + left]:
+                    yield elapsed_ms, frame
                     left -= 1
-                    yield frame
-            made += len(launched)
+            made += len(found)
             if left == 0:
                 return
-            if len(launched) < len(asked):
+            if len(found) < at_once:
                 break
     raise MetricsError(f"{_SEEDS} streams ended before {settings.samples} frames at context {settings.context}")
 
