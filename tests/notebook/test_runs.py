@@ -80,7 +80,7 @@ def test_every_run_has_a_name_that_any_file_system_takes(tmp_path):
     path = notebook(tmp_path / "n.ipynb")
     hard = ["a/b", "a\\b", "a:b", "a~b", "a b", "a_b", "..", "Yes.", "Yes", "x" * 300, "x" * 299 + "y", "", "ü?*<>|"]
     values = [{"TEXT": text, **seed} for text in hard for seed in ({}, {"SEED": 1}, {"SEED": 2})]
-    names = [runs.NotebookRun(runs.read_notebook(path), given).name for given in values]
+    names = [runs.NotebookRun(path, {}, given).name for given in values]
     assert len(set(names)) == len(names)
     for name in names:
         assert re.fullmatch(r"n-[A-Za-z0-9._,+~=-]{1,98}", name) and not name.endswith("."), name
@@ -93,7 +93,7 @@ def test_a_pattern_that_the_shell_left_alone_is_expanded_in_order(tmp_path):
     with pytest.raises(BatchError, match=r"x\*\.ipynb: expected notebooks of this pattern, found none"):
         runs.plan([tmp_path / "x*.ipynb"], [])
     literal = notebook(tmp_path / "a[1].ipynb")
-    assert [run.notebook.path for run in runs.plan([literal], [])] == [literal]
+    assert [run.path for run in runs.plan([literal], [])] == [literal]
 
 
 @pytest.mark.parametrize(
