@@ -22,7 +22,6 @@ from mktts.audio import write_audio
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import MkttsError
 from mktts.measure.metrics import cell
-from mktts.notebook.plots import short
 from mktts.spec import SAMPLE_RATE_HZ
 
 EMBED_LIMIT_S = 10.0  # inline audio costs 64 kB of notebook per second; the WAV file always holds all of it
@@ -120,7 +119,7 @@ def table(rows: Sequence[Mapping[str, Any]], caption: str = "", omit: Sequence[s
     than MOST_ROWS rows the rest is folded; numbers have three significant digits. `omit` names columns that are left
     out."""
     keys = list(dict.fromkeys(key for row in rows for key in row if key not in omit))
-    cells = [[_shown(row.get(key, "")) for key in keys] for row in rows]
+    cells = [[cell(row.get(key, ""), digits=3) for key in keys] for row in rows]
     kinds = [{type(row[key]) for row in rows if key in row} for key in keys]
     align = ["right" if bool not in k and all(issubclass(one, (int, float)) for one in k) else "left" for k in kinds]
 
@@ -137,10 +136,6 @@ def table(rows: Sequence[Mapping[str, Any]], caption: str = "", omit: Sequence[s
     if rest := cells[MOST_ROWS:]:
         shown += f"<details><summary>{len(rest)} more</summary><table>{markup(rest)}</details>"
     _show_html(shown, "\n".join(([caption] if caption else []) + [" | ".join(row) for row in [keys, *cells]]))
-
-
-def _shown(value: Any) -> str:
-    return short(value) if isinstance(value, float) else cell(value)
 
 
 def _show_html(markup: str, text: str) -> None:
