@@ -4,7 +4,6 @@ import errno
 import io
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -13,10 +12,11 @@ import wave
 import numpy as np
 import pytest
 from absent import needs
+from commands import examples
 from sounds import decoded
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.cli import COMMANDS, main, parse
+from mktts.cli import COMMANDS, main
 from mktts.common import python_path
 from mktts.errors import EngineError, MkttsError
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
@@ -169,13 +169,10 @@ def test_without_a_command_all_that_there_are_are_listed(capsys):
 def test_help_shows_examples_that_parse(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([*command, "--help"])
-    text = capsys.readouterr().out
-    examples = [line.partition("-m mktts ")[2].split("|")[0] for line in text.splitlines() if line.startswith("  ")]
-    examples = [words for words in examples if words]
-    assert examples
-    for example in examples:
-        parse(shlex.split(example))
-    assert max(map(len, text.splitlines())) <= 130
+    lines = capsys.readouterr().out.splitlines()
+    shown = examples("\n".join(lines))
+    assert shown and shown[0].startswith(" ".join(command))
+    assert max(map(len, lines)) <= 130
 
 
 def test_inspect_names_components_speakers_and_random_weights(capsys):
