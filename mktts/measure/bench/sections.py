@@ -8,9 +8,7 @@ get the prompt of the same `Request`. An absent or incompatible package raises B
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -257,11 +255,6 @@ def timed_frames(
 # ---- other implementations
 
 
-def _quiet() -> contextlib.redirect_stdout:
-    """Peers print banners and progress; standard output is for the figures."""
-    return contextlib.redirect_stdout(io.StringIO())
-
-
 def _at_context(checkpoint: Checkpoint, frame_ms: Sequence[tuple[int, float]], settings: BenchSettings) -> list[float]:
     """The ms of those (frames so far, ms) that are around the context, prompt included."""
     builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)
@@ -281,19 +274,17 @@ def faster(settings: BenchSettings) -> Measured:
 
     install_shim()
     try:
-        with _quiet():
-            package = importlib.import_module("faster_qwen3_tts")
+        package = importlib.import_module("faster_qwen3_tts")
     except Exception as error:
         raise BackendUnavailable(
             f"the package faster_qwen3_tts is needed and cannot be imported: {type(error).__name__}: {error}"
         ) from error
     checkpoint = settings.open()
     folder, short, sampling = str(checkpoint.folder), request_of(checkpoint, settings), checkpoint.sampling()
-    with _quiet():
-        peer = package.FasterQwen3TTS.from_pretrained(folder, device=settings.device, dtype=settings.torch_dtype)
-        processor = peer.model.processor
-        # As for upstream: a local folder must not swap the tokenizer's pre-tokenizer (mktts.engine.upstream).
-        processor.tokenizer = type(processor.tokenizer).from_pretrained(folder)
+    peer = package.FasterQwen3TTS.from_pretrained(folder, device=settings.device, dtype=settings.torch_dtype)
+    processor = peer.model.processor
+    # As for upstream: a local folder must not swap the tokenizer's pre-tokenizer (mktts.engine.upstream).
+    processor.tokenizer = type(processor.tokenizer).from_pretrained(folder)
     yield {"faster_package": provided_by("faster_qwen3_tts")}
 
     def run(request: Request, seed: int, max_frames: int, chunk_frames: int) -> list[dict[str, float]]:
@@ -301,19 +292,18 @@ def faster(settings: BenchSettings) -> Measured:
         PCM was on the host, counted from the call."""
         torch.manual_seed(seed)
         chunks, begun_s = [], time.perf_counter()
-        with _quiet():
-            for pcm, rate_hz, timing in peer.generate_custom_voice_streaming(
-                text=request.text.strip(),
-                speaker=request.speaker,
-                language=request.language,
-                non_streaming_mode=request.layout != "streaming",  # None: whole, upstream's default for a custom voice
-                max_new_tokens=max_frames,
-                chunk_size=chunk_frames,
-                repetition_penalty=sampling.repetition_penalty,
-                **asdict(sampling.talker),  # its predictor's settings are fixed to the released ones
-            ):
-                ready_ms = 1e3 * (time.perf_counter() - begun_s)
-                chunks.append({**timing, "ready_ms": ready_ms, "audio_s": len(pcm) / rate_hz})
+        for pcm, rate_hz, timing in peer.generate_custom_voice_streaming(
+            text=request.text.strip(),
+            speaker=request.speaker,
+            language=request.language,
+            non_streaming_mode=request.layout != "streaming",  # None: whole, upstream's default for a custom voice
+            max_new_tokens=max_frames,
+            chunk_size=chunk_frames,
+            repetition_penalty=sampling.repetition_penalty,
+            **asdict(sampling.talker),  # its predictor's settings are fixed to the released ones
+        ):
+            ready_ms = 1e3 * (time.perf_counter() - begun_s)
+            chunks.append({**timing, "ready_ms": ready_ms, "audio_s": len(pcm) / rate_hz})
         return chunks
 
     for chunk in (1, 8, 12):

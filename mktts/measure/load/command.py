@@ -139,7 +139,9 @@ def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class Subject:
-    """A synthesizer in this process, loaded and warmed up; raises what Synthesizer.load raises."""
+    """A synthesizer in this process, loaded and warmed up; raises what Synthesizer.load raises.
+
+    engine: what speaks, as it stands in a point."""
 
     place: dict[str, Any] = {}
 
@@ -153,6 +155,14 @@ class Subject:
         self.texts = texts_for(self.checkpoint, settings.context_rows)
         self.source = Synthesizer.load(self.checkpoint, **settings.loading())
         self.source.warm_up()
+        lanes = self.source.lanes  # None: one stream's codec, and nothing promised
+        self.engine = {
+            "codec": lanes.precision if lanes else "full",
+            "deterministic": bool(lanes and lanes.deterministic),
+            "model_size": self.checkpoint.config.model_size,
+            "backend": self.source.backend_name,
+            "dtype": str(self.source.dtype).removeprefix("torch."),
+        }
 
     def capacity(self, renew: bool) -> dict[str, Any]:
         """What the synthesizer says that it serves in time, and how it knows. renew: measured anew."""
@@ -172,18 +182,7 @@ class Subject:
         kind = "text" if self.texts.text else "natural"
         offered = {"listeners": listeners, "context_rows": self.texts.rows, "context": kind}
         weights = {"checkpoint": self.settings.checkpoint, "random_weights": self.random_weights}
-        return point | engine | offered | weights | self.engine(), seen, ticks
-
-    def engine(self) -> dict[str, Any]:
-        """What speaks, as it stands in a point."""
-        lanes = self.source.lanes  # None: one stream's codec, and nothing promised
-        return {
-            "codec": lanes.precision if lanes else "full",
-            "deterministic": bool(lanes and lanes.deterministic),
-            "model_size": self.checkpoint.config.model_size,
-            "backend": self.source.backend_name,
-            "dtype": str(self.source.dtype).removeprefix("torch."),
-        }
+        return point | engine | offered | weights | self.engine, seen, ticks
 
 
 class Server(Subject):
@@ -213,6 +212,14 @@ class Server(Subject):
         # Random weights have no end of their own: max_frames is the length, whatever is said.
         self.source = client.HttpSource(url, key, body, ("max_frames", "seed") if self.random_weights else ())
         self.texts = LoadTexts(0, f"{WORDS}." if self.random_weights else None, {})
+        self.engine = {
+            "codec": "the server's",
+            "deterministic": False,
+            "model_size": model.get("size", ""),
+            "backend": health.get("backend", "unknown"),
+            "dtype": health.get("dtype", "unknown"),
+            "host_us_per_frame": None,  # it is the server's that would tell something
+        }
 
     def capacity(self, renew: bool) -> dict[str, Any]:
         """As the server says it, where it does."""
@@ -220,16 +227,6 @@ class Server(Subject):
 
     def close(self) -> None:
         """Every stream has its own connection: there is nothing to close."""
-
-    def engine(self) -> dict[str, Any]:
-        return {
-            "codec": "the server's",
-            "deterministic": False,
-            "model_size": self._health["model"].get("size", ""),
-            "backend": self._health.get("backend", "unknown"),
-            "dtype": self._health.get("dtype", "unknown"),
-            "host_us_per_frame": None,  # it is the server's that would tell something
-        }
 
 
 def health_of(url: str, key: str | None) -> dict[str, Any]:
