@@ -17,8 +17,5 @@ def test_every_document_is_made_in_the_folder_and_a_failure_is_named_at_the_end(
     assert gpu_reference.main([str(tmp_path), "bench"]) == 0
     with pytest.raises(SystemExit, match="expected names of bench, .*, notebooks, found no_such"):
         gpu_reference.main([str(tmp_path), "bench", "no_such"])
-
-
-def test_the_notebooks_that_show_the_kernel_are_there():
     notebooks = [word for word in gpu_reference.commands("there")["notebooks"] if word.endswith(".ipynb")]
     assert notebooks and all((gpu_reference.ROOT / word).is_file() for word in notebooks)
