@@ -133,16 +133,6 @@ class FakeFaster:
 
 @pytest.mark.parametrize("name", ["streams", "codec", "text", "large", "upstream", "faster"])
 def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys, monkeypatch):
-    def frame_by_frame(model, request, sampling, seed, max_frames, on_frame=lambda codes: None):
-        for _ in range(max_frames):
-            on_frame(None)
-        return torch.zeros(max_frames, NUM_CODEBOOKS)
-
-    monkeypatch.setattr("mktts.engine.upstream.load_upstream", lambda *checkpoint: "upstream")
-    monkeypatch.setattr("mktts.engine.upstream.generate_codes", frame_by_frame)
-    monkeypatch.setattr(
-        "mktts.engine.upstream.decode_codes", lambda model, codes: codes.repeat_interleave(120, 0)[:, 0]
-    )
     monkeypatch.setattr(sections, "_CODEC_WARM_UP_FRAMES", 8)
     monkeypatch.setitem(sys.modules, "faster_qwen3_tts", SimpleNamespace(FasterQwen3TTS=FakeFaster))
     command.print_section(name, replace(TINY, samples=10, context=20, around=8) if name == "faster" else TINY)
