@@ -1,5 +1,4 @@
-"""The machine and the software that a figure belongs to. `environment` has all that is known, flat; `head` is how every
-document of measurements begins."""
+"""The machine and the software that a figure belongs to."""
 
 from __future__ import annotations
 

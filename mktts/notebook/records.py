@@ -1,6 +1,4 @@
-"""Measurements on record: the documents of an H200, and the verdicts of notebooks. The files lie in
-outputs/reference/h200; each says which machine and which revision it belongs to, and `provenance` puts that into
-words."""
+"""Measurements on record: the documents of an H200, in outputs/reference/h200, and the verdicts of notebooks."""
 
 from __future__ import annotations
 

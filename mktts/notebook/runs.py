@@ -3,10 +3,7 @@
 A run's folder, whose name tells the values that were set, holds executed.ipynb, parameters.json, environment.json,
 metrics.json and the files the notebook wrote. metrics.json is whatever the notebook recorded, plus duration_s, status
 (ok, error, or skipped where it needs a package that has no wheel for this system) and, unless ok, ename, evalue, cell;
-a folder without a status is of a run that did not come to its end.
-
-Values take the type of the notebook's parameter (int, float, bool or str, from its annotation, else from its default).
-A value with a comma goes in double quotes, a double quote inside those is doubled, as in a CSV line."""
+a folder without a status is of a run that did not come to its end."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ PACKAGES = ("ipykernel", "papermill")  # that a run needs from its first to its 
 RUN_DIR = "RUN_DIR"  # the one parameter the runner fills itself
 CELL_LIMIT_S = 1_800  # of a cell
 LONGEST_NAME = 100  # characters of a run folder's name
-TYPES = {"int": int, "float": float, "bool": bool, "str": str}
+TYPES = {"int": int, "float": float, "bool": bool, "str": str}  # by a parameter's annotation, else its default
 PICTURES = ("04_streaming/chunk_timeline.png",)  # files that the README shows; the notebooks hold their own figures
 PAGE = '<a href="../agent_page.png">the page, as it looks while it runs</a>'
 CONTROLS = "(controls, in a notebook that runs)"

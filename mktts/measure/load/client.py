@@ -1,5 +1,4 @@
-"""The listeners of one load on one event loop: each opens its stream at its arrival, takes every chunk as soon as it is
-there, and plays it in real time. What they met, in figures.
+"""The listeners of one load on one event loop, and what they met, in figures.
 
 A task a listener costs about 12 us a chunk, and hundreds of listeners are a part of one core. How late the loop itself
 was stands in the result: figures of a late client are not the server's."""
