@@ -22,8 +22,6 @@ from mktts.checkpoint.tensors import TensorSpec, TensorSpecs, expected_codec_ten
 from mktts.errors import CheckpointError
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
-PREDICTOR_PASSES = NUM_CODEBOOKS - 1  # one per code after the talker's; the first pass takes two positions
-
 
 @dataclass(frozen=True)
 class Component:
@@ -50,7 +48,7 @@ class _Rule(NamedTuple):
 
 
 _PREDICTOR = "talker.code_predictor."
-_N = PREDICTOR_PASSES
+_N = NUM_CODEBOOKS - 1  # predictor passes: one per code after the talker's; the first takes two positions
 _STACK = (_PREDICTOR + "model.layers.", _PREDICTOR + "model.norm.")
 _CODEBOOKS = ("decoder.quantizer.rvq_first.vq.", "decoder.quantizer.rvq_rest.vq.")
 _MODEL_RULES = (
