@@ -27,7 +27,7 @@ from mktts.common import one_of
 from mktts.errors import PromptError, TextError
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.tokenizer import IncrementalTokenizer, TextTokenizer
-from mktts.spec import ModelConfig
+from mktts.spec import CodecIds, ModelConfig
 
 if TYPE_CHECKING:
     from mktts.model.voice import Voice
@@ -245,12 +245,7 @@ class PromptBuilder:
 
     def _made_head(self, request: Request) -> Tensor:
         text, codec = self.config.text_ids, self.config.codec_ids
-        language = self._language_id(request)
-        if language is None:
-            tags = [codec.nothink, codec.think_bos, codec.think_eos]
-        else:
-            tags = [codec.think, codec.think_bos, language, codec.think_eos]
-        rows = [self._codec_rows(*tags)]
+        rows = [self._codec_rows(*language_tags(codec, self._language_id(request)))]
         if request.speaker is not None:
             rows.append(self._codec_rows(self.config.speakers[request.speaker]))
         elif request.voice is not None:
@@ -368,6 +363,13 @@ class FedPrompt:
             self.embeds, self.prefix_rows, self.prefix_key = made
 
 
+def language_tags(ids: CodecIds, language: int | None) -> list[int]:
+    """What a prompt says of the language; None: that the model is to tell."""
+    if language is None:
+        return [ids.nothink, ids.think_bos, ids.think_eos]
+    return [ids.think, ids.think_bos, language, ids.think_eos]
+
+
 def numbers(table: Tensor) -> np.ndarray:
     """The memory of a table on the CPU, each value as a whole number of the same bits: numpy has no bfloat16."""
     return table.view(_WHOLE[table.itemsize]).numpy()
@@ -413,22 +415,17 @@ class SpokenRows:
         for start in range(0, len(self._table), _ROWS_AT_ONCE):
             part = self._table[start : start + _ROWS_AT_ONCE]
             part.copy_(prompts.text_rows(range(start, start + len(part))) + codec_pad)
-        self._first, self._stride = self._table.data_ptr(), _stride_bytes(self._table)
+        self._addresses = addresses_of(self._table)
 
     def prompt(self, head: Tensor, ids: Sequence[int]) -> AddressedRows:
         """Rows `head`, those of the text `ids`, and what ends it."""
-        text = self._first + self._stride * np.array(ids, np.int64)
-        addresses = np.concatenate((addresses_of(head), text, addresses_of(self._end)))
+        addresses = np.concatenate((addresses_of(head), self._addresses[list(ids)], addresses_of(self._end)))
         return AddressedRows(addresses, head, (head, self._table, self._end))
 
 
 def addresses_of(rows: Tensor) -> np.ndarray:
     """Of rows (N, H), each of which is contiguous: (N,) int64."""
-    return rows.data_ptr() + _stride_bytes(rows) * np.arange(len(rows), dtype=np.int64)
-
-
-def _stride_bytes(rows: Tensor) -> int:
-    return rows.stride(0) * rows.element_size()
+    return rows.data_ptr() + rows.stride(0) * rows.element_size() * np.arange(len(rows), dtype=np.int64)
 
 
 def _in_context(request: Request) -> bool:

@@ -14,8 +14,7 @@ from mktts.errors import TextError
 from mktts.text import FrontEnd, spoken
 from mktts.text.markup import MarkupFeed
 
-SEEN = cases(files("mktts.training.judge").joinpath("written_numbers.tsv").read_text(encoding="utf-8"))
-TABLE = cases()
+SEEN, TABLE = cases("written_numbers.tsv"), cases()
 SENTENCES = [text for text, _ in SEEN + TABLE[:40]]
 PLAIN = files("mktts.training.data").joinpath("held_out.txt").read_text(encoding="utf-8").splitlines()
 

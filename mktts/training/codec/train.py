@@ -274,7 +274,7 @@ class CodecTrainer(Trainer):
             rows, losses["commitment"] = quantizer.learn(rows)
         else:
             rows = quantizer.summed(quantizer.encode(rows))
-        with self._cast():
+        with self.steps.cast():
             heard = rows[:, : r.crop_frames - r.ahead_frames].transpose(1, 2)
             output = self.codec.decoder(quantizer.output_proj(heard))
         pcm = pcm[:, : output.shape[1]]
@@ -286,7 +286,7 @@ class CodecTrainer(Trainer):
         if adversarial:
             at = start + torch.arange(r.judged_frames * SAMPLES_PER_FRAME, device=self.device)
             real, fake = pcm.index_select(1, at), output.index_select(1, at)
-            with self._cast():
+            with self.steps.cast():
                 losses |= adversarial_losses(self.judges(real), self.judges(fake))
         goals = {"judges": losses.pop("judges")} if adversarial else {}
         goals = {"codec": sum(getattr(r, name) * loss for name, loss in losses.items()), **goals}
@@ -311,11 +311,6 @@ class CodecTrainer(Trainer):
         numbers = covariance.trace().square() / covariance.square().sum()
         found = {"fixed_mel": distance, "fixed_pitch": pitch, "fixed_comb": more.max(), "numbers": numbers}
         return {name: float(value) for name, value in found.items()}
-
-    def _cast(self) -> torch.autocast:
-        # a cache of casts made while recording would not be made again when the graph is replayed
-        cuda = self.device.type == "cuda"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=cuda, cache_enabled=not self.steps.recording)
 
 
 def spread(rows: Tensor) -> Tensor:

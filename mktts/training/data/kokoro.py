@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -69,7 +69,7 @@ class Kokoro:
             self._weights[name] = w.to(self.device, half if vocoder else torch.float32)
         self._norm = torch.compile(normed, dynamic=True) if self.device.type == "cuda" else normed
         self._lstms: dict[str, torch.nn.LSTM] = {}
-        for name in [n.removesuffix(".weight_ih_l0") for n in weights if n.endswith(".weight_ih_l0")]:
+        for name in (n.removesuffix(".weight_ih_l0") for n in weights if n.endswith(".weight_ih_l0")):
             lstm = torch.nn.LSTM(weights[f"{name}.weight_ih_l0"].shape[1], 256, batch_first=True, bidirectional=True)
             lstm.load_state_dict({key: weights[f"{name}.{key}"].float() for key in lstm.state_dict()})
             self._lstms[name] = lstm.to(self.device).eval()
@@ -189,15 +189,14 @@ class Kokoro:
         """The vocoder's two up-samplings by 10 and 6, each joined by the source, and the spectra's inverse."""
         name, window = "decoder.generator", torch.hann_window(_TRANSFORM, device=self.device)
         spectra = torch.stft(source, _TRANSFORM, _HOP, window=window, return_complex=True)
-        harmonic = torch.cat((spectra.abs(), spectra.angle()), 1) * mask(120, 1)
         masks = (mask(20), mask(120, 1))
+        harmonic = torch.cat((spectra.abs(), spectra.angle()), 1) * masks[1]
         joined = ((20, 10, 7, {"stride": 6, "padding": 3}), (12, 6, 11, {}))
         for i, (kernel, rate, noise_kernel, cut) in enumerate(joined):
             given = self._conv(f"{name}.noise_convs.{i}", harmonic, **cut)
             given = self._snakes(f"{name}.noise_res.{i}", given, style, masks[i], noise_kernel)
-            w, b = self._weights[f"{name}.ups.{i}.weight"], self._weights[f"{name}.ups.{i}.bias"]
-            x = F.leaky_relu(x, 0.1).to(w.dtype)
-            x = F.conv_transpose1d(x, w, b.to(w.dtype), stride=rate, padding=(kernel - rate) // 2)
+            wider = {"stride": rate, "padding": (kernel - rate) // 2}
+            x = self._conv(f"{name}.ups.{i}", F.leaky_relu(x, 0.1), F.conv_transpose1d, **wider)
             x = (F.pad(x, (1, 0), mode="reflect") if i else x) + given
             kernels = enumerate((3, 7, 11))
             x = sum(self._snakes(f"{name}.resblocks.{3 * i + j}", x, style, masks[i], k) for j, k in kernels) / 3
@@ -222,10 +221,8 @@ class Kokoro:
         """AdaIN residual block; twice: the mask at double the rate, where the block doubles it."""
         y = self._styled(f"{name}.norm1", x, style, mask, 0.2)
         if twice is not None:
-            w = self._weights[f"{name}.pool.weight"]
-            bias = self._weights[f"{name}.pool.bias"].to(w.dtype)
             doubling = {"stride": 2, "padding": 1, "output_padding": 1, "groups": x.shape[1]}
-            y = F.conv_transpose1d(y.to(w.dtype), w, bias, **doubling) * twice
+            y = self._conv(f"{name}.pool", y, F.conv_transpose1d, **doubling) * twice
             x, mask = x.repeat_interleave(2, -1), twice
         y = self._conv(f"{name}.conv1", y, padding=1)
         y = self._conv(f"{name}.conv2", self._styled(f"{name}.norm2", y, style, mask, 0.2), padding=1)
@@ -249,9 +246,9 @@ class Kokoro:
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
 
-    def _conv(self, name: str, x: Tensor, **choices: int) -> Tensor:
+    def _conv(self, name: str, x: Tensor, convolve: Callable[..., Tensor] = F.conv1d, **choices: int) -> Tensor:
         w, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
-        return F.conv1d(x.to(w.dtype), w, None if bias is None else bias.to(w.dtype), **choices)
+        return convolve(x.to(w.dtype), w, None if bias is None else bias.to(w.dtype), **choices)
 
     def _layer_norm(self, name: str, x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], self._weights[f"{name}.weight"], self._weights[f"{name}.bias"], 1e-12)
@@ -316,11 +313,11 @@ def load_kokoro(folder: Path, device: torch.device | str) -> tuple[Kokoro, dict[
     packed: dict[str, Tensor] = {}
     for number in range(_PARTS):
         packed |= load(lzma.decompress(_read(folder / _WEIGHTS.format(number))))
-    weights = {}
-    for name, tensor in packed.items():
-        if "|" not in name:
-            zero, scale = packed.get(f"{name}|zero", 0), packed.get(f"{name}|scale", 1)
-            weights[name] = (tensor.float() - zero) * scale
+    weights = {
+        name: (tensor.float() - packed.get(f"{name}|zero", 0)) * packed.get(f"{name}|scale", 1)
+        for name, tensor in packed.items()
+        if "|" not in name
+    }
     return Kokoro(weights, device), load(_read(folder / _STYLES))
 
 
@@ -334,10 +331,7 @@ def load_phonemes(folder: Path) -> Phonemes:
 def dequantisable(onnx_file: bytes) -> dict[str, Tensor]:
     """Weights by the names of the kokoro package's modules: 8-bit numbers, with NAME|scale and NAME|zero, or floats. A
     node that uses a weight names it; weight norms are folded already. Raises BackendUnavailable without onnx."""
-    try:
-        onnx = importlib.import_module("onnx")
-    except ImportError as error:
-        raise BackendUnavailable(f"expected the package onnx, which reads the model, but: {error}") from None
+    onnx = package("onnx")
     graph = onnx.load_from_string(onnx_file).graph
     given = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
     found: dict[str, Tensor] = {}
@@ -419,6 +413,16 @@ def output_of(command: Sequence[str], task: str, folder: Path | None = None) -> 
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
         raise BackendUnavailable(f"expected {command[0]} to {task}, but: {said.splitlines()[-1]}") from None
+
+
+def package(name: str, instead: str = "") -> Any:
+    """Imports what only training needs. Raises BackendUnavailable, which ends in `instead`, where it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        listed = Path(__file__).with_name("packages.txt")
+        needed = f"pip install -r {listed}{instead}"
+        raise BackendUnavailable(f"expected the package {name.split('.')[0]}, but: {error}. {needed}") from None
 
 
 def _read(path: Path) -> bytes:
