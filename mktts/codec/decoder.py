@@ -195,7 +195,8 @@ class CodecDecoder(StreamingCodec):
         self.last_conv = CausalConv.load(w, f"decoder.{len(config.upsample_rates) + 2}", SAMPLES_PER_FRAME)
         layers = (self.pre_conv, *self.stages, self.last_conv)
         shapes = [shape for layer in layers if not isinstance(layer, SnakeBeta) for shape in layer.history_shapes]
-        super().__init__(config, tables, StateLayout(self.transformer.cache_shape, tuple(shapes), dtype), device)
+        cache = config.num_hidden_layers, config.num_attention_heads, config.sliding_window - 1, config.head_dim
+        super().__init__(config, tables, StateLayout(cache, tuple(shapes), dtype), device)
 
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
         return self.together(codes[None], state.views)[0]

@@ -219,12 +219,6 @@ class CodecTransformer:
         self.layers = [AttentionLayer.load(tensors, f"{name}.layers.{i}", config.rms_norm_eps) for i in layers]
         self.inverse_frequency = inverse_frequency(config.head_dim, config.rope_theta).to(self.norm.device)
 
-    @property
-    def cache_shape(self) -> tuple[int, int, int, int]:
-        """Shape of the keys, and of the values, that a stream carries: (layers, heads, window - 1, head_dim)."""
-        c = self.config
-        return c.num_hidden_layers, c.num_attention_heads, c.sliding_window - 1, c.head_dim
-
     def __call__(self, x: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
         """`x` (B, n, latent), each stream's first row at its `position` (B,). Updates keys and values (B, layers,
         heads, window - 1, head_dim) and position in place."""

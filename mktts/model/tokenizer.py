@@ -92,9 +92,11 @@ class IncrementalTokenizer:
             self._started = bool(text)
         if not text:
             return []
-        self._held = self._tokenizer.normalize(self._held + text)
-        certain = min(_last_starter(self._held), len(self._held.rstrip()))
-        return self._take(certain)
+        held = self._held = self._tokenizer.normalize(self._held + text)
+        # Normal form C never changes what stands before a character that is no combining mark, whatever follows it
+        # (Unicode Standard Annex 15).
+        starters = (i for i in range(len(held) - 1, -1, -1) if unicodedata.combining(held[i]) == 0)
+        return self._take(min(next(starters, 0), len(held.rstrip())))
 
     def finish(self) -> list[int]:
         """The ids still held back; trailing whitespace is dropped. Raises TextError when called twice."""
@@ -115,15 +117,6 @@ class IncrementalTokenizer:
             ids += self._tokenizer.encode_piece(piece)
         self._held = self._held[end:]
         return ids
-
-
-def _last_starter(text: str) -> int:
-    """Index of the last character that is no combining mark (0 where there is none): normal form C never changes what
-    stands before it, whatever follows (Unicode Standard Annex 15)."""
-    for i in range(len(text) - 1, -1, -1):
-        if unicodedata.combining(text[i]) == 0:
-            return i
-    return 0
 
 
 def _checked(text: str) -> str:
