@@ -15,7 +15,7 @@ from mktts.codec.decoder import CodecDecoder
 from mktts.engine.upstream import import_upstream
 from mktts.errors import CodecError
 from mktts.measure.parity.codec import decode_streamed, random_codes
-from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
+from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, CodecConfig
 
 TOLERANCE = 1e-5  # of full scale, fp32
 
@@ -55,22 +55,9 @@ def codec64(tiny) -> CodecDecoder:
 
 
 @pytest.fixture(scope="module")
-def upstream_tiny(tiny) -> torch.nn.Module:
-    return upstream_decoder(raw_config(tiny), tiny.codec_tensors())
-
-
-@pytest.fixture(scope="module")
 def codes(tiny) -> torch.Tensor:
     """More frames than the attention window holds."""
     return random_codes(2 * tiny.codec_config.sliding_window + 9, 0)
-
-
-def test_one_pass_and_the_first_frame_equal_upstreams_decoder(codec, upstream_tiny, codes):
-    expected = upstream_pcm(upstream_tiny, codes)
-    assert expected.std() > 0.01  # a silent signal would hide every error
-    torch.testing.assert_close(codec.decode_all(codes), expected, atol=TOLERANCE, rtol=0)
-    first = codec.decode(codes[:1], codec.start())
-    torch.testing.assert_close(first, expected[:SAMPLES_PER_FRAME], atol=TOLERANCE, rtol=0)
 
 
 def test_in_float64_frame_by_frame_is_upstreams_one_pass(tiny, codec64, codes, monkeypatch):
@@ -82,6 +69,7 @@ def test_in_float64_frame_by_frame_is_upstreams_one_pass(tiny, codec64, codes, m
 
     monkeypatch.setattr(norm, "forward", in_float64)
     expected = upstream_pcm(decoder, codes).float()
+    assert expected.std() > 0.01  # a silent signal would hide every error
     torch.testing.assert_close(decode_streamed(codec64, codes, [1]), expected, atol=1e-9, rtol=1e-6)  # PCM is float32
 
 

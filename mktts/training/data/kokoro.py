@@ -347,13 +347,11 @@ def dequantisable(onnx_file: bytes) -> dict[str, Tensor]:
 
     for node in graph.node:
         inputs, name = list(node.input), _module(node.name)
-        if node.op_type == "ConvInteger":
-            zero = given.get(inputs[3], 0) if len(inputs) > 3 else 0
-            put(f"{name}.weight", given[inputs[1]], scale=given[inputs[1].replace("_quantized", "_scale")], zero=zero)
-        elif node.op_type == "MatMulInteger":
-            name = re.sub(r"(query|key|value|dense|ffn|ffn_output)_\d+$", r"\1", name)
-            scale = given[inputs[1].replace("_quantized", "_scale")]
-            put(f"{name}.weight", given[inputs[1]].T, scale=scale[:, None], zero=given[inputs[3]][:, None])
+        if node.op_type in ("ConvInteger", "MatMulInteger"):
+            numbers, scale, zero = given[inputs[1]], given[inputs[1].replace("_quantized", "_scale")], given[inputs[3]]
+            if node.op_type == "MatMulInteger":
+                numbers, scale, zero = numbers.T, scale[:, None], zero[:, None]
+            put(f"{name}.weight", numbers, scale=scale, zero=zero)
         elif node.op_type == "DequantizeLinear":
             numbers = given[inputs[1].replace("_scale", "_quantized")]
             put(_SIDE.sub("", inputs[1]).removesuffix("_scale"), numbers, scale=given[inputs[1]], zero=given[inputs[2]])
@@ -364,9 +362,8 @@ def dequantisable(onnx_file: bytes) -> dict[str, Tensor]:
         elif node.op_type == "MatMul" and "l_linear" in node.name:
             put(f"{name}.weight", given[inputs[1]].T)
     for name, numbers in given.items():
-        if _SIDE.match(name) and numbers.dtype == np.float32:
-            if "stft" not in name and not name.endswith("_scale"):
-                put(_SIDE.sub("", name), numbers)
+        if _SIDE.match(name) and numbers.dtype == np.float32 and not re.search("stft|_scale$", name):
+            put(_SIDE.sub("", name), numbers)
     return found
 
 
@@ -385,18 +382,9 @@ def _lstm(put: Any, name: str, inputs: Sequence[str], given: dict[str, np.ndarra
 
 def _module(node: str) -> str:
     """ "/encoder/F0.1/conv1x1/Conv_quant" -> "predictor.F0.1.conv1x1"."""
-    parts = node.strip("/").split("/")[1:]
-    if parts and re.match(r"(Conv|MatMul|Gemm|LSTM|Gather)", parts[-1]):
-        parts = parts[:-1]
-    if parts and re.match(r"(F0|N)[._]|shared$", parts[0]):
-        parts = ["predictor", *parts]
-    found: list[str] = []
-    for part in parts:  # "cnn.0/cnn.0.0" says cnn.0 twice
-        if found and (part.startswith(f"{found[-1]}.") or (found[-1].startswith("cnn.") and part.startswith("cnn."))):
-            found[-1] = part
-        else:
-            found.append(part)
-    return ".".join(found)
+    path = re.sub(r"(_\d+)?/(Conv|MatMul|Gemm|LSTM|Gather)[^/]*$", "", node)  # "query_2" is "query" used again
+    path = re.sub(r"^(?=(F0|N)[._]|shared$)", "predictor/", re.sub(r"^/\w+/", "", path))
+    return re.sub(r"(?<![^/])([^/]+)/(?=\1\.)", "", path).replace("/", ".")  # "cnn.0/cnn.0.0" says cnn.0 twice
 
 
 def _checked(what: str, data: bytes, digest: str) -> bytes:
