@@ -145,7 +145,18 @@ class PromptBuilder:
                 f"this {config.type.name} checkpoint ({config.model_size}) takes no instructions (upstream drops them "
                 "silently): leave instruct out, or use a VoiceDesign or 1.7B CustomVoice checkpoint"
             )
-        self._check_voice(request.voice)
+        voice, width = request.voice, config.talker.hidden_size
+        if voice is not None and not config.type.clones:
+            raise PromptError(f"only base checkpoints clone voices, this one is {config.type.name}: leave voice out")
+        if voice is None and config.type.clones:
+            raise PromptError(
+                f"a {config.type.name} checkpoint clones a voice: pass voice=clone_voice(...) or Voice.load(path)"
+            )
+        if voice is not None and voice.embedding.numel() != width:
+            raise PromptError(
+                f"the voice's speaker embedding has {voice.embedding.numel()} values, this checkpoint takes {width}: "
+                "make the voice with the same checkpoint"
+            )
         layout = request.layout or config.type.layout
         text = request.text.strip()  # a leading newline would merge with the role's and leave the trained layout
         return replace(request, text=text, language=language, speaker=speaker, instruct=instruct, layout=layout)
@@ -280,22 +291,6 @@ class PromptBuilder:
         codes = request.voice.codes.to(self.device)
         frames = torch.stack([table[codes[:, g]] for g, table in enumerate(self._codec_tables)], 1).sum(1)
         return torch.cat((self._codec_bos, frames))
-
-    def _check_voice(self, voice: Voice | None) -> None:
-        config = self.config
-        if config.type.clones:
-            if voice is None:
-                raise PromptError(
-                    f"a {config.type.name} checkpoint clones a voice: pass voice=clone_voice(...) or Voice.load(path)"
-                )
-            expected = config.talker.hidden_size
-            if voice.embedding.numel() != expected:
-                raise PromptError(
-                    f"the voice's speaker embedding has {voice.embedding.numel()} values, this checkpoint takes "
-                    f"{expected}: make the voice with the same checkpoint"
-                )
-        elif voice is not None:
-            raise PromptError(f"only base checkpoints clone voices, this one is {config.type.name}: leave voice out")
 
 
 class FedPrompt:

@@ -97,7 +97,7 @@ def test_training_logits_are_those_of_inference(tmp_path, small, layout, languag
     previous[0, rows] = codes
     with torch.no_grad():
         hidden = model.hidden(torch.tensor([words]), torch.tensor([control]), previous)[0]
-        first = model.code0_logits(hidden[rows[0] - 1 :])
+        first = model.w.linear("talker.codec_head", hidden[rows[0] - 1 :])
         rest = model.predictor_logits(hidden[rows - 1], codes)
 
     tensors = model.w.hub()

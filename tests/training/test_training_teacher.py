@@ -84,7 +84,7 @@ def test_sentences_are_planned_by_length_and_come_back_in_their_order(monkeypatc
 
     def plan(phonemes, voices):
         zeros = torch.zeros(1)
-        return [kokoro._Planned(zeros, zeros, zeros, zeros, len(p)) for p in phonemes]
+        return [kokoro._Planned(zeros, zeros, zeros, len(p)) for p in phonemes]
 
     def vocode(plans, width, generator):
         widths.append((len(plans), width))

@@ -47,11 +47,6 @@ def mel_distance(a: Tensor, b: Tensor, window: int = 1024, bands: int = 80) -> T
     return (x - y).abs().mean()
 
 
-def mel_loss(pcm: Tensor, target: Tensor) -> Tensor:
-    """Mean of `mel_distance` at four resolutions, up to 12 kHz."""
-    return sum(mel_distance(pcm, target, *size) for size in _MEL_WINDOWS) / len(_MEL_WINDOWS)
-
-
 def repetition(pcm: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """How each band of PCM (B, n) resembles itself 2 to 42 ms later, beside the target's. -> (), the mean squared
     difference of their autocorrelations in windows of which the target's band is loud enough, of 107 and of 50 ms; (),
@@ -279,7 +274,7 @@ class CodecTrainer(Trainer):
             output = self.codec.decoder(quantizer.output_proj(heard))
         pcm = pcm[:, : output.shape[1]]
         output = torch.where(self._heard, output.float(), pcm)
-        losses["mel"] = mel_loss(output, pcm)
+        losses["mel"] = sum(mel_distance(output, pcm, *size) for size in _MEL_WINDOWS) / len(_MEL_WINDOWS)
         losses["repetition"], losses["pitch"], more = repetition(output, pcm)
         if self._first:
             losses["onset"] = onset(output[: self._first], pcm[: self._first])

@@ -50,8 +50,7 @@ class _Planned(NamedTuple):
     """What is known of a sentence before it sounds."""
 
     durations: Tensor  # (phonemes,) frames
-    prosody: Tensor  # (phonemes, 640)
-    text: Tensor  # (phonemes, 512)
+    features: Tensor  # (phonemes, 1152): 640 of prosody, and of text
     style: Tensor  # (256,)
     frames: int
 
@@ -103,15 +102,14 @@ class Kokoro:
             lengths = torch.tensor([len(row) for row in ids])
             padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self.device)
             style = torch.stack([voices[i][len(phonemes[i])] for i in batch]).to(self.device)
-            durations, prosody, text = self._prosody(padded, lengths, style)
+            durations, features = self._features(padded, lengths, style)
             frames = durations.sum(1).tolist()
-            for row, i in enumerate(batch):
-                n = int(lengths[row])
-                plans[i] = _Planned(durations[row, :n], prosody[row, :n], text[row, :n], style[row], frames[row])
+            for row, (i, n) in enumerate(zip(batch, lengths.tolist(), strict=True)):
+                plans[i] = _Planned(durations[row, :n], features[row, :n], style[row], frames[row])
         return [plans[i] for i in range(len(phonemes))]
 
-    def _prosody(self, ids: Tensor, lengths: Tensor, style: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Durations (B, N) in frames, prosody (B, N, 640) and text features (B, N, 512) of padded ids (B, N)."""
+    def _features(self, ids: Tensor, lengths: Tensor, style: Tensor) -> tuple[Tensor, Tensor]:
+        """Durations (B, N) in frames and features (B, N, 1152) of padded ids (B, N)."""
         count = ids.shape[1]
         valid = torch.arange(count, device=self.device) < lengths.to(self.device)[:, None]
         mask, manner = valid.unsqueeze(-1).float(), style[:, _STYLE:]
@@ -130,7 +128,7 @@ class Kokoro:
             text = self._conv(f"{name}.0", text.transpose(1, 2), padding=2).transpose(1, 2)
             norm = F.layer_norm(text, (512,), self._weights[f"{name}.1.gamma"], self._weights[f"{name}.1.beta"])
             text = F.leaky_relu(norm, 0.2) * mask
-        return durations, x, self._lstm("text_encoder.lstm", text, lengths) * mask
+        return durations, torch.cat((x, self._lstm("text_encoder.lstm", text, lengths) * mask), -1)
 
     def _bert(self, ids: Tensor, valid: Tensor) -> Tensor:
         """One ALBERT layer twelve times."""
@@ -153,11 +151,9 @@ class Kokoro:
     def _vocode(self, plans: Sequence[_Planned], width: int, generator: torch.Generator) -> Tensor:
         """Audio (B, width * 600) float32."""
         pad = torch.nn.utils.rnn.pad_sequence
-        durations = pad([plan.durations for plan in plans], batch_first=True)
-        prosody, text = (pad([getattr(p, part) for p in plans], batch_first=True) for part in ("prosody", "text"))
-        style = torch.stack([plan.style for plan in plans])
-        sound, manner = style[:, :_STYLE], style[:, _STYLE:]
-        ends = durations.cumsum(1)
+        features = pad([plan.features for plan in plans], batch_first=True)
+        sound, manner = torch.stack([plan.style for plan in plans]).split(_STYLE, 1)
+        ends = pad([plan.durations for plan in plans], batch_first=True).cumsum(1)
         frames = ends[:, -1]
 
         def mask(rate: int, more: int = 0) -> Tensor:
@@ -167,14 +163,15 @@ class Kokoro:
         whole, double = mask(1), mask(2)
         at = torch.searchsorted(ends, torch.arange(width, device=self.device).repeat(len(plans), 1), right=True)
         at = at.clamp(max=ends.shape[1] - 1)[..., None]
-        shared = self._lstm("predictor.shared", prosody.gather(1, at.expand(-1, -1, 640)), frames.cpu())
+        prosody, text = features.gather(1, at.expand(-1, -1, features.shape[2])).split((640, 512), 2)
+        shared = self._lstm("predictor.shared", prosody, frames.cpu())
         curves = []
         for name in ("F0", "N"):  # pitch and energy
             x = shared.transpose(1, 2) * whole
             for i, twice in enumerate((None, double, None)):
                 x = self._residual(f"predictor.{name}.{i}", x, manner, whole if i < 2 else double, twice)
             curves.append(self._conv(f"predictor.{name}_proj", x) * double)
-        said = text.gather(1, at.expand(-1, -1, 512)).transpose(1, 2) * whole
+        said = text.transpose(1, 2) * whole
         f0, energy = curves
         halves = [self._conv(f"decoder.{n}_conv", x, stride=2, padding=1) for n, x in (("F0", f0), ("N", energy))]
         low = self._conv("decoder.asr_res.0", said)

@@ -230,8 +230,13 @@ class TalkerTrainer(Trainer):
 
     def train_step(self) -> dict[str, Tensor]:
         recipe = self.recipe
+        while self.step >= self._ends[-1]:  # epochs are dealt one after the other, each by its number
+            generator = np.random.default_rng((recipe.seed, 0, len(self._ends) - 1))
+            self._batches = self.data.epoch(self.training, recipe.batch_rows, generator)
+            self._ends.append(self._ends[-1] + len(self._batches))
+        clips = self._batches[self.step - self._ends[-2]]
         generator = np.random.default_rng((recipe.seed, 1, self.step))
-        batch = self.data.batch(self._dealt(), generator, recipe.predictor_share)
+        batch = self.data.batch(clips, generator, recipe.predictor_share)
         torch.manual_seed(recipe.seed * 1_000_003 + self.step)
         self.model.train()
         set_rate(self.optimizers["adam"], recipe.learning_rate * self.schedule())
@@ -259,7 +264,7 @@ class TalkerTrainer(Trainer):
             previous = torch.where(replaced & (previous >= 0), torch.randint_like(previous, size), previous)
         with self.steps.cast():
             hidden = self.model.hidden(batch.text, batch.control, previous).flatten(0, 1)
-            first = self.model.code0_logits(hidden)
+            first = self.model.w.linear("talker.codec_head", hidden)
             # not hidden[rows], whose gradient is sorted
             rest = self.model.predictor_logits(torch.index_select(hidden, 0, batch.rows), batch.codes)
         return (
@@ -294,14 +299,6 @@ class TalkerTrainer(Trainer):
             first = size if any(part in name for part in ("codec_embedding", "codec_head", "lm_head")) else 0
             p[first:] = given[first:].to(p)  # what comes behind the codes are control ids
         self.average = {name: tensor.clone() for name, tensor in self.weights().items()}
-
-    def _dealt(self) -> np.ndarray:
-        """The batch of this step: epochs are dealt one after the other, each by its number."""
-        while self.step >= self._ends[-1]:
-            generator = np.random.default_rng((self.recipe.seed, 0, len(self._ends) - 1))
-            self._batches = self.data.epoch(self.training, self.recipe.batch_rows, generator)
-            self._ends.append(self._ends[-1] + len(self._batches))
-        return self._batches[self.step - self._ends[-2]]
 
 
 def open_data(clips: Clips, out: Path, sizes: TalkerSizes, begun: Checkpoint, device: torch.device | str) -> Sequences:
