@@ -135,6 +135,6 @@ def test_a_loss_that_is_no_number_is_never_written(tmp_path):
 def test_the_rate_rises_and_falls_to_a_twentieth():
     line = Line(Recipe(steps=100, warmup_steps=10))
     found = []
-    for line.step in (0, 9, 50, 100):
+    for line.step in (0, 9, 100):
         found.append(line.schedule())
-    assert found[0] == pytest.approx(0.1, abs=0.01) and found[1] > 0.95 and found[3] == pytest.approx(0.05)
+    assert found[0] == pytest.approx(0.1, abs=0.01) and found[1] > 0.95 and found[2] == pytest.approx(0.05)
