@@ -137,7 +137,7 @@ config, generation, tokenizer = (partial(edited, n) for n in ("config", "generat
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_broken_folder_is_refused_by_name(copied: Path, breakage: Callable[[Path], object], message: str):
+def test_a_broken_folder_is_refused_by_name(copied, breakage, message):
     """Files that no checkpoint may lack, or have torn: tests/checkpoint/test_checkpoint.py, tests/model."""
     breakage(copied)
     with pytest.raises(CheckpointError, match=message) as caught:
