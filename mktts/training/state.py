@@ -127,6 +127,13 @@ class Trainer(ABC):
         warm = min(1.0, (self.step + 1 - self.begun) / self.recipe.warmup_steps)
         return warm * (0.525 + 0.475 * math.cos(math.pi * done))
 
+    def begin_step(self, *rates: float) -> None:
+        """Seeds what the step draws, as a resumed run will; sets the optimizers' rates, which a recorded step reads."""
+        torch.manual_seed(1_000_003 * self.recipe.seed + self.step)
+        for optimizer, rate in zip(self.optimizers.values(), rates, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"].fill_(rate * self.schedule())
+
     @torch.no_grad()
     def follow(self, share: float | Tensor) -> None:
         """Moves the averaged weights this share of the way to the live ones."""
@@ -200,14 +207,8 @@ Work = Callable[..., dict[str, Tensor]]
 _ORDINARY_RUNS = 3  # before recording: libraries' handles, autotuning, the optimizer's state
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """The learning rate of all groups, which a recorded step reads."""
-    for group in optimizer.param_groups:
-        group["lr"].fill_(rate)
-
-
 def adam(parameters: Iterable, device: torch.device, **choices: Any) -> torch.optim.AdamW:
-    """An optimizer whose rate `set_rate` gives in every step, and whose steps a graph can hold."""
+    """An optimizer whose rate `Trainer.begin_step` sets, and whose steps a graph can hold."""
     cuda = device.type == "cuda"
     rate = torch.zeros((), dtype=torch.float32 if cuda else torch.float64, device=device)
     return torch.optim.AdamW(parameters, rate, fused=cuda, capturable=cuda, **choices)

@@ -22,7 +22,7 @@ from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.training.codec.model import SIZES, Codec, CodecSizes
 from mktts.training.data.audio import Crops
 from mktts.training.judge.signal import STEP_SAMPLES
-from mktts.training.state import STATE, StepGraphs, Trainer, adam, set_rate, train
+from mktts.training.state import STATE, StepGraphs, Trainer, adam, train
 from mktts.training.weights import fused
 
 _FLOOR = 1e-5  # of magnitudes before the logarithm, where a full-scale sine is 1: -100 dBFS, below what 16 bits hold
@@ -244,12 +244,10 @@ class CodecTrainer(Trainer):
         if self._batches is None:
             self._batches = self.crops.batches(self.step, r.batch)
         pcm = next(self._batches).to(self.device, non_blocking=True)
-        torch.manual_seed(1_000_003 * r.seed + self.step)  # so a resumed run draws what this one would have
+        self.begin_step(r.rate, r.judge_rate)
         if self.step == 0:
             with torch.no_grad():
                 self.codec.quantizer.begin(self.codec.encoder(pcm))
-        for optimizer, rate in zip(self.optimizers.values(), (r.rate, r.judge_rate), strict=True):
-            set_rate(optimizer, rate * self.schedule())
         self._share.fill_(max(1 / (1 + self.step), 1 / r.averaged_steps))
         joint, adversarial = self.step < r.joint_steps, self.step >= r.adversarial_from
         judged = (r.crop_frames - r.ahead_frames - r.judged_frames) * SAMPLES_PER_FRAME

@@ -35,7 +35,7 @@ from mktts.training.codec.model import Codec, encoded, load_codec
 from mktts.training.codec.train import add_training_arguments
 from mktts.training.data.audio import read_shard, shard_paths
 from mktts.training.data.texts import is_held_out, normal
-from mktts.training.state import CURVES, STATE, StepGraphs, Trainer, adam, averaged, set_rate, train
+from mktts.training.state import CURVES, STATE, StepGraphs, Trainer, adam, averaged, train
 from mktts.training.talker.model import SIZES, TalkerModel, TalkerSizes, prepare, write_checkpoint
 
 LANGUAGE = "english"
@@ -237,9 +237,8 @@ class TalkerTrainer(Trainer):
         clips = self._batches[self.step - self._ends[-2]]
         generator = np.random.default_rng((recipe.seed, 1, self.step))
         batch = self.data.batch(clips, generator, recipe.predictor_share)
-        torch.manual_seed(recipe.seed * 1_000_003 + self.step)
+        self.begin_step(recipe.learning_rate)
         self.model.train()
-        set_rate(self.optimizers["adam"], recipe.learning_rate * self.schedule())
         found = self.steps.run("step", self._step, *batch)
         self.step += 1
         self.follow(1 - min(recipe.ema, self.step / (self.step + 10)))  # a young average forgets the start quickly
