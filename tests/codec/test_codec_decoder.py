@@ -40,10 +40,6 @@ def upstream_pcm(decoder: torch.nn.Module, codes: torch.Tensor) -> torch.Tensor:
     return decoder(codes.t()[None])[0, 0]
 
 
-def raw_config(checkpoint) -> dict:
-    return json.loads((checkpoint.folder / "speech_tokenizer" / "config.json").read_text())
-
-
 @pytest.fixture(scope="module")
 def codec(tiny) -> CodecDecoder:
     return CodecDecoder(tiny.codec_config, tiny.codec_tensors())
@@ -61,7 +57,8 @@ def codes(tiny) -> torch.Tensor:
 
 
 def test_in_float64_frame_by_frame_is_upstreams_one_pass(tiny, codec64, codes, monkeypatch):
-    decoder = upstream_decoder(raw_config(tiny), tiny.codec_tensors(), torch.float64)
+    raw = json.loads((tiny.folder / "speech_tokenizer" / "config.json").read_text())
+    decoder = upstream_decoder(raw, tiny.codec_tensors(), torch.float64)
     norm = type(decoder.pre_transformer.norm)
 
     def in_float64(self, x):  # upstream's own rounds to float32 on the way
