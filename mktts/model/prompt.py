@@ -397,7 +397,8 @@ class AddressedRows:
     @classmethod
     def of(cls, rows: Tensor) -> AddressedRows:
         """The rows of a tensor (L, H), each of which is contiguous."""
-        return cls(addresses_of(rows), rows, (rows,))
+        places = rows.stride(0) * rows.element_size() * np.arange(len(rows), dtype=np.int64)
+        return cls(rows.data_ptr() + places, rows, (rows,))
 
 
 class SpokenRows:
@@ -405,22 +406,17 @@ class SpokenRows:
 
     @torch.inference_mode()
     def __init__(self, prompts: PromptBuilder) -> None:
-        codec_pad, self._end = prompts._codec_pad, prompts._whole_end
-        self._table = codec_pad.new_empty(len(prompts._table), codec_pad.shape[1])
-        for start in range(0, len(self._table), _ROWS_AT_ONCE):
-            part = self._table[start : start + _ROWS_AT_ONCE]
+        codec_pad = prompts._codec_pad
+        table = codec_pad.new_empty(len(prompts._table), codec_pad.shape[1])
+        for start in range(0, len(table), _ROWS_AT_ONCE):
+            part = table[start : start + _ROWS_AT_ONCE]
             part.copy_(prompts.text_rows(range(start, start + len(part))) + codec_pad)
-        self._addresses = addresses_of(self._table)
+        self._table, self._end = AddressedRows.of(table), AddressedRows.of(prompts._whole_end)
 
     def prompt(self, head: Tensor, ids: Sequence[int]) -> AddressedRows:
         """Rows `head`, those of the text `ids`, and what ends it."""
-        addresses = np.concatenate((addresses_of(head), self._addresses[list(ids)], addresses_of(self._end)))
-        return AddressedRows(addresses, head, (head, self._table, self._end))
-
-
-def addresses_of(rows: Tensor) -> np.ndarray:
-    """Of rows (N, H), each of which is contiguous: (N,) int64."""
-    return rows.data_ptr() + rows.stride(0) * rows.element_size() * np.arange(len(rows), dtype=np.int64)
+        parts = AddressedRows.of(head).addresses, self._table.addresses[list(ids)], self._end.addresses
+        return AddressedRows(np.concatenate(parts), head, (head, *self._table.kept, *self._end.kept))
 
 
 def _in_context(request: Request) -> bool:
