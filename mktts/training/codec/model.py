@@ -59,7 +59,7 @@ class Decoder(nn.Module):
         return y[..., : x.shape[-1] * stride]
 
     def _snake(self, name: str, x: Tensor) -> Tensor:
-        return fused(snake, x)(x, self.w[f"{name}.alpha"], self.w[f"{name}.beta"])
+        return fused(snake, x.is_cuda)(x, self.w[f"{name}.alpha"], self.w[f"{name}.beta"])
 
     def _block(self, name: str, x: Tensor, rate: int) -> Tensor:
         """Snake, up-sampling by `rate` into half the channels, three residual units."""

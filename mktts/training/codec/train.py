@@ -128,7 +128,7 @@ def adversarial_losses(real: list[list[Tensor]], fake: list[list[Tensor]]) -> di
     judged = sum((1 - r[-1].float()).square().mean() + f[-1].float().square().mean() for r, f in pairs) / len(pairs)
     adversarial = sum((1 - f[-1].float()).square().mean() for f in fake) / len(fake)
     inner = [layers for r, f in pairs for layers in zip(r[:-1], f[:-1], strict=True)]
-    distances = [fused(_relative_distance, x)(x.detach(), y) for x, y in inner]
+    distances = [fused(_relative_distance, x.is_cuda)(x.detach(), y) for x, y in inner]
     return {"judges": judged, "adversarial": adversarial, "features": sum(distances) / len(distances)}
 
 
