@@ -130,16 +130,12 @@ class Sequences:
             control += [codec.bos]
         return words, control + [-1] * frames
 
-    def batch(
-        self, clips: np.ndarray, generator: np.random.Generator, share: float = 0.5, whole: bool | None = None
-    ) -> Batch:
-        """Layout (unless `whole` says) and language tag of every clip are drawn evenly. clips: (n, 2) clips and forms,
-        as `epoch` deals them. share: of the padded rows, so many frames for the predictor."""
+    def batch(self, clips: np.ndarray, generator: np.random.Generator, share: float = 0.5) -> Batch:
+        """Layout and language tag of every clip are drawn evenly. clips: (n, 2) clips and forms, as `epoch` deals them.
+        share: of the padded rows, so many frames for the predictor."""
         clips, forms = clips.T
-        rows = [
-            self.rows(int(c), bool(w) if whole is None else whole, bool(tag), int(form))
-            for c, form, (w, tag) in zip(clips, forms, generator.integers(0, 2, (len(clips), 2)), strict=True)
-        ]
+        cases = zip(clips, forms, generator.integers(0, 2, (len(clips), 2)), strict=True)
+        rows = [self.rows(int(c), bool(whole), bool(tag), int(form)) for c, form, (whole, tag) in cases]
         longest = int(self._steps(clips, forms).max()) * _STEP
         text = np.full((len(rows), longest), self.config.text_ids.tts_pad, np.int64)
         control, frame = np.full((2, len(rows), longest), -1, np.int64)  # frame: which one a row carries
