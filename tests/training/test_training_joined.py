@@ -29,7 +29,7 @@ TALKER = "--size tiny --block 2 --batch-rows 400 --fresh --device cpu --resume -
         ("talker --codec absent --out o --minutes 1", "--data"),
         ("teacher --program x --texts absent.xz --speakers a --out o", "absent.xz"),
         ("teacher --program x --texts absent.xz", "--speakers"),
-        ("texts --corpora absent --out t.xz", "absent"),
+        ("texts --corpora absent --out t.xz", "absent: expected usr/share/dict/american-english"),
         ("ship --voice absent", "absent"),
     ],
 )
