@@ -64,7 +64,7 @@ class CausalConv:
         return [((self.kernel - 1) * self.dilation, len(self.taps.weight) // self.kernel)]
 
     def __call__(self, x: Tensor, history: History, snake: SnakeBeta | None = None) -> Tensor:
-        """Of `x`, or of what `snake` makes of it."""
+        """Convolves `x`, or what `snake` makes of it."""
         whole = extended(x, history, snake)
         if self.long and whole.device.type == "cpu" and whole.dtype == torch.float32:
             image, dilation = whole.transpose(1, 2)[:, :, None], (1, self.dilation)

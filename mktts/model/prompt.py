@@ -1,9 +1,20 @@
-"""Prompt layouts of every Qwen3-TTS mode, as embeddings for the talker.
+"""Prompt layouts of every Qwen3-TTS mode, as embeddings for the talker. A row (H,) is its input at one position: the
+sum of a text embedding, projected, and of a codec embedding. Both layouts are upstream's.
 
-A prompt is an optional instruction, three role rows (`<|im_start|>assistant\n`), the language tags, the speaker, and
-then the text. Whole layout: every text token is in the prompt, and every later frame adds the pad embedding. Streaming
-layout: the prompt ends with the first text token (or the reference frames), and token t + 1 is added after frame t.
-Both are upstream's; in the streaming layout a `FedPrompt` takes text that arrives later.
+    row                             text side                      codec side
+    instruction, if there is one    its tokens                     -
+    role                            <|im_start|>assistant\\n       -
+    language                        tts_pad                        think tags with the language, or nothink
+    speaker                         tts_pad                        the speaker's row, or the voice's embedding
+    begin                           tts_bos                        codec_pad
+    whole layout: the text          its tokens, then tts_eos       codec_pad
+        the last row                tts_pad                        codec_bos
+    streaming layout: the last row  the first token                codec_bos
+    a frame after the prompt        tts_pad; streaming: the next   all 16 codes of the frame before it
+                                    token, then tts_eos, tts_pad
+
+A voice with a transcript puts that before the text, and its frames after codec_bos. In the streaming layout a
+`FedPrompt` takes text that arrives later.
 
 The prefix of a prompt is the rows in front that are the same bits for every text: instruction, role, tags and speaker.
 A transcript's rows are not: `of_checked` projects transcript and text in one matrix product, as upstream does, which
@@ -270,7 +281,7 @@ class PromptBuilder:
         return torch.cat(parts)
 
     def reference_ids(self, request: Request) -> list[int]:
-        """Of the transcript of an in-context voice, which comes before the text."""
+        """Tokens of an in-context voice's transcript, which comes before the text."""
         return self.tokenizer.encode(request.voice.transcript.strip())
 
     @torch.inference_mode()

@@ -53,7 +53,7 @@ class Trainer(ABC):
         return {}
 
     def weights(self) -> dict[str, Tensor]:
-        """Of all modules, with their names before their own."""
+        """Weights of all modules, with the module's name before their own."""
         return {f"{name}.{key}": t for name, module in self.modules.items() for key, t in module.state_dict().items()}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -124,7 +124,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def settings_of(arguments: argparse.Namespace) -> LoadSettings:
-    """Of a synthesizer in this process."""
+    """Settings of a load on a synthesizer in this process."""
     model = model_of(arguments)
     model["checkpoint"] = model["checkpoint"] or (_GPU_CHECKPOINT if "cuda" in model["device"] else DEFAULT_CHECKPOINT)
     return LoadSettings(**model, **given(LoadSettings, arguments))

@@ -159,7 +159,7 @@ def decoder_config(sizes: CodecSizes) -> CodecConfig:
 
 
 class _EncoderBlock(nn.Module):
-    """As the decoder's, but it looks ahead as far as back."""
+    """The decoder's block, but looking ahead as far as back."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -110,7 +110,7 @@ class Discriminators(nn.Module):
         self.periodic = nn.ModuleList(_judge((1, *wide), (5, 1), (3, 1)) for _ in _PERIODS)
 
     def forward(self, pcm: Tensor) -> list[list[Tensor]]:
-        """Of PCM (B, n): every layer's output of every judge, the verdict last."""
+        """Returns every layer's output of every judge for PCM (B, n), the verdict last."""
         seen = []
         for window, judge in zip(_DISCRIMINATOR_WINDOWS, self.spectral, strict=True):
             seen_by = spectrum(pcm, window).transpose(1, 2) * (window / 4)  # or biases would drown faint bands
