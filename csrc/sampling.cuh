@@ -2,7 +2,8 @@
 //
 // Philox4x32-10 (Salmon et al. 2011) with counters (id / 4, codebook, frame, stream) gives Gumbel noise; the largest
 // logit / T + noise is a draw from the softmax. Top-k without a sort: accept the winner if fewer than k logits are
-// above its own, otherwise draw again among those; this keeps ties with the k-th, as transformers does.
+// above its own, otherwise draw again among those; this keeps ties with the k-th, as transformers does. Top-p alike:
+// accept the winner if the mass above it is less than top_p of what top-k keeps, else draw again among those above.
 #pragma once
 #include "layer.cuh"
 
@@ -60,8 +61,8 @@ DEV float block_sum(Ctx& c, float v) {
   v = 0.f; UNROLL for (int w = 0; w < WARPS; w++) v += c.s->mass[w];
   return v;
 }
-// Top-p: sum of exp(l - most) over the `top_k` largest logits, ties with the last of them included. Bisects for the
-// k-th.
+// The mass that top-p takes its part of: sum of exp(l - most) over the `top_k` largest logits, ties with the last of
+// them included. Bisects for the k-th.
 template <int N> DEV float kept_mass(Ctx& c, const float (&l)[N][4], u32 top_k, float most) {
   u32 least = 0;                                            // the largest key that at least top_k logits reach
   if (top_k) for (u32 bit = 1u << 31; bit; bit >>= 1) {

@@ -84,7 +84,7 @@ def read_json(path: Path | str, error: type[MkttsError] = CheckpointError, hint:
 
 
 def read_object(path: Path | str, error: type[MkttsError] = CheckpointError, hint: str = "") -> dict[str, Any]:
-    """As `read_json`, of a file that holds one JSON object."""
+    """Reads a file that holds one JSON object, as `read_json` does."""
     value = read_json(path, error, hint)
     if not isinstance(value, dict):
         raise error(f"{path}: expected a JSON object, found {type(value).__name__}{hint}")

@@ -191,10 +191,8 @@ class ModelConfig:
 class CodecConfig:
     """Dimensions of the codec decoder: `speech_tokenizer/config.json`, key `decoder_config`."""
 
-    latent_dim: int
     codebook_dim: int
     codebook_size: int
-    decoder_dim: int
     hidden_size: int
     intermediate_size: int
     head_dim: int

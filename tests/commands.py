@@ -2,7 +2,7 @@
 
 import shlex
 
-from mktts.cli import parse, parser_of
+from mktts.cli import parse
 
 
 def run(command: str, *words: object) -> int:
@@ -11,9 +11,9 @@ def run(command: str, *words: object) -> int:
     return arguments.run(arguments)
 
 
-def examples(name: str) -> list[str]:
+def examples(help_text: str) -> list[str]:
     """What the help of a command shows, less `python -m mktts`; the parser has accepted each."""
-    lines = [line.partition("-m mktts ")[2] for line in parser_of(name).epilog.splitlines() if line.startswith("  ")]
+    lines = [line.partition("-m mktts ")[2] for line in help_text.splitlines() if line.startswith("  ")]
     shown = [line.split("|")[0].split(">")[0] for line in lines if line]
     for line in shown:
         parse(shlex.split(line, comments=True))

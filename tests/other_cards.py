@@ -9,7 +9,9 @@ blocks and older code cost, not how fast that card is."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import statistics
 import time
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from mktts.checkpoint.open import SMALL
 from mktts.checkpoint.random.weights import random_tensors, widen_margins
 from mktts.checkpoint.tensors import expected_tensors
 from mktts.common import write_json
-from mktts.kernel.build import TARGETS, Card, fingerprint
+from mktts.kernel.build import CSRC, TARGETS, Card
 from mktts.measure.environment import head
 from mktts.measure.parity.kernel import KernelUnderTest
 from mktts.measure.parity.ratio import ErrorRatio, Observed, forced
@@ -125,6 +127,13 @@ def observed(backend: Backend, prompt: Prompt) -> list[Observed]:
     state = tested.start(prompt, Sampling().greedy(), 0, FORCED_FRAMES)
     seen = [tested.step(state, prompt.row(index - 1) if index else None) for index in range(FORCED_FRAMES)]
     return [frame for frame in seen if frame is not None]
+
+
+def fingerprint(folder: Path = CSRC) -> str:
+    """Twelve hex digits of what csrc/ has the compiler do: its sources without comments and blank lines."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".cu", ".cuh"))
+    lines = (re.sub(r"\s*//.*", "", line) for path in files for line in path.read_text(encoding="utf-8").splitlines())
+    return hashlib.sha256("\n".join(filter(None, lines)).encode()).hexdigest()[:12]
 
 
 def case_of(model: Model, card: Card) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mktts.kernel.build import fingerprint
+from other_cards import fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
 README, HARDWARE = ROOT / "README.md", ROOT / "docs" / "hardware.md"

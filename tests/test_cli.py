@@ -4,7 +4,6 @@ import errno
 import io
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -13,10 +12,11 @@ import wave
 import numpy as np
 import pytest
 from absent import needs
+from commands import examples
 from sounds import decoded
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.cli import COMMANDS, main, parse
+from mktts.cli import COMMANDS, main
 from mktts.common import python_path
 from mktts.errors import EngineError, MkttsError
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
@@ -45,16 +45,13 @@ def read_wav(path) -> np.ndarray:
         return np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
 
 
-def test_say_writes_a_wav_of_the_frames_asked_for_and_calls_random_weights_noise(tmp_path, capsys):
+def test_say_writes_the_frames_asked_for_into_a_file_or_a_pipe_and_calls_random_weights_noise(
+    tmp_path, capfdbinary, monkeypatch
+):
     assert main([*SAY, "-o", "out.wav"]) == 0
     assert len(read_wav("out.wav")) == FRAMES * SAMPLES_PER_FRAME
     assert [path.name for path in tmp_path.iterdir()] == ["out.wav"]
-    assert RANDOM_WEIGHTS in capsys.readouterr().err
-
-
-def test_say_from_a_pipe_to_a_pipe_gives_the_samples_of_the_file(capfdbinary, monkeypatch):
-    assert main([*SAY, "-o", "out.wav"]) == 0
-    capfdbinary.readouterr()
+    assert RANDOM_WEIGHTS.encode() in capfdbinary.readouterr().err
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello there.\n"))
     assert main(["say", "-", *SAY[2:], "-o", "-"]) == 0
     assert np.array_equal(np.frombuffer(capfdbinary.readouterr().out, dtype="<i2"), read_wav("out.wav"))
@@ -169,13 +166,10 @@ def test_without_a_command_all_that_there_are_are_listed(capsys):
 def test_help_shows_examples_that_parse(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([*command, "--help"])
-    text = capsys.readouterr().out
-    examples = [line.partition("-m mktts ")[2].split("|")[0] for line in text.splitlines() if line.startswith("  ")]
-    examples = [words for words in examples if words]
-    assert examples
-    for example in examples:
-        parse(shlex.split(example))
-    assert max(map(len, text.splitlines())) <= 130
+    lines = capsys.readouterr().out.splitlines()
+    shown = examples("\n".join(lines))
+    assert shown and shown[0].startswith(" ".join(command))
+    assert max(map(len, lines)) <= 130
 
 
 def test_inspect_names_components_speakers_and_random_weights(capsys):
@@ -193,14 +187,6 @@ def test_bench_prints_a_table_and_ends_in_one_json_document(capsys):
     assert document["figures"]["codec_1_ms"]["n"] == 20
     assert document["settings"]["random_weights"] is True and document["environment"]["torch"]
     assert sum(line.startswith("codec_1_ms ") for line in lines) == 1
-
-
-def test_closing_the_pipe_ends_the_generation_quietly():
-    process = start("say", "Hello there.", *RANDOM, "-o", "-", "--max-frames", "2000")
-    assert len(process.stdout.read(SAMPLES_PER_FRAME)) == SAMPLES_PER_FRAME
-    process.stdout.close()
-    assert process.wait(timeout=60) == 128 + signal.SIGPIPE
-    assert process.stderr.read() == b""
 
 
 @pytest.mark.parametrize(
@@ -258,12 +244,13 @@ def test_a_signal_while_the_model_loads_ends_it_without_a_traceback(number, stat
     assert [path.name for path in tmp_path.iterdir()] == ["tidied"]
 
 
-def test_ctrl_c_ends_the_generation_with_one_line():
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGPIPE, b""), (signal.SIGINT, b"interrupted\n")])
+def test_a_closed_pipe_ends_the_generation_quietly_and_ctrl_c_with_one_line(number, said):
     process = start("say", "Hello there.", *RANDOM, "-o", "-", "--max-frames", "2000")
-    process.stdout.read(SAMPLES_PER_FRAME)  # the model is loaded and speaking
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (128 + signal.SIGINT, b"interrupted\n")
+    assert len(process.stdout.read(SAMPLES_PER_FRAME)) == SAMPLES_PER_FRAME  # the model is loaded and speaking
+    process.stdout.close() if number == signal.SIGPIPE else process.send_signal(number)
+    assert process.wait(timeout=60) == 128 + number
+    assert process.stderr.read() == said
 
 
 def test_a_signal_that_a_library_turns_into_an_error_still_ends_the_command_by_it(monkeypatch, capsys):

@@ -106,9 +106,6 @@ def test_core_and_extras_are_the_requirements_with_the_same_markers():
         (version,) = (specifier.version for specifier in pin.specifier)
         assert entry.specifier.contains(version), f"{entry} does not allow {pin}"
         assert entry.marker == pin.marker, f"{entry} and {pin} are for different systems"
-
-
-def test_the_extra_all_names_every_other_one():
     (everything,) = EXTRAS["all"]
     assert everything.extras == set(EXTRAS) - {"all"}
 

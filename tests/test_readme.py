@@ -93,19 +93,13 @@ def test_every_notebook_stands_in_the_table():
     assert listed == sorted(f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
-def test_make_targets_exist():
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+def test_make_targets_exist_and_the_plain_test_command_selects_what_make_test_and_ci_run():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)[ `]", README, re.MULTILINE))
     assert {name for pair in named for name in pair if name} <= targets
-
-
-def test_continuous_integration_runs_the_readmes_test_command():
     assert re.search(r"^timeout .* make test <", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert "make test" in {line.strip() for line in SHELL}
-
-
-def test_plain_test_command_selects_what_make_test_selects():
-    makefile = (ROOT / "Makefile").read_text()
     selection = re.search(r'-m ("[^"]+")', makefile.partition("\ntest:")[2]).group(1)
     assert any(line.endswith(f"-m {selection}") for line in SHELL)
 

@@ -9,12 +9,8 @@ from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.engine.upstream import load_upstream
 
 
+@cache
 def loaded(source: str, dtype: torch.dtype = torch.bfloat16, tokenizer: str = "hub") -> tuple[Checkpoint, Any]:
     """The checkpoint and qwen-tts's model of it. Shared: a test must not change either."""
-    return _loaded(source, dtype, tokenizer)
-
-
-@cache
-def _loaded(source: str, dtype: torch.dtype, tokenizer: str) -> tuple[Checkpoint, Any]:
     checkpoint = open_checkpoint(source)
     return checkpoint, load_upstream(checkpoint, dtype, tokenizer=tokenizer)

@@ -190,12 +190,22 @@ class CodecDecoder(StreamingCodec):
         self.book_out = [Linear.load(w, f"quantizer.rvq_{part}.output_proj", bias=False) for part in ("first", "rest")]
         self.pre_conv = CausalConv.load(w, "pre_conv", rows=1)
         self.transformer = CodecTransformer(config, w, "pre_transformer")
-        self.stages = _stages(config, w)
+        self.stages: list = []
+        for i, stride in enumerate(config.upsampling_ratios):
+            self.stages += [Upsampling.load(w, f"upsample.{i}.0", stride), ConvNeXt.load(w, f"upsample.{i}.1")]
+        rows = math.prod(config.upsampling_ratios)
+        self.stages.append(CausalConv.load(w, "decoder.0", rows))
+        for i, stride in enumerate(config.upsample_rates, start=1):
+            block, rows = f"decoder.{i}.block", rows * stride
+            self.stages += [SnakeBeta.load(w, f"{block}.0"), Upsampling.load(w, f"{block}.1", stride)]
+            units = enumerate(config.dilations, start=2)
+            self.stages += [ResidualUnit.load(w, f"{block}.{j}", rows, dilation) for j, dilation in units]
         self.last_snake = SnakeBeta.load(w, f"decoder.{len(config.upsample_rates) + 1}")
         self.last_conv = CausalConv.load(w, f"decoder.{len(config.upsample_rates) + 2}", SAMPLES_PER_FRAME)
         layers = (self.pre_conv, *self.stages, self.last_conv)
         shapes = [shape for layer in layers if not isinstance(layer, SnakeBeta) for shape in layer.history_shapes]
-        super().__init__(config, tables, StateLayout(self.transformer.cache_shape, tuple(shapes), dtype), device)
+        cache = config.num_hidden_layers, config.num_attention_heads, config.sliding_window - 1, config.head_dim
+        super().__init__(config, tables, StateLayout(cache, tuple(shapes), dtype), device)
 
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
         return self.together(codes[None], state.views)[0]
@@ -222,19 +232,6 @@ class _Moved(dict[str, Tensor]):
 
     def __missing__(self, name: str) -> Tensor:
         return self._move(name)
-
-
-def _stages(config: CodecConfig, w: Mapping[str, Tensor]) -> list:
-    stages: list = []
-    for i, stride in enumerate(config.upsampling_ratios):
-        stages += [Upsampling.load(w, f"upsample.{i}.0", stride), ConvNeXt.load(w, f"upsample.{i}.1")]
-    rows = math.prod(config.upsampling_ratios)
-    stages.append(CausalConv.load(w, "decoder.0", rows))
-    for i, stride in enumerate(config.upsample_rates, start=1):
-        block, rows = f"decoder.{i}.block", rows * stride
-        stages += [SnakeBeta.load(w, f"{block}.0"), Upsampling.load(w, f"{block}.1", stride)]
-        stages += [ResidualUnit.load(w, f"{block}.{j}", rows, d) for j, d in enumerate(config.dilations, start=2)]
-    return stages
 
 
 def _codebook(tensors: Mapping[str, Tensor], book: str, dtype: torch.dtype) -> Tensor:

@@ -64,7 +64,7 @@ class CausalConv:
         return [((self.kernel - 1) * self.dilation, len(self.taps.weight) // self.kernel)]
 
     def __call__(self, x: Tensor, history: History, snake: SnakeBeta | None = None) -> Tensor:
-        """Of `x`, or of what `snake` makes of it."""
+        """Convolves `x`, or what `snake` makes of it."""
         whole = extended(x, history, snake)
         if self.long and whole.device.type == "cpu" and whole.dtype == torch.float32:
             image, dilation = whole.transpose(1, 2)[:, :, None], (1, self.dilation)
@@ -219,12 +219,6 @@ class CodecTransformer:
         self.layers = [AttentionLayer.load(tensors, f"{name}.layers.{i}", config.rms_norm_eps) for i in layers]
         self.inverse_frequency = inverse_frequency(config.head_dim, config.rope_theta).to(self.norm.device)
 
-    @property
-    def cache_shape(self) -> tuple[int, int, int, int]:
-        """Shape of the keys, and of the values, that a stream carries: (layers, heads, window - 1, head_dim)."""
-        c = self.config
-        return c.num_hidden_layers, c.num_attention_heads, c.sliding_window - 1, c.head_dim
-
     def __call__(self, x: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
         """`x` (B, n, latent), each stream's first row at its `position` (B,). Updates keys and values (B, layers,
         heads, window - 1, head_dim) and position in place."""
@@ -279,29 +273,23 @@ class AttentionLayer:
     def __call__(
         self, x: Tensor, keys: Tensor, values: Tensor, rotary: tuple[Tensor, Tensor], absent: Tensor
     ) -> Tensor:
-        """`x` (B, n, hidden); `keys` and `values` (B, heads, window - 1, head_dim) move on by n places."""
-        (streams, n, _), (heads, _, head_dim) = x.shape, keys.shape[1:]
+        """`x` (B, n, hidden); `keys` and `values` (B, heads, window - 1, head_dim) move on by n places. `absent` (B, 1,
+        n, 1, window): True before frame 0. A query attends to a window of keys, and sees its own copy of them, so its
+        sums do not depend on how many come with it."""
+        (streams, n, _), (heads, before, head_dim) = x.shape, keys.shape[1:]
         qkv = self.qkv(rms_norm(x, self.input_norm, self.eps)).view(streams, n, 3, heads, head_dim)
         q, k = rotate(qkv[:, :, :2], *rotary).permute(2, 0, 3, 1, 4)
         k, v = torch.cat((keys, k), 2), torch.cat((values, qkv[:, :, 2].transpose(1, 2)), 2)
         keys.copy_(k[:, :, n:])
         values.copy_(v[:, :, n:])
-        attended = window_attention(q, k, v, absent).transpose(1, 2).reshape(streams, n, -1)
+        blocks = []
+        for start in range(0, n, _QUERY_BLOCK):
+            block = slice(start, start + _QUERY_BLOCK)
+            seen, said = (t.unfold(2, before + 1, 1)[:, :, block].transpose(3, 4).contiguous() for t in (k, v))
+            scores = (q[:, :, block, None] * head_dim**-0.5) @ seen.transpose(3, 4)  # (B, heads, n, 1, window)
+            scores = scores.masked_fill_(absent[:, :, block], -torch.inf).softmax(-1)
+            blocks.append((scores @ said)[:, :, :, 0])
+        attended = torch.cat(blocks, 2).transpose(1, 2).reshape(streams, n, -1)
         x = torch.addcmul(x, self.out(attended), self.attention_scale)
         gate, up = self.gate_up(rms_norm(x, self.post_norm, self.eps)).chunk(2, -1)
         return torch.addcmul(x, self.down(F.silu(gate) * up), self.mlp_scale)
-
-
-def window_attention(q: Tensor, k: Tensor, v: Tensor, absent: Tensor) -> Tensor:
-    """Attention of query t to keys t .. t + window - 1: (B, heads, n, head_dim). q (B, heads, n, head_dim); k, v (B,
-    heads, window - 1 + n, head_dim); absent (B, 1, n, 1, window): True before frame 0. Every query sees its own copy of
-    its window, so its sums do not depend on how many come with it."""
-    window = absent.shape[-1]
-    blocks = []
-    for start in range(0, q.shape[2], _QUERY_BLOCK):
-        block = slice(start, start + _QUERY_BLOCK)
-        keys, values = (t.unfold(2, window, 1)[:, :, block].transpose(3, 4).contiguous() for t in (k, v))
-        scores = (q[:, :, block, None] * q.shape[-1] ** -0.5) @ keys.transpose(3, 4)  # (B, heads, n, 1, window)
-        scores = scores.masked_fill_(absent[:, :, block], -torch.inf).softmax(-1)
-        blocks.append((scores @ values)[:, :, :, 0])
-    return torch.cat(blocks, 2)

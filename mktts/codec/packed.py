@@ -157,12 +157,12 @@ class CodecWeights:
 
     @property
     def snakes(self) -> list[SnakeBeta]:
-        """That of each block, then the last: what stands behind the layer before each."""
+        """The activation of each block, then the last: each follows the layer before it."""
         return [*(block.first for block in self.blocks), self.last_snake]
 
 
 def rows_per_frame(decoder: CodecDecoder) -> Iterator[int]:
-    """Of every layer that looks back, in the order of the state: rows of its input that a frame brings."""
+    """Input rows a frame for every layer that looks back, in the order of the state."""
     rows = 1
     yield rows  # the convolution before the transformer
     for layer in decoder.stages:

@@ -3,6 +3,7 @@ needed, and no GPU. A build is cached by source, definitions, architecture and c
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
@@ -205,13 +206,6 @@ def source(unit: str = "frame.cu", folder: Path = CSRC) -> str:
     return expand(unit)
 
 
-def fingerprint(folder: Path = CSRC) -> str:
-    """Twelve hex digits of what csrc/ has the compiler do: its sources without comments and blank lines."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".cu", ".cuh"))
-    lines = (re.sub(r"\s*//.*", "", line) for path in files for line in path.read_text(encoding="utf-8").splitlines())
-    return hashlib.sha256("\n".join(filter(None, lines)).encode()).hexdigest()[:12]
-
-
 def build_for(defines: dict[str, int], card: Card, unit: str = "frame.cu") -> Build:
     """Compiles with as many stages of the ring as the card's shared memory holds, by what two take in a build of the
     shared headers, which compile at once; never more than one token's, whose keys and values must be written before the
@@ -236,7 +230,7 @@ def compile_kernel(defines: dict[str, int], arch: str, unit: str = "frame.cu") -
     key = hashlib.sha256(json.dumps([code, arch, flags, nvrtc()[1]]).encode()).hexdigest()[:24]
     kept = cache_folder() / "kernels" / f"{arch}-{key}"
     about = kept.with_suffix(".json")
-    if about.exists():
+    with contextlib.suppress(OSError, ValueError, TypeError):  # not there, damaged, or of another version of this file
         return Build(kept.with_suffix(".image").read_bytes(), **json.loads(about.read_text(encoding="utf-8")))
     with announced(f"mktts: compiling {unit} for {arch}, once"):
         build = compile_source(code, unit, arch, flags)

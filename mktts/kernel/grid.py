@@ -48,7 +48,7 @@ class Dealt:
 
     @property
     def elements(self) -> int:
-        """Of a block's tape, padding included."""
+        """Values of a block's tape, padding included."""
         return self.count * self.chunk * 128 * -(-self.inputs // 128)
 
 
@@ -118,7 +118,7 @@ def choose_shape(config: ModelConfig, multiprocessors: int) -> Shape:
 
 
 def choose_text_shape(stack: StackConfig, multiprocessors: int) -> Shape:
-    """As `choose_shape`, for a text model, which has no predictor: its place takes the least that compiles."""
+    """The shape for a text model, which has no predictor: the smallest that compiles stands in for it."""
     return _best(stack, replace(stack, num_hidden_layers=1, vocab_size=16), multiprocessors, head_rows=0)
 
 

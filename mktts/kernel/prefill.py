@@ -152,9 +152,9 @@ class Prefill:
 
     @torch.inference_mode()
     def go_on(self, rows: Tensor, kv: Tensor, kept: Tensor | None) -> Tensor:
-        """As `fill`, of a prompt (L, H) whose first positions, fewer than L, are `kept`. One beyond the graphs'
-        capacity goes through eager PyTorch, all of it, where the stack has matrices of its own (a Qwen3Stack). Raises
-        CapacityError where it has not."""
+        """Fills a cache as `fill` does, for a prompt (L, H) whose first positions, fewer than L, are `kept`. A prompt
+        longer than the graphs' capacity goes through eager PyTorch as a whole, where the stack has matrices of its own
+        (a Qwen3Stack). Raises CapacityError where it has not."""
         if len(rows) > CAPACITY:
             if not isinstance(self.stack, Qwen3Stack):
                 raise CapacityError(
@@ -207,7 +207,7 @@ class Prefill:
         return self._few is not None and bucket <= ROWS and extent <= MOST_POSITIONS
 
     def _extents_of(self, bucket: int) -> tuple[int, ...]:
-        """What reads as many keys as there are takes one extent for all."""
+        """A kernel that reads only the keys that are there needs one extent for all."""
         taken = [extent for extent in EXTENTS if self._takes(bucket, extent)]
         return EXTENTS[max(0, len(taken) - 1) :]
 

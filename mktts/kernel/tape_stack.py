@@ -120,7 +120,7 @@ class TapeStack(Stack):
 
 
 def _launches(unit: str, names: Sequence[str], threads: int, shape: Shape, device: torch.device) -> Launch:
-    """Of the kernels of csrc/`unit` for the tape of one shape. Raises BackendUnavailable."""
+    """Compiles csrc/`unit` for one shape and returns what launches its kernels. Raises BackendUnavailable."""
     with torch.cuda.device(device):
         image = compile_kernel(shape.defines, card_of(device).arch, unit).image
         kernels = {name: Kernel(image, name) for name in names}

@@ -75,7 +75,7 @@ def phases_of(points: np.ndarray) -> list[Phase]:
 
 @dataclass(frozen=True)
 class Marks:
-    """Of one launch; clocks of different blocks have no common zero. points (n,): in order, the same for all blocks.
+    """The marks of one launch; the blocks' clocks have no common zero. points (n,): in order, the same for all blocks.
     cycles (blocks, n) int64: never falling. starved (blocks, n) int64: cycles for which the marking warp waited for
     weights."""
 
@@ -131,7 +131,7 @@ class TracedBackend(MegakernelBackend):
         ]
 
     def traced(self, state: MegakernelStream, rows: Sequence[Tensor], still: bool = False) -> tuple[list[Frame], Marks]:
-        """As `frames`, of a stream that has made one: the frames of one launch, and its marks. still: without the
+        """Returns the frames of one launch and its marks, for a stream that has made a frame. still: without the
         stream of weights."""
         usual, self._launcher = self._launcher, self._marking[still]
         self._room.zero_()

@@ -92,8 +92,7 @@ class TorchTextBackend(TextBackend):
         cache = self.stack.new_cache(len(prompt) + max_tokens)
         if after is not None:
             state, cache.length = after
-            for kept, new in ((state.cache.keys, cache.keys), (state.cache.values, cache.values)):
-                new[:, :, :, : cache.length] = kept[:, :, :, : cache.length]
+            cache.memory[..., : cache.length, :] = state.cache.memory[..., : cache.length, :]
         rows = self.embedding[prompt[cache.length :].to(self.device)]
         hidden = self.stack.forward(rows[None], cache)
         return TorchTextState(cache, hidden[:, -1:], None, choice, seed)

@@ -80,8 +80,11 @@ class TextConfig:
         path = folder / "generation_config.json"
         generation = read_object(path) if path.is_file() else {}
         source, given = (path, generation) if generation.get("eos_token_id") is not None else (where, raw)
-        ids = _eos_ids(given.get("eos_token_id"), stack.vocab_size, str(source))
-        return cls(stack, tied, ids, _choice(generation, path))
+        value, size = given.get("eos_token_id"), stack.vocab_size  # none, one, or a list
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < size for i in ids):
+            raise CheckpointError(f"{source}: eos_token_id must be ids below vocab_size {size}, found {value!r}")
+        return cls(stack, tied, tuple(ids), _choice(generation, path))
 
 
 @dataclass(frozen=True)
@@ -149,14 +152,6 @@ def _stack(raw: dict[str, Any], where: str) -> StackConfig:
     if stack.head_dim % 2:
         raise CheckpointError(f"{where}: head_dim must be even for rotary positions, found {stack.head_dim}")
     return stack
-
-
-def _eos_ids(value: Any, vocab_size: int, where: str) -> tuple[int, ...]:
-    """The end ids of `eos_token_id`: none, one, or a list, in the file's order."""
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size for i in ids):
-        raise CheckpointError(f"{where}: eos_token_id must be ids below vocab_size {vocab_size}, found {value!r}")
-    return tuple(ids)
 
 
 def _choice(raw: Mapping[str, Any], path: Path) -> Choice:

@@ -86,7 +86,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, folder: Path, vocabulary: TextVocabulary) -> ChatTemplate:
-        """Of a checkpoint's folder. Raises CheckpointError."""
+        """The template of a checkpoint's folder. Raises CheckpointError."""
         separate, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
         if separate.is_file():
             template = separate.read_text(encoding="utf-8")

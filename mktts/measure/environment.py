@@ -1,5 +1,4 @@
-"""The machine and the software that a figure belongs to. `environment` has all that is known, flat; `head` is how every
-document of measurements begins."""
+"""The machine and the software that a figure belongs to."""
 
 from __future__ import annotations
 
@@ -7,11 +6,9 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -138,18 +135,13 @@ def _output(*command: str) -> str | None:
 def read_bandwidth_gb_s(device: str, repeats: int = 5) -> float:
     """Bytes per second at which `device` reads a large float32 matrix once (matrix-vector product), best of `repeats`.
     This is the access pattern of decoding one stream: every weight is read once per pass and used once."""
+    from torch.utils.benchmark import Timer  # takes a tenth of a second to import
+
     columns = 4096
     matrix = torch.ones(BANDWIDTH_BYTES // 4 // columns, columns, device=device)
-    vector = torch.ones(columns, device=device)
-    best_s = float("inf")
-    synchronise = partial(torch.cuda.synchronize, device) if device.startswith("cuda") else (lambda: None)
-    for _ in range(repeats + 1):
-        synchronise()
-        begun_s = time.perf_counter()
-        torch.mv(matrix, vector)
-        synchronise()
-        best_s = min(best_s, time.perf_counter() - begun_s)
-    return BANDWIDTH_BYTES / best_s / 1e9
+    timed = {"torch": torch, "matrix": matrix, "vector": torch.ones(columns, device=device)}
+    timer = Timer("torch.mv(matrix, vector)", globals=timed, num_threads=torch.get_num_threads())
+    return BANDWIDTH_BYTES / min(timer.timeit(1).mean for _ in range(repeats)) / 1e9
 
 
 def kernel_missing() -> str | None:

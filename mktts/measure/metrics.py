@@ -53,11 +53,9 @@ def record(run_dir: str | Path, **metrics: Any) -> dict[str, Any]:
 
 
 def _scalar(name: str, value: Any) -> bool | int | float | str:
-    if isinstance(value, np.generic) or (hasattr(value, "item") and getattr(value, "ndim", None) == 0):
+    if getattr(value, "ndim", None) == 0:  # a number of NumPy's or PyTorch's
         value = value.item()
-    if isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float) and math.isfinite(value):
+    if isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise MetricsError(
         f"metric {name!r} must be a finite number, a boolean or a string, found {value!r}: record one value per name"
@@ -73,15 +71,15 @@ def object_of(text: str | bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def cell(value: Any) -> str:
-    """`value` in words and digits: four significant digits, thousands separated, yes/no for booleans."""
+def cell(value: Any, digits: int = 4) -> str:
+    """`value` in words and digits: so many significant `digits`, or a whole number with its thousands separated; yes/no
+    for booleans."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        small = value != 0 and abs(value) < 1e-3
-        return f"{value:.2e}" if small else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
     if isinstance(value, (list, tuple)):
-        return ", ".join(cell(item) for item in value)
+        return ", ".join(cell(item, digits) for item in value)
+    if isinstance(value, float) and abs(value) < 10**digits:
+        return f"{value:.{digits}g}"
+    if isinstance(value, (int, float)):
+        return f"{value:,.0f}"
     return "" if value is None else str(value)

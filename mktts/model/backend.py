@@ -90,8 +90,8 @@ def device_named(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise BackendUnavailable(f"device must be 'auto', 'cpu' or 'cuda', got {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
         raise BackendUnavailable(f"device must be 'auto', 'cpu' or 'cuda', got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BackendUnavailable("device 'cuda' was asked for and torch sees no CUDA device: pass device='cpu'")

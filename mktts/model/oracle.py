@@ -45,10 +45,7 @@ class TorchStream:
         return self.head_rows[None, -1:]
 
     def copy(self) -> TorchStream:
-        generator = self.generator
-        if generator is not None:
-            generator = torch.Generator(self.generator.device)
-            generator.set_state(self.generator.get_state())
+        generator = None if self.generator is None else self.generator.clone_state()
         return replace(self, cache=self.cache.copy(), seen=self.seen.clone(), generator=generator)
 
 

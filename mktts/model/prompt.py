@@ -1,9 +1,20 @@
-"""Prompt layouts of every Qwen3-TTS mode, as embeddings for the talker.
+"""Prompt layouts of every Qwen3-TTS mode, as embeddings for the talker. A row (H,) is its input at one position: the
+sum of a text embedding, projected, and of a codec embedding. Both layouts are upstream's.
 
-A prompt is an optional instruction, three role rows (`<|im_start|>assistant\n`), the language tags, the speaker, and
-then the text. Whole layout: every text token is in the prompt, and every later frame adds the pad embedding. Streaming
-layout: the prompt ends with the first text token (or the reference frames), and token t + 1 is added after frame t.
-Both are upstream's; in the streaming layout a `FedPrompt` takes text that arrives later.
+    row                             text side                      codec side
+    instruction, if there is one    its tokens                     -
+    role                            <|im_start|>assistant\\n       -
+    language                        tts_pad                        think tags with the language, or nothink
+    speaker                         tts_pad                        the speaker's row, or the voice's embedding
+    begin                           tts_bos                        codec_pad
+    whole layout: the text          its tokens, then tts_eos       codec_pad
+        the last row                tts_pad                        codec_bos
+    streaming layout: the last row  the first token                codec_bos
+    a frame after the prompt        tts_pad; streaming: the next   all 16 codes of the frame before it
+                                    token, then tts_eos, tts_pad
+
+A voice with a transcript puts that before the text, and its frames after codec_bos. In the streaming layout a
+`FedPrompt` takes text that arrives later.
 
 The prefix of a prompt is the rows in front that are the same bits for every text: instruction, role, tags and speaker.
 A transcript's rows are not: `of_checked` projects transcript and text in one matrix product, as upstream does, which
@@ -27,7 +38,7 @@ from mktts.common import one_of
 from mktts.errors import PromptError, TextError
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.tokenizer import IncrementalTokenizer, TextTokenizer
-from mktts.spec import ModelConfig
+from mktts.spec import CodecIds, ModelConfig
 
 if TYPE_CHECKING:
     from mktts.model.voice import Voice
@@ -145,7 +156,18 @@ class PromptBuilder:
                 f"this {config.type.name} checkpoint ({config.model_size}) takes no instructions (upstream drops them "
                 "silently): leave instruct out, or use a VoiceDesign or 1.7B CustomVoice checkpoint"
             )
-        self._check_voice(request.voice)
+        voice, width = request.voice, config.talker.hidden_size
+        if voice is not None and not config.type.clones:
+            raise PromptError(f"only base checkpoints clone voices, this one is {config.type.name}: leave voice out")
+        if voice is None and config.type.clones:
+            raise PromptError(
+                f"a {config.type.name} checkpoint clones a voice: pass voice=clone_voice(...) or Voice.load(path)"
+            )
+        if voice is not None and voice.embedding.numel() != width:
+            raise PromptError(
+                f"the voice's speaker embedding has {voice.embedding.numel()} values, this checkpoint takes {width}: "
+                "make the voice with the same checkpoint"
+            )
         layout = request.layout or config.type.layout
         text = request.text.strip()  # a leading newline would merge with the role's and leave the trained layout
         return replace(request, text=text, language=language, speaker=speaker, instruct=instruct, layout=layout)
@@ -245,12 +267,7 @@ class PromptBuilder:
 
     def _made_head(self, request: Request) -> Tensor:
         text, codec = self.config.text_ids, self.config.codec_ids
-        language = self._language_id(request)
-        if language is None:
-            tags = [codec.nothink, codec.think_bos, codec.think_eos]
-        else:
-            tags = [codec.think, codec.think_bos, language, codec.think_eos]
-        rows = [self._codec_rows(*tags)]
+        rows = [self._codec_rows(*language_tags(codec, self._language_id(request)))]
         if request.speaker is not None:
             rows.append(self._codec_rows(self.config.speakers[request.speaker]))
         elif request.voice is not None:
@@ -264,7 +281,7 @@ class PromptBuilder:
         return torch.cat(parts)
 
     def reference_ids(self, request: Request) -> list[int]:
-        """Of the transcript of an in-context voice, which comes before the text."""
+        """Tokens of an in-context voice's transcript, which comes before the text."""
         return self.tokenizer.encode(request.voice.transcript.strip())
 
     @torch.inference_mode()
@@ -285,22 +302,6 @@ class PromptBuilder:
         codes = request.voice.codes.to(self.device)
         frames = torch.stack([table[codes[:, g]] for g, table in enumerate(self._codec_tables)], 1).sum(1)
         return torch.cat((self._codec_bos, frames))
-
-    def _check_voice(self, voice: Voice | None) -> None:
-        config = self.config
-        if config.type.clones:
-            if voice is None:
-                raise PromptError(
-                    f"a {config.type.name} checkpoint clones a voice: pass voice=clone_voice(...) or Voice.load(path)"
-                )
-            expected = config.talker.hidden_size
-            if voice.embedding.numel() != expected:
-                raise PromptError(
-                    f"the voice's speaker embedding has {voice.embedding.numel()} values, this checkpoint takes "
-                    f"{expected}: make the voice with the same checkpoint"
-                )
-        elif voice is not None:
-            raise PromptError(f"only base checkpoints clone voices, this one is {config.type.name}: leave voice out")
 
 
 class FedPrompt:
@@ -368,6 +369,13 @@ class FedPrompt:
             self.embeds, self.prefix_rows, self.prefix_key = made
 
 
+def language_tags(ids: CodecIds, language: int | None) -> list[int]:
+    """What a prompt says of the language; None: that the model is to tell."""
+    if language is None:
+        return [ids.nothink, ids.think_bos, ids.think_eos]
+    return [ids.think, ids.think_bos, language, ids.think_eos]
+
+
 def numbers(table: Tensor) -> np.ndarray:
     """The memory of a table on the CPU, each value as a whole number of the same bits: numpy has no bfloat16."""
     return table.view(_WHOLE[table.itemsize]).numpy()
@@ -400,7 +408,8 @@ class AddressedRows:
     @classmethod
     def of(cls, rows: Tensor) -> AddressedRows:
         """The rows of a tensor (L, H), each of which is contiguous."""
-        return cls(addresses_of(rows), rows, (rows,))
+        places = rows.stride(0) * rows.element_size() * np.arange(len(rows), dtype=np.int64)
+        return cls(rows.data_ptr() + places, rows, (rows,))
 
 
 class SpokenRows:
@@ -408,27 +417,17 @@ class SpokenRows:
 
     @torch.inference_mode()
     def __init__(self, prompts: PromptBuilder) -> None:
-        codec_pad, self._end = prompts._codec_pad, prompts._whole_end
-        self._table = codec_pad.new_empty(len(prompts._table), codec_pad.shape[1])
-        for start in range(0, len(self._table), _ROWS_AT_ONCE):
-            part = self._table[start : start + _ROWS_AT_ONCE]
+        codec_pad = prompts._codec_pad
+        table = codec_pad.new_empty(len(prompts._table), codec_pad.shape[1])
+        for start in range(0, len(table), _ROWS_AT_ONCE):
+            part = table[start : start + _ROWS_AT_ONCE]
             part.copy_(prompts.text_rows(range(start, start + len(part))) + codec_pad)
-        self._first, self._stride = self._table.data_ptr(), _stride_bytes(self._table)
+        self._table, self._end = AddressedRows.of(table), AddressedRows.of(prompts._whole_end)
 
     def prompt(self, head: Tensor, ids: Sequence[int]) -> AddressedRows:
         """Rows `head`, those of the text `ids`, and what ends it."""
-        text = self._first + self._stride * np.array(ids, np.int64)
-        addresses = np.concatenate((addresses_of(head), text, addresses_of(self._end)))
-        return AddressedRows(addresses, head, (head, self._table, self._end))
-
-
-def addresses_of(rows: Tensor) -> np.ndarray:
-    """Of rows (N, H), each of which is contiguous: (N,) int64."""
-    return rows.data_ptr() + _stride_bytes(rows) * np.arange(len(rows), dtype=np.int64)
-
-
-def _stride_bytes(rows: Tensor) -> int:
-    return rows.stride(0) * rows.element_size()
+        parts = AddressedRows.of(head).addresses, self._table.addresses[list(ids)], self._end.addresses
+        return AddressedRows(np.concatenate(parts), head, (head, *self._table.kept, *self._end.kept))
 
 
 def _in_context(request: Request) -> bool:

@@ -171,7 +171,7 @@ class KVCache:
         return KVCache(self.memory.clone(), self.limit, self.length)
 
     def places(self, count: int) -> list[Place]:
-        """Those of every layer for `count` rows more of each stream. Raises CapacityError when the cache is full."""
+        """Where every layer writes `count` more rows of each stream. Raises CapacityError when the cache is full."""
         past, end = self.length, self.length + count
         if end > self.limit:
             raise CapacityError(f"key-value cache holds {self.limit} positions, position {end} was asked for")

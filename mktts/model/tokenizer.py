@@ -25,13 +25,13 @@ class TextTokenizer:
     ordinary characters, not the end of a turn."""
 
     def __init__(self, model: BPE) -> None:
-        self._normalizer = NFC()
-        self._split = Split(Regex(SPLIT_PATTERN), behavior="isolated")
-        self._bytes = ByteLevel(add_prefix_space=False, use_regex=False)
+        self.normalizer = NFC()
+        self.pieces = Split(Regex(SPLIT_PATTERN), behavior="isolated")  # byte-pair merging never crosses one
+        self.bytes = ByteLevel(add_prefix_space=False, use_regex=False)
         self.model = model
         self._tokenizer = Tokenizer(model)
-        self._tokenizer.normalizer = self._normalizer
-        self._tokenizer.pre_tokenizer = Sequence([self._split, self._bytes])
+        self._tokenizer.normalizer = self.normalizer
+        self._tokenizer.pre_tokenizer = Sequence([self.pieces, self.bytes])
 
     @classmethod
     def load(cls, folder: str | Path) -> TextTokenizer:
@@ -59,17 +59,6 @@ class TextTokenizer:
         found = self._tokenizer.encode_batch([_checked(text) for text in texts], add_special_tokens=False)
         return [encoding.ids for encoding in found]
 
-    def normalize(self, text: str) -> str:
-        """`text` in Unicode normal form C, as `encode` sees it. Raises TextError for what is not text."""
-        return self._normalizer.normalize_str(_checked(text))
-
-    def split(self, normalized: str) -> list[str]:
-        """The pieces that byte-pair merging never crosses; together they are `normalized`."""
-        return [piece for piece, _ in self._split.pre_tokenize_str(normalized)]
-
-    def encode_piece(self, piece: str) -> list[int]:
-        return [t.id for word, _ in self._bytes.pre_tokenize_str(piece) for t in self.model.tokenize(word)]
-
 
 class IncrementalTokenizer:
     """Token ids of a text that arrives in parts: what `push` and `finish` return, joined, is `encode(text.strip())`.
@@ -92,9 +81,11 @@ class IncrementalTokenizer:
             self._started = bool(text)
         if not text:
             return []
-        self._held = self._tokenizer.normalize(self._held + text)
-        certain = min(_last_starter(self._held), len(self._held.rstrip()))
-        return self._take(certain)
+        held = self._held = self._tokenizer.normalizer.normalize_str(self._held + text)
+        # Normal form C never changes what stands before a character that is no combining mark, whatever follows it
+        # (Unicode Standard Annex 15).
+        starters = (i for i in range(len(held) - 1, -1, -1) if unicodedata.combining(held[i]) == 0)
+        return self._take(min(next(starters, 0), len(held.rstrip())))
 
     def finish(self) -> list[int]:
         """The ids still held back; trailing whitespace is dropped. Raises TextError when called twice."""
@@ -107,23 +98,15 @@ class IncrementalTokenizer:
     def _take(self, certain: int) -> list[int]:
         """Ids of the leading pieces that end within the first `certain` characters; removes those pieces."""
         ids: list[int] = []
-        end = 0
-        for piece in self._tokenizer.split(self._held):
+        end, tokenizer = 0, self._tokenizer
+        for piece, _ in tokenizer.pieces.pre_tokenize_str(self._held):
             if end + len(piece) > certain:
                 break
             end += len(piece)
-            ids += self._tokenizer.encode_piece(piece)
+            for word, _ in tokenizer.bytes.pre_tokenize_str(piece):
+                ids += [token.id for token in tokenizer.model.tokenize(word)]
         self._held = self._held[end:]
         return ids
-
-
-def _last_starter(text: str) -> int:
-    """Index of the last character that is no combining mark (0 where there is none): normal form C never changes what
-    stands before it, whatever follows (Unicode Standard Annex 15)."""
-    for i in range(len(text) - 1, -1, -1):
-        if unicodedata.combining(text[i]) == 0:
-            return i
-    return 0
 
 
 def _checked(text: str) -> str:

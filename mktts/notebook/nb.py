@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from mktts.audio import write_audio
+from mktts.audio import encoded, write_audio
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import MkttsError
 from mktts.measure.metrics import cell
-from mktts.notebook.plots import short
 from mktts.spec import SAMPLE_RATE_HZ
 
 EMBED_LIMIT_S = 10.0  # inline audio costs 64 kB of notebook per second; the WAV file always holds all of it
@@ -42,10 +41,10 @@ LABELS = {  # of parameters whose names do not say it
 MANUAL = "-manual"  # ends the name of the folder of a run by hand; the second one's is -manual-2
 
 
-def repository(start: Path | None = None) -> Path:
-    """The repository's top folder: the first folder at or above `start` (default: the working folder) that has
-    notebooks/ and a pyproject.toml, else the folder this package lies in. Raises MkttsError if neither is one."""
-    start = (start or Path.cwd()).resolve()
+def repository() -> Path:
+    """The repository's top folder: the first folder at or above the working folder that has notebooks/ and a
+    pyproject.toml, else the folder this package lies in. Raises MkttsError if neither is one."""
+    start = Path.cwd().resolve()
     for folder in (start, *start.parents, Path(__file__).resolve().parents[2]):
         if (folder / "pyproject.toml").is_file() and (folder / "notebooks").is_dir():
             return folder
@@ -75,8 +74,6 @@ def clip(pcm: np.ndarray, label: str, folder: Path, *, random_weights: bool) -> 
 
     Levels are shown as they are (no normalisation). At most EMBED_LIMIT_S are embedded in the notebook. Audio from
     random weights is labelled as such. Returns the file's path. Raises MkttsError on unusable PCM."""
-    from IPython.display import Audio
-
     pcm = np.asarray(pcm)
     if pcm.ndim != 1 or pcm.dtype != np.float32 or pcm.size == 0:
         raise MkttsError(f"clip {label!r}: expected (S,) float32 with S > 0, found {pcm.shape} {pcm.dtype}")
@@ -90,8 +87,7 @@ def clip(pcm: np.ndarray, label: str, folder: Path, *, random_weights: bool) -> 
         notes.append(f"first {EMBED_LIMIT_S:.0f} s embedded")
     if random_weights:
         notes.append(RANDOM_WEIGHTS)
-    embedded = Audio(pcm[:limit_samples], rate=SAMPLE_RATE_HZ, normalize=False).data
-    _show_audio(label, notes, path.name, embedded, "audio/wav")
+    _show_audio(label, notes, path.name, encoded(pcm[:limit_samples], "wav"), "audio/wav")
     return path
 
 
@@ -120,7 +116,7 @@ def table(rows: Sequence[Mapping[str, Any]], caption: str = "", omit: Sequence[s
     than MOST_ROWS rows the rest is folded; numbers have three significant digits. `omit` names columns that are left
     out."""
     keys = list(dict.fromkeys(key for row in rows for key in row if key not in omit))
-    cells = [[_shown(row.get(key, "")) for key in keys] for row in rows]
+    cells = [[cell(row.get(key, ""), digits=3) for key in keys] for row in rows]
     kinds = [{type(row[key]) for row in rows if key in row} for key in keys]
     align = ["right" if bool not in k and all(issubclass(one, (int, float)) for one in k) else "left" for k in kinds]
 
@@ -137,10 +133,6 @@ def table(rows: Sequence[Mapping[str, Any]], caption: str = "", omit: Sequence[s
     if rest := cells[MOST_ROWS:]:
         shown += f"<details><summary>{len(rest)} more</summary><table>{markup(rest)}</details>"
     _show_html(shown, "\n".join(([caption] if caption else []) + [" | ".join(row) for row in [keys, *cells]]))
-
-
-def _shown(value: Any) -> str:
-    return short(value) if isinstance(value, float) else cell(value)
 
 
 def _show_html(markup: str, text: str) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from mktts.common import write_whole
 from mktts.engine.metrics import play
+from mktts.measure.metrics import cell
 from mktts.spec import FRAME_MS, SAMPLE_RATE_HZ
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def plain_ticks(axis: Any, numbers: Sequence[float] | None = None) -> None:
 
 def short(value: float) -> str:
     """Three digits, or a whole number with its thousands separated."""
-    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
+    return cell(float(value), digits=3)
 
 
 def save(figure: Figure, folder: Path, name: str) -> Figure:

@@ -1,6 +1,4 @@
-"""Measurements on record: the documents of an H200, and the verdicts of notebooks. The files lie in
-outputs/reference/h200; each says which machine and which revision it belongs to, and `provenance` puts that into
-words."""
+"""Measurements on record: the documents of an H200, in outputs/reference/h200, and the verdicts of notebooks."""
 
 from __future__ import annotations
 
@@ -62,8 +60,7 @@ def provenance(found: Mapping[str, Any] | None) -> str:
     if found is None:
         return ""
     merged = "points" in found and "revision" not in found
-    facts = found.get("environment", found)
-    runs = [*found["points"], *found["figures"].values()] if merged else [found | facts]
+    runs = [*found["points"], *found["figures"].values()] if merged else [found]
     if not runs:
         return "nothing measured yet"
     days = sorted({str(run.get("date") or run.get("date_utc") or "")[:10] for run in runs})
@@ -73,7 +70,7 @@ def provenance(found: Mapping[str, Any] | None) -> str:
     changes = "+changes" if any("+" in revision for revision in revisions) else ""
     random = found.get("settings", {}).get("random_weights") or any(run.get("random_weights") for run in runs)
     parts = [
-        f"measured on {found.get('device') or facts.get('gpu') or facts.get('cpu')}",
+        f"measured on {found.get('device') or found.get('gpu') or found.get('cpu')}",
         " to ".join(dict.fromkeys((days[0], days[-1]))),
         f"at revision{'s'[: len(commits) > 1]} {named}{changes}" if any(commits) else "",
         "random weights" if random else "",

@@ -3,10 +3,7 @@
 A run's folder, whose name tells the values that were set, holds executed.ipynb, parameters.json, environment.json,
 metrics.json and the files the notebook wrote. metrics.json is whatever the notebook recorded, plus duration_s, status
 (ok, error, or skipped where it needs a package that has no wheel for this system) and, unless ok, ename, evalue, cell;
-a folder without a status is of a run that did not come to its end.
-
-Values take the type of the notebook's parameter (int, float, bool or str, from its annotation, else from its default).
-A value with a comma goes in double quotes, a double quote inside those is doubled, as in a CSV line."""
+a folder without a status is of a run that did not come to its end."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ PACKAGES = ("ipykernel", "papermill")  # that a run needs from its first to its 
 RUN_DIR = "RUN_DIR"  # the one parameter the runner fills itself
 CELL_LIMIT_S = 1_800  # of a cell
 LONGEST_NAME = 100  # characters of a run folder's name
-TYPES = {"int": int, "float": float, "bool": bool, "str": str}
+TYPES = {"int": int, "float": float, "bool": bool, "str": str}  # by a parameter's annotation, else its default
 PICTURES = ("04_streaming/chunk_timeline.png",)  # files that the README shows; the notebooks hold their own figures
 PAGE = '<a href="../agent_page.png">the page, as it looks while it runs</a>'
 CONTROLS = "(controls, in a notebook that runs)"
@@ -64,19 +61,15 @@ notebooks does not have is refused before anything runs. Exit status: 0, or 1 wh
 # ---- what is to run
 
 
-@dataclass(frozen=True)
-class Notebook:
-    """A notebook file and its parameters: name -> (type name, default)."""
-
-    path: Path
-    parameters: dict[str, tuple[str, Any]]
+Parameters = dict[str, tuple[str, Any]]  # of a notebook: name -> (type name, default)
 
 
 @dataclass(frozen=True)
 class NotebookRun:
-    """One execution of a notebook; `parameters` are the ones set on the command line."""
+    """One execution of the notebook `path`. known: its parameters; parameters: those set on the command line."""
 
-    notebook: Notebook
+    path: Path
+    known: Parameters
     parameters: dict[str, Any]
 
     @property
@@ -84,7 +77,7 @@ class NotebookRun:
         """The notebook's name and the set values, 05_metrics-SEED=1-CHECKPOINT=small: a folder's name anywhere. A colon
         is written ~. Where a value holds another character that some file system refuses, or all of it is long, eight
         hexadecimal digits of a hash stand for the values, which parameters.json has."""
-        stem = self.notebook.path.stem
+        stem = self.path.stem
         values = {name: str(value).replace(":", "~") for name, value in self.parameters.items()}
         name = "-".join([stem, *(f"{key}={value}" for key, value in values.items())])
         plain = all(_PLAIN.fullmatch(str(value).replace(":", "")) for value in self.parameters.values())
@@ -93,20 +86,16 @@ class NotebookRun:
         return f"{stem}-{hashlib.sha256(json.dumps(self.parameters, sort_keys=True).encode()).hexdigest()[:8]}"
 
 
-def read_notebook(path: Path) -> Notebook:
+def parameters_of(path: Path) -> Parameters:
     """Reads the cell tagged `parameters`: literal assignments, one name each. Raises BatchError."""
     try:
         cells = [cell for cell in json.loads(path.read_bytes())["cells"] if cell["cell_type"] == "code"]
         tagged = [cell["source"] for cell in cells if "parameters" in cell.get("metadata", {}).get("tags", [])]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BatchError(f"{path}: expected a notebook, could not read it: {error!r}") from None
-    return Notebook(path, _parameters("".join(next(iter(tagged), "")), path))
-
-
-def _parameters(source: str, path: Path) -> dict[str, tuple[str, Any]]:
-    parameters: dict[str, tuple[str, Any]] = {}
+    parameters: Parameters = {}
     try:
-        for statement in ast.parse(source).body:
+        for statement in ast.parse("".join(next(iter(tagged), ""))).body:
             match statement:
                 case ast.AnnAssign(target=ast.Name(id=name), annotation=kind, value=ast.expr() as value):
                     parameters[name] = (ast.unparse(kind), ast.literal_eval(value))
@@ -126,18 +115,19 @@ def plan(paths: Sequence[Path], settings: Sequence[str]) -> list[NotebookRun]:
     A path with wildcards that no file bears itself stands for the files that it matches: some shells (Windows') do not
     expand it. Raises BatchError where a path matches nothing, a setting is malformed, its name is unknown to any one of
     the notebooks, or a value does not have the parameter's type."""
-    notebooks = [read_notebook(path) for given in paths for path in _expanded(given)]
-    stems = [notebook.path.stem for notebook in notebooks]
-    if not notebooks or len(set(stems)) != len(stems):
+    paths = [path for given in paths for path in _expanded(given)]
+    if not paths or len({path.stem for path in paths}) != len(paths):
         raise BatchError(f"expected one or more notebooks of different names, found {[str(path) for path in paths]}")
     split = _split_settings(settings)
     runs = []
-    for notebook in notebooks:
-        axes = [[(name, _typed(notebook, name, text)) for text in texts] for name, texts in split.items()]
-        for name, axis in zip(split, axes, strict=True):
-            if len(set(axis)) != len(axis):
+    for path in paths:
+        known = parameters_of(path)
+        axes = {name: [_typed(path, known, name, text) for text in texts] for name, texts in split.items()}
+        for name, values in axes.items():
+            if len(set(values)) != len(values):
                 raise BatchError(f"--set {name}: the same value is given twice: {split[name]}")
-        runs += [NotebookRun(notebook, dict(combination)) for combination in itertools.product(*axes)]
+        chosen = itertools.product(*axes.values())
+        runs += [NotebookRun(path, known, dict(zip(axes, values, strict=True))) for values in chosen]
     return runs
 
 
@@ -166,15 +156,15 @@ def _split_settings(settings: Sequence[str]) -> dict[str, list[str]]:
     return split
 
 
-def _typed(notebook: Notebook, name: str, text: str) -> Any:
+def _typed(path: Path, known: Parameters, name: str, text: str) -> Any:
     if name == RUN_DIR:
         raise BatchError(f"--set {RUN_DIR}: the runner sets it, one folder per run; --out says where they go")
-    if name not in notebook.parameters:
-        known = ", ".join(sorted(set(notebook.parameters) - {RUN_DIR})) or "none"
-        raise BatchError(f"--set {name}: {notebook.path} has no such parameter; it has: {known}")
-    kind = notebook.parameters[name][0]
+    if name not in known:
+        names = ", ".join(sorted(set(known) - {RUN_DIR})) or "none"
+        raise BatchError(f"--set {name}: {path} has no such parameter; it has: {names}")
+    kind = known[name][0]
     if kind not in TYPES:
-        raise BatchError(f"--set {name}: its type in {notebook.path} is {kind}; only {', '.join(TYPES)} can be set")
+        raise BatchError(f"--set {name}: its type in {path} is {kind}; only {', '.join(TYPES)} can be set")
     try:
         value = {"true": True, "false": False}[text.strip().lower()] if kind == "bool" else TYPES[kind](text)
         if kind != "float" or math.isfinite(value):
@@ -232,8 +222,8 @@ def execute(run: NotebookRun, out: Path, machine: dict[str, Any]) -> dict[str, A
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_json(folder / "environment.json", machine)
-    defaults = {name: default for name, (_, default) in run.notebook.parameters.items() if name != RUN_DIR}
-    about = {"notebook": run.notebook.path.stem, "set": run.parameters}
+    defaults = {name: default for name, (_, default) in run.known.items() if name != RUN_DIR}
+    about = {"notebook": run.path.stem, "set": run.parameters}
     write_json(folder / "parameters.json", {**about, "parameters": {**defaults, **run.parameters}})
     start_s = time.perf_counter()
     outcome = _papermill(run, folder)
@@ -245,13 +235,13 @@ def _papermill(run: NotebookRun, folder: Path) -> dict[str, Any]:
     import papermill
 
     logging.getLogger("papermill").setLevel(logging.ERROR)  # its warnings guess at parameters; `plan` has checked them
-    cwd = run.notebook.path.parent.resolve()  # as in JupyterLab: a notebook runs in its own folder
+    cwd = run.path.parent.resolve()  # as in JupyterLab: a notebook runs in its own folder
     parameters = dict(run.parameters)
-    if RUN_DIR in run.notebook.parameters:
+    if RUN_DIR in run.known:
         parameters[RUN_DIR] = os.path.relpath(folder.resolve(), cwd)  # relative: no machine path in what is kept
     try:
         papermill.execute_notebook(
-            str(run.notebook.path).replace("{", "{{").replace("}", "}}"),  # papermill formats the paths it is given
+            str(run.path).replace("{", "{{").replace("}", "}}"),  # papermill formats the paths it is given
             str(folder / "executed.ipynb").replace("{", "{{").replace("}", "}}"),
             parameters,
             kernel_name="python3",

@@ -130,7 +130,7 @@ class FrontEnd:
         return made
 
     def feed(self, language: str = AUTO, markup: str = "speak", lexicon: Lexicon | None = None) -> Chain:
-        """Of one text in `language`. markup: of `mktts.engine.options.Markup`. lexicon: what is said for words."""
+        """Reads one text in `language`. markup: of `mktts.engine.options.Markup`. lexicon: what is said for words."""
         known = self.languages if language == AUTO else (language,)
         return Chain((lexicon or Lexicon()).feed(markup), FrontEndFeed(known))
 

@@ -85,7 +85,7 @@ class MarkupFeed(Feed):
         return said
 
     def _words(self, final: bool) -> str:
-        """Of the present line what is certain; all of it when it is final."""
+        """The words of the present line that are certain; all of them when it is final."""
         begun = ""
         if not self._begun:
             kind = _KIND.match(self._rest)

@@ -123,7 +123,7 @@ class TextFeed(Feed):
 
 
 def _time(attributes: str) -> tuple[str | None, str | None]:
-    """Of a break: number and unit, or None."""
+    """Number and unit of a break's time, or None for each."""
     found = _TIME.fullmatch(attributes)
     if found is None:
         raise TextError(f'expected <break/> or <break time="500ms"/>, got <break {attributes}>')

@@ -53,16 +53,21 @@ class Trainer(ABC):
         return {}
 
     def weights(self) -> dict[str, Tensor]:
-        """Of all modules, with their names before their own."""
+        """Weights of all modules, with the module's name before their own."""
         return {f"{name}.{key}": t for name, module in self.modules.items() for key, t in module.state_dict().items()}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All that the next step depends on."""
         yield from self.weights().items()
         yield from ((f"average.{name}", tensor) for name, tensor in self.average.items())
+        for name, state, p in self._moments():
+            yield from ((f"{name}.{key}", tensor) for key, tensor in state[p].items())
+
+    def _moments(self) -> Iterator[tuple[str, dict, nn.Parameter]]:
+        """Of every parameter that is learnt: its name, the state of its optimizer, and itself."""
         for name, optimizer in self.optimizers.items():
             for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-                yield from ((f"{name}.{i}.{key}", tensor) for key, tensor in optimizer.state[p].items())
+                yield f"{name}.{i}", optimizer.state, p
 
     def light(self) -> dict[str, Tensor]:
         """Weights alone in 16 bits: averaged ones as a checkpoint has them, others finer, as codes depend on them."""
@@ -94,16 +99,19 @@ class Trainer(ABC):
                 raise CheckpointError(
                     f"{folder}: expected the {key} of this run, found {found}: take the same, or another --out"
                 )
-        stored, live = read_parts(folder), self.weights()
-        exact = [_begin(optimizer, name, stored) for name, optimizer in self.optimizers.items()]
+        live = self.weights()
+        stored = {f"average.{name}": live[name] for name in self.average} | read_parts(folder)
+        self.step = self.begun = document["step"]
+        for name, state, p in self._moments():
+            if f"{name}.exp_avg" in stored:  # as the first step begins it; on CUDA all lie there: `adam` is fused
+                state[p] = {"step": torch.zeros((), device=p.device)}
+                state[p] |= {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
+                self.begun = document["begun"]
         for name, tensor in self.tensors():
-            given = stored.get(name, live.get(name.removeprefix("average.")) if name.startswith("average.") else None)
-            if given is None:
+            if name not in stored:
                 raise CheckpointError(f"{folder}: expected {name} in its files, found none: take another --out")
-            tensor.copy_(given)
+            tensor.copy_(stored[name])
         self.best = {name: tensor for name, tensor in stored.items() if name.startswith("best.")}
-        self.step = document["step"]
-        self.begun = document["begun"] if any(exact) else self.step
         curves = folder / CURVES
         self.curves = json.loads(curves.read_bytes()) if curves.is_file() else []
 
@@ -118,6 +126,13 @@ class Trainer(ABC):
         done = min(1.0, self.step / self.recipe.steps)
         warm = min(1.0, (self.step + 1 - self.begun) / self.recipe.warmup_steps)
         return warm * (0.525 + 0.475 * math.cos(math.pi * done))
+
+    def begin_step(self, *rates: float) -> None:
+        """Seeds what the step draws, as a resumed run will; sets the optimizers' rates, which a recorded step reads."""
+        torch.manual_seed(1_000_003 * self.recipe.seed + self.step)
+        for optimizer, rate in zip(self.optimizers.values(), rates, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"].fill_(rate * self.schedule())
 
     @torch.no_grad()
     def follow(self, share: float | Tensor) -> None:
@@ -188,28 +203,12 @@ def train(
             return
 
 
-def _begin(optimizer: torch.optim.Optimizer, name: str, stored: Mapping[str, Tensor]) -> bool:
-    """Makes an optimizer's state as its first step would, for `load` to fill, where the files have it; whether any."""
-    places = [p for group in optimizer.param_groups for p in group["params"]]
-    known = [p for i, p in enumerate(places) if f"{name}.{i}.exp_avg" in stored]
-    for p in known:  # on CUDA the step lies there too: `adam` is fused
-        step = torch.zeros((), device=p.device)
-        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    return bool(known)
-
-
 Work = Callable[..., dict[str, Tensor]]
 _ORDINARY_RUNS = 3  # before recording: libraries' handles, autotuning, the optimizer's state
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """The learning rate of all groups, which a recorded step reads."""
-    for group in optimizer.param_groups:
-        group["lr"].fill_(rate)
-
-
 def adam(parameters: Iterable, device: torch.device, **choices: Any) -> torch.optim.AdamW:
-    """An optimizer whose rate `set_rate` gives in every step, and whose steps a graph can hold."""
+    """An optimizer whose rate `Trainer.begin_step` sets, and whose steps a graph can hold."""
     cuda = device.type == "cuda"
     rate = torch.zeros((), dtype=torch.float32 if cuda else torch.float64, device=device)
     return torch.optim.AdamW(parameters, rate, fused=cuda, capturable=cuda, **choices)
@@ -229,10 +228,15 @@ class StepGraphs:
     seeded between steps."""
 
     def __init__(self, device: torch.device, graphs: bool) -> None:
-        self._steps: dict[Hashable, _Step] = {}
+        self._device, self._steps = device, dict[Hashable, _Step]()
         self.recording = graphs and device.type == "cuda"
         self._side = torch.cuda.Stream(device) if self.recording else None
         self._pool = torch.cuda.graph_pool_handle() if self.recording else None  # shared: steps do not overlap
+
+    def cast(self) -> torch.autocast:
+        """Products in bf16 on CUDA. Casts are not kept in a recorded step, which would not make them again."""
+        cuda = self._device.type == "cuda"
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=cuda, cache_enabled=not self.recording)
 
     def run(self, kind: Hashable, work: Work, *inputs: Tensor) -> dict[str, Tensor]:
         """What `work(*inputs)` returns; its tensors hold until the next step."""

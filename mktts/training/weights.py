@@ -84,13 +84,11 @@ def _frequency(c: Any, device: torch.device) -> Tensor:
     return inverse_frequency(c.head_dim, c.rope_theta).to(device)
 
 
-def fused(work: Callable[..., Tensor], x: Tensor) -> Callable[..., Tensor]:
-    """`work` in one pass over memory where x is on a GPU: elementwise passes are what a training step waits for."""
-    return _compiled(work) if x.is_cuda else work
-
-
 @cache
-def _compiled(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def fused(work: Callable[..., Tensor], cuda: bool) -> Callable[..., Tensor]:
+    """`work`, on a GPU in one pass over memory: elementwise passes are what a training step waits for."""
+    if not cuda:
+        return work
     import torch._dynamo
     import torch._functorch.config
 

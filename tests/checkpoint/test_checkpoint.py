@@ -73,7 +73,7 @@ PT = {"format": "pt"}
 )
 def test_a_layout_gives_the_released_file_to_the_byte(
     layout_of, dtype, metadata, tensors, params, published_bytes, tmp_path
-) -> None:
+):
     layout = layout_of(tmp_path)
     assert (len(layout), sum(spec.params for spec in layout.values())) == (tensors, params)
     header, data_bytes = header_of(layout, dtype, metadata)
@@ -162,14 +162,14 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_broken_checkpoint_is_refused_by_name(broken: Path, change: Callable[[Path], object], said: str) -> None:
+def test_a_broken_checkpoint_is_refused_by_name(broken, change, said):
     change(broken)
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(broken)
     assert [word for word in said.split(" | ") if word not in str(caught.value)] == []
 
 
-def test_a_checkpoint_may_name_the_longest_text_it_takes_at_once_and_the_front_end_that_reads_it(broken: Path) -> None:
+def test_a_checkpoint_may_name_the_longest_text_it_takes_at_once_and_the_front_end_that_reads_it(broken):
     def chars(**settings: object) -> tuple[int, int]:
         generation(**settings)(broken)
         longest = open_checkpoint(broken).longest_text_chars()
@@ -193,7 +193,7 @@ def sharded(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_shards_hold_the_same_tensors_as_one_file(sharded: Path, tiny: Checkpoint) -> None:
+def test_shards_hold_the_same_tensors_as_one_file(sharded, tiny):
     assert len(list(sharded.glob("model-*.safetensors"))) == 3
     assert not (sharded / "model.safetensors").exists()
     one, three = tiny.tensors(), open_checkpoint(sharded).tensors()
@@ -201,7 +201,7 @@ def test_shards_hold_the_same_tensors_as_one_file(sharded: Path, tiny: Checkpoin
     assert all(torch.equal(one[name], three[name]) for name in one)
 
 
-def test_a_missing_shard_and_a_misplaced_tensor_are_named(sharded: Path, tmp_path: Path) -> None:
+def test_a_missing_shard_and_a_misplaced_tensor_are_named(sharded, tmp_path):
     folder = Path(shutil.copytree(sharded, tmp_path / "broken"))
     index, last = folder / "model.safetensors.index.json", "model-00003-of-00003.safetensors"
     name = next(n for n, shard in json.loads(index.read_text())["weight_map"].items() if shard == last)
@@ -217,7 +217,7 @@ def test_a_missing_shard_and_a_misplaced_tensor_are_named(sharded: Path, tmp_pat
         open_checkpoint(folder)
 
 
-def test_tensors_are_the_files_bytes_and_outlive_everything_else(tiny: Checkpoint, tmp_path: Path) -> None:
+def test_tensors_are_the_files_bytes_and_outlive_everything_else(tiny, tmp_path):
     folder = Path(shutil.copytree(tiny.folder, tmp_path / "copy"))
     want = load_file(folder / "model.safetensors")
     want_codec = load_file(folder / "speech_tokenizer" / "model.safetensors")
@@ -233,7 +233,7 @@ def test_tensors_are_the_files_bytes_and_outlive_everything_else(tiny: Checkpoin
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_weights_lie_in_the_mapped_file(tiny: Checkpoint) -> None:
+def test_weights_lie_in_the_mapped_file(tiny):
     path = str((tiny.folder / "model.safetensors").resolve())
     tensors = tiny.tensors().values()
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(path)]
@@ -241,7 +241,7 @@ def test_weights_lie_in_the_mapped_file(tiny: Checkpoint) -> None:
     assert all(any(tensor.data_ptr() in part for part in mapped) for tensor in tensors)
 
 
-def test_sampling_comes_from_the_file_then_from_upstreams_defaults(tiny: Checkpoint, broken: Path) -> None:
+def test_sampling_comes_from_the_file_then_from_upstreams_defaults(tiny, broken):
     assert tiny.sampling() == checkpoint_module.Sampling()
     changed = {"temperature": 0.7, "subtalker_dosample": False, "subtalker_top_k": 7, "repetition_penalty": 1.2}
     (broken / "generation_config.json").write_text(json.dumps(changed))
@@ -251,7 +251,7 @@ def test_sampling_comes_from_the_file_then_from_upstreams_defaults(tiny: Checkpo
     assert got.repetition_penalty == 1.2
 
 
-def test_a_hub_id_is_fetched_at_its_pinned_commit(tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_fetched_at_its_pinned_commit(tiny, monkeypatch):
     asked = {}
 
     def snapshot_download(repo_id: str, **options: object) -> str:
@@ -270,9 +270,7 @@ def test_a_hub_id_is_fetched_at_its_pinned_commit(tiny: Checkpoint, monkeypatch:
     assert open_checkpoint("someone/finetune").revision == "main"
 
 
-def test_offline_and_a_network_failure_are_said_by_name_with_the_way_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_and_a_network_failure_are_said_by_name_with_the_way_out(tmp_path, monkeypatch):
     def snapshot_download(*_: object, **__: object) -> str:
         raise RuntimeError("name resolution failed")
 
@@ -287,7 +285,7 @@ def test_offline_and_a_network_failure_are_said_by_name_with_the_way_out(
 
 
 @pytest.mark.parametrize("source", ["", "nowhere", "/no/such/folder", "a/b/c", "./missing"])
-def test_a_source_that_is_nothing_is_refused(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_is_nothing_is_refused(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="expected"):
         open_checkpoint(source)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from upstream_models import loaded
 
-from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.random import make as random_checkpoint
 from mktts.checkpoint.random.make import SPECIAL_START, vocabulary
 from mktts.checkpoint.random.weights import random_tensors
@@ -24,7 +24,7 @@ HUB_FILES |= {f"speech_tokenizer/{name}" for name in _SMALL}
 TEXT = "Hello world, this is speech."
 
 
-def test_the_files_are_the_hubs_and_a_marker_that_says_they_are_random(tiny: Checkpoint, tmp_path: Path) -> None:
+def test_the_files_are_the_hubs_and_a_marker_that_says_they_are_random(tiny, tmp_path):
     files = {str(path.relative_to(tiny.folder)) for path in tiny.folder.rglob("*") if path.is_file()}
     assert files == HUB_FILES | {"mktts.json"}
     assert tiny.is_random and tiny.revision is None
@@ -33,7 +33,7 @@ def test_the_files_are_the_hubs_and_a_marker_that_says_they_are_random(tiny: Che
 
 
 @pytest.mark.parametrize("words", ["tiny", "tiny:base", "tiny:voice_design", "tiny-projected"])
-def test_upstream_loads_every_type_and_holds_these_weights(words: str, checkpoint_cache: None) -> None:
+def test_upstream_loads_every_type_and_holds_these_weights(words, checkpoint_cache):
     checkpoint, upstreams = loaded("random:" + words)
     model = upstreams.model
     held, held_codec = model.state_dict(), model.speech_tokenizer.model.state_dict()
@@ -45,7 +45,7 @@ def test_upstream_loads_every_type_and_holds_these_weights(words: str, checkpoin
     assert model.tts_model_type == checkpoint.config.type.name
 
 
-def test_a_random_waveform_is_neither_silent_nor_clipped(tiny: Checkpoint) -> None:
+def test_a_random_waveform_is_neither_silent_nor_clipped(tiny):
     codec = loaded("random:tiny")[1].model.speech_tokenizer.model
     codes = torch.randint(0, 2048, (1, 16, 25), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -54,13 +54,13 @@ def test_a_random_waveform_is_neither_silent_nor_clipped(tiny: Checkpoint) -> No
     assert pcm.abs().max() < 0.9
 
 
-def test_a_checkpoint_that_is_made_again_is_the_same(tmp_path: Path, tiny: Checkpoint) -> None:
+def test_a_checkpoint_that_is_made_again_is_the_same(tmp_path, tiny):
     again = random_checkpoint.make(tmp_path / "again")
     for name in HUB_FILES:
         assert (again / name).read_bytes() == (tiny.folder / name).read_bytes()
 
 
-def test_name_and_seed_alone_decide_a_tensor() -> None:
+def test_name_and_seed_alone_decide_a_tensor():
     specs = {name: TensorSpec((4, 8)) for name in ("a.weight", "b.weight")}
     first, again, other = (random_tensors(specs, seed, torch.float32) for seed in (0, 0, 1))
     assert torch.equal(first["a.weight"], again["a.weight"])
@@ -68,7 +68,7 @@ def test_name_and_seed_alone_decide_a_tensor() -> None:
     assert not torch.equal(first["a.weight"], first["b.weight"])
 
 
-def test_the_vocabulary_has_the_released_ids_and_one_token_per_word(tiny: Checkpoint) -> None:
+def test_the_vocabulary_has_the_released_ids_and_one_token_per_word(tiny):
     assert sorted(vocabulary().values()) == list(range(SPECIAL_START))
     tokenizer = tiny.tokenizer()
     known = {text: tokenizer.encode(text) for text in ("\n", "\n\n", "user", "assistant")}
@@ -78,7 +78,7 @@ def test_the_vocabulary_has_the_released_ids_and_one_token_per_word(tiny: Checkp
 
 
 @pytest.mark.parametrize("name", ["random:tiny:margin", "random:tiny-projected:margin"])
-def test_with_margins_bf16_and_fp32_choose_the_same_codes(name: str) -> None:
+def test_with_margins_bf16_and_fp32_choose_the_same_codes(name):
     request = Request(TEXT, language="english", speaker="ryan")
     greedy = Sampling().greedy()
     fine, coarse = (
@@ -90,7 +90,7 @@ def test_with_margins_bf16_and_fp32_choose_the_same_codes(name: str) -> None:
     assert len(set(fine[:, 0].tolist())) == 6
 
 
-def test_with_margins_other_text_still_gives_other_codes() -> None:
+def test_with_margins_other_text_still_gives_other_codes():
     _, model = loaded("random:tiny:margin")
     requests = (Request(text, speaker="ryan", layout="streaming") for text in (TEXT, "Good morning, what a day."))
     one, two = (upstream.generate_codes(model, request, Sampling().greedy(), 0, max_frames=6) for request in requests)
@@ -98,13 +98,13 @@ def test_with_margins_other_text_still_gives_other_codes() -> None:
 
 
 @pytest.mark.parametrize(("words", "frames"), [("tiny:margin:eos4", 4), ("tiny-projected:margin:eos9", 9)])
-def test_a_chosen_end_of_speech_comes_on_time(words: str, frames: int) -> None:
+def test_a_chosen_end_of_speech_comes_on_time(words, frames):
     _, model = loaded("random:" + words)
     codes = upstream.generate_codes(model, Request(TEXT, speaker="ryan"), Sampling().greedy(), 0, max_frames=20)
     assert codes.shape == (frames, 16)
 
 
-def test_losing_the_race_takes_the_winners_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losing_the_race_takes_the_winners_checkpoint(tmp_path, monkeypatch):
     make = random_checkpoint.make
 
     def late(folder: Path, *args: object, **options: object) -> Path:
@@ -125,7 +125,7 @@ def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_cache_is_at_home_or_a_private_temporary_folder(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_at_home_or_a_private_temporary_folder(homeless, monkeypatch):
     folder = random_checkpoint.cache_folder()
     assert folder.parent == homeless and folder.stat().st_mode & 0o777 == 0o700
     assert random_checkpoint.cache_folder() == folder
@@ -136,7 +136,7 @@ def test_the_cache_is_at_home_or_a_private_temporary_folder(homeless: Path, monk
     assert random_checkpoint.cache_folder() == homeless / "named"
 
 
-def test_a_temporary_folder_that_is_not_ones_own_is_no_cache(homeless: Path) -> None:
+def test_a_temporary_folder_that_is_not_ones_own_is_no_cache(homeless):
     ours = homeless / f"mktts-{os.getuid()}"
     ours.symlink_to(homeless)
     with pytest.raises(CheckpointError, match="folder of user.*MKTTS_CACHE"):
@@ -147,7 +147,7 @@ def test_a_temporary_folder_that_is_not_ones_own_is_no_cache(homeless: Path) -> 
         random_checkpoint.cache_folder()
 
 
-def test_a_failed_make_leaves_nothing_and_a_folder_with_content_as_it_is(tmp_path: Path, monkeypatch) -> None:
+def test_a_failed_make_leaves_nothing_and_a_folder_with_content_as_it_is(tmp_path, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
@@ -174,7 +174,7 @@ WORDS_ALLOWED = "tiny, tiny-projected, 0.6b, 1.7b.*base, custom_voice, voice_des
         ("tiny:margin:eos1", "at least 2"),
     ],
 )
-def test_unknown_or_impossible_words_are_refused_and_leave_nothing(words: str, message: str, tmp_path: Path) -> None:
+def test_unknown_or_impossible_words_are_refused_and_leave_nothing(words, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         random_checkpoint.ensure_named(f"random:{words}", tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.fused import MAX_FUSED_FRAMES, FusedCodec
-from mktts.codec.packed import LOW_SCALE, MOVE_WORDS, copies, pack, tile
+from mktts.codec.packed import MOVE_WORDS, copies, tile
 from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.parity.codec import random_codes, snr_db
-from mktts.model.qwen3 import Linear
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +52,6 @@ def test_a_pass_that_is_longer_than_a_fused_one_is_refused(fused):
 def test_without_a_gpu_the_kernels_are_refused_by_name(tiny):
     with pytest.raises(BackendUnavailable, match="the fused codec needs"):
         FusedCodec(plain(tiny))
-
-
-def test_two_fp16_numbers_hold_a_weight_to_22_bits_and_a_norms_weight_is_part_of_the_product():
-    generator = torch.Generator().manual_seed(0)
-    linear = Linear(torch.randn(64, 48, generator=generator) * 0.02, None)
-    split, half = pack(linear, 64, split=True), pack(linear, 64, split=False)
-    assert half.low is None and torch.equal(half.high, split.high) and split.high.dtype == torch.float16
-    whole = split.high.float() + split.low.float() / LOW_SCALE
-    rounding = 2.0**-22 * linear.weight.t().abs() + 2.0**-35  # below fp16's normal range the spacing is fixed
-    assert ((whole - linear.weight.t()).abs() <= rounding).all()
-    norm = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert torch.equal(pack(Linear(torch.ones(4, 3), None), 4, split=True, norm=norm).high.float(), norm.expand(3, 4))
 
 
 @given(

@@ -11,9 +11,9 @@ from pathlib import Path
 import other_cards as cards
 import pytest
 import torch
-from other_cards import CARDS_OF_1P7B, CASES, FRAMES, MODELS, Model, case_of, record_case, run
+from other_cards import CARDS_OF_1P7B, CASES, FRAMES, MODELS, Model, case_of, fingerprint, record_case, run
 
-from mktts.kernel.build import CSRC, fingerprint
+from mktts.kernel.build import CSRC
 from mktts.kernel.grid import choose_shape
 from mktts.model.oracle import TorchBackend
 

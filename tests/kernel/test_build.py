@@ -187,8 +187,13 @@ def test_a_cache_that_cannot_be_written_does_not_stop_a_build(monkeypatch, tmp_p
 
 
 @needs_nvrtc
-def test_a_second_build_comes_from_the_cache(monkeypatch):
-    first = compile_kernel(defines("tiny"), "sm_90a", "unpack.cu")
+def test_a_second_build_comes_from_the_cache_and_what_is_damaged_there_is_made_anew(monkeypatch, tmp_path):
+    monkeypatch.setenv("MKTTS_CACHE", str(tmp_path))
+    assert compile_kernel(defines("tiny"), "sm_90a", "unpack.cu")
+    (about,) = tmp_path.glob("kernels/*.json")
+    for content in ('{"log": "", "registers": 255}', "{"):  # of another version, and cut off
+        about.write_text(content)
+        first = compile_kernel(defines("tiny"), "sm_90a", "unpack.cu")
     monkeypatch.setattr(kernel_build, "compile_source", lambda *a: pytest.fail("compiled again"))
     assert compile_kernel(defines("tiny"), "sm_90a", "unpack.cu") == first
 

@@ -57,14 +57,18 @@ class Counter:
         ended = self.started - 1 == self.ends and state.frames == 3
         return Frame(None if ended else torch.zeros(NUM_CODEBOOKS, dtype=torch.int64), float(position), 0.0)
 
+    def frames(self, state, rows):
+        return (self.step(state, row) for row in rows)
+
 
 @pytest.mark.parametrize("ends", [0, 1, 99])
-def test_frames_are_timed_at_the_positions_around_the_context_and_never_in_the_first_stream(ends):
+@pytest.mark.parametrize(("at_once", "around", "positions"), [(1, 3, range(17, 23)), (4, 6, (17, 18, 19, 21, 22, 23))])
+def test_frames_are_timed_around_the_context_and_never_in_the_first_stream(ends, at_once, around, positions):
     rows = torch.arange(100)[:, None].expand(-1, 4)
     prompt, backend = Prompt(rows[:9], rows, rows[0], 100), Counter(ends)
-    settings = BenchSettings(context=20, around=3, samples=10)
-    frames = list(timed_frames(backend, prompt, Sampling(), settings))
-    assert [frame.talker_ms for _, frame in frames] == [17, 18, 19, 20, 21, 22, 17, 18, 19, 20]
+    settings = BenchSettings(context=20, around=around, samples=10)
+    frames = list(timed_frames(backend, prompt, Sampling(), settings, at_once))
+    assert [frame.talker_ms for _, frame in frames] == [*positions, *positions[:4]]
     assert all(elapsed_ms >= 0 for elapsed_ms, _ in frames)
     assert backend.started == (4 if ends == 1 else 3)
 
@@ -129,16 +133,6 @@ class FakeFaster:
 
 @pytest.mark.parametrize("name", ["streams", "codec", "text", "large", "upstream", "faster"])
 def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys, monkeypatch):
-    def frame_by_frame(model, request, sampling, seed, max_frames, on_frame=lambda codes: None):
-        for _ in range(max_frames):
-            on_frame(None)
-        return torch.zeros(max_frames, NUM_CODEBOOKS)
-
-    monkeypatch.setattr("mktts.engine.upstream.load_upstream", lambda *checkpoint: "upstream")
-    monkeypatch.setattr("mktts.engine.upstream.generate_codes", frame_by_frame)
-    monkeypatch.setattr(
-        "mktts.engine.upstream.decode_codes", lambda model, codes: codes.repeat_interleave(120, 0)[:, 0]
-    )
     monkeypatch.setattr(sections, "_CODEC_WARM_UP_FRAMES", 8)
     monkeypatch.setitem(sys.modules, "faster_qwen3_tts", SimpleNamespace(FasterQwen3TTS=FakeFaster))
     command.print_section(name, replace(TINY, samples=10, context=20, around=8) if name == "faster" else TINY)

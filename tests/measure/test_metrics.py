@@ -96,7 +96,7 @@ def test_percentiles_of_known_values_and_of_nothing():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(True, "yes"), (12345, "12,345"), (0.123456, "0.1235"), (123456.7, "123,457"), (3.2e-7, "3.20e-07"), (0.0, "0"),
+    [(True, "yes"), (12345, "12,345"), (0.123456, "0.1235"), (123456.7, "123,457"), (3.2e-7, "3.2e-07"), (0.0, "0"),
      (None, ""), ((1, 2), "1, 2"), ("x", "x")],
 )  # fmt: skip
 def test_cells_read_well(value, text):

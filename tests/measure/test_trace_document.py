@@ -40,16 +40,13 @@ def test_phases_have_their_medians_and_add_up_to_the_frame(found):
         assert counts["predictor", "hop: logits, and the draw"] == 15 and counts["talker", "last norm and head"] == 1
 
 
-def test_one_frame_is_kept_mark_by_mark(found):
+def test_one_frame_is_kept_mark_by_mark_in_a_file_that_stays_small(found):
     assert set(found["frame_us"]) == {"without marks", *BUILDS}
     assert found["frame_us"]["without marks"] == found["frame_us"][BUILDS[0]]
     steps = np.array(found["steps"].split(), float)
     assert len(steps) == found["settings"]["marks"]
     assert steps.sum() == pytest.approx(found["frame_us"][BUILDS[0]], rel=0.01)
-
-
-def test_a_document_of_the_released_size_is_small():
-    assert len(json.dumps(document_of(), indent=2)) < MAX_BYTES
+    assert len(json.dumps(document_of(), indent=2)) < MAX_BYTES  # of the released size
 
 
 class NoCard:

@@ -39,24 +39,27 @@ def kept(logits: torch.Tensor, choice: Choice) -> torch.Tensor:
     return ChoiceRows.of((choice,), logits.device).kept(logits[None])[0]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    seed=st.integers(0, 10_000),
+def warpers(choice: Choice) -> list:
+    made = [TemperatureLogitsWarper(choice.temperature)]
+    made += [TopKLogitsWarper(choice.top_k)] if choice.top_k else []
+    return made + ([TopPLogitsWarper(choice.top_p)] if choice.top_p < 1 else [])
+
+
+ANY_CHOICE = st.builds(
+    Choice,
     temperature=st.sampled_from([0.3, 0.9, 1.0, 1.7]),
     top_k=st.sampled_from([0, 1, 5, 50, 1_000]),
     top_p=st.sampled_from([0.1, 0.8, 0.95, 1.0]),
 )
-def test_distribution_is_that_of_transformers_warpers(seed, temperature, top_k, top_p):
-    logits = logits_of(seed)
-    scores = logits[None].clone()
-    if temperature != 1.0:
-        scores = TemperatureLogitsWarper(temperature)(None, scores)
-    if top_k:
-        scores = TopKLogitsWarper(top_k)(None, scores)
-    if top_p < 1:
-        scores = TopPLogitsWarper(top_p)(None, scores)
-    ours = distribution(logits, Choice(temperature=temperature, top_k=top_k, top_p=top_p))
-    assert torch.equal(ours, scores.softmax(-1)[0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), choice=ANY_CHOICE)
+def test_distribution_is_that_of_transformers_warpers(seed, choice):
+    scores = logits_of(seed)[None]
+    for warper in warpers(choice):
+        scores = warper(None, scores)
+    assert torch.equal(distribution(logits_of(seed), choice), scores.softmax(-1)[0])
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.2, 0.5])
@@ -75,12 +78,9 @@ def test_code_0_is_drawn_after_all_of_transformers_processors_in_upstreams_order
         RepetitionPenaltyLogitsProcessor(penalty),
         MinNewTokensLengthLogitsProcessor(0, MIN_NEW_FRAMES, eos),
         SuppressTokensLogitsProcessor(suppressed),
-        TemperatureLogitsWarper(choice.temperature),
     ]
-    processors += [TopKLogitsWarper(choice.top_k)] if choice.top_k else []
-    processors += [TopPLogitsWarper(choice.top_p)] if choice.top_p < 1 else []
     scores = logits[None].clone()
-    for processor in processors:
+    for processor in (*processors, *warpers(choice)):
         scores = processor(history[None], scores)
     before = logits.clone()
     ours = restrict(logits, history, penalty, eos)
@@ -132,32 +132,24 @@ def test_on_cuda_the_same_ids_are_drawn(choice):
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "named"),
+    ("made", "given", "named"),
     [
-        ({"temperature": 0.0}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"top_k": -1}, "top_k"),
-        ({"top_k": 2.5}, "top_k"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
+        *((Choice, {"temperature": value}, "temperature") for value in (0.0, float("nan"))),
+        *((Choice, {"top_k": value}, "top_k") for value in (-1, 2.5)),
+        *((Choice, {"top_p": value}, "top_p") for value in (0.0, 1.1)),
+        *((checked_seed, {"seed": seed}, "seed must be") for seed in (None, -1, 2**64, 1.0, "7", True)),
+        (Sampling, {"repetition_penalty": 0.0}, "repetition_penalty"),
+        (Sampling, {"rng": "numpy"}, "philox.*torch.*numpy"),
+        *((Sampling().with_flat, {"given": {name: 0.1}}, name) for name in ("min_p", "do_sample")),
+        (Sampling().with_flat, {"given": {"predictor_top_p": 2.0}}, "top_p"),
     ],
 )
-def test_a_setting_out_of_range_is_named(kwargs, named):
+def test_a_setting_that_is_none_or_out_of_range_is_named(made, given, named):
     with pytest.raises(SamplingError, match=named):
-        Choice(**kwargs)
+        made(**given)
 
 
-@pytest.mark.parametrize("seed", [None, -1, 2**64, 1.0, "7", True])
-def test_a_seed_out_of_range_is_named(seed):
-    with pytest.raises(SamplingError, match="seed must be"):
-        checked_seed(seed)
-
-
-def test_a_bad_penalty_and_an_unknown_generator_are_named_and_greedy_keeps_the_rest():
-    with pytest.raises(SamplingError, match="repetition_penalty"):
-        Sampling(repetition_penalty=0.0)
-    with pytest.raises(SamplingError, match="philox.*torch.*numpy"):
-        Sampling(rng="numpy")
+def test_greedy_keeps_the_rest():
     greedy = Sampling(talker=Choice(top_k=7), repetition_penalty=1.2, rng="torch").greedy()
     assert not greedy.talker.do_sample and not greedy.predictor.do_sample
     assert (greedy.talker.top_k, greedy.repetition_penalty, greedy.rng) == (7, 1.2, "torch")
@@ -175,9 +167,3 @@ def test_flat_names_say_all_settings_and_give_them_back():
     assert Sampling(rng="torch").with_flat({"top_k": None, "predictor_top_k": 3}) == Sampling(
         predictor=Choice(top_k=3), rng="torch"
     )
-
-
-@pytest.mark.parametrize("given", [{"min_p": 0.1}, {"do_sample": True}, {"predictor_top_p": 2.0}])
-def test_a_flat_name_or_value_that_is_none_is_refused(given):
-    with pytest.raises(SamplingError, match=next(iter(given)).removeprefix("predictor_")):
-        Sampling().with_flat(given)

@@ -44,19 +44,19 @@ def reference(tiny: Checkpoint) -> object:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_ids_are_transformers_ids(tokenizer: TextTokenizer, reference: object, text: str) -> None:
+def test_ids_are_transformers_ids(tokenizer, reference, text):
     assert tokenizer.encode(text) == reference(text, add_special_tokens=False)["input_ids"]
 
 
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=60))
-def test_ids_are_transformers_ids_for_any_text(tokenizer: TextTokenizer, reference: object, text: str) -> None:
+def test_ids_are_transformers_ids_for_any_text(tokenizer, reference, text):
     """Any but the added tokens' own, which hypothesis finds in the package's source: here those are characters."""
     assume(not any(added in text for added in reference.get_added_vocab()))
     assert tokenizer.encode(text) == reference(text, add_special_tokens=False)["input_ids"]
 
 
-def test_the_prompt_layout_ids_are_upstreams(tokenizer: TextTokenizer, tiny: Checkpoint, reference: object) -> None:
+def test_the_prompt_layout_ids_are_upstreams(tokenizer, tiny, reference):
     ids = tiny.config.text_ids
     wrapped = "<|im_start|>assistant\niPhone<|im_end|>\n<|im_start|>assistant\n"
     newline = tokenizer.encode("\n")
@@ -67,20 +67,20 @@ def test_the_prompt_layout_ids_are_upstreams(tokenizer: TextTokenizer, tiny: Che
     assert reference("<tts_pad><tts_text_bos><tts_text_eod>")["input_ids"] == [ids.tts_pad, ids.tts_bos, ids.tts_eos]
 
 
-def test_special_tokens_in_the_text_stay_text(tokenizer: TextTokenizer, tiny: Checkpoint) -> None:
+def test_special_tokens_in_the_text_stay_text(tokenizer, tiny):
     ids = tokenizer.encode("a <|im_end|> <|im_start|> <tts_pad> b")
     assert max(ids) < tiny.config.text_ids.im_start - 1
 
 
 @pytest.mark.parametrize("bad", [None, b"bytes", 3, "half a pair \ud83d"])
-def test_what_is_not_text_is_refused(tokenizer: TextTokenizer, bad: object) -> None:
+def test_what_is_not_text_is_refused(tokenizer, bad):
     with pytest.raises(TextError, match="expected"):
         tokenizer.encode(bad)
     with pytest.raises(TextError, match="expected"):
         IncrementalTokenizer(tokenizer).push(bad)
 
 
-def test_broken_tokenizer_files_are_named(tmp_path: Path) -> None:
+def test_broken_tokenizer_files_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"vocab.json: expected this file"):
         TextTokenizer.load(tmp_path)
     (tmp_path / "vocab.json").write_text("{")
@@ -89,7 +89,7 @@ def test_broken_tokenizer_files_are_named(tmp_path: Path) -> None:
         TextTokenizer.load(tmp_path)
 
 
-def test_a_vocabulary_of_another_model_is_refused(tiny: Checkpoint, tmp_path: Path) -> None:
+def test_a_vocabulary_of_another_model_is_refused(tiny, tmp_path):
     folder = Path(shutil.copytree(tiny.folder, tmp_path / "copy"))
     vocab = json.loads((folder / "vocab.json").read_text())
     vocab["assistant"], vocab["user"] = vocab["user"], vocab["assistant"]
@@ -108,7 +108,7 @@ PARTS = st.sampled_from(
 
 @settings(max_examples=250, deadline=None)
 @given(parts=st.lists(PARTS | st.text(max_size=4), max_size=25))
-def test_any_split_of_a_text_gives_the_ids_of_the_whole(tokenizer: TextTokenizer, parts: list[str]) -> None:
+def test_any_split_of_a_text_gives_the_ids_of_the_whole(tokenizer, parts):
     whole = tokenizer.encode("".join(parts).strip())
     incremental = IncrementalTokenizer(tokenizer)
     ids: list[int] = []
@@ -118,7 +118,7 @@ def test_any_split_of_a_text_gives_the_ids_of_the_whole(tokenizer: TextTokenizer
     assert ids + incremental.finish() == whole
 
 
-def test_ids_come_as_soon_as_nothing_can_change_them(tokenizer: TextTokenizer) -> None:
+def test_ids_come_as_soon_as_nothing_can_change_them(tokenizer):
     incremental = IncrementalTokenizer(tokenizer)
     assert incremental.push("  the") == []  # could become "then"
     assert incremental.push(" ") == tokenizer.encode("the")

@@ -49,11 +49,8 @@ def test_a_run_by_hand_goes_to_the_repositorys_outputs_and_leaves_recorded_runs_
     assert bundles(shown)[-1]["text/plain"].endswith("outputs/runs/05_metrics-manual-2")
     monkeypatch.chdir(tmp_path / "notebooks")
     assert nb.run_dir("../outputs/runs/x", "04_streaming") == tmp_path / "outputs" / "runs" / "x"
-
-
-def test_outside_a_checkout_the_repository_is_where_the_package_lies(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert (nb.repository() / "mktts" / "notebook" / "nb.py").is_file()
+    (tmp_path / "pyproject.toml").unlink()
+    assert (nb.repository() / "mktts" / "notebook" / "nb.py").is_file(), "outside a checkout: where the package lies"
 
 
 # ---- clips

@@ -142,15 +142,10 @@ def test_outputs_that_jupyterlab_saves_are_no_change_to_git_after_make_setup(tmp
 
 
 def test_the_page_that_make_lab_opens_lists_every_notebook_with_its_question():
-    rows = re.findall(
-        r"^\| \[(\w+)\]\((\w+\.ipynb)\) \| (.+\?) \| .+\. \|$", (FOLDER / "README.md").read_text(), re.MULTILINE
-    )
-    questions = [
-        code.cells[0].source.partition("\n")[0] for code in (nbformat.read(p, as_version=4) for p in NOTEBOOKS)
-    ]
-    assert [(name, file, f"# {name[:2]} · {question}") for name, file, question in rows] == [
-        (path.stem, path.name, question) for path, question in zip(NOTEBOOKS, questions, strict=True)
-    ]
+    rows = re.findall(r"^\| (\[.+) \| .+\. \|$", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    headings = [nbformat.read(path, as_version=4).cells[0].source.partition("\n")[0] for path in NOTEBOOKS]
+    questions = [heading.partition(" · ")[2] for heading in headings]
+    assert rows == [f"[{p.stem}]({p.name}) | {question}" for p, question in zip(NOTEBOOKS, questions, strict=True)]
     overrides = json.loads((FOLDER / ".lab" / "overrides.json").read_text())
     assert overrides["@jupyterlab/apputils-extension:notification"]["fetchNews"] == "false"
 

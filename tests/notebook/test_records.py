@@ -14,8 +14,8 @@ def test_provenance_names_machine_day_revision_and_random_weights_whichever_way_
     about = {"device": "Some GPU", "date": "2026-01-02T03:04:05+00:00", "revision": "0123456789abcdef+changes"}
     line = "measured on Some GPU, 2026-01-02, at revision 01234567+changes, random weights"
     assert records.provenance({**about, "settings": {"random_weights": True}}) == line
-    nested = {"environment": {"gpu": "G", "date_utc": "2026-05-06T00", "git_revision": "f" * 40}}
-    assert records.provenance(nested) == "measured on G, 2026-05-06, at revision ffffffff"
+    environment = {"gpu": "G", "date_utc": "2026-05-06T00", "git_revision": "f" * 40}
+    assert records.provenance(environment) == "measured on G, 2026-05-06, at revision ffffffff"
     assert records.provenance(None) == ""
     merged = json.loads(load_file(tmp_path).read_text())  # of several runs
     assert records.provenance(merged) == "measured on NVIDIA H200, 2026-11-22, at revision abc"

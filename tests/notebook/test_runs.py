@@ -1,6 +1,5 @@
 """Grids of notebook runs, on small notebooks written here and executed for real."""
 
-import argparse
 import contextlib
 import io
 import json
@@ -13,8 +12,10 @@ import nbformat
 import numpy as np
 import pytest
 from absent import python_without
+from commands import run
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
+from mktts.common import read_json
 from mktts.errors import BatchError
 from mktts.measure.metrics import record
 from mktts.notebook import nb, records, runs
@@ -38,16 +39,6 @@ def notebook(path: Path, *cells: str, parameters: str | None = PARAMETERS) -> Pa
     nodes.append(nbformat.v4.new_markdown_cell("After this: [02_weights](02_weights.ipynb), [h](03_h.ipynb)"))
     nbformat.write(nbformat.v4.new_notebook(cells=nodes), path)
     return path
-
-
-def run(*words: str | Path) -> int:
-    parser = argparse.ArgumentParser()
-    runs.add_arguments(parser)
-    return runs.main(parser.parse_args([str(word) for word in words]))
-
-
-def read(path: Path) -> dict:
-    return json.loads(path.read_text())
 
 
 @pytest.mark.parametrize(
@@ -80,7 +71,7 @@ def test_every_run_has_a_name_that_any_file_system_takes(tmp_path):
     path = notebook(tmp_path / "n.ipynb")
     hard = ["a/b", "a\\b", "a:b", "a~b", "a b", "a_b", "..", "Yes.", "Yes", "x" * 300, "x" * 299 + "y", "", "ü?*<>|"]
     values = [{"TEXT": text, **seed} for text in hard for seed in ({}, {"SEED": 1}, {"SEED": 2})]
-    names = [runs.NotebookRun(runs.read_notebook(path), given).name for given in values]
+    names = [runs.NotebookRun(path, {}, given).name for given in values]
     assert len(set(names)) == len(names)
     for name in names:
         assert re.fullmatch(r"n-[A-Za-z0-9._,+~=-]{1,98}", name) and not name.endswith("."), name
@@ -93,7 +84,7 @@ def test_a_pattern_that_the_shell_left_alone_is_expanded_in_order(tmp_path):
     with pytest.raises(BatchError, match=r"x\*\.ipynb: expected notebooks of this pattern, found none"):
         runs.plan([tmp_path / "x*.ipynb"], [])
     literal = notebook(tmp_path / "a[1].ipynb")
-    assert [run.notebook.path for run in runs.plan([literal], [])] == [literal]
+    assert [run.path for run in runs.plan([literal], [])] == [literal]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +107,7 @@ def test_bad_setting_is_refused_by_name_before_anything_runs(tmp_path, setting, 
     other = notebook(tmp_path / "a.ipynb", parameters=PARAMETERS + "SPEED: int = 1")  # one of two does not know it
     path = notebook(tmp_path / "n.ipynb", "open('ran', 'w')")
     with pytest.raises(BatchError, match=message):
-        run(other, path, "--set", setting, "--out", tmp_path / "runs")
+        run("run", other, path, "--set", setting, "--out", tmp_path / "runs")
     assert not (tmp_path / "ran").exists() and not (tmp_path / "runs").exists()
 
 
@@ -165,7 +156,7 @@ def grid(tmp_path_factory):
         (killed := home / "outputs/runs/n-SEED=9").mkdir()
         for name in ("parameters", "metrics", "environment"):
             (killed / f"{name}.json").write_text("{}")
-        status = run(path, "--set", "SEED=1,2,3,4", "--out", Path("outputs/runs"))
+        status = run("run", path, "--set", "SEED=1,2,3,4", "--out", Path("outputs/runs"))
     return SimpleNamespace(home=home, path=path, status=status, runs=planned, stale=stale, printed=printed.getvalue())
 
 
@@ -175,7 +166,7 @@ def test_a_grid_records_each_run_and_goes_on_after_a_failure(grid):
     out = grid.home / "outputs/runs"
     assert grid.status == 1 and "1 of 4 runs succeeded, 1 skipped" in grid.printed
     assert set(os.listdir(out)) == {"n-SEED=9", *(r.name for r in grid.runs)} and not grid.stale.exists()
-    found = [read(out / r.name / "metrics.json") for r in grid.runs]
+    found = [read_json(out / r.name / "metrics.json") for r in grid.runs]
     assert [one["status"] for one in found] == ["ok", "error", "error", "skipped"]
     assert found[0]["seed_squared"] == 1 and (found[1]["ename"], found[1]["evalue"]) == (
         "AssertionError",
@@ -185,7 +176,7 @@ def test_a_grid_records_each_run_and_goes_on_after_a_failure(grid):
     assert "PackageMissing: hearing needs pocketsphinx" in grid.printed
     ok = out / grid.runs[0].name
     assert {"executed.ipynb", "parameters.json", "environment.json", "metrics.json", "a_b.wav"} <= set(os.listdir(ok))
-    assert read(ok / "parameters.json")["parameters"]["TEXT"] == "a=b # not a comment"  # a default
+    assert read_json(ok / "parameters.json")["parameters"]["TEXT"] == "a=b # not a comment"  # a default
     executed = (ok / "executed.ipynb").read_text()
     assert str(grid.home) not in executed and f"../outputs/runs/{ok.name}" in executed
     record(out / "n-manual-2", seed_squared=9)

@@ -11,12 +11,11 @@ from pathlib import Path
 
 from mktts.text import spoken
 
-CASES = Path(__file__).with_name("cases.tsv")
 RECORD = Path(__file__).resolve().parents[2] / "outputs" / "reference" / "text.json"
 
 
-def cases(table: str = CASES.read_text(encoding="utf-8")) -> list[tuple[str, list[str]]]:
-    rows = [line.split("\t") for line in table.splitlines()]
+def cases(name: str = "cases.tsv") -> list[tuple[str, list[str]]]:
+    rows = [line.split("\t") for line in Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()]
     return [(unescaped(written), right.split("|")) for written, right in rows]
 
 

@@ -66,6 +66,7 @@ def test_a_text_becomes_words_pauses_and_turns(text, expected):
 def test_without_a_front_end_the_words_stay_and_only_markup_goes_where_that_is_asked_for():
     assert parts(["Say 5 [pause] **7** <3"], Chain) == ["Say 5", HALF, "**7** <3"]
     assert parts(["Say 5 [pause] **7** [Ryan] `x`"], MarkupFeed) == ["Say 5", HALF, "7", CUT, ("ryan",), "x"]
+    assert " ".join(parts(["Run:\n```sh\nls **\n```\nDone."], MarkupFeed)).split() == ["Run:", "Done."]
 
 
 @pytest.mark.parametrize(

@@ -63,16 +63,15 @@ def codec():
     return codec
 
 
-def some_codes(frames):
-    return torch.randint(TINY.codebook_size, (frames, NUM_CODEBOOKS), generator=torch.Generator().manual_seed(1))
-
-
 def noise(samples, seed=0):
     return 0.1 * torch.randn(1, samples, generator=torch.Generator().manual_seed(seed))
 
 
-def test_inference_decoder_gives_the_training_decoders_samples_whole_and_streamed(codec):
-    codes = some_codes(13)
+def test_inference_and_upstream_give_the_training_decoders_samples_whole_and_streamed(tmp_path, codec):
+    import_upstream()
+    from qwen_tts.core.tokenizer_12hz.modeling_qwen3_tts_tokenizer_v2 import Qwen3TTSTokenizerV2Model
+
+    codes = torch.randint(TINY.codebook_size, (13, NUM_CODEBOOKS))
     expected = codec.decode(codes[None])[0]
     tensors = {n.removeprefix("decoder."): t for n, t in hub_tensors(codec, torch.float32).items()}
     decoder = CodecDecoder(decoder_config(TINY), tensors)
@@ -81,20 +80,13 @@ def test_inference_decoder_gives_the_training_decoders_samples_whole_and_streame
     assert expected.std() > 1e-3
     assert (decoder.decode_all(codes) - expected).abs().max() < 1e-4
     assert (streamed - expected).abs().max() < 1e-4
-
-
-def test_upstream_reads_the_folder_without_an_encoder_and_gives_the_same_samples(tmp_path, codec):
-    import_upstream()
-    from qwen_tts.core.tokenizer_12hz.modeling_qwen3_tts_tokenizer_v2 import Qwen3TTSTokenizerV2Model
-
     model.write_codec(tmp_path, codec, torch.float32)
     upstream, report = Qwen3TTSTokenizerV2Model.from_pretrained(tmp_path, output_loading_info=True)
     assert all(name.startswith("encoder.") for name in report["missing_keys"])
     assert not report["mismatched_keys"] and not report["unexpected_keys"]
-    codes = some_codes(9)[None]
     with torch.inference_mode():
-        samples = upstream.eval().decode(codes).audio_values[0]
-    assert (samples - codec.decode(codes)[0]).abs().max() < 1e-4
+        samples = upstream.eval().decode(codes[None]).audio_values[0]
+    assert (samples - expected).abs().max() < 1e-4
 
 
 def test_codes_of_a_clip_are_those_of_the_clip_alone_followed_by_silence(codec):
@@ -218,8 +210,6 @@ def test_crops_depend_on_seed_and_step_only_and_some_begin_where_a_clip_does(aud
 
 
 def test_bad_shards_are_named(audio, tmp_path):
-    with pytest.raises(AudioError, match="train teacher"):
-        Crops(tmp_path, 6, 0)
     with pytest.raises(AudioError, match="more than 93 frames"):
         Crops(audio, 93, 0)
     np.savez(tmp_path / "x.npz", audio=np.zeros(4, np.int16), samples=[5], speaker=["a"], text=["b"])

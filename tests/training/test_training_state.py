@@ -47,14 +47,11 @@ class Line(state.Trainer):
         return {"loss": loss.detach()}
 
 
-def clock(*seconds: float):
-    return itertools.chain(seconds, itertools.repeat(seconds[-1])).__next__
-
-
 def test_a_run_that_was_cut_repeats_the_whole_one(tmp_path):
     whole, cut = Line(Recipe()), Line(Recipe())
     state.train(whole, tmp_path / "whole", 1)
-    state.train(cut, tmp_path / "cut", 1, clock(0, 0, 40))  # the second block would not end in time
+    seconds = itertools.chain((0, 0), itertools.repeat(40))
+    state.train(cut, tmp_path / "cut", 1, seconds.__next__)  # the second block would not end in time
     assert cut.step == 3
     resumed = Line(Recipe())
     resumed.load(tmp_path / "cut")
@@ -135,6 +132,6 @@ def test_a_loss_that_is_no_number_is_never_written(tmp_path):
 def test_the_rate_rises_and_falls_to_a_twentieth():
     line = Line(Recipe(steps=100, warmup_steps=10))
     found = []
-    for line.step in (0, 9, 50, 100):
+    for line.step in (0, 9, 100):
         found.append(line.schedule())
-    assert found[0] == pytest.approx(0.1, abs=0.01) and found[1] > 0.95 and found[3] == pytest.approx(0.05)
+    assert found[0] == pytest.approx(0.1, abs=0.01) and found[1] > 0.95 and found[2] == pytest.approx(0.05)

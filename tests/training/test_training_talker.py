@@ -97,7 +97,7 @@ def test_training_logits_are_those_of_inference(tmp_path, small, layout, languag
     previous[0, rows] = codes
     with torch.no_grad():
         hidden = model.hidden(torch.tensor([words]), torch.tensor([control]), previous)[0]
-        first = model.code0_logits(hidden[rows[0] - 1 :])
+        first = model.w.linear("talker.codec_head", hidden[rows[0] - 1 :])
         rest = model.predictor_logits(hidden[rows - 1], codes)
 
     tensors = model.w.hub()
@@ -126,7 +126,7 @@ def test_training_logits_are_those_of_inference(tmp_path, small, layout, languag
 def test_padding_changes_no_loss_and_targets_are_the_next_codes(data):
     config = data.config
     model = peaked(TalkerModel(config)).eval()
-    both = data.batch(np.array([[0, 0], [1, 0]]), np.random.default_rng(0), whole=True)
+    both = data.batch(np.array([[0, 0], [1, 0]]), np.random.default_rng(0))
     longest = both.text.shape[1]
     targets = both.target.view(2, longest)
     with torch.no_grad():
@@ -150,7 +150,7 @@ def test_batches_have_few_shapes_and_every_clip_once(prepared):
     data = Sequences(synthetic_clips(TEXTS * 20), config, tokenizer, "cpu")
     dealt = data.epoch(np.arange(120), 200, np.random.default_rng(0))
     assert set(np.concatenate(dealt)[:, 0]) == set(range(120)) and len(set(np.concatenate(dealt)[:, 1])) > 3
-    shapes = {data.batch(clips, np.random.default_rng(0), whole=True).text.shape for clips in dealt}
+    shapes = {data.batch(clips, np.random.default_rng(0)).text.shape for clips in dealt}
     assert all(rows * longest <= 200 for rows, longest in shapes)
     assert len(shapes) == len({longest for _, longest in shapes}), "one number of clips for each length"
 

@@ -84,7 +84,7 @@ def test_sentences_are_planned_by_length_and_come_back_in_their_order(monkeypatc
 
     def plan(phonemes, voices):
         zeros = torch.zeros(1)
-        return [kokoro._Planned(zeros, zeros, zeros, zeros, len(p)) for p in phonemes]
+        return [kokoro._Planned(zeros, zeros, zeros, len(p)) for p in phonemes]
 
     def vocode(plans, width, generator):
         widths.append((len(plans), width))
@@ -102,8 +102,6 @@ def test_files_that_are_missing_or_others_are_named(tmp_path):
         kokoro.load_kokoro(tmp_path, "cpu")
     with pytest.raises(CheckpointError, match="do not use it"):
         kokoro._checked("model", b"another", "0" * 64)
-    with pytest.raises(BackendUnavailable, match="expected false"):
-        kokoro.output_of(["false"], "fetch", tmp_path)
 
 
 def test_shards_hold_what_was_said_at_the_speakers_level_and_are_kept(tmp_path):
@@ -132,7 +130,7 @@ def test_any_program_is_a_teacher_and_its_failure_is_named(tmp_path):
         file.setnchannels(1), file.setsampwidth(2), file.setframerate(24_000), file.writeframes(b"\x00\x10" * 90)
     (pcm,) = program(f"cat {tmp_path}/{{name}}.wav", 1)([Item("x", "anna", name="r")], 0)
     assert len(pcm) == 90
-    with pytest.raises(BackendUnavailable, match="'hello'"):
+    with pytest.raises(BackendUnavailable, match="expected false to say 'hello'"):
         program("false {text}", 1)([Item("hello", "anna")], 0)
 
 

@@ -74,7 +74,7 @@ class CudaCodec:
 
     @torch.inference_mode()
     def silence(self, slots: Tensor) -> None:
-        """As `enter` with None, for many slots (n,) int64 that exist, on the device."""
+        """Sets many slots (n,) int64, on the device, to silence, as `enter` with None does for one."""
         self._states.silence(slots)
 
     @torch.inference_mode()
@@ -236,7 +236,7 @@ class CudaCodec:
 
 
 def _prepared(weights: CodecWeights) -> CodecWeights:
-    """As the batched products take them: the sines' frequencies in half turns."""
+    """Converts the sines' frequencies to half turns, which the batched products take."""
 
     def half_turns(snake: SnakeBeta) -> SnakeBeta:
         return SnakeBeta((snake.frequency.double() / math.pi).float(), snake.magnitude)

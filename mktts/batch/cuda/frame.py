@@ -163,7 +163,7 @@ _OLD_POSITIONS = 4  # the predictor's attention is compiled for multiples of so 
 
 
 def attention_programs(config: ModelConfig, lanes: int) -> int:
-    """That attend for one row and key-value head, in a bucket of so many lanes."""
+    """Programs that attend for one row and key-value head, in a bucket of so many lanes."""
     return ATTENTION_PARTS if lanes * config.talker.num_key_value_heads < _BUSY_PROGRAMS else 1
 
 

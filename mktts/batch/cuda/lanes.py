@@ -276,7 +276,7 @@ class CudaLanes:
         return addresses, made
 
     def _after_caller(self) -> None:
-        """What is queued from now on sees what the caller's CUDA stream has made."""
+        """Work queued from now on runs behind what the caller's CUDA stream holds."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
 
@@ -332,7 +332,7 @@ def cuda_lanes(
 
 
 def _weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Of talker and predictor. The text table stays in its file; its rows as prompts have them are one of ours."""
+    """Bytes of talker and predictor, and of the projected text rows; the text table itself stays in its file."""
     tensors = checkpoint.tensors()
     names = (name for name in tensors if name.startswith("talker.") and "text_embedding" not in name)
     texts = len(tensors["talker.model.text_embedding.weight"]) * checkpoint.config.talker.hidden_size

@@ -24,7 +24,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def slot_shapes(config: ModelConfig, count: int) -> Shapes:
-    """What `count` slots have, by name; the last one is nobody's: padded lanes and rows work on it.
+    """What `count` slots have, by name; the last one is for padding: empty lanes and rows work on it.
 
     positions: rows in the cache. frames: drawn. ended: 1 from the frame on in which end of speech was drawn. seen
     (count, talker's vocabulary): code 0 was drawn. embedding_sum (count, H): of the newest frame.
@@ -116,7 +116,7 @@ class LaneMemory:
         )
 
     def bytes(self, slots: int, pages: int) -> int:
-        """Of so many streams, nobody's slot with them, and pages."""
+        """Bytes for so many streams, with the slot for padding, and pages."""
         return self.slot * (slots + 1) + self.page * pages + self.tick
 
 
@@ -132,7 +132,7 @@ UNIT = 8  # values: strides are multiples, so that rows begin where the widest l
 
 @dataclass(frozen=True)
 class RowsShape:
-    """Of one lane: `new` rows of a frame behind `past` older ones."""
+    """The rows of one lane: `new` of a frame behind `past` older ones."""
 
     past: int
     new: int
@@ -203,7 +203,7 @@ PIECE_VALUES = 2048  # of a history, that one program copies
 
 
 class RingStates:
-    """What every slot keeps between frames. The last slot is nobody's: padded lanes work on it.
+    """What every slot keeps between frames. The last slot is for padding: empty lanes work on it.
 
     keys, values (slots, layers, heads, window, head_dim): the frame at position p lies at p % window. histories (slots,
     words) fp16: the rows before each layer that looks back, one layer behind the other, high parts before low ones.
@@ -275,8 +275,8 @@ class RingStates:
         return (torch.tensor(table, dtype=torch.int64) // UNIT).to(self.device)
 
     def _places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of every value of the histories: its word in a CodecState, and that of its high part in a slot; of those that
-        are split, the word of the low part, and which of the values they are."""
+        """For every value of the histories, its word in a CodecState and the word of its high part in a slot; for those
+        that are split, the word of the low part, and their indices among the values."""
         source, high, low, split, count = [], [], [], [], 0
         for shape, start, word in zip(self._inputs, self._starts, self._layout.words()[2:], strict=False):
             values = torch.arange(shape.past * shape.channels)

@@ -53,7 +53,7 @@ class BlockLayout:
 
     @property
     def words(self) -> int:
-        """Of 64 bits."""
+        """Words of 64 bits in the block."""
         return _LANE_WORDS * self.lanes + _ROW_WORDS * self.prompt_rows
 
     def parts(self, block: np.ndarray | Tensor) -> Parts:

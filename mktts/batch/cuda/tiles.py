@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Kind(Enum):
-    """What becomes of x @ weight.T."""
+    """How x @ weight.T is used."""
 
     LINEAR = "linear"  # it is the result
     GATED = "gated"  # the weight's halves are two products, and silu(first) * second the result
@@ -117,7 +117,7 @@ class ProductTile:
         return -(-rows // self.rows) * -(-outs // (self.outs + self.extra))
 
     def shared_bytes(self, split: bool) -> int:
-        """Of shared memory, for operands of one fp16 number, or of two (`split`)."""
+        """Bytes of shared memory, for operands of one fp16 number, or of two (`split`)."""
         return self.stages * (self.rows + self.outs + self.extra) * self.depth * _PLANE_BYTES * (2 if split else 1)
 
 

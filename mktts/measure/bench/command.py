@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -148,14 +149,17 @@ def run_section(words: list[str], timeout_s: float = TIMEOUT_S) -> tuple[dict[st
 
 
 def print_section(name: str, settings: BenchSettings) -> None:
-    """Measures a section in this process; one line of JSON a figure as soon as it is known."""
-    for found in SECTIONS[name][0](settings):
-        if isinstance(found, dict):
-            line = {"notes": found}
-        else:
-            figure, values, unit = found
-            line = {"figures": {figure: {**percentiles(values), "unit": unit}}}
-        print(json.dumps(line), flush=True)
+    """Measures a section in this process; one line of JSON a figure as soon as it is known. What libraries print goes
+    to standard error."""
+    output = sys.stdout
+    with redirect_stdout(sys.stderr):
+        for found in SECTIONS[name][0](settings):
+            if isinstance(found, dict):
+                line = {"notes": found}
+            else:
+                figure, values, unit = found
+                line = {"figures": {figure: {**percentiles(values), "unit": unit}}}
+            print(json.dumps(line), file=output, flush=True)
 
 
 def table(document: dict[str, Any]) -> str:

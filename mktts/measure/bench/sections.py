@@ -8,9 +8,7 @@ get the prompt of the same `Request`. An absent or incompatible package raises B
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +26,7 @@ from mktts.errors import BackendUnavailable, MetricsError
 from mktts.measure.environment import provided_by
 from mktts.measure.recogniser import Aligner
 from mktts.measure.recogniser import words as words_said
-from mktts.model.backend import Backend, Frame, default_dtype
+from mktts.model.backend import Frame, default_dtype
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
 from mktts.spec import CODEBOOK_SIZE, FRAME_MS, FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLE_RATE_HZ
@@ -164,11 +162,12 @@ def frames(settings: BenchSettings, suffix: str = "") -> Measured:
     checkpoint, model, prompt = _model(settings)
     timed = list(timed_frames(model.backend, prompt, checkpoint.sampling(), settings))
     yield f"frame{suffix}_ms", [elapsed_ms for elapsed_ms, _ in timed], "ms"
-    split = [frame for _, frame in timed]
     if model.backend.name == "megakernel":
-        split = list(kernel_frames(model.backend, prompt, checkpoint.sampling(), settings))
-    yield f"talker_step{suffix}_ms", [frame.talker_ms for frame in split], "ms"
-    yield f"predictor{suffix}_ms", [frame.predictor_ms for frame in split], "ms"
+        from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH
+
+        timed = list(timed_frames(model.backend, prompt, checkpoint.sampling(), settings, MAX_FRAMES_A_LAUNCH))
+    yield f"talker_step{suffix}_ms", [frame.talker_ms for _, frame in timed], "ms"
+    yield f"predictor{suffix}_ms", [frame.predictor_ms for _, frame in timed], "ms"
 
 
 def large(settings: BenchSettings) -> Measured:
@@ -227,55 +226,33 @@ def _model(settings: BenchSettings) -> tuple[Checkpoint, SingleLanes, Prompt]:
 
 
 def timed_frames(
-    backend: Backend, prompt: Prompt, sampling: Sampling, settings: BenchSettings
+    backend: Any, prompt: Prompt, sampling: Sampling, settings: BenchSettings, at_once: int = 1
 ) -> Iterator[tuple[float, Frame]]:
-    """`samples` frames around the context: wall ms of `step`, codes on the host, and the frame."""
-    left, rows = settings.samples, len(prompt.embeds)
+    """`samples` frames around the context: wall ms of their step or launch, codes on the host, and the frame.
+
+    at_once: frames a launch, the first of which is left out, so that the frames' own times are the kernel's alone."""
+    left, rows, skipped = settings.samples, len(prompt.embeds), 1 if at_once > 1 else 0
     for seed in range(_SEEDS):
-        state = backend.start(prompt, sampling, seed, settings.last + 1 - rows)
-        for position in range(rows - 1, settings.last):  # of the talker's input of the frame
-            row = prompt.row(position - rows) if position >= rows else None
+        state, made = backend.start(prompt, sampling, seed, settings.last + 1 - rows), 0
+        while (position := rows - 1 + made) + at_once <= settings.last:  # of the talker's input of the next frame
+            asked = [prompt.row(t - 1) if t else None for t in range(made, made + at_once)]
             begun_s = time.perf_counter()
-            frame = backend.step(state, row)
+            found = list(backend.frames(state, asked)) if at_once > 1 else [backend.step(state, asked[0])]
             elapsed_ms = 1e3 * (time.perf_counter() - begun_s)
-            if frame.codes is None:
-                break
-            if position >= settings.context - settings.around and seed > 0 and row is not None:  # seed 0 warms up
-                yield elapsed_ms, frame
-                left -= 1
-                if left == 0:
-                    return
-    raise MetricsError(f"{_SEEDS} streams ended before {settings.samples} frames at context {settings.context}")
-
-
-def kernel_frames(backend: Any, prompt: Prompt, sampling: Sampling, settings: BenchSettings) -> Iterator[Frame]:
-    """`samples` frames around the context, several a launch and without the first: times of the kernel alone."""
-    from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH
-
-    rows, left = len(prompt.embeds), settings.samples
-    for seed in range(_SEEDS):
-        state, made = backend.start(prompt, sampling, seed, settings.last), 0
-        while rows + made + MAX_FRAMES_A_LAUNCH < settings.last:
-            asked = [prompt.row(t - 1) if t else None for t in range(made, made + MAX_FRAMES_A_LAUNCH)]
-            launched = [frame for frame in backend.frames(state, asked) if frame.codes is not None]
-            if seed and rows + made > settings.context - settings.around:
-                for frame in launched[1 : 1 + left]:
+            found = [frame for frame in found if frame.codes is not None]
+            if seed and made and position >= settings.context - settings.around:  # seed 0 warms up
+                for frame in found[skipped : skipped + left]:
+                    yield elapsed_ms, frame
                     left -= 1
-                    yield frame
-            made += len(launched)
+            made += len(found)
             if left == 0:
                 return
-            if len(launched) < len(asked):
+            if len(found) < at_once:
                 break
     raise MetricsError(f"{_SEEDS} streams ended before {settings.samples} frames at context {settings.context}")
 
 
 # ---- other implementations
-
-
-def _quiet() -> contextlib.redirect_stdout:
-    """Peers print banners and progress; standard output is for the figures."""
-    return contextlib.redirect_stdout(io.StringIO())
 
 
 def _at_context(checkpoint: Checkpoint, frame_ms: Sequence[tuple[int, float]], settings: BenchSettings) -> list[float]:
@@ -297,19 +274,17 @@ def faster(settings: BenchSettings) -> Measured:
 
     install_shim()
     try:
-        with _quiet():
-            package = importlib.import_module("faster_qwen3_tts")
+        package = importlib.import_module("faster_qwen3_tts")
     except Exception as error:
         raise BackendUnavailable(
             f"the package faster_qwen3_tts is needed and cannot be imported: {type(error).__name__}: {error}"
         ) from error
     checkpoint = settings.open()
     folder, short, sampling = str(checkpoint.folder), request_of(checkpoint, settings), checkpoint.sampling()
-    with _quiet():
-        peer = package.FasterQwen3TTS.from_pretrained(folder, device=settings.device, dtype=settings.torch_dtype)
-        processor = peer.model.processor
-        # As for upstream: a local folder must not swap the tokenizer's pre-tokenizer (mktts.engine.upstream).
-        processor.tokenizer = type(processor.tokenizer).from_pretrained(folder)
+    peer = package.FasterQwen3TTS.from_pretrained(folder, device=settings.device, dtype=settings.torch_dtype)
+    processor = peer.model.processor
+    # As for upstream: a local folder must not swap the tokenizer's pre-tokenizer (mktts.engine.upstream).
+    processor.tokenizer = type(processor.tokenizer).from_pretrained(folder)
     yield {"faster_package": provided_by("faster_qwen3_tts")}
 
     def run(request: Request, seed: int, max_frames: int, chunk_frames: int) -> list[dict[str, float]]:
@@ -317,19 +292,18 @@ def faster(settings: BenchSettings) -> Measured:
         PCM was on the host, counted from the call."""
         torch.manual_seed(seed)
         chunks, begun_s = [], time.perf_counter()
-        with _quiet():
-            for pcm, rate_hz, timing in peer.generate_custom_voice_streaming(
-                text=request.text.strip(),
-                speaker=request.speaker,
-                language=request.language,
-                non_streaming_mode=request.layout != "streaming",  # None: whole, upstream's default for a custom voice
-                max_new_tokens=max_frames,
-                chunk_size=chunk_frames,
-                repetition_penalty=sampling.repetition_penalty,
-                **asdict(sampling.talker),  # its predictor's settings are fixed to the released ones
-            ):
-                ready_ms = 1e3 * (time.perf_counter() - begun_s)
-                chunks.append({**timing, "ready_ms": ready_ms, "audio_s": len(pcm) / rate_hz})
+        for pcm, rate_hz, timing in peer.generate_custom_voice_streaming(
+            text=request.text.strip(),
+            speaker=request.speaker,
+            language=request.language,
+            non_streaming_mode=request.layout != "streaming",  # None: whole, upstream's default for a custom voice
+            max_new_tokens=max_frames,
+            chunk_size=chunk_frames,
+            repetition_penalty=sampling.repetition_penalty,
+            **asdict(sampling.talker),  # its predictor's settings are fixed to the released ones
+        ):
+            ready_ms = 1e3 * (time.perf_counter() - begun_s)
+            chunks.append({**timing, "ready_ms": ready_ms, "audio_s": len(pcm) / rate_hz})
         return chunks
 
     for chunk in (1, 8, 12):

@@ -1,9 +1,5 @@
 """How many real-time listeners are served in time: `python -m mktts bench --load`, `--url URL`.
 
-* client: a listener, all listeners of one load on one event loop, the figures of a load, and a server as a source
-* settings: what a load is, the arrivals, and what is said
-* command: the arguments, the table, the file that loads are merged into, and what follows from them
-
 **Listeners** come by a Poisson process, whether earlier ones are served or not. Each takes every chunk as soon as it is
 there and plays from its first PCM on, in real time, without a prebuffer. **Time to first PCM** counts from the planned
 arrival; an arrival that is refused, fails, or still waits when the run ends has an infinite one. An **underrun** is a

@@ -124,7 +124,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def settings_of(arguments: argparse.Namespace) -> LoadSettings:
-    """Of a synthesizer in this process."""
+    """Settings of a load on a synthesizer in this process."""
     model = model_of(arguments)
     model["checkpoint"] = model["checkpoint"] or (_GPU_CHECKPOINT if "cuda" in model["device"] else DEFAULT_CHECKPOINT)
     return LoadSettings(**model, **given(LoadSettings, arguments))
@@ -139,7 +139,9 @@ def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class Subject:
-    """A synthesizer in this process, loaded and warmed up; raises what Synthesizer.load raises."""
+    """A synthesizer in this process, loaded and warmed up; raises what Synthesizer.load raises.
+
+    engine: what speaks, as it stands in a point."""
 
     place: dict[str, Any] = {}
 
@@ -153,6 +155,14 @@ class Subject:
         self.texts = texts_for(self.checkpoint, settings.context_rows)
         self.source = Synthesizer.load(self.checkpoint, **settings.loading())
         self.source.warm_up()
+        lanes = self.source.lanes  # None: one stream's codec, and nothing promised
+        self.engine = {
+            "codec": lanes.precision if lanes else "full",
+            "deterministic": bool(lanes and lanes.deterministic),
+            "model_size": self.checkpoint.config.model_size,
+            "backend": self.source.backend_name,
+            "dtype": str(self.source.dtype).removeprefix("torch."),
+        }
 
     def capacity(self, renew: bool) -> dict[str, Any]:
         """What the synthesizer says that it serves in time, and how it knows. renew: measured anew."""
@@ -172,18 +182,7 @@ class Subject:
         kind = "text" if self.texts.text else "natural"
         offered = {"listeners": listeners, "context_rows": self.texts.rows, "context": kind}
         weights = {"checkpoint": self.settings.checkpoint, "random_weights": self.random_weights}
-        return point | engine | offered | weights | self.engine(), seen, ticks
-
-    def engine(self) -> dict[str, Any]:
-        """What speaks, as it stands in a point."""
-        lanes = self.source.lanes  # None: one stream's codec, and nothing promised
-        return {
-            "codec": lanes.precision if lanes else "full",
-            "deterministic": bool(lanes and lanes.deterministic),
-            "model_size": self.checkpoint.config.model_size,
-            "backend": self.source.backend_name,
-            "dtype": str(self.source.dtype).removeprefix("torch."),
-        }
+        return point | engine | offered | weights | self.engine, seen, ticks
 
 
 class Server(Subject):
@@ -213,6 +212,14 @@ class Server(Subject):
         # Random weights have no end of their own: max_frames is the length, whatever is said.
         self.source = client.HttpSource(url, key, body, ("max_frames", "seed") if self.random_weights else ())
         self.texts = LoadTexts(0, f"{WORDS}." if self.random_weights else None, {})
+        self.engine = {
+            "codec": "the server's",
+            "deterministic": False,
+            "model_size": model.get("size", ""),
+            "backend": health.get("backend", "unknown"),
+            "dtype": health.get("dtype", "unknown"),
+            "host_us_per_frame": None,  # it is the server's that would tell something
+        }
 
     def capacity(self, renew: bool) -> dict[str, Any]:
         """As the server says it, where it does."""
@@ -220,16 +227,6 @@ class Server(Subject):
 
     def close(self) -> None:
         """Every stream has its own connection: there is nothing to close."""
-
-    def engine(self) -> dict[str, Any]:
-        return {
-            "codec": "the server's",
-            "deterministic": False,
-            "model_size": self._health["model"].get("size", ""),
-            "backend": self._health.get("backend", "unknown"),
-            "dtype": self._health.get("dtype", "unknown"),
-            "host_us_per_frame": None,  # it is the server's that would tell something
-        }
 
 
 def health_of(url: str, key: str | None) -> dict[str, Any]:
@@ -264,20 +261,16 @@ def table(document: dict[str, Any]) -> str:
         marks = [f"{point['engine']}, codec {point['codec']}", *(["deterministic"] if point["deterministic"] else [])]
         marks += [] if point["held"] else ["not held: cannot be recorded"]
         marks += ["every listener in time"] if client.clean(point) else ["NOT every listener in time"]
-        lines.append(" ".join(f"{_shown(point.get(key)):>11}" for _, key in _COLUMNS) + "  " + ", ".join(marks))
+        lines.append(" ".join(f"{cell(point.get(key)) or '-':>11}" for _, key in _COLUMNS) + "  " + ", ".join(marks))
         late = point["generator"]
         lines.append(
-            f"{'':11} client: {_shown(late['cpu_percent'])} % of a core, late by at most "
-            f"{_shown(late['loop_late_max_ms'])} ms; latest PCM {_shown(point['late_max_ms'])} ms"
+            f"{'':11} client: {cell(late['cpu_percent'])} % of a core, late by at most "
+            f"{cell(late['loop_late_max_ms'])} ms; latest PCM {cell(point['late_max_ms'])} ms"
         )
         lines += [f"{'':11} {count} times {kind}" for kind, count in point["error_kinds"].items()]
     for name, figure in document["figures"].items():
-        lines.append(f"{name}: {_shown(figure['value'])} {figure['unit']}, n {figure['n']}")
+        lines.append(f"{name}: {cell(figure['value']) or '-'} {figure['unit']}, n {figure['n']}")
     return "\n".join([*lines, *(f"{name}: {reason}" for name, reason in document["missing"].items())])
-
-
-def _shown(value: Any) -> str:
-    return "-" if value is None else cell(round(value, 2) if isinstance(value, float) else value)
 
 
 # ---- the file that loads are merged into, and what follows from them
@@ -296,15 +289,14 @@ def merge(
         raise MetricsError(
             f"{path}: figures of {document['device']}, and this is {beside['device']}: name another file"
         )
-    kept = list(document["points"])
     for point in points:
         if point["held"] is not True:
             raise MetricsError(
                 f"a load that was not held for its whole time cannot be recorded: {point['duration_s']:.1f} s at "
                 f"{point['listeners']} listeners"
             )
-        kept = [other for other in kept if not same(other, point)] + [{**point, **beside}]
-    kept.sort(key=lambda p: (p["model_size"], p["context_rows"], p["codec"], p["deterministic"], p["listeners"]))
+    latest = {conditions(one): one for one in (*document["points"], *({**point, **beside} for point in points))}
+    kept = sorted(latest.values(), key=itemgetter("model_size", "context_rows", "codec", "deterministic", "listeners"))
     others = {name: value for name, value in document["figures"].items() if name not in DERIVED}
     document |= {name: beside[name] for name in ("device", "driver", "torch")}
     document |= {"points": kept, "figures": others | carried(kept, gpu) | (more or {})}
@@ -321,9 +313,9 @@ def burst(count: int, point: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two points have the same conditions."""
-    return all(one.get(name) == other.get(name) for name in _SAME)
+def conditions(point: dict[str, Any]) -> tuple[Any, ...]:
+    """What a later point has in common with the one whose place it takes."""
+    return tuple(map(point.get, _SAME))
 
 
 def carried(points: list[dict[str, Any]], gpu: bool) -> dict[str, dict[str, Any]]:
@@ -344,20 +336,24 @@ def carried(points: list[dict[str, Any]], gpu: bool) -> dict[str, dict[str, Any]
     }
     found = {}
     for name, group in groups.items():
-        best = _by_context([point for point in group if _passes(point, gpu)], lambda point: -listeners_of(point))
-        if best and best.keys() == {point["context_rows"] for point in group}:  # else one carries no load at all
-            found[name] = _figure(best, listeners_of, "listeners", min)
+        passed = [point for point in group if _passes(point, gpu)]
+        if passed and contexts(passed) == contexts(group):  # else one carries no load at all
+            found[name] = _figure(passed, listeners_of, "listeners", best=max, worst=min)
     if (best := found.get("listeners")) and best["engine"] == _SERVER:
         found["ttfb_p99_ms"] = {**best, "value": best["ttfb_p99_ms"], "unit": "ms"}
     for count in (512, 1_024):
         near = [p for p in small if count <= p["open_mean"] <= _NEAR * count and p["ttfc_p99_ms"] is not None]
-        smallest: dict[Any, dict[str, Any]] = {}
-        for point in sorted(near, key=itemgetter("open_mean")):
-            smallest.setdefault(itemgetter("context_rows", "engine", "codec", "deterministic")(point), point)
+        near.sort(key=itemgetter("open_mean"), reverse=True)
+        smallest = {itemgetter("context_rows", "engine", "codec", "deterministic")(point): point for point in near}
         if smallest:
-            wait_ms = itemgetter("ttfc_p99_ms")
-            found[f"ttfc_p99_{count}_ms"] = _figure(_by_context(smallest.values(), wait_ms), wait_ms, "ms", max)
+            figure = _figure(smallest.values(), itemgetter("ttfc_p99_ms"), "ms", best=min, worst=max)
+            found[f"ttfc_p99_{count}_ms"] = figure
     return found
+
+
+def contexts(points: Iterable[dict[str, Any]]) -> list[int]:
+    """The different prompt rows, ascending."""
+    return sorted({point["context_rows"] for point in points})
 
 
 def listeners_of(point: dict[str, Any]) -> float:
@@ -374,19 +370,12 @@ def _passes(point: dict[str, Any], gpu: bool) -> bool:
     return point["held"] and client.clean(point) and point[name] is not None and point[name] <= most_ms
 
 
-def _by_context(points: Iterable[dict[str, Any]], key: Callable[[dict], float]) -> dict[int, dict[str, Any]]:
-    """Prompt rows -> of their points that with the smallest key."""
-    best: dict[int, dict[str, Any]] = {}
-    for point in sorted(points, key=key):
-        best.setdefault(point["context_rows"], point)
-    return dict(sorted(best.items()))
-
-
 def _figure(
-    best: dict[int, dict[str, Any]], value: Callable[[dict], float], unit: str, worst: Callable[..., Any]
+    points: Iterable[dict[str, Any]], value: Callable[[dict], float], unit: str, best: Callable, worst: Callable
 ) -> dict[str, Any]:
-    """The value of the worst context's point, and what stands beside it."""
-    point = worst(best.values(), key=value)
-    by_context = {str(rows): value(one) for rows, one in best.items()}
+    """The worst context's value, of each the best of its points, and what stands beside it."""
+    chosen = [best((p for p in points if p["context_rows"] == rows), key=value) for rows in contexts(points)]
+    point = worst(chosen, key=value)
+    by_context = {str(one["context_rows"]): value(one) for one in chosen}
     about = {"n": point["arrivals"], "offered": point["listeners"], "by_context": by_context}
     return {"value": value(point), "unit": unit, **about, **{name: point.get(name) for name in _BESIDE}}

@@ -35,15 +35,12 @@ _SENTENCES = (
 
 @dataclass(frozen=True)
 class LoadSettings(ModelSettings):
-    """What all loads of a command have in common.
+    """What all loads of a command have in common: the options' texts, and here what they leave open.
 
-    engine: as for Synthesizer.load; None leaves its default
-    codec ("full" or "fast"), deterministic: of the batch engine
-    context_rows: of every prompt; None: 32, and of trained weights what the text takes
-    seconds: that a load is held; warm_s: before, in which it builds up; tail_s: after, in which it goes on
-    frames: the least and the most of an utterance
-    seed: of the arrivals; utterance i is drawn with seed i
-    burst: instead of arrivals one by one, so many listeners within 10 ms, each for the mean utterance
+    context_rows: None is what the text takes where weights are trained
+    tail_s: after the held time, in which the load goes on
+    frames: the least and the most of an utterance; of a burst each has the mean
+    seed: utterance i is drawn with seed i
 
     Raises OptionsError for values out of range."""
 

@@ -6,9 +6,7 @@ The file and the last line of standard output are the same JSON document: the ma
 
 * prompt: prompt embeddings, bit for bit upstream's.
 * codes: codes of PyTorch in bf16, frame for frame upstream's: greedy and drawn.
-* codec: see `codec.codec_section`.
-
-Upstream runs on the CPU, and so does what must equal it bit for bit: there the same operators round in the same way."""
+* codec: see `codec.codec_section`."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class RowStream:
 
     @property
     def positions(self) -> int:
-        """Of keys and values."""
+        """Positions that its keys and values take."""
         return len(self.embeds) + len(self.text)
 
     def row(self, t: int) -> Tensor:

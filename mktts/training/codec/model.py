@@ -59,7 +59,7 @@ class Decoder(nn.Module):
         return y[..., : x.shape[-1] * stride]
 
     def _snake(self, name: str, x: Tensor) -> Tensor:
-        return fused(snake, x)(x, self.w[f"{name}.alpha"], self.w[f"{name}.beta"])
+        return fused(snake, x.is_cuda)(x, self.w[f"{name}.alpha"], self.w[f"{name}.beta"])
 
     def _block(self, name: str, x: Tensor, rate: int) -> Tensor:
         """Snake, up-sampling by `rate` into half the channels, three residual units."""
@@ -159,7 +159,7 @@ def decoder_config(sizes: CodecSizes) -> CodecConfig:
 
 
 class _EncoderBlock(nn.Module):
-    """As the decoder's, but it looks ahead as far as back."""
+    """The decoder's block, but looking ahead as far as back."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -304,9 +304,8 @@ def encoded(codec: Codec, clips: list[Tensor], batch_frames: int = 8_000) -> lis
     while order:
         size = max(1, batch_frames // max(1, frames[order[-1]]))
         batch, order = order[-size:], order[:-size]
-        pcm = torch.zeros(len(batch), (frames[batch[-1]] + _AFTER) * SAMPLES_PER_FRAME)
-        for row, i in zip(pcm, batch, strict=True):
-            row[: len(clips[i])] = clips[i]
+        pcm = nn.utils.rnn.pad_sequence([clips[i] for i in batch], batch_first=True)
+        pcm = F.pad(pcm, (0, (frames[batch[-1]] + _AFTER) * SAMPLES_PER_FRAME - pcm.shape[1]))
         found = codec.encode(pcm.to(device)).to("cpu", torch.uint8)
         for row, i in zip(found, batch, strict=True):
             codes[i] = row[: frames[i]].clone()

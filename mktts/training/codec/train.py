@@ -22,7 +22,7 @@ from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.training.codec.model import SIZES, Codec, CodecSizes
 from mktts.training.data.audio import Crops
 from mktts.training.judge.signal import STEP_SAMPLES
-from mktts.training.state import STATE, StepGraphs, Trainer, adam, set_rate, train
+from mktts.training.state import STATE, StepGraphs, Trainer, adam, train
 from mktts.training.weights import fused
 
 _FLOOR = 1e-5  # of magnitudes before the logarithm, where a full-scale sine is 1: -100 dBFS, below what 16 bits hold
@@ -45,11 +45,6 @@ def mel_distance(a: Tensor, b: Tensor, window: int = 1024, bands: int = 80) -> T
     mel = mel_filters(window, bands, a.device)
     x, y = (torch.log((mel @ spectrum(pcm, window).abs()).clamp(min=_FLOOR)) for pcm in (a, b))
     return (x - y).abs().mean()
-
-
-def mel_loss(pcm: Tensor, target: Tensor) -> Tensor:
-    """Mean of `mel_distance` at four resolutions, up to 12 kHz."""
-    return sum(mel_distance(pcm, target, *size) for size in _MEL_WINDOWS) / len(_MEL_WINDOWS)
 
 
 def repetition(pcm: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,7 +110,7 @@ class Discriminators(nn.Module):
         self.periodic = nn.ModuleList(_judge((1, *wide), (5, 1), (3, 1)) for _ in _PERIODS)
 
     def forward(self, pcm: Tensor) -> list[list[Tensor]]:
-        """Of PCM (B, n): every layer's output of every judge, the verdict last."""
+        """Returns every layer's output of every judge for PCM (B, n), the verdict last."""
         seen = []
         for window, judge in zip(_DISCRIMINATOR_WINDOWS, self.spectral, strict=True):
             seen_by = spectrum(pcm, window).transpose(1, 2) * (window / 4)  # or biases would drown faint bands
@@ -133,7 +128,7 @@ def adversarial_losses(real: list[list[Tensor]], fake: list[list[Tensor]]) -> di
     judged = sum((1 - r[-1].float()).square().mean() + f[-1].float().square().mean() for r, f in pairs) / len(pairs)
     adversarial = sum((1 - f[-1].float()).square().mean() for f in fake) / len(fake)
     inner = [layers for r, f in pairs for layers in zip(r[:-1], f[:-1], strict=True)]
-    distances = [fused(_relative_distance, x)(x.detach(), y) for x, y in inner]
+    distances = [fused(_relative_distance, x.is_cuda)(x.detach(), y) for x, y in inner]
     return {"judges": judged, "adversarial": adversarial, "features": sum(distances) / len(distances)}
 
 
@@ -249,12 +244,10 @@ class CodecTrainer(Trainer):
         if self._batches is None:
             self._batches = self.crops.batches(self.step, r.batch)
         pcm = next(self._batches).to(self.device, non_blocking=True)
-        torch.manual_seed(1_000_003 * r.seed + self.step)  # so a resumed run draws what this one would have
+        self.begin_step(r.rate, r.judge_rate)
         if self.step == 0:
             with torch.no_grad():
                 self.codec.quantizer.begin(self.codec.encoder(pcm))
-        for optimizer, rate in zip(self.optimizers.values(), (r.rate, r.judge_rate), strict=True):
-            set_rate(optimizer, rate * self.schedule())
         self._share.fill_(max(1 / (1 + self.step), 1 / r.averaged_steps))
         joint, adversarial = self.step < r.joint_steps, self.step >= r.adversarial_from
         judged = (r.crop_frames - r.ahead_frames - r.judged_frames) * SAMPLES_PER_FRAME
@@ -274,19 +267,19 @@ class CodecTrainer(Trainer):
             rows, losses["commitment"] = quantizer.learn(rows)
         else:
             rows = quantizer.summed(quantizer.encode(rows))
-        with self._cast():
+        with self.steps.cast():
             heard = rows[:, : r.crop_frames - r.ahead_frames].transpose(1, 2)
             output = self.codec.decoder(quantizer.output_proj(heard))
         pcm = pcm[:, : output.shape[1]]
         output = torch.where(self._heard, output.float(), pcm)
-        losses["mel"] = mel_loss(output, pcm)
+        losses["mel"] = sum(mel_distance(output, pcm, *size) for size in _MEL_WINDOWS) / len(_MEL_WINDOWS)
         losses["repetition"], losses["pitch"], more = repetition(output, pcm)
         if self._first:
             losses["onset"] = onset(output[: self._first], pcm[: self._first])
         if adversarial:
             at = start + torch.arange(r.judged_frames * SAMPLES_PER_FRAME, device=self.device)
             real, fake = pcm.index_select(1, at), output.index_select(1, at)
-            with self._cast():
+            with self.steps.cast():
                 losses |= adversarial_losses(self.judges(real), self.judges(fake))
         goals = {"judges": losses.pop("judges")} if adversarial else {}
         goals = {"codec": sum(getattr(r, name) * loss for name, loss in losses.items()), **goals}
@@ -311,11 +304,6 @@ class CodecTrainer(Trainer):
         numbers = covariance.trace().square() / covariance.square().sum()
         found = {"fixed_mel": distance, "fixed_pitch": pitch, "fixed_comb": more.max(), "numbers": numbers}
         return {name: float(value) for name, value in found.items()}
-
-    def _cast(self) -> torch.autocast:
-        # a cache of casts made while recording would not be made again when the graph is replayed
-        cuda = self.device.type == "cuda"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=cuda, cache_enabled=not self.steps.recording)
 
 
 def spread(rows: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,8 +50,7 @@ class _Planned(NamedTuple):
     """What is known of a sentence before it sounds."""
 
     durations: Tensor  # (phonemes,) frames
-    prosody: Tensor  # (phonemes, 640)
-    text: Tensor  # (phonemes, 512)
+    features: Tensor  # (phonemes, 1152): 640 of prosody, and of text
     style: Tensor  # (256,)
     frames: int
 
@@ -69,7 +68,7 @@ class Kokoro:
             self._weights[name] = w.to(self.device, half if vocoder else torch.float32)
         self._norm = torch.compile(normed, dynamic=True) if self.device.type == "cuda" else normed
         self._lstms: dict[str, torch.nn.LSTM] = {}
-        for name in [n.removesuffix(".weight_ih_l0") for n in weights if n.endswith(".weight_ih_l0")]:
+        for name in (n.removesuffix(".weight_ih_l0") for n in weights if n.endswith(".weight_ih_l0")):
             lstm = torch.nn.LSTM(weights[f"{name}.weight_ih_l0"].shape[1], 256, batch_first=True, bidirectional=True)
             lstm.load_state_dict({key: weights[f"{name}.{key}"].float() for key in lstm.state_dict()})
             self._lstms[name] = lstm.to(self.device).eval()
@@ -103,15 +102,14 @@ class Kokoro:
             lengths = torch.tensor([len(row) for row in ids])
             padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self.device)
             style = torch.stack([voices[i][len(phonemes[i])] for i in batch]).to(self.device)
-            durations, prosody, text = self._prosody(padded, lengths, style)
+            durations, features = self._features(padded, lengths, style)
             frames = durations.sum(1).tolist()
-            for row, i in enumerate(batch):
-                n = int(lengths[row])
-                plans[i] = _Planned(durations[row, :n], prosody[row, :n], text[row, :n], style[row], frames[row])
+            for row, (i, n) in enumerate(zip(batch, lengths.tolist(), strict=True)):
+                plans[i] = _Planned(durations[row, :n], features[row, :n], style[row], frames[row])
         return [plans[i] for i in range(len(phonemes))]
 
-    def _prosody(self, ids: Tensor, lengths: Tensor, style: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Durations (B, N) in frames, prosody (B, N, 640) and text features (B, N, 512) of padded ids (B, N)."""
+    def _features(self, ids: Tensor, lengths: Tensor, style: Tensor) -> tuple[Tensor, Tensor]:
+        """Durations (B, N) in frames and features (B, N, 1152) of padded ids (B, N)."""
         count = ids.shape[1]
         valid = torch.arange(count, device=self.device) < lengths.to(self.device)[:, None]
         mask, manner = valid.unsqueeze(-1).float(), style[:, _STYLE:]
@@ -130,7 +128,7 @@ class Kokoro:
             text = self._conv(f"{name}.0", text.transpose(1, 2), padding=2).transpose(1, 2)
             norm = F.layer_norm(text, (512,), self._weights[f"{name}.1.gamma"], self._weights[f"{name}.1.beta"])
             text = F.leaky_relu(norm, 0.2) * mask
-        return durations, x, self._lstm("text_encoder.lstm", text, lengths) * mask
+        return durations, torch.cat((x, self._lstm("text_encoder.lstm", text, lengths) * mask), -1)
 
     def _bert(self, ids: Tensor, valid: Tensor) -> Tensor:
         """One ALBERT layer twelve times."""
@@ -153,11 +151,9 @@ class Kokoro:
     def _vocode(self, plans: Sequence[_Planned], width: int, generator: torch.Generator) -> Tensor:
         """Audio (B, width * 600) float32."""
         pad = torch.nn.utils.rnn.pad_sequence
-        durations = pad([plan.durations for plan in plans], batch_first=True)
-        prosody, text = (pad([getattr(p, part) for p in plans], batch_first=True) for part in ("prosody", "text"))
-        style = torch.stack([plan.style for plan in plans])
-        sound, manner = style[:, :_STYLE], style[:, _STYLE:]
-        ends = durations.cumsum(1)
+        features = pad([plan.features for plan in plans], batch_first=True)
+        sound, manner = torch.stack([plan.style for plan in plans]).split(_STYLE, 1)
+        ends = pad([plan.durations for plan in plans], batch_first=True).cumsum(1)
         frames = ends[:, -1]
 
         def mask(rate: int, more: int = 0) -> Tensor:
@@ -167,14 +163,15 @@ class Kokoro:
         whole, double = mask(1), mask(2)
         at = torch.searchsorted(ends, torch.arange(width, device=self.device).repeat(len(plans), 1), right=True)
         at = at.clamp(max=ends.shape[1] - 1)[..., None]
-        shared = self._lstm("predictor.shared", prosody.gather(1, at.expand(-1, -1, 640)), frames.cpu())
+        prosody, text = features.gather(1, at.expand(-1, -1, features.shape[2])).split((640, 512), 2)
+        shared = self._lstm("predictor.shared", prosody, frames.cpu())
         curves = []
         for name in ("F0", "N"):  # pitch and energy
             x = shared.transpose(1, 2) * whole
             for i, twice in enumerate((None, double, None)):
                 x = self._residual(f"predictor.{name}.{i}", x, manner, whole if i < 2 else double, twice)
             curves.append(self._conv(f"predictor.{name}_proj", x) * double)
-        said = text.gather(1, at.expand(-1, -1, 512)).transpose(1, 2) * whole
+        said = text.transpose(1, 2) * whole
         f0, energy = curves
         halves = [self._conv(f"decoder.{n}_conv", x, stride=2, padding=1) for n, x in (("F0", f0), ("N", energy))]
         low = self._conv("decoder.asr_res.0", said)
@@ -189,15 +186,14 @@ class Kokoro:
         """The vocoder's two up-samplings by 10 and 6, each joined by the source, and the spectra's inverse."""
         name, window = "decoder.generator", torch.hann_window(_TRANSFORM, device=self.device)
         spectra = torch.stft(source, _TRANSFORM, _HOP, window=window, return_complex=True)
-        harmonic = torch.cat((spectra.abs(), spectra.angle()), 1) * mask(120, 1)
         masks = (mask(20), mask(120, 1))
+        harmonic = torch.cat((spectra.abs(), spectra.angle()), 1) * masks[1]
         joined = ((20, 10, 7, {"stride": 6, "padding": 3}), (12, 6, 11, {}))
         for i, (kernel, rate, noise_kernel, cut) in enumerate(joined):
             given = self._conv(f"{name}.noise_convs.{i}", harmonic, **cut)
             given = self._snakes(f"{name}.noise_res.{i}", given, style, masks[i], noise_kernel)
-            w, b = self._weights[f"{name}.ups.{i}.weight"], self._weights[f"{name}.ups.{i}.bias"]
-            x = F.leaky_relu(x, 0.1).to(w.dtype)
-            x = F.conv_transpose1d(x, w, b.to(w.dtype), stride=rate, padding=(kernel - rate) // 2)
+            wider = {"stride": rate, "padding": (kernel - rate) // 2}
+            x = self._conv(f"{name}.ups.{i}", F.leaky_relu(x, 0.1), F.conv_transpose1d, **wider)
             x = (F.pad(x, (1, 0), mode="reflect") if i else x) + given
             kernels = enumerate((3, 7, 11))
             x = sum(self._snakes(f"{name}.resblocks.{3 * i + j}", x, style, masks[i], k) for j, k in kernels) / 3
@@ -222,10 +218,8 @@ class Kokoro:
         """AdaIN residual block; twice: the mask at double the rate, where the block doubles it."""
         y = self._styled(f"{name}.norm1", x, style, mask, 0.2)
         if twice is not None:
-            w = self._weights[f"{name}.pool.weight"]
-            bias = self._weights[f"{name}.pool.bias"].to(w.dtype)
             doubling = {"stride": 2, "padding": 1, "output_padding": 1, "groups": x.shape[1]}
-            y = F.conv_transpose1d(y.to(w.dtype), w, bias, **doubling) * twice
+            y = self._conv(f"{name}.pool", y, F.conv_transpose1d, **doubling) * twice
             x, mask = x.repeat_interleave(2, -1), twice
         y = self._conv(f"{name}.conv1", y, padding=1)
         y = self._conv(f"{name}.conv2", self._styled(f"{name}.norm2", y, style, mask, 0.2), padding=1)
@@ -249,9 +243,9 @@ class Kokoro:
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
 
-    def _conv(self, name: str, x: Tensor, **choices: int) -> Tensor:
+    def _conv(self, name: str, x: Tensor, convolve: Callable[..., Tensor] = F.conv1d, **choices: int) -> Tensor:
         w, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
-        return F.conv1d(x.to(w.dtype), w, None if bias is None else bias.to(w.dtype), **choices)
+        return convolve(x.to(w.dtype), w, None if bias is None else bias.to(w.dtype), **choices)
 
     def _layer_norm(self, name: str, x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], self._weights[f"{name}.weight"], self._weights[f"{name}.bias"], 1e-12)
@@ -316,11 +310,11 @@ def load_kokoro(folder: Path, device: torch.device | str) -> tuple[Kokoro, dict[
     packed: dict[str, Tensor] = {}
     for number in range(_PARTS):
         packed |= load(lzma.decompress(_read(folder / _WEIGHTS.format(number))))
-    weights = {}
-    for name, tensor in packed.items():
-        if "|" not in name:
-            zero, scale = packed.get(f"{name}|zero", 0), packed.get(f"{name}|scale", 1)
-            weights[name] = (tensor.float() - zero) * scale
+    weights = {
+        name: (tensor.float() - packed.get(f"{name}|zero", 0)) * packed.get(f"{name}|scale", 1)
+        for name, tensor in packed.items()
+        if "|" not in name
+    }
     return Kokoro(weights, device), load(_read(folder / _STYLES))
 
 
@@ -334,10 +328,7 @@ def load_phonemes(folder: Path) -> Phonemes:
 def dequantisable(onnx_file: bytes) -> dict[str, Tensor]:
     """Weights by the names of the kokoro package's modules: 8-bit numbers, with NAME|scale and NAME|zero, or floats. A
     node that uses a weight names it; weight norms are folded already. Raises BackendUnavailable without onnx."""
-    try:
-        onnx = importlib.import_module("onnx")
-    except ImportError as error:
-        raise BackendUnavailable(f"expected the package onnx, which reads the model, but: {error}") from None
+    onnx = package("onnx")
     graph = onnx.load_from_string(onnx_file).graph
     given = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
     found: dict[str, Tensor] = {}
@@ -353,13 +344,11 @@ def dequantisable(onnx_file: bytes) -> dict[str, Tensor]:
 
     for node in graph.node:
         inputs, name = list(node.input), _module(node.name)
-        if node.op_type == "ConvInteger":
-            zero = given.get(inputs[3], 0) if len(inputs) > 3 else 0
-            put(f"{name}.weight", given[inputs[1]], scale=given[inputs[1].replace("_quantized", "_scale")], zero=zero)
-        elif node.op_type == "MatMulInteger":
-            name = re.sub(r"(query|key|value|dense|ffn|ffn_output)_\d+$", r"\1", name)
-            scale = given[inputs[1].replace("_quantized", "_scale")]
-            put(f"{name}.weight", given[inputs[1]].T, scale=scale[:, None], zero=given[inputs[3]][:, None])
+        if node.op_type in ("ConvInteger", "MatMulInteger"):
+            numbers, scale, zero = given[inputs[1]], given[inputs[1].replace("_quantized", "_scale")], given[inputs[3]]
+            if node.op_type == "MatMulInteger":
+                numbers, scale, zero = numbers.T, scale[:, None], zero[:, None]
+            put(f"{name}.weight", numbers, scale=scale, zero=zero)
         elif node.op_type == "DequantizeLinear":
             numbers = given[inputs[1].replace("_scale", "_quantized")]
             put(_SIDE.sub("", inputs[1]).removesuffix("_scale"), numbers, scale=given[inputs[1]], zero=given[inputs[2]])
@@ -370,9 +359,8 @@ def dequantisable(onnx_file: bytes) -> dict[str, Tensor]:
         elif node.op_type == "MatMul" and "l_linear" in node.name:
             put(f"{name}.weight", given[inputs[1]].T)
     for name, numbers in given.items():
-        if _SIDE.match(name) and numbers.dtype == np.float32:
-            if "stft" not in name and not name.endswith("_scale"):
-                put(_SIDE.sub("", name), numbers)
+        if _SIDE.match(name) and numbers.dtype == np.float32 and not re.search("stft|_scale$", name):
+            put(_SIDE.sub("", name), numbers)
     return found
 
 
@@ -391,18 +379,9 @@ def _lstm(put: Any, name: str, inputs: Sequence[str], given: dict[str, np.ndarra
 
 def _module(node: str) -> str:
     """ "/encoder/F0.1/conv1x1/Conv_quant" -> "predictor.F0.1.conv1x1"."""
-    parts = node.strip("/").split("/")[1:]
-    if parts and re.match(r"(Conv|MatMul|Gemm|LSTM|Gather)", parts[-1]):
-        parts = parts[:-1]
-    if parts and re.match(r"(F0|N)[._]|shared$", parts[0]):
-        parts = ["predictor", *parts]
-    found: list[str] = []
-    for part in parts:  # "cnn.0/cnn.0.0" says cnn.0 twice
-        if found and (part.startswith(f"{found[-1]}.") or (found[-1].startswith("cnn.") and part.startswith("cnn."))):
-            found[-1] = part
-        else:
-            found.append(part)
-    return ".".join(found)
+    path = re.sub(r"(_\d+)?/(Conv|MatMul|Gemm|LSTM|Gather)[^/]*$", "", node)  # "query_2" is "query" used again
+    path = re.sub(r"^(?=(F0|N)[._]|shared$)", "predictor/", re.sub(r"^/\w+/", "", path))
+    return re.sub(r"(?<![^/])([^/]+)/(?=\1\.)", "", path).replace("/", ".")  # "cnn.0/cnn.0.0" says cnn.0 twice
 
 
 def _checked(what: str, data: bytes, digest: str) -> bytes:
@@ -419,6 +398,16 @@ def output_of(command: Sequence[str], task: str, folder: Path | None = None) -> 
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
         raise BackendUnavailable(f"expected {command[0]} to {task}, but: {said.splitlines()[-1]}") from None
+
+
+def package(name: str, instead: str = "") -> Any:
+    """Imports what only training needs. Raises BackendUnavailable, which ends in `instead`, where it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        listed = Path(__file__).with_name("packages.txt")
+        needed = f"pip install -r {listed}{instead}"
+        raise BackendUnavailable(f"expected the package {name.split('.')[0]}, but: {error}. {needed}") from None
 
 
 def _read(path: Path) -> bytes:

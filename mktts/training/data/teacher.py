@@ -105,8 +105,8 @@ def make_shards(
     out: Path, items: Sequence[Item], speak: Speak, gains_db: Mapping[str, float], per: int = CLIPS_PER_SHARD
 ) -> int:
     """Writes shards of `per` items and returns how many; those that are there are kept. gains_db: of speakers."""
-    paths = {number: out / f"shard{number:05}.npz" for number in range(-(-len(items) // per))}
-    missing = {number: path for number, path in paths.items() if not path.exists()}
+    paths = [out / f"shard{number:05}.npz" for number in range(-(-len(items) // per))]
+    missing = {number: path for number, path in enumerate(paths) if not path.exists()}
     with ThreadPoolExecutor(1) as pool:  # cuts and writes one shard while the next is spoken
         written = pool.submit(int)  # nothing yet
         for number, path in missing.items():

@@ -24,11 +24,12 @@ from tqdm import tqdm
 from mktts.audio import first_audible_sample, from_pcm16, read_audio, to_pcm16, write_audio
 from mktts.checkpoint import open_checkpoint
 from mktts.common import read_json, write_json
-from mktts.errors import BackendUnavailable, MetricsError
+from mktts.errors import MetricsError
 from mktts.measure.environment import environment
 from mktts.measure.recogniser import Recogniser, to_16_khz
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training.data.audio import read_shard, shard_paths
+from mktts.training.data.kokoro import package
 from mktts.training.judge import signal
 
 WHISPER = "whisper-base"  # folder of a model of faster-whisper, or a name that it knows
@@ -54,6 +55,7 @@ MUST: Mapping[str, tuple[str, float]] = {
 }
 VOICES = ("student", "teacher")
 BETWEEN = (0.8, 1.25)  # of the teacher's length
+_package = partial(package, instead=", or --only the other sections")
 _DRAWS = 2_000
 _SPEED_STREAMS, _ENDS = 24, 500
 
@@ -81,16 +83,6 @@ def both(utterances: list[Spoken], measure: Callable[[np.ndarray], Any]) -> tupl
 
 def speakers(utterances: list[Spoken]) -> list[str]:
     return list(dict.fromkeys(u.speaker for u in utterances))
-
-
-def _package(name: str) -> Any:
-    """Imports what only this program needs. Raises BackendUnavailable where it is missing."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        listed = Path(__file__).parents[1] / "data" / "packages.txt"
-        needed = f"pip install -r {listed}, or --only the other sections"
-        raise BackendUnavailable(f"expected the package {name.split('.')[0]}, but: {error}. {needed}") from None
 
 
 def put(record: Record, name: str, value: float, n: int, interval: tuple[float, float] = (np.nan, np.nan)) -> None:
@@ -150,10 +142,11 @@ def words(utterances: list[Spoken], record: Record, whisper: str = WHISPER) -> N
     for name, hear in (("whisper_base", heard), ("pocketsphinx", second.hear)):
         rows = []
         for u, row in zip(utterances, record["utterances"], strict=True):
-            found = {who: hear(getattr(u, who)) for who in VOICES}
-            counted = [jiwer.process_words(normal(u.text), normal(text) or "-") for text in found.values()]
-            rows.append([c.substitutions + c.deletions + c.insertions for c in counted] + [len(normal(u.text).split())])
-            row[f"errors_{name}"] = rows[-1]
+            said = normal(u.text)
+            counted = [jiwer.process_words(said, normal(hear(getattr(u, who))) or "-") for who in VOICES]
+            errors = [count.substitutions + count.deletions + count.insertions for count in counted]
+            row[f"errors_{name}"] = [*errors, len(said.split())]
+            rows.append(row[f"errors_{name}"])
         counts = np.array(rows, float)
         put_rows(record, f"wer_{name}", counts, lambda drawn: drawn[:, 0].sum() / drawn[:, 2].sum())
         put_rows(record, f"wer_{name}_teacher", counts, lambda drawn: drawn[:, 1].sum() / drawn[:, 2].sum())

@@ -82,11 +82,11 @@ def pitch_band(pcm: np.ndarray) -> float:
     return _mean(np.nanmax(np.stack([row[: min(map(len, near))] for row in near]), 0))
 
 
-def high_band_db(pcm: np.ndarray, from_hz: float = 8_000.0) -> float:
-    """Energy above `from_hz` relative to all, dB."""
+def high_band_db(pcm: np.ndarray) -> float:
+    """Energy above 8 kHz relative to all, dB."""
     power = np.abs(np.fft.rfft(pcm.astype(np.float64))) ** 2
     hz = np.fft.rfftfreq(len(pcm), 1 / SAMPLE_RATE_HZ)
-    return float(10 * np.log10((power[hz >= from_hz].sum() + 1e-12) / (power.sum() + 1e-9)))
+    return float(10 * np.log10((power[hz >= 8_000].sum() + 1e-12) / (power.sum() + 1e-9)))
 
 
 def pitch_errors(student: np.ndarray, teacher: np.ndarray) -> tuple[float, float]:

@@ -136,10 +136,6 @@ class TalkerModel(nn.Module):
         x = x + self.code_rows(previous.flatten(0, 1)).view_as(x)
         return self.w.stack("talker.model", self.config.talker, x, dropout=self.dropout)
 
-    def code0_logits(self, hidden: Tensor) -> Tensor:
-        """(N, H) -> (N, talker vocabulary)."""
-        return self.w.linear("talker.codec_head", hidden)
-
     def predictor_logits(self, hidden: Tensor, codes: Tensor) -> Tensor:
         """Logits (N, 15, codebook) of codes 1 to 15, given the talker's hidden (N, H) and codes (N, 16)."""
         books = NUM_CODEBOOKS - 1

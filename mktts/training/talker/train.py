@@ -28,13 +28,14 @@ from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.common import read_json
 from mktts.errors import CheckpointError, OptionsError
 from mktts.model.backend import device_named
+from mktts.model.prompt import language_tags
 from mktts.model.tokenizer import TextTokenizer
 from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, ModelConfig
 from mktts.training.codec.model import Codec, encoded, load_codec
 from mktts.training.codec.train import add_training_arguments
 from mktts.training.data.audio import read_shard, shard_paths
 from mktts.training.data.texts import is_held_out, normal
-from mktts.training.state import CURVES, STATE, StepGraphs, Trainer, adam, averaged, set_rate, train
+from mktts.training.state import CURVES, STATE, StepGraphs, Trainer, adam, averaged, train
 from mktts.training.talker.model import SIZES, TalkerModel, TalkerSizes, prepare, write_checkpoint
 
 LANGUAGE = "english"
@@ -116,9 +117,7 @@ class Sequences:
     def rows(self, clip: int, whole: bool, language: bool, form: int = 0) -> tuple[list[int], list[int]]:
         """Text and control ids of the rows of one clip: the prompt, then one row per frame (control -1)."""
         text, codec, config = self.config.text_ids, self.config.codec_ids, self.config
-        tags = [codec.nothink, codec.think_bos, codec.think_eos]
-        if language:
-            tags = [codec.think, codec.think_bos, config.languages[LANGUAGE], codec.think_eos]
+        tags = language_tags(codec, config.languages[LANGUAGE] if language else None)
         control = [*tags, config.speakers[self.clips.speakers[clip]], codec.pad]
         words = [*self._role, *[text.tts_pad] * (len(control) - 1), text.tts_bos]
         control = [-1] * len(self._role) + control
@@ -131,16 +130,12 @@ class Sequences:
             control += [codec.bos]
         return words, control + [-1] * frames
 
-    def batch(
-        self, clips: np.ndarray, generator: np.random.Generator, share: float = 0.5, whole: bool | None = None
-    ) -> Batch:
-        """Layout (unless `whole` says) and language tag of every clip are drawn evenly. clips: (n, 2) clips and forms,
-        as `epoch` deals them. share: of the padded rows, so many frames for the predictor."""
+    def batch(self, clips: np.ndarray, generator: np.random.Generator, share: float = 0.5) -> Batch:
+        """Layout and language tag of every clip are drawn evenly. clips: (n, 2) clips and forms, as `epoch` deals them.
+        share: of the padded rows, so many frames for the predictor."""
         clips, forms = clips.T
-        rows = [
-            self.rows(int(c), bool(w) if whole is None else whole, bool(tag), int(form))
-            for c, form, (w, tag) in zip(clips, forms, generator.integers(0, 2, (len(clips), 2)), strict=True)
-        ]
+        cases = zip(clips, forms, generator.integers(0, 2, (len(clips), 2)), strict=True)
+        rows = [self.rows(int(c), bool(whole), bool(tag), int(form)) for c, form, (whole, tag) in cases]
         longest = int(self._steps(clips, forms).max()) * _STEP
         text = np.full((len(rows), longest), self.config.text_ids.tts_pad, np.int64)
         control, frame = np.full((2, len(rows), longest), -1, np.int64)  # frame: which one a row carries
@@ -227,15 +222,19 @@ class TalkerTrainer(Trainer):
         self.training, self.kept = np.flatnonzero(data.spoken & ~apart), np.flatnonzero(data.spoken & apart)
         if not len(self.training):
             raise CheckpointError("expected clips to train on, found none outside the held-out texts")
-        self._epoch, self._batches, self._per_epoch = -1, list[np.ndarray](), [0]
+        self._batches, self._ends = list[np.ndarray](), [0]  # of this epoch; the step that each epoch ends at
 
     def train_step(self) -> dict[str, Tensor]:
         recipe = self.recipe
+        while self.step >= self._ends[-1]:  # epochs are dealt one after the other, each by its number
+            generator = np.random.default_rng((recipe.seed, 0, len(self._ends) - 1))
+            self._batches = self.data.epoch(self.training, recipe.batch_rows, generator)
+            self._ends.append(self._ends[-1] + len(self._batches))
+        clips = self._batches[self.step - self._ends[-2]]
         generator = np.random.default_rng((recipe.seed, 1, self.step))
-        batch = self.data.batch(self._dealt(), generator, recipe.predictor_share)
-        torch.manual_seed(recipe.seed * 1_000_003 + self.step)
+        batch = self.data.batch(clips, generator, recipe.predictor_share)
+        self.begin_step(recipe.learning_rate)
         self.model.train()
-        set_rate(self.optimizers["adam"], recipe.learning_rate * self.schedule())
         found = self.steps.run("step", self._step, *batch)
         self.step += 1
         self.follow(1 - min(recipe.ema, self.step / (self.step + 10)))  # a young average forgets the start quickly
@@ -258,10 +257,9 @@ class TalkerTrainer(Trainer):
             odds = torch.rand(*previous.shape[:-1], NUM_CODEBOOKS + 1, device=previous.device)
             replaced = (odds[..., 1:] < recipe.code_noise) | (odds[..., :1] < recipe.frame_noise)
             previous = torch.where(replaced & (previous >= 0), torch.randint_like(previous, size), previous)
-        cuda, caching = self.data.device.type == "cuda", not self.steps.recording  # a graph cannot keep casts for later
-        with torch.autocast(self.data.device.type, torch.bfloat16, enabled=cuda, cache_enabled=caching):
+        with self.steps.cast():
             hidden = self.model.hidden(batch.text, batch.control, previous).flatten(0, 1)
-            first = self.model.code0_logits(hidden)
+            first = self.model.w.linear("talker.codec_head", hidden)
             # not hidden[rows], whose gradient is sorted
             rest = self.model.predictor_logits(torch.index_select(hidden, 0, batch.rows), batch.codes)
         return (
@@ -272,16 +270,14 @@ class TalkerTrainer(Trainer):
     @torch.no_grad()
     def measured(self) -> dict[str, float]:
         """Losses of the averaged weights on held-out texts (on training ones where none are held out)."""
-        live = {name: tensor.clone() for name, tensor in self.weights().items()}
-        for name, tensor in self.weights().items():
-            tensor.copy_(self.average[name])
+        live = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in self.average.items()})
         self.model.eval()
         generator = np.random.default_rng(self.recipe.seed)
         chosen = self.kept if len(self.kept) else self.training
         batches = self.data.epoch(chosen, self.recipe.batch_rows, generator)[:_MEASURED_BATCHES]
         found = [torch.stack(self.losses(self.data.batch(clips, generator), noisy=False)) for clips in batches]
-        for name, tensor in self.weights().items():
-            tensor.copy_(live[name])
+        self.model.load_state_dict(live)
         first, rest = torch.stack(found).mean(0).tolist()
         return {"held_out_code0": first, "held_out_codes": rest}
 
@@ -298,15 +294,6 @@ class TalkerTrainer(Trainer):
             first = size if any(part in name for part in ("codec_embedding", "codec_head", "lm_head")) else 0
             p[first:] = given[first:].to(p)  # what comes behind the codes are control ids
         self.average = {name: tensor.clone() for name, tensor in self.weights().items()}
-
-    def _dealt(self) -> np.ndarray:
-        """The batch of this step: epochs are dealt one after the other, each by its number."""
-        while self.step >= self._per_epoch[-1]:
-            self._epoch += 1
-            generator = np.random.default_rng((self.recipe.seed, 0, self._epoch))
-            self._batches = self.data.epoch(self.training, self.recipe.batch_rows, generator)
-            self._per_epoch.append(self._per_epoch[-1] + len(self._batches))
-        return self._batches[self.step - self._per_epoch[-2]]
 
 
 def open_data(clips: Clips, out: Path, sizes: TalkerSizes, begun: Checkpoint, device: torch.device | str) -> Sequences:

@@ -7,8 +7,8 @@ import json
 import math
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -45,15 +45,11 @@ def seen_by(listeners: list[Listener], begin_s: float, end_s: float, closed_s: f
 # ---- one listener
 
 
-def test_a_chunk_without_samples_is_a_first_byte_and_no_first_pcm():
-    one = Listener(0.0)
-    one.receive(1.0, FRAME[:0], 0)
-    assert (one.byte_s, one.first_s) == (1.0, math.inf) and one.gaps_within(0.0, 9.0, 9.0) == []
-
-
 @pytest.mark.parametrize("size", [7, 239, 240, 241, 1_000, 2 * SAMPLES_PER_FRAME])
 def test_the_audible_moment_is_when_it_sounds_however_the_sound_is_cut(size):
     pcm, one = np.concatenate((0 * FRAME, FRAME)), Listener(0.0)
+    one.receive(1.0, FRAME[:0], 0)  # a first byte, and no first PCM
+    assert (one.byte_s, one.first_s) == (1.0, math.inf) and one.gaps_within(0.0, 9.0, 9.0) == []
     for start in range(0, len(pcm), size):
         one.receive(5.0, pcm[start : start + size], 0)
     assert one.audible_s == pytest.approx(5.0 + FRAME_S, abs=1e-6)
@@ -251,8 +247,8 @@ def chunked(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-@contextmanager
-def serving(answer: Callable[[asyncio.StreamWriter, bytes], Awaitable[None]]) -> Iterator[str]:
+@asynccontextmanager
+async def serving(answer: Callable[[asyncio.StreamWriter, bytes], Awaitable[None]]) -> AsyncIterator[str]:
     """A server on a socket of this machine that answers every POST so, and every GET with 404. Yields its address."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -265,16 +261,8 @@ def serving(answer: Callable[[asyncio.StreamWriter, bytes], Awaitable[None]]) ->
         await writer.drain()
         writer.close()
 
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    server = asyncio.run_coroutine_threadsafe(asyncio.start_server(handle, "127.0.0.1", 0), loop).result()
-    try:
+    async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 async def heard(source: HttpSource) -> tuple[np.ndarray, int]:
@@ -306,7 +294,7 @@ async def test_pieces_of_any_length_are_one_speech(in_chunks):
             await writer.drain()
         writer.write(chunked(b"") if in_chunks else b"")
 
-    with serving(answer) as url:
+    async with serving(answer) as url:
         pcm, frames = await heard(HttpSource(endpoint(url), "key", {"voice": "a"}, ("max_frames",)))
     assert np.array_equal(pcm, from_pcm16(SOUND)) and frames == 2
     assert asked == [{"voice": "a", "max_frames": 5, "input": "Hello."}]
@@ -331,7 +319,7 @@ async def test_what_is_no_speech_has_its_name(sent, error, said):
     async def answer(writer: asyncio.StreamWriter, body: bytes) -> None:
         writer.write(sent)
 
-    with serving(answer) as url:
+    async with serving(answer) as url:
         with pytest.raises(error, match=said):
             await heard(HttpSource(endpoint(url)))
 
@@ -341,15 +329,15 @@ async def test_what_is_no_speech_has_its_name(sent, error, said):
 QUICK = ["bench", "--load", "--checkpoint", "random:tiny", "--device", "cpu", "--warm-seconds", "0.4"]
 
 
-def test_a_run_over_sockets_prints_a_table_and_counts_the_refused(capsys):
+async def test_a_run_over_sockets_prints_a_table_and_counts_the_refused(capsys):
     came = iter(range(10_000))
 
     async def answer(writer: asyncio.StreamWriter, body: bytes) -> None:
         writer.write(HEAD + chunked(SOUND) + chunked(b"") if next(came) % 3 else BUSY)
 
-    with serving(answer) as url:
+    async with serving(answer) as url:
         words = ["--listeners", "200", "--seconds", "1", "--warm-seconds", "0.4", "--keys", '{"stream": true}']
-        assert main(["bench", "--url", url, *words]) == 0
+        assert await asyncio.to_thread(main, ["bench", "--url", url, *words]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     document = json.loads(last)
     (point,) = document["points"]
@@ -376,7 +364,6 @@ def test_a_burst_says_how_many_were_accepted_and_how_many_stalled(tiny, capsys):
         (["--url", "http://127.0.0.1:9"], "no server answers"),
         (["--url", "http://127.0.0.1:9", "--load"], "name one"),
         ([*QUICK[1:], "--listeners", "2,x"], "whole numbers of at least 1"),
-        ([*QUICK[1:], "--listeners", "2,0"], "whole numbers of at least 1"),
         ([*QUICK[1:], "--codec-precision", "fast"], "engine='batch'"),
         ([*QUICK[1:], "--peers"], "name one"),
         ([*QUICK[1:], "--seconds", "5", "--into", "load.json"], "at least 60 s"),

@@ -6,7 +6,7 @@ import pytest
 from load_document import BESIDE, load_file, point
 
 from mktts.errors import MetricsError
-from mktts.measure.load.command import carried, merge, same
+from mktts.measure.load.command import carried, conditions, merge
 
 
 def values(points: list[dict], gpu: bool = True) -> dict[str, float]:
@@ -33,7 +33,7 @@ def test_a_later_load_of_the_same_conditions_takes_the_place_of_the_earlier(tmp_
     merge(path, BESIDE, True, [point(512), point(512, codec="full"), point(512, context_rows=332)])
     document = merge(path, BESIDE, True, [point(512, ttfc_p99_ms=30.0)])
     assert len(document["points"]) == 3
-    (renewed,) = [p for p in document["points"] if same(p, point(512))]
+    (renewed,) = [p for p in document["points"] if conditions(p) == conditions(point(512))]
     assert renewed["ttfc_p99_ms"] == 30.0
 
 
@@ -48,10 +48,6 @@ def test_what_may_not_be_recorded_is_refused_and_the_file_stays(tmp_path, wrong,
     with pytest.raises(MetricsError, match=said):
         merge(path, BESIDE | beside, True, [point(600), point(700, **wrong)])
     assert path.read_bytes() == before
-
-
-def test_a_file_of_something_else_is_not_overwritten(tmp_path):
-    path = tmp_path / "bench.json"
     path.write_text('{"figures": {}}')
     with pytest.raises(MetricsError, match="expected figures and points"):
         merge(path, BESIDE, True, [point(512)])

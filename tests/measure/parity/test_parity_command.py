@@ -46,18 +46,26 @@ def run(quick, tmp_path, capsys) -> Callable[..., tuple[int, dict, dict]]:
     return called
 
 
-def test_what_is_right_passes_and_the_kernel_is_skipped_by_name(run):
-    status, document, found = run("random:tiny")
+def test_what_is_right_passes_and_what_cannot_run_is_skipped_by_name(run, tiny_margin):
+    status, document, found = run("random:tiny", "--kernel", "torch")
     assert status == 0 and document["passed"]
-    assert [found[name]["status"] for name in ("prompt", "codes", "codec", "kernel")] == ["passed"] * 3 + ["skipped"]
+    assert [found[name]["status"] for name in ("prompt", "codes", "codec", "kernel")] == ["passed"] * 4
     assert found["prompt"]["prompts"] == found["prompt"]["equal"] >= 9
     assert found["codes"]["frames"] == found["codes"]["asked"] == 6
     assert {row["sampled"] for row in found["codes"]["rows"]} == {True, False}
     assert found["codec"]["whole_to_upstream"]["snr_db"] > 100
     assert all(value["seconds"] >= 0 for value in found.values())
-    named = document["checkpoints"]["random:tiny"]["checkpoint"]
+    assert found["kernel"]["ratio"]["hidden"] == 1
+    whole = document["checkpoints"]["random:tiny"]  # as notebook 03 reads it
+    assert set(whole) >= {"checkpoint", "forced", "divergence", "exact", "passed"}
+    assert whole["forced"]["frames"] == {"5": 8} and whole["forced"]["pooled"]["hidden"]["ratio"] == 1
+    assert whole["exact"] == {"frames": 4, "asked": 4, "equal": True, "passed": True}
+    named = whole["checkpoint"]
     assert len(named["sha256"]["config.json"]) == 64 and named["weights"].startswith("random weights")
     assert document["packages"]["qwen_tts"].startswith("qwen-tts") and document["environment"]["torch"]
+    status, document, found = run("random:tiny", "--parts", "kernel")
+    assert status == 1 and not document["passed"], "where nothing could run nothing is proven"
+    assert [(one["status"], one["reason"]) for one in found.values()] == [("skipped", "no CUDA device")]
 
 
 def test_a_norm_that_rounds_otherwise_is_found_in_the_codes(run, monkeypatch):
@@ -107,22 +115,6 @@ def test_without_upstream_the_codec_is_compared_with_ours_alone(run, monkeypatch
     assert "qwen-tts is needed" in found["prompt"]["reason"] and "qwen-tts is needed" in found["codec"]["upstream"]
 
 
-def test_where_nothing_could_run_nothing_is_proven(run):
-    status, document, found = run("random:tiny", "--parts", "kernel")
-    assert status == 1 and not document["passed"]
-    assert [(one["status"], one["reason"]) for one in found.values()] == [("skipped", "no CUDA device")]
-
-
-def test_the_kernel_gives_the_document_that_the_notebook_reads(tiny_margin, run):
-    status, document, _ = run("random:tiny", "--parts", "kernel", "--kernel", "torch")
-    assert status == 0 and document["passed"]
-    found = document["checkpoints"]["random:tiny"]
-    assert found["sections"]["kernel"]["ratio"]["hidden"] == 1
-    assert set(found) >= {"checkpoint", "forced", "divergence", "exact", "passed"}
-    assert found["forced"]["frames"] == {"5": 8} and found["forced"]["pooled"]["hidden"]["ratio"] == 1
-    assert found["exact"] == {"frames": 4, "asked": 4, "equal": True, "passed": True}
-
-
 def test_bad_input_is_refused_before_anything_is_measured(tiny, tmp_path, capsys):
     for words in (
         ["random:tiny", "--parts", "prompt,sound"],
@@ -161,16 +153,13 @@ def test_paths_go_and_other_words_with_strokes_stay():
 # ---- the codec's yardsticks
 
 
-def test_errors_are_told_per_frame():
+def test_errors_are_told_per_frame_and_as_signal_over_noise_in_decibels():
     reference = np.zeros(3 * SAMPLES_PER_FRAME)
     pcm = reference.copy()
     pcm[SAMPLES_PER_FRAME - 1], pcm[SAMPLES_PER_FRAME] = 0.25, -0.5
     assert codec.frame_errors(pcm, reference).tolist() == [0.25, 0.5, 0.0]
     with pytest.raises(CodecError, match="equal lengths"):
         codec.frame_errors(pcm[:-1], reference)
-
-
-def test_the_ratio_is_signal_over_noise_in_decibels():
     signal = np.ones(1000)
     assert codec.snr_db(signal * 0.9, signal) == pytest.approx(20.0)
     assert codec.snr_db(signal, signal) == float("inf")
