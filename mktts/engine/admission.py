@@ -24,7 +24,7 @@ Reason = Literal["", "slots", "memory", "capacity", "max_streams", "first_pcm", 
 
 PROMPT_WAIT_S = 0.5  # behind the prompts of those that came at the same time
 HELD_S = 10.0  # a fed text may pause for some seconds, and others wait for its place
-_MOST_WAITING = 256
+_MOST_WAITING = 1_024
 _WINDOW_S = 5.0  # over which ticks are compared with those of the measurement
 _LATE_SHARE = 0.005  # of the frames of a window: more say that the machine does not keep up
 _SLOWER, _AGAIN = 1.15, 1.1  # times what was measured: ticks that lower the capacity, and that raise it again
@@ -34,7 +34,7 @@ _SLOWER, _AGAIN = 1.15, 1.1  # times what was measured: ticks that lower the cap
 class AdmissionLimits:
     """What the operator sets. max_streams: listeners at once, however large the capacity; None: the capacity alone.
     min_streams: listeners that are let in even where the capacity is smaller. max_waiting: listeners' streams that
-    wait for admission; None: as many as are served at once, up to 256. max_wait_s: for how long; None:
+    wait for admission; None: as many as are served at once, up to 1,024. max_wait_s: for how long; None:
     `TickSettings.place_wait_s`, and behind prompts `PROMPT_WAIT_S`.
     Raises OptionsError for values out of range.
     """
@@ -145,10 +145,13 @@ class AdmissionQueue:
         most = self._admission.limits.max_waiting
         return min(_MOST_WAITING, self._admission.most) if most is None else most
 
-    @property
-    def full(self) -> bool:
-        """Whether a listener's stream that arrives now is refused, whatever it says."""
-        return bool(self._paced) and len(self._paced) >= self._most_waiting
+    def refused(self, arrived_s: float, now_s: float) -> Reason:
+        """Why a listener's stream is refused that nobody has looked at since then, whatever it says; "" for no reason.
+        On a machine that is slower than real time it may take long until one is looked at, and that is none."""
+        if self._paced and len(self._paced) >= self._most_waiting:
+            return "queue"
+        most_s = max(PROMPT_WAIT_S, self._admission.limits.max_wait_s or 0.0)
+        return "" if math.isinf(self._admission.most) or now_s < arrived_s + most_s else "waited"
 
     def __len__(self) -> int:
         return len(self._paced) + len(self._unpaced)
@@ -162,16 +165,15 @@ class AdmissionQueue:
         """Whether nothing has run for so long, after such an arrival, that what open streams hold stays held."""
         return now_s >= max(self.idle_since_s, arrived_s) + HELD_S
 
-    def submit(self, arrival: Arrival, model: TickModel) -> Reason:
-        """Of a stream that arrives: "" admits it, "queue" refuses it, for any other reason it waits."""
+    def submit(self, arrival: Arrival, model: TickModel, now_s: float) -> Reason | None:
+        """Decides about a stream that arrives: "" admits it, "queue" refuses it, None lets it wait."""
         before = self._paced or (self._unpaced if not arrival.paced else ())
-        reason = "queue" if before else self.obstacle(arrival, model, arrival.arrived_s)
-        if not reason:
+        if not before and not self.obstacle(arrival, model, now_s):
             return ""
         if arrival.paced and len(self._paced) >= self._most_waiting:
             return "queue"
         (self._paced if arrival.paced else self._unpaced).append(arrival)
-        return "waited"
+        return None
 
     def pop(self, now_s: float, model: TickModel) -> tuple[Arrival, Reason] | None:
         """One that waits no longer: admitted (""), or refused for a reason. None: all go on waiting."""

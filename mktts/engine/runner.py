@@ -177,11 +177,11 @@ class Runner:
     def update(self, stream: Utterance) -> None:
         """Of a new stream; or of one, over perhaps, whose text went on, whose full buffer was read from, or that was
         cancelled. One that waits is not looked at before."""
-        if stream.chunker is None:
-            stream.positions = self.lanes.positions
-            stream.chunker = Chunker(stream.plan.options, self._settings.chunks)
-            self._arrived.append(stream)
-        elif stream in self._textless:
+        if stream.chunker is None or stream in self._textless:
+            if stream.chunker is None:
+                stream.positions = self.lanes.positions
+                stream.chunker = Chunker(stream.plan.options, self._settings.chunks)
+            stream.arrived_s = time.perf_counter()
             self._textless.discard(stream)
             self._arrived.append(stream)
         elif (slot := self._asleep.pop(stream, None)) is not None:
@@ -272,22 +272,22 @@ class Runner:
         try:
             if stream.cancelled:
                 stream.end(None)
+            elif stream.open and stream.plan.paced and (reason := self._queue.refused(stream.arrived_s, now_s)):
+                raise self._refusal(reason)  # before a prompt is built for nothing: forty may come at once
             elif stream.open and (stream.next_segment() or stream.has_rest):
-                if stream.plan.paced and self._queue.full:
-                    raise self._refusal("queue")
                 if stream.segment is None:
                     stream.flush()  # it ended without a word
             if stream.open and stream.segment is not None:
-                arrival = self._arrival(stream, now_s)
-                reason = self._queue.submit(arrival, self.pace.steps.model)
-                if reason != "waited":
+                arrival = self._arrival(stream)
+                reason = self._queue.submit(arrival, self.pace.steps.model, now_s)
+                if reason is not None:
                     self._decided(arrival, reason, now_s)
                 return True
         except Exception as error:
             stream.fail(error)
         return not stream.open
 
-    def _arrival(self, stream: Utterance, now_s: float) -> Arrival:
+    def _arrival(self, stream: Utterance) -> Arrival:
         """Raises CapacityError for a segment whose keys and values could never have their place."""
         segment, key, kept = stream.segment, None, 0
         rows = len(segment.prompt.embeds)
@@ -300,7 +300,7 @@ class Runner:
         if self._pages is not None:
             key = kept_under(segment.prompt)
             kept = self._pages.find(key)
-        return Arrival(now_s, rows - kept, most, stream.plan.paced, key, stream)
+        return Arrival(stream.arrived_s, rows - kept, most, stream.plan.paced, key, stream)
 
     def _decided(self, arrival: Arrival, reason: Reason, now_s: float) -> None:
         stream: Utterance = arrival.name
@@ -435,7 +435,7 @@ class Runner:
     def _goes_on(self, slot: int, now_s: float) -> bool:
         """Begins the next segment of the stream in `slot` if its memory is there; it precedes streams that arrive."""
         queue, pages = self._queue, self._pages
-        arrival = self._arrival(self._streams[slot], now_s)
+        arrival = self._arrival(self._streams[slot])
         if pages is not None and not pages.fits(arrival.max_rows, arrival.key, queue.reserved_pages):
             if queue.held(now_s):
                 raise self._refusal("held")

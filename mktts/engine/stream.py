@@ -93,7 +93,8 @@ class Utterance:
     engine: the lanes that make it, None before it has text. open: frames may be made for it: from `begin` on, until it
     is over. codes: one (16,) int64 tensor or array a frame so far, of all segments. idle: it waits for its text, or for
     its consumer. late_s: by which chunks came behind the place of a listener who plays from the first one on.
-    The worker's: chunker, positions: of one segment, prompt and frames together: set when the lanes have it. segment:
+    The worker's: chunker; positions of one segment, prompt and frames together; arrived_s, when the worker got it, or
+    its first text: all three are set when the lanes have it. segment:
     that is being made, None before the first and between two; segment_number: from 0; begins_anew: a pause stands
     before the segment, so that the codec begins anew; silent_s: of pauses that were delivered; submit: decodes frames
     to a pending result where lanes give no PCM; on_close: called once, at the end.
@@ -121,6 +122,7 @@ class Utterance:
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
         self._when_over: Callable[[], None] | None = None
         self.chunker: Chunker | None = None
+        self.arrived_s = 0.0
         self.positions = 0
         self.segment: Segment | None = None
         self.segment_number = -1

@@ -37,10 +37,10 @@ class Place:
 
     def submit(self, **arrival) -> str:
         arrival = Arrival(**({"arrived_s": 0.0, "prompt_rows": 32, "max_rows": 182} | arrival))
-        reason = self.queue.submit(arrival, MODEL)
-        if not reason:
+        reason = self.queue.submit(arrival, MODEL, arrival.arrived_s)
+        if reason == "":
             self.enter(arrival)
-        return reason
+        return "waits" if reason is None else reason
 
     def enter(self, arrival: Arrival) -> None:
         self.pages.open(self.inside, arrival.max_rows)
@@ -74,19 +74,19 @@ class Place:
 )
 def test_listeners_come_in_up_to_the_smallest_bound_and_each_has_its_name(place, arrival, inside, obstacle):
     place = Place(**place)
-    assert place.fill(most=100, **arrival) == "waited"
+    assert place.fill(most=100, **arrival) == "waits"
     assert place.inside == inside and place.obstacle(**arrival) == obstacle
 
 
 def test_streams_without_a_listener_take_no_capacity_and_wait_for_none():
     place = Place(2)
     assert place.fill(most=50, paced=False) == "" and place.inside == 50
-    assert place.fill() == "waited" and place.inside == 52
+    assert place.fill() == "waits" and place.inside == 52
 
 
 def test_a_machine_slower_than_real_time_refuses_nobody_for_that():
     place = Place(0.4, slots=9)
-    assert place.fill() == "waited" and place.inside == 9 and place.obstacle() == "slots"
+    assert place.fill() == "waits" and place.inside == 9 and place.obstacle() == "slots"
     assert place.admission.capacity == (math.inf, "slower than real time: 0.4 streams; measured by hand")
 
 
@@ -109,14 +109,14 @@ def test_a_reader_who_is_gone_and_one_who_waits_for_text_hold_no_capacity_and_on
     assert place.queue.pop(0.2, MODEL) is None
     place.queue.cancel(None)
     place.table.read(np.array([0, 1]), np.array([7, 7]), now_s=4.0)
-    assert place.submit(arrived_s=4.1) == "waited"
+    assert place.submit(arrived_s=4.1) == "waits"
     place.table.text(0, False, 4.2)
     assert place.queue.pop(4.3, MODEL)[1] == ""
 
 
 def test_the_queue_has_an_end_in_length_and_in_time_and_the_refusal_says_why():
     place = Place(1, max_waiting=2)
-    assert [place.submit() for _ in range(4)] == ["", "waited", "waited", "queue"]
+    assert [place.submit() for _ in range(4)] == ["", "waits", "waits", "queue"]
     assert place.queue.pop(0.04, MODEL) is None and place.queue.wake_s(0.04) == 0.05
     reason = place.queue.pop(0.05, MODEL)[1]
     error = refusal(reason, 1, place.admission.most)
@@ -137,7 +137,7 @@ def test_listeners_come_before_others_and_of_each_kind_the_first_comes_first(dat
             arrival = Arrival(now_s, 32, rows, paced, name=next(names))
             before = [one for one in waiting if one.paced or not paced]
             clear = not before and not place.queue.obstacle(arrival, MODEL, now_s)
-            reason = place.queue.submit(arrival, MODEL)
+            reason = place.queue.submit(arrival, MODEL, now_s)
             assert (reason == "") == clear
             place.enter(arrival) if clear else waiting.append(arrival)
         elif deed == "leaves" and place.inside:

@@ -117,8 +117,8 @@ class Run:
                 at_s, frames = coming[index]
                 index += 1
                 one = Arrival(at_s, self.prompt_rows, self.prompt_rows + frames, name=frames)
-                reason = self._queue.submit(one, self.model)
-                if reason != "waited":
+                reason = self._queue.submit(one, self.model, now_s)
+                if reason is not None:
                     self._enter(one, reason, now_s)
             tick = next_tick(self.table, now_s, self.model, self.ticks)
             if tick.empty:
@@ -361,3 +361,19 @@ def test_ticks_wait_a_little_for_those_who_arrive_and_no_listener_notices(monkey
 def test_a_host_that_is_always_late_lets_people_in_all_the_same(monkeypatch):
     waits_s, _, _ = burst_of(monkeypatch, 64, 40, arrival_s=2e-3, launch_s=8e-3, seconds=2.0)
     assert max(waits_s) < 1.0
+
+
+def test_of_a_thousand_whose_prompts_take_the_host_a_second_those_who_would_wait_longer_are_refused(monkeypatch):
+    desk = Desk(monkeypatch, lanes=TimedLanes(0.05e-3, 4e-3), limits=AdmissionLimits())
+    desk.admission.measured, build = Capacity(900, "of a test"), desk.batch.build
+
+    def takes_a_millisecond(request):
+        desk.now_s += 1e-3
+        return build(request)
+
+    desk.batch.build = takes_a_millisecond
+    everybody = listened(desk, [(0.0, 60)] * 1_000, 20.0)
+    heard = [one for one in everybody if one.first_s is not None]
+    assert 250 < len(heard) < 700 and {(one.heard, one.late_s) for one in heard} == {(60, 0.0)}
+    assert max(one.first_s for one in heard) < admission.PROMPT_WAIT_S + 0.2
+    assert all(one.refused_s < admission.PROMPT_WAIT_S + 0.2 for one in everybody if one.first_s is None)
