@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from mktts.model.prompt import Request
 from mktts.model.voice import Voice
@@ -67,13 +67,6 @@ class Script:
         """Passes on what has been fed since the last call."""
 
 
-class _Written(NamedTuple):
-    """A segment of text that is fed."""
-
-    prompt: Any
-    voice: Voice | None
-
-
 class FedScript(Script):
     """Text that is spoken while it is written: each segment is a prompt that waits for its text. open_prompt: makes a
     `FedPrompt` of a request with no text yet."""
@@ -82,7 +75,9 @@ class FedScript(Script):
         self, request: Request, open_prompt: Callable[[Request], Any], max_chars: int, texts: Iterable[Any] = ()
     ) -> None:
         """texts: as `feed` takes them."""
-        super().__init__((), lambda part: part.prompt if part.prompt.ready else None, time.perf_counter())
+        prompts: deque[Any] = deque()  # of the requests in `_parts`
+        super().__init__((), lambda _: prompts.popleft() if prompts[0].ready else None, time.perf_counter())
+        self._prompts = prompts
         self._pieces: deque[Any] = deque(texts)  # from the writing thread
         self._finished = False
         self._request = replace(request, text="")
@@ -125,7 +120,8 @@ class FedScript(Script):
             if not text.strip():
                 return
             self._written = self._open_prompt(self._request)
-            self._parts.append(_Written(self._written, self._request.voice))
+            self._prompts.append(self._written)
+            self._parts.append(self._request)
         self._written.push(text)
 
     def _end(self) -> None:
