@@ -145,11 +145,6 @@ class AdmissionQueue:
         most = self._admission.limits.max_waiting
         return min(_MOST_WAITING, self._admission.most) if most is None else most
 
-    @property
-    def full(self) -> bool:
-        """Whether a listener's stream that arrives now is refused, whatever it says."""
-        return bool(self._paced) and len(self._paced) >= self._most_waiting
-
     def __len__(self) -> int:
         return len(self._paced) + len(self._unpaced)
 

@@ -272,11 +272,8 @@ class Runner:
         try:
             if stream.cancelled:
                 stream.end(None)
-            elif stream.open and (stream.next_segment() or stream.has_rest):
-                if stream.plan.paced and self._queue.full:
-                    raise self._refusal("queue")
-                if stream.segment is None:
-                    stream.flush()  # it ended without a word
+            elif stream.open and not stream.next_segment() and stream.has_rest:
+                stream.flush()  # it ended without a word
             if stream.open and stream.segment is not None:
                 arrival = self._arrival(stream, now_s)
                 reason = self._queue.submit(arrival, self.pace.steps.model)

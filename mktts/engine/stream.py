@@ -260,7 +260,7 @@ class Utterance:
         chunker.predictor_ms += predictor_ms
         if codes is None:
             self.segment = None
-            over = "eos" if self._spoken else None
+            over = "eos" if self.script.ended else None
         else:
             self.codes.append(codes)
             chunker.undecoded.append(codes if pcm is None else pcm)
