@@ -24,7 +24,7 @@ from mktts.engine.admission import Admission, AdmissionQueue, Arrival, Reason, r
 from mktts.engine.chunker import Chunker
 from mktts.engine.lanes import Lanes, Made
 from mktts.engine.pages import PAGE_ROWS
-from mktts.engine.scheduler import MeanTick, StreamTable, Tick, TickFit, TickLog, TickModel, lone_tick, next_tick
+from mktts.engine.scheduler import MeanTick, StreamTable, Tick, TickFit, TickModel, lone_tick, next_tick
 from mktts.engine.stream import EngineName, Segment, Utterance
 from mktts.errors import CapacityError, EngineError
 from mktts.model.backend import no_number
@@ -103,7 +103,8 @@ class Runner:
     ) -> None:
         """build, open_prompt: make prompts of checked requests, the second where their text comes later; None: as the
         builder has them."""
-        self.lanes, self.prompts, self.admission, self.log = lanes, prompts, admission, TickLog()
+        self.lanes, self.prompts, self.admission = lanes, prompts, admission
+        self.log: deque[tuple[Any, ...]] = deque(maxlen=100_000)  # of the newest ticks, as TICKS
         self.build = build or prompts.of_checked
         self.open_prompt = open_prompt or partial(FedPrompt, prompts)
         self.name: EngineName = "single" if lanes.settings.max_lanes == 1 else "batch"
@@ -473,7 +474,8 @@ class Runner:
             self._early_s = min(_RELAX * self._early_s + _GAP_PART * paused_s, _MOST_EARLY_S)
         late_s = table.finish(tick, ended_s)
         self._times.add(made.took_s)
-        self.log.add(tick, made.took_s, ended_s, len(self._streams), float(late_s.max(initial=0.0)))
+        counts = len(tick.lanes), tick.new_lanes, tick.rows, len(self._streams)
+        self.log.append((ended_s, made.took_s, *counts, *tick.bucket, float(late_s.max(initial=0.0))))
         if self.reference_model is not None:
             took_s, expected_s = made.took_s + paused_s, self.reference_model.predict(*size)
             self.admission.tick(ended_s, took_s, expected_s, int((late_s > 0).sum()), len(tick.lanes))
