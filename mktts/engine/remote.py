@@ -127,7 +127,7 @@ class RemoteEngine:
         self._begin(utterance, "begin_fed", request, utterance.plan, max_chars, texts)
 
     def feed(self, utterance: Utterance, texts: Sequence[Any]) -> None:
-        if utterance.number in self._utterances:
+        if texts and utterance.number in self._utterances:
             self._send("feed", utterance.number, texts)
 
     def _begin(self, utterance: Utterance, method: str, *arguments: Any) -> None:
