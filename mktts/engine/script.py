@@ -34,11 +34,7 @@ def cut(request: Request, parts: Iterable[str | Pause | Request], max_chars: int
 
 
 class Script:
-    """Text that is known: hands out one prompt a segment. Of the segment that was handed out last: voice;
-    silent_samples: that stand before it, or where none is left, behind it; None for nothing between."""
-
-    voice: Voice | None = None
-    silent_samples: int | None = None
+    """Text that is known: hands out one prompt a segment."""
 
     def __init__(self, parts: Iterable[Request | Pause], build: Callable[[Any], Any], started_s: float) -> None:
         """parts: a request a segment, and pauses. build: makes a prompt of a request when its turn comes. started_s:
@@ -47,16 +43,15 @@ class Script:
         self._parts: deque[Any] = deque(parts)  # whose turn has not come
         self._build, self._finished = build, True
 
-    def next_segment(self) -> Any | None:
-        """The next segment's prompt, ready to prefill, or None: not written yet, or none left (`ended`). Asked for when
-        the one before has been spoken: text that comes from then on belongs to a new one."""
-        parts, self.silent_samples = self._parts, None
+    def next_segment(self) -> tuple[Any | None, Voice | None, int | None]:
+        """The next segment's prompt, ready to prefill, and its voice; None: not written yet, or none left (`ended`).
+        With samples of silence before it, or where none is left, behind the last; None for nothing between. Asked for
+        when the one before has been spoken: text that comes from then on belongs to a new one."""
+        parts, silent_samples = self._parts, None
         while parts and isinstance(parts[0], Pause):
-            self.silent_samples = (self.silent_samples or 0) + parts.popleft().samples
-        if not parts or (prompt := self._build(parts[0])) is None:
-            return None
-        self.voice = parts.popleft().voice
-        return prompt
+            silent_samples = (silent_samples or 0) + parts.popleft().samples
+        prompt = self._build(parts[0]) if parts else None
+        return prompt, None if prompt is None else parts.popleft().voice, silent_samples
 
     @property
     def ended(self) -> bool:
@@ -90,7 +85,7 @@ class FedScript(Script):
         more comes. Any thread."""
         self._pieces.append(piece)
 
-    def next_segment(self) -> Any | None:
+    def next_segment(self) -> tuple[Any | None, Voice | None, int | None]:
         if not self._parts:  # the prompt that text goes to has been spoken
             self._written = None
         self.update()
