@@ -212,8 +212,7 @@ class RemoteEngine:
             utterance.fail(self._death()) if self.gone else utterance.cancel()
         self._utterances.clear()
         for reply in self._replies.values():
-            if not reply.done():
-                reply.set_exception(self._death() if self.gone else EngineError(_CLOSED))
+            reply.set_exception(self._death() if self.gone else EngineError(_CLOSED))
         self._notifier.flush()
         if self.gone:
             _LOG.error("%s", self._death())
