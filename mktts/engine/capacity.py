@@ -81,7 +81,7 @@ def measure_single(runner: Runner, speak: Callable[[], None]) -> Capacity:
     begun_s = time.perf_counter()
     speak()
     frame_s = (time.perf_counter() - begun_s) / FRAMES
-    runner.reference_model = runner.pace.steps.model
+    runner.reference_model = runner.steps.model
     basis = f"measured {date.today().isoformat()}: a frame in {1e3 * frame_s:.3g} ms"
     return Capacity(round(measured_streams(frame_s, 0.0, runner.lanes.settings.margin), 2), basis)
 

@@ -128,7 +128,7 @@ class Engine:
     def feed(self, utterance: Utterance, texts: Sequence[Any]) -> None:
         """More text of a stream that `begin_fed` has begun; without effect where it is over."""
         script = utterance.script
-        if script is not None:
+        if texts and script is not None:
             for text in texts:
                 script.feed(text)
             utterance.update()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -76,12 +76,11 @@ def say_each(open_stream: OpenStream, ask: Callable[[], SayRequest | None], at_o
     """
     over: SimpleQueue[int] = SimpleQueue()
     waiting: dict[int, SayResult] = {}  # by number
-    number = 0
+    numbers = count()
 
     def fill() -> None:
-        nonlocal number
         while len(waiting) < at_once and (asked := ask()) is not None:
-            number += 1
+            number = next(numbers)
             try:
                 waiting[number] = SayResult(asked, open_stream(asked.text, asked.settings))
                 waiting[number].stream.when_over(partial(over.put, number))

@@ -127,7 +127,7 @@ class RemoteEngine:
         self._begin(utterance, "begin_fed", request, utterance.plan, max_chars, texts)
 
     def feed(self, utterance: Utterance, texts: Sequence[Any]) -> None:
-        if utterance.number in self._utterances:
+        if texts and utterance.number in self._utterances:
             self._send("feed", utterance.number, texts)
 
     def _begin(self, utterance: Utterance, method: str, *arguments: Any) -> None:
@@ -212,8 +212,7 @@ class RemoteEngine:
             utterance.fail(self._death()) if self.gone else utterance.cancel()
         self._utterances.clear()
         for reply in self._replies.values():
-            if not reply.done():
-                reply.set_exception(self._death() if self.gone else EngineError(_CLOSED))
+            reply.set_exception(self._death() if self.gone else EngineError(_CLOSED))
         self._notifier.flush()
         if self.gone:
             _LOG.error("%s", self._death())

@@ -24,7 +24,7 @@ from mktts.engine.admission import Admission, AdmissionQueue, Arrival, Reason, r
 from mktts.engine.chunker import Chunker
 from mktts.engine.lanes import Lanes, Made
 from mktts.engine.pages import PAGE_ROWS
-from mktts.engine.scheduler import MeanTick, StreamTable, Tick, TickFit, TickLog, TickModel, lone_tick, next_tick
+from mktts.engine.scheduler import MeanTick, StreamTable, Tick, TickFit, TickModel, lone_tick, next_tick
 from mktts.engine.stream import EngineName, Segment, Utterance
 from mktts.errors import CapacityError, EngineError
 from mktts.model.backend import no_number
@@ -69,25 +69,6 @@ class EngineStats(NamedTuple):
     ticks: TickTimes
 
 
-class TickPace:
-    """device: learns what a tick takes there. steps: with the pause before it, where there is one: a host may be slower
-    than its device. early_s: before the tick that runs ends, when the next one is planned."""
-
-    def __init__(self, believed: TickModel, width: int) -> None:
-        """believed: what a tick takes, before any was seen. width: lanes of a tick, at most."""
-        learns = TickFit if width > 1 else MeanTick
-        self.device, self.steps = learns(believed), learns(believed)
-        self.early_s = _EARLY_S
-
-    def observe(self, tick: Tick, made: Made, follows: bool) -> None:
-        """A tick was read. follows: it was launched while the one before it ran."""
-        paused_s, size = made.idle_s if follows else 0.0, (*tick.bucket, tick.context_rows)
-        self.device.observe(*size, made.took_s)
-        self.steps.observe(*size, made.took_s + paused_s)
-        if follows:
-            self.early_s = min(_RELAX * self.early_s + _GAP_PART * paused_s, _MOST_EARLY_S)
-
-
 @dataclass
 class Running:
     """A launched tick. lanes: slots and segments. streams: with a lane or a piece of a prompt in it. ends_s: as
@@ -122,13 +103,17 @@ class Runner:
     ) -> None:
         """build, open_prompt: make prompts of checked requests, the second where their text comes later; None: as the
         builder has them."""
-        self.lanes, self.prompts, self.admission, self.log = lanes, prompts, admission, TickLog()
+        self.lanes, self.prompts, self.admission = lanes, prompts, admission
+        self.log: deque[tuple[Any, ...]] = deque(maxlen=100_000)  # of the newest ticks, as TICKS
         self.build = build or prompts.of_checked
         self.open_prompt = open_prompt or partial(FedPrompt, prompts)
         self.name: EngineName = "single" if lanes.settings.max_lanes == 1 else "batch"
         self._pages, self._settings = lanes.pages, lanes.settings
-        self._ticks = TickTimes()
-        self.pace = TickPace(lanes.model, lanes.settings.max_lanes)
+        self._times = TickTimes()
+        # What ticks take on the device, learnt; and with the pause before each: a host may be slower than its device.
+        learns = TickFit if lanes.settings.max_lanes > 1 else MeanTick
+        self.ticks, self.steps = learns(lanes.model), learns(lanes.model)
+        self._early_s = _EARLY_S  # before the tick that runs ends, when the next one is planned
         self.reference_model: TickModel | None = None  # of the measured capacity: what ticks are expected to take
         self._reset()
         admission.listeners.append(self.count_listeners)
@@ -165,7 +150,7 @@ class Runner:
         waiting = len(self._queue) + len(self._arrived) + len(self._textless)
         pages = (0, 0) if self._pages is None else (self._pages.all, self._pages.free)
         listeners = self.count_listeners(time.perf_counter())
-        return EngineStats(listeners, waiting, self.lanes.slots, len(self._streams), *pages, self._ticks)
+        return EngineStats(listeners, waiting, self.lanes.slots, len(self._streams), *pages, self._times)
 
     def forget(self, voice: Voice) -> None:
         """Lets go of what is kept for prompts with this voice; streams that are open go on."""
@@ -194,10 +179,10 @@ class Runner:
         """Does what is due: a tick, at most. Returns when it wants its next turn if nothing happens outside:
         perf_counter seconds, -inf for at once, inf for never."""
         running, table = self._running[0] if self._running else None, self._table
-        plan_s = now_s if running is None else running.ends_s - self.pace.early_s
+        plan_s = now_s if running is None else running.ends_s - self._early_s
         self._take_arrivals(now_s, now_s + _STARTING_S if running is None else plan_s)
         self._freed = False
-        while (left := self._queue.pop(now_s, self.pace.steps.model)) is not None:
+        while (left := self._queue.pop(now_s, self.steps.model)) is not None:
             self._decided(*left, now_s)
         if now_s < plan_s:
             return float("-inf") if self._arrived else plan_s
@@ -207,7 +192,7 @@ class Runner:
         if lone is not None and table.text_known[lone] and not table.full[lone]:
             tick = lone_tick(table, lone, begins_s)
         else:
-            tick = next_tick(table, begins_s, self.pace.device.model, self._settings)
+            tick = next_tick(table, begins_s, self.ticks.model, self._settings)
         if not tick.empty:
             self._launch(tick, now_s, begins_s)
         self._queue.idle_since_s = math.inf if self._running else min(self._queue.idle_since_s, now_s)
@@ -215,7 +200,7 @@ class Runner:
             self._take_arrivals(now_s, running.ends_s)
             self._read()
         if self._running and self.lanes.overlaps:
-            return float("-inf") if self._arrived else self._running[0].ends_s - self.pace.early_s
+            return float("-inf") if self._arrived else self._running[0].ends_s - self._early_s
         if self._running:
             self._read()
         elif tick.empty and running is None and not self._freed and not self._arrived:
@@ -274,12 +259,11 @@ class Runner:
                 stream.end(None)
             elif stream.open and stream.plan.paced and (reason := self._queue.refused(stream.arrived_s, now_s)):
                 raise self._refusal(reason)  # before a prompt is built for nothing: forty may come at once
-            elif stream.open and (stream.next_segment() or stream.has_rest):
-                if stream.segment is None:
-                    stream.flush()  # it ended without a word
+            elif stream.open and not stream.next_segment() and stream.has_rest:
+                stream.flush()  # it ended without a word
             if stream.open and stream.segment is not None:
                 arrival = self._arrival(stream)
-                reason = self._queue.submit(arrival, self.pace.steps.model, now_s)
+                reason = self._queue.submit(arrival, self.steps.model, now_s)
                 if reason is not None:
                     self._decided(arrival, reason, now_s)
                 return True
@@ -485,13 +469,17 @@ class Runner:
             return
         ended_s = time.perf_counter()
         tick, table = running.tick, self._table
-        self.pace.observe(tick, made, running.follows)
+        paused_s, size = made.idle_s if running.follows else 0.0, (*tick.bucket, tick.context_rows)
+        self.ticks.observe(*size, made.took_s)
+        self.steps.observe(*size, made.took_s + paused_s)
+        if running.follows:
+            self._early_s = min(_RELAX * self._early_s + _GAP_PART * paused_s, _MOST_EARLY_S)
         late_s = table.finish(tick, ended_s)
-        self._ticks.add(made.took_s)
-        self.log.add(tick, made.took_s, ended_s, len(self._streams), float(late_s.max(initial=0.0)))
+        self._times.add(made.took_s)
+        counts = len(tick.lanes), tick.new_lanes, tick.rows, len(self._streams)
+        self.log.append((ended_s, made.took_s, *counts, *tick.bucket, float(late_s.max(initial=0.0))))
         if self.reference_model is not None:
-            took_s = made.took_s + (made.idle_s if running.follows else 0.0)
-            expected_s = self.reference_model.predict(*tick.bucket, tick.context_rows)
+            took_s, expected_s = made.took_s + paused_s, self.reference_model.predict(*size)
             self.admission.tick(ended_s, took_s, expected_s, int((late_s > 0).sum()), len(tick.lanes))
         self._give(running, made, late_s, ended_s)
         if self._pages is None:

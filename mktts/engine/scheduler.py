@@ -11,7 +11,6 @@ for its reader, is in no tick.
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -142,24 +141,9 @@ class MeanTick:
 
 
 _COUNTS = ("lanes", "new", "rows", "open", "bucket_lanes", "bucket_rows")
+# A record of a tick: when its PCM was on the host (perf_counter), its time on the device, its bucket, and its latest
+# frame.
 TICKS = np.dtype([("ended_s", float), ("took_s", float), *((name, int) for name in _COUNTS), ("late_s", float)])
-
-
-class TickLog:
-    """Keeps the newest ticks. Written by the worker, read from any thread."""
-
-    def __init__(self) -> None:
-        self._ticks: deque[tuple] = deque(maxlen=100_000)
-
-    def add(self, tick: Tick, took_s: float, ended_s: float, open_streams: int, late_s: float) -> None:
-        """took_s: on the device; ended_s: when its PCM was on the host (perf_counter); late_s: of its latest frame."""
-        self._ticks.append(
-            (ended_s, took_s, len(tick.lanes), tick.new_lanes, tick.rows, open_streams, *tick.bucket, late_s)
-        )
-
-    def table(self) -> np.ndarray:
-        """One record a tick, of dtype TICKS, oldest first."""
-        return np.array(list(self._ticks), TICKS)
 
 
 FRAME_S = 1 / FRAME_RATE_HZ

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from mktts.model.prompt import Request
 from mktts.model.voice import Voice
@@ -34,11 +34,7 @@ def cut(request: Request, parts: Iterable[str | Pause | Request], max_chars: int
 
 
 class Script:
-    """Text that is known: hands out one prompt a segment. Of the segment that was handed out last: voice;
-    silent_samples: that stand before it, or where none is left, behind it; None for nothing between."""
-
-    voice: Voice | None = None
-    silent_samples: int | None = None
+    """Text that is known: hands out one prompt a segment."""
 
     def __init__(self, parts: Iterable[Request | Pause], build: Callable[[Any], Any], started_s: float) -> None:
         """parts: a request a segment, and pauses. build: makes a prompt of a request when its turn comes. started_s:
@@ -47,16 +43,15 @@ class Script:
         self._parts: deque[Any] = deque(parts)  # whose turn has not come
         self._build, self._finished = build, True
 
-    def next_segment(self) -> Any | None:
-        """The next segment's prompt, ready to prefill, or None: not written yet, or none left (`ended`). Asked for when
-        the one before has been spoken: text that comes from then on belongs to a new one."""
-        parts, self.silent_samples = self._parts, None
+    def next_segment(self) -> tuple[Any | None, Voice | None, int | None]:
+        """The next segment's prompt, ready to prefill, and its voice; None: not written yet, or none left (`ended`).
+        With samples of silence before it, or where none is left, behind the last; None for nothing between. Asked for
+        when the one before has been spoken: text that comes from then on belongs to a new one."""
+        parts, silent_samples = self._parts, None
         while parts and isinstance(parts[0], Pause):
-            self.silent_samples = (self.silent_samples or 0) + parts.popleft().samples
-        if not parts or (prompt := self._build(parts[0])) is None:
-            return None
-        self.voice = parts.popleft().voice
-        return prompt
+            silent_samples = (silent_samples or 0) + parts.popleft().samples
+        prompt = self._build(parts[0]) if parts else None
+        return prompt, None if prompt is None else parts.popleft().voice, silent_samples
 
     @property
     def ended(self) -> bool:
@@ -67,13 +62,6 @@ class Script:
         """Passes on what has been fed since the last call."""
 
 
-class _Written(NamedTuple):
-    """A segment of text that is fed."""
-
-    prompt: Any
-    voice: Voice | None
-
-
 class FedScript(Script):
     """Text that is spoken while it is written: each segment is a prompt that waits for its text. open_prompt: makes a
     `FedPrompt` of a request with no text yet."""
@@ -82,7 +70,9 @@ class FedScript(Script):
         self, request: Request, open_prompt: Callable[[Request], Any], max_chars: int, texts: Iterable[Any] = ()
     ) -> None:
         """texts: as `feed` takes them."""
-        super().__init__((), lambda part: part.prompt if part.prompt.ready else None, time.perf_counter())
+        prompts: deque[Any] = deque()  # of the requests in `_parts`
+        super().__init__((), lambda _: prompts.popleft() if prompts[0].ready else None, time.perf_counter())
+        self._prompts = prompts
         self._pieces: deque[Any] = deque(texts)  # from the writing thread
         self._finished = False
         self._request = replace(request, text="")
@@ -95,7 +85,7 @@ class FedScript(Script):
         more comes. Any thread."""
         self._pieces.append(piece)
 
-    def next_segment(self) -> Any | None:
+    def next_segment(self) -> tuple[Any | None, Voice | None, int | None]:
         if not self._parts:  # the prompt that text goes to has been spoken
             self._written = None
         self.update()
@@ -125,7 +115,8 @@ class FedScript(Script):
             if not text.strip():
                 return
             self._written = self._open_prompt(self._request)
-            self._parts.append(_Written(self._written, self._request.voice))
+            self._prompts.append(self._written)
+            self._parts.append(self._request)
         self._written.push(text)
 
     def _end(self) -> None:

@@ -212,13 +212,13 @@ class Utterance:
         if self.segment is not None:
             return True
         begun_s = time.perf_counter()
-        prompt, silent_samples = self.script.next_segment(), self.script.silent_samples
+        prompt, voice, silent_samples = self.script.next_segment()
         self.begins_anew = self.begins_anew or silent_samples is not None
         self._silent_samples += silent_samples or 0
         self.chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
         if prompt is None:
             return False
-        plan, voice = self.plan, self.script.voice
+        plan = self.plan
         limit = MAX_SEGMENT_FRAMES if plan.max_frames is None else plan.max_frames - len(self.codes)
         limit = max(1, min(limit, self.positions - len(prompt.embeds)))
         # A key-value cache no longer than the guard allows; the frame that reaches the limit is its runaway.
@@ -262,7 +262,7 @@ class Utterance:
         chunker.predictor_ms += predictor_ms
         if codes is None:
             self.segment = None
-            over = "eos" if self._spoken else None
+            over = "eos" if self.script.ended else None
         else:
             self.codes.append(codes)
             chunker.undecoded.append(codes if pcm is None else pcm)

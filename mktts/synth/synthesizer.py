@@ -276,7 +276,7 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
     def ticks(self) -> np.ndarray:
         """What the batch engine did last, one record a tick of dtype `mktts.engine.scheduler.TICKS`, oldest first."""
         batch = self.engine.runners.get("batch")
-        return np.zeros(0, TICKS) if batch is None else batch.log.table()
+        return np.array([] if batch is None else list(batch.log), TICKS)
 
     def set_limits(self, limits: AdmissionLimits) -> None:
         """For a server: what bounds the streams that are open at once. A batch engine that is to come is made now,
