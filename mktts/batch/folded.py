@@ -42,7 +42,7 @@ class _LayerMemory:
 
     @cached_property
     def single(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Of each row: keys and values (2, 1, K, 1, D), queries (1, K, G, D)."""
+        """Keys and values (2, 1, K, 1, D) and queries (1, K, G, D) of each row."""
         newest = self.heads[:, :, -2:].transpose(1, 2)[:, :, None, :, None]
         return tuple(zip(newest.unbind(), self.heads[:, None, :, :-2].unbind(), strict=True))
 
@@ -169,7 +169,7 @@ class FoldedStack(Qwen3Stack):
         return x if self._least == 1 else filled_up(x)
 
     def _heads(self, w: FoldedWeights, x: Tensor, turns: tuple[Tensor, ...], workspace: _LayerMemory) -> None:
-        """Of rows `x` (R, H), makes `workspace.heads`: queries and keys, normed and rotated, and values."""
+        """Makes `workspace.heads` of rows `x` (R, H): queries and keys, normed and rotated, and values."""
         w.qkv.of_rows(self._unit(x), out=workspace.flat)
         torch.div(workspace.turned, self._length(workspace.turned), out=workspace.unit).mul_(w.head_norm)
         torch.mul(workspace.pairs[0], turns[0], out=workspace.pairs[1])

@@ -158,7 +158,7 @@ class AdmissionQueue:
 
     @property
     def names(self) -> list[Any]:
-        """Of those that wait."""
+        """Names of the streams that wait."""
         return [arrival.name for arrival in (*self._paced, *self._unpaced)]
 
     def held(self, now_s: float, arrived_s: float = -math.inf) -> bool:
@@ -200,7 +200,7 @@ class AdmissionQueue:
         return most_s
 
     def wake_s(self, now_s: float) -> float:
-        """Until when time alone changes nothing for those that wait; inf where none does. Every time is the sum that is
+        """Time until which nothing changes for streams that wait; inf where none does. Every time is the sum that is
         compared with elsewhere: rounded otherwise, it could come and change nothing."""
         if not len(self) and not self.reserved_pages:
             return math.inf

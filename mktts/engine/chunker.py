@@ -38,7 +38,7 @@ class Chunker:
 
     @property
     def missing_frames(self) -> int:
-        """That make the next chunk whole."""
+        """Frames that make the next chunk whole."""
         wanted = self._schedule[min(self._chunks + len(self.decoding), len(self._schedule) - 1)]
         return wanted - len(self.undecoded)
 

@@ -73,7 +73,7 @@ class Wire(Connection):
 
 
 class RemoteEngine:
-    """As `mktts.engine.engine.Engine`, as far as a synthesizer needs one; codes stay in the other process.
+    """What a synthesizer needs of `mktts.engine.engine.Engine`, in another process, where codes stay.
 
     Loading is waited for and raises what it raises there. Where the other process dies, every stream ends with
     EngineError, the engine is `gone`, and `on_gone` is called, from a thread of this.

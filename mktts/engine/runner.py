@@ -160,8 +160,8 @@ class Runner:
         self.lanes.forget(voice)
 
     def update(self, stream: Utterance) -> None:
-        """Of a new stream; or of one, over perhaps, whose text went on, whose full buffer was read from, or that was
-        cancelled. One that waits is not looked at before."""
+        """Takes note of a stream that is new or cancelled, has more text, or whose full buffer was read from; it may be
+        over. A stream that waits is not looked at before."""
         if stream.chunker is None or stream in self._textless:
             if stream.chunker is None:
                 stream.positions = self.lanes.positions
@@ -229,7 +229,7 @@ class Runner:
                 end(stream)
 
     def _pause(self, tick: Tick, now_s: float) -> float:
-        """Until when nothing is to be done without an update; -inf where one has come."""
+        """Time until which nothing is to be done without an update; -inf where one has come."""
         for slot in self._table.able().tolist():  # they are ahead, and what their readers take is an update
             stream = self._streams[slot]
             stream.watched = True

@@ -249,7 +249,7 @@ class TickSettings:
 
     @cached_property
     def grows(self) -> np.ndarray:
-        """Of a stream's frames in order, the last one for all after it: whether a larger chunk follows its chunk."""
+        """Whether a larger chunk follows, for each of a stream's frames in order; the last holds for all after it."""
         return np.append(np.repeat(np.diff(self.chunks) > 0, self.chunks[:-1]), False)
 
     def most_lanes(self, model: TickModel, context_rows: float) -> int:
@@ -558,8 +558,8 @@ def _pieces(table: StreamTable, order: np.ndarray, rows: int, most_prompts: int,
 def _spare_s(
     table: StreamTable, slots: np.ndarray, lead_s: np.ndarray, longest_s: float, settings: TickSettings
 ) -> np.ndarray:
-    """Of leads (n,), until when the tick that makes each stream's next frame must end: a chunk is heard when its last
-    frame is made, which takes ticks of `longest_s`; one more where the chunk behind it is larger."""
+    """Leads (n,) less the time until the chunk is made: a chunk is heard when its last frame is made, which takes
+    ticks of `longest_s`; one more where the chunk behind it is larger."""
     made = table.frames_made[slots]
     ticks = np.maximum(table.chunk_end[slots] - made - 1, 0) + settings.grows.take(made, mode="clip")
     return lead_s - longest_s * ticks * (table.prompt_rows[slots] == 0)

@@ -83,7 +83,7 @@ class Segment:
 
     @classmethod
     def of_rows(cls, rows: Tensor, sampling: Sampling, seed: int) -> Segment:
-        """Of rows (L, H) as a prompt, without a stream."""
+        """A segment whose prompt is these rows (L, H), without a stream."""
         return cls(PromptRows(rows), sampling, seed, MAX_SEGMENT_FRAMES)
 
 
@@ -413,7 +413,7 @@ class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsy
 
     @property
     def words(self) -> tuple[WordTime, ...]:
-        """Those of the chunks that were taken, and once all were, of the whole text. Empty without
+        """Words of the chunks that were taken, and once all were, of the whole text. Empty without
         `StreamOptions.word_times`."""
         return () if self._words is None else tuple(self._words.settled)
 

@@ -70,7 +70,7 @@ class _Wanted:
 
     @property
     def frames(self) -> int:
-        """As usual."""
+        """How many frames the item usually takes."""
         return self.silent or sum(_KINDS[kind][2] for kind in self.sounds)
 
 
@@ -298,7 +298,7 @@ class _Search:
         self.least = ended[self._at, lasting] + self._costs[kind]
 
     def silence(self, frames: int) -> None:
-        """Of exactly so many frames."""
+        """Adds a silence of exactly so many frames."""
         through = self.least - self._costs["silence"]
         begun = through[max(0, self.frames + 1 - frames) :]
         if len(begun):
@@ -312,7 +312,7 @@ class _Search:
             self.open = (cost, len(self.steps), begin, item)
 
     def spans(self) -> list[tuple[int, int]]:
-        """Of the items of the likeliest row."""
+        """First and last frame of each item in the likeliest row."""
         _, count, at, inside = self.open
         found, stop = [], self.frames
         for step in reversed(range(count)):

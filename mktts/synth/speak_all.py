@@ -169,7 +169,7 @@ def _require_name(name: str) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one sentence. error: why it has no file. audio_s: of its file. attempts: that were not kept."""
+    """What became of one sentence. error: why it has no file. audio_s: of its file. attempts: that were not kept."""
 
     line: int
     id: str
