@@ -33,7 +33,7 @@ class Chunker:
 
     @property
     def next_frames(self) -> int:
-        """Of the chunk that is being made, the silent lead before it included."""
+        """Frames of the chunk that is being made, the silent lead before it included."""
         return self.pending_frames + self.missing_frames
 
     @property

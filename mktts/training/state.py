@@ -64,7 +64,7 @@ class Trainer(ABC):
             yield from ((f"{name}.{key}", tensor) for key, tensor in state[p].items())
 
     def _moments(self) -> Iterator[tuple[str, dict, nn.Parameter]]:
-        """Of every parameter that is learnt: its name, the state of its optimizer, and itself."""
+        """Yields for every parameter that is learnt its name, the state of its optimizer, and itself."""
         for name, optimizer in self.optimizers.items():
             for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
                 yield f"{name}.{i}", optimizer.state, p

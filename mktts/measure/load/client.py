@@ -266,8 +266,8 @@ def clean(point: dict[str, Any]) -> bool:
 
 
 def held_ticks(seen: LoadRun, ticks: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
-    """Those of `ticks` (dtype mktts.engine.scheduler.TICKS) that ended in the held time, and what the batch engine did
-    in them; nothing of another engine. device_busy_percent: of the time, in ticks. lanes_mean: of a tick."""
+    """Returns those of `ticks` (dtype mktts.engine.scheduler.TICKS) that ended in the held time, and what the batch
+    engine did in them; nothing of another engine. device_busy_percent: of the time, in ticks. lanes_mean: of a tick."""
     if len(ticks):
         ticks = ticks[(ticks["ended_s"] >= seen.begin.at_s) & (ticks["ended_s"] < seen.end.at_s)]
     if not len(ticks):
