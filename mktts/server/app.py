@@ -21,7 +21,7 @@ from fastapi.routing import Match
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
 from fastapi_offline import FastAPIOffline
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from uvicorn.protocols.http.h11_impl import H11Protocol, h11
 
 from mktts.audio.encoding import Encoder, import_av
@@ -177,7 +177,7 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
     @app.get("/metrics", response_class=Response, dependencies=locked, responses=plain)
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return Response(service.meters.page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(generate_latest(service.meters.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     pages = _PageFiles(directory=PAGE)
 

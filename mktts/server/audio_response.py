@@ -105,7 +105,7 @@ class AudioResponse(Response):
         self._words = 0  # that were sent
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        stream, stall_s, sound_s, started = self._stream, self._stream.service.limits.stall_s, 0.0, False
+        stream, sound_s, started = self._stream, 0.0, False
 
         async def close_on_disconnect() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -128,9 +128,8 @@ class AudioResponse(Response):
                     data = await self._encoded(chunk)
                     sound_s += chunk.duration_s / self._encoder.speed
                     if data:
-                        with stream.sending(sound_s):
-                            async with asyncio.timeout(stall_s):
-                                await write(data)
+                        async with stream.sending(sound_s):
+                            await write(data)
                         sound_s = 0.0
             rest = b"" if stream.closed else await self._encoded(None)
             if stream.closed:  # the client went away
@@ -147,7 +146,7 @@ class AudioResponse(Response):
             if self._events_of is not None:  # OpenAI's clients raise it
                 await write(_event({"type": "error", "error": error.detail().shown()}), more=False)
         except TimeoutError:
-            log.warning("stream %s: the client took nothing for %g s", stream.id, stall_s)
+            log.warning("stream %s: the client took nothing for %g s", stream.id, stream.service.limits.stall_s)
         finally:
             watch.cancel()
             stream.close()

@@ -7,13 +7,13 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import astuple
 from functools import cache, partial
 from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
@@ -274,7 +274,7 @@ class Meters(Collector):
     units as https://prometheus.io/docs/practices/naming/ has them: base units (seconds), counters end in _total."""
 
     def __init__(self, service: SpeechService) -> None:
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         seconds = partial(Histogram, labelnames=("route",), buckets=_FIRST_AUDIO_S, registry=registry)
         since = "From the request (or the first text) to the first"
@@ -308,9 +308,6 @@ class Meters(Collector):
         self._audio_s.inc(state.audio_s)
         if state.first_audio_ms is not None:
             self._first_audio_s.labels(state.route).observe(state.first_audio_ms / 1_000)
-
-    def page(self) -> bytes:
-        return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
         """The state of the engines."""
@@ -384,9 +381,10 @@ class ServedStream:
         if self.error is not None:
             raise self.error
 
-    @contextlib.contextmanager
-    def sending(self, duration_s: float) -> Iterator[None]:
-        """Around a write of sound of so many seconds. One that waits for the client makes nothing late."""
+    @contextlib.asynccontextmanager
+    async def sending(self, duration_s: float) -> AsyncIterator[None]:
+        """Around a write of sound of so many seconds. One that waits for the client makes nothing late; one that waits
+        longer than `Limits.stall_s` raises TimeoutError."""
         began_s, meters = time.perf_counter(), self.service.meters
         if self._player.dry_s is None:
             meters.first_byte_s.labels(self.state.route).observe(began_s - self._started_s)
@@ -394,7 +392,8 @@ class ServedStream:
         if late_s > 0:
             meters.underruns.inc()
             meters.late_s.inc(late_s)
-        yield
+        async with asyncio.timeout(self.service.limits.stall_s):
+            yield
         if (now_s := time.perf_counter()) - began_s > _HELD_UP_S:
             self._player.pause(now_s)
 

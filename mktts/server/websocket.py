@@ -149,10 +149,9 @@ class SpeechSocket:
     async def _send_chunk(self, stream: ServedStream, chunk: Chunk) -> None:
         words = {} if stream.state.words is None else {"words": [asdict(word) for word in chunk.words]}
         about = {"start_s": chunk.start_s, "duration_s": chunk.duration_s, "frames": chunk.frames}
-        with stream.sending(chunk.duration_s):
+        async with stream.sending(chunk.duration_s):
             await self._send("chunk", id=stream.id, **about, timings=asdict(chunk.timings), **words)
-            async with asyncio.timeout(self._limits.stall_s):
-                await self._socket.send_bytes(chunk.pcm16)
+            await self._socket.send_bytes(chunk.pcm16)
 
     async def _send(self, type: str, **fields: Any) -> None:
         """Sends a message in JSON, in ASCII: what it quotes may have half a surrogate pair in it."""
