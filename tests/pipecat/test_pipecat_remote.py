@@ -179,7 +179,7 @@ async def test_a_cancel_ends_the_connection_and_the_next_utterance_has_one_that_
         first.cancel()
         assert await taken(first) == b"" and first.finish_reason == "cancelled"
         for text in ("Two.", "Three."):
-            await until(lambda: source._idle)  # opened for the next one
+            await until(lambda: source._spares and source._spares[0].done())  # opened for the next one
             speech = await source.speak(text, Style())
             assert await taken(speech) == b"\1\0\2\0" and speech.finish_reason == "eos"
     assert [[message["type"] for message in client.got] for client in server.clients] == [["start"]] * 3 + [[]]
