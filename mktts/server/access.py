@@ -51,7 +51,7 @@ class AccessMiddleware:
 
     app: Any
     max_body_bytes: Callable[[str], int]
-    on_refusal: Callable[[str], None]
+    on_refusal: Callable[[str], object] = lambda code: None
     api_key: InitVar[str | Sequence[str] | None] = None
     origins: Collection[str] = ()
     hosts: Collection[str] = ()

@@ -32,7 +32,7 @@ from mktts.server.audio_response import AUDIO_HEADERS, AudioResponse, documented
 from mktts.server.openai_routes import PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
 from mktts.server.schemas import ErrorBody, Health, SpeechRequest, StreamState
 from mktts.server.service import SpeechService
-from mktts.server.settings import LOOPBACK_ORIGIN
+from mktts.server.settings import LOOPBACK_ORIGIN, Limits
 from mktts.server.voices import VoiceFolder
 from mktts.server.websocket import SpeechSocket
 from mktts.spec import SAMPLE_RATE_HZ
@@ -218,25 +218,25 @@ async def _sweep(folder: VoiceFolder | None) -> None:
 class GracefulServer(uvicorn.Server):
     """Serves an ASGI application; leaves signals of the rest of the process to the caller.
 
-    stopped_by: the signal that ended it; None while none has. max_message_bytes: of a WebSocket message from a client.
-    stop: ends what the application does, before connections are ended. head_s: within which the head of a request must
-    come. settings: more of `uvicorn.Config`."""
+    stopped_by: the signal that ended it; None while none has. limits: of the head of a request, and of a WebSocket
+    message from a client. stop: ends what the application does, before connections are ended. settings: more of
+    `uvicorn.Config`."""
 
     stopped_by: int | None = None
 
-    def __init__(self, app: Any, max_message_bytes: int, stop: _Stop, head_s: float = 10.0, **settings: Any) -> None:
+    def __init__(self, app: Any, limits: Limits, stop: _Stop, **settings: Any) -> None:
         self._stop = stop
         super().__init__(
             uvicorn.Config(
                 app,
                 # h11 and websockets: with these everything was tested, whatever else is installed
-                http=type("Http", (_TimedHttp,), {"head_s": head_s}),
+                http=type("Http", (_TimedHttp,), {"head_s": limits.head_s}),
                 ws="websockets-sansio",
                 loop="asyncio",
                 log_config=None,
                 log_level="warning",  # below it, uvicorn logs addresses, which may hold keys, and frames
                 access_log=False,
-                ws_max_size=max_message_bytes,
+                ws_max_size=limits.max_body_bytes,
                 timeout_graceful_shutdown=_FLUSH_S,
                 server_header=False,
                 proxy_headers=False,
@@ -261,9 +261,8 @@ def speech_server(service: SpeechService, **access: Any) -> GracefulServer:
     `make_app`."""
     server = GracefulServer(
         make_app(service, **access),
-        service.limits.max_body_bytes,
+        service.limits,
         lambda: service.stop(lambda: server.force_exit),
-        head_s=service.limits.head_s,
         ws_ping_timeout=None,  # a client that plays as it reads has its pong behind minutes of audio; stall_s finds it
     )
     return server
@@ -274,7 +273,7 @@ class _TimedHttp(H11Protocol):
     closed. The time runs from the connection's beginning, and from the first byte of a further request on it. (Between
     requests uvicorn's own limit holds.)"""
 
-    head_s = 10.0
+    head_s: float
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

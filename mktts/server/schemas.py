@@ -311,12 +311,10 @@ class Text(StrictModel):
     text: str
 
 
-class Finish(StrictModel):
-    type: Literal["finish"]
+class End(StrictModel):
+    """finish: no more text comes. cancel: nor is any more to be spoken."""
+
+    type: Literal["finish", "cancel"]
 
 
-class Cancel(StrictModel):
-    type: Literal["cancel"]
-
-
-ClientMessage = Annotated[Start | Text | Finish | Cancel, Field(discriminator="type")]
+ClientMessage = Annotated[Start | Text | End, Field(discriminator="type")]

@@ -262,11 +262,16 @@ class SpeechService:
             self._ended[id].words = None
         if len(self._ended) > self.limits.kept_states:
             self._ended.popitem(last=False)
-        self.meters.count(state)
-        if state.error is not None and state.error.code == "engine_error":
+        code, meters = state.error and state.error.code, self.meters
+        if code == "engine_error":
             self._failures += 1
         elif state.frames:
             self._failures = 0
+        if code != "busy":  # it found no place: it was refused, and was none
+            meters.streams.labels(state.route, state.finish_reason).inc()
+            meters.audio_s.inc(state.audio_s)
+            if state.first_audio_ms is not None:
+                meters.first_audio_s.labels(state.route).observe(state.first_audio_ms / 1_000)
 
 
 class Meters(Collector):
@@ -284,10 +289,10 @@ class Meters(Collector):
         gauge("mktts_info", "Always 1; the labels say what is served.", tuple(labels)).labels(**labels).set(1)
         gauge("mktts_capacity", "Listeners that are admitted at once.").set_function(lambda: service.streams_max)
         gauge("mktts_streams_open", "Streams being generated.").set_function(lambda: service.streams_open)
-        self._streams = counter("mktts_streams", "Streams ended, by route and finish reason.", ("route", "reason"))
+        self.streams = counter("mktts_streams", "Streams ended, by route and finish reason.", ("route", "reason"))
         self._refused = counter("mktts_refused", "Requests refused, by code.", ("code",))
-        self._audio_s = counter("mktts_audio_seconds", "Audio handed to connections.")
-        self._first_audio_s = seconds("mktts_first_audio_seconds", f"{since} PCM on the host.")
+        self.audio_s = counter("mktts_audio_seconds", "Audio handed to connections.")
+        self.first_audio_s = seconds("mktts_first_audio_seconds", f"{since} PCM on the host.")
         self.first_byte_s = seconds("mktts_first_byte_seconds", f"{since} write of sound to the connection.")
         self.underruns = counter(
             "mktts_underruns",
@@ -299,15 +304,6 @@ class Meters(Collector):
 
     def refuse(self, code: str) -> None:
         self._refused.labels(code).inc()
-
-    def count(self, state: StreamState) -> None:
-        """Counts a stream that has ended; one that found no place was refused, and was none."""
-        if state.error is not None and state.error.code == "busy":
-            return
-        self._streams.labels(state.route, state.finish_reason).inc()
-        self._audio_s.inc(state.audio_s)
-        if state.first_audio_ms is not None:
-            self._first_audio_s.labels(state.route).observe(state.first_audio_ms / 1_000)
 
     def collect(self) -> Iterable[Metric]:
         """The state of the engines."""

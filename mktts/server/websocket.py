@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mktts.engine.options import Chunk
 from mktts.server.api_errors import ApiError, from_validation
-from mktts.server.schemas import Cancel, ClientMessage, Start, Text
+from mktts.server.schemas import ClientMessage, Start, Text
 from mktts.server.service import ServedStream, SpeechService
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -86,7 +86,7 @@ class SpeechSocket:
             self._start(message)
         elif not self._begun:
             raise ApiError(422, "not_started", "expected start before anything else")
-        elif isinstance(message, Cancel):
+        elif message.type == "cancel":
             self._end()
         elif self._takes_text():  # otherwise it ended, or was refused, before the client could know
             self._writing = isinstance(message, Text)
