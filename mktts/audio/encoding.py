@@ -189,12 +189,9 @@ class Tempo:
         if sample_rate_hz != SAMPLE_RATE_HZ:
             filters.append(("aresample", str(sample_rate_hz)))
         self._graph = self._av.filter.Graph()
-        last = self._graph.add_abuffer(sample_rate=SAMPLE_RATE_HZ, format="flt", layout="mono")
-        for name, setting in [*filters, ("aformat", "sample_fmts=flt:channel_layouts=mono"), ("abuffersink", None)]:
-            here = self._graph.add(name, setting)
-            last.link_to(here)
-            last = here
-        self._graph.configure()
+        filters += [("aformat", "sample_fmts=flt:channel_layouts=mono"), ("abuffersink", None)]
+        begin = self._graph.add_abuffer(sample_rate=SAMPLE_RATE_HZ, format="flt", layout="mono")
+        self._graph.link_nodes(begin, *(self._graph.add(name, setting) for name, setting in filters)).configure()
 
     def feed(self, pcm: np.ndarray) -> np.ndarray:
         """What is ready once `pcm` is in, (T,) float32; may be nothing yet."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 
 from mktts.audio.encoding import UNCODED, Encoder, StreamFormat
 from mktts.engine.options import Chunk, WordTime
@@ -56,7 +56,7 @@ def documented(*media_types: str) -> dict[str, Any]:
     }
 
 
-class AudioResponse(Response):
+class AudioResponse(StreamingResponse):
     """A stream of speech as a response's body. Status and headers wait for the first bytes, so that what fails before
     them is raised as an ApiError and is not half a file. Where those are all there is, the headers say how many.
 
@@ -79,8 +79,6 @@ class AudioResponse(Response):
         ignored_keys: Sequence[str] = (),
         kept: Callable[[Mapping[str, str], bytes], Response] | None = None,
     ) -> None:
-        self.status_code = 200  # Response's own __init__ would announce an empty body
-        self.background = None
         kind, rate_hz = encoder.kind, encoder.rate_hz
         plain = MEDIA_TYPES[kind].format(rate_hz=rate_hz)
         headers = {  # what is known before the first sample; the rest is at GET /tts/stream/{X-Request-Id}
@@ -97,20 +95,16 @@ class AudioResponse(Response):
         }
         if ignored_keys:
             headers["X-Mktts-Ignored"] = ", ".join(ignored_keys)
-        self.init_headers(headers)
+        super().__init__(stream.chunks(), headers=headers)
         self._stream = stream
         self._encoder = encoder
         self._events_of = events_of
         self._kept = kept
         self._words = 0  # that were sent
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def stream_response(self, send: Any) -> None:
+        """Sends it all; Starlette cancels this where the client goes away."""
         stream, sound_s, started = self._stream, 0.0, False
-
-        async def close_on_disconnect() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            stream.close()
 
         async def write(data: bytes, more: bool = True) -> None:
             nonlocal started
@@ -121,9 +115,8 @@ class AudioResponse(Response):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        watch = asyncio.create_task(close_on_disconnect())
         try:
-            async with contextlib.aclosing(stream.chunks()) as chunks:
+            async with contextlib.aclosing(self.body_iterator) as chunks:
                 async for chunk in chunks:
                     data = await self._encoded(chunk)
                     sound_s += chunk.duration_s / self._encoder.speed
@@ -131,14 +124,12 @@ class AudioResponse(Response):
                         async with stream.sending(sound_s):
                             await write(data)
                         sound_s = 0.0
-            rest = b"" if stream.closed else await self._encoded(None)
-            if stream.closed:  # the client went away
-                return
+            rest = await self._encoded(None)
             stream.close()  # before the last byte: a client that has it all finds the record complete
-            if started or self._kept is None:
-                await write(rest, more=False)
-            else:
-                await self._kept(dict(self.headers), rest)(scope, receive, send)
+            if self._kept is not None and not started:
+                found = self._kept(dict(self.headers), rest)
+                self.status_code, self.raw_headers, rest = found.status_code, found.raw_headers, found.body
+            await write(rest, more=False)
         except ApiError as error:
             if not started:
                 raise
@@ -148,7 +139,6 @@ class AudioResponse(Response):
         except TimeoutError:
             log.warning("stream %s: the client took nothing for %g s", stream.id, stream.service.limits.stall_s)
         finally:
-            watch.cancel()
             stream.close()
 
     async def _encoded(self, chunk: Chunk | None) -> bytes:

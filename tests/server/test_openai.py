@@ -8,7 +8,6 @@ import pytest
 import torch
 from absent import needs
 from fake_synthesizer import noise, noise_words, word_times
-from served import first_speaker
 from sounds import decoded
 
 from mktts.audio import to_pcm16
@@ -262,7 +261,7 @@ def test_openais_voices_are_speakers_and_so_is_a_voice_object(api, tiny):
     for alias in OPENAI_VOICES:
         api.speech(voice=alias)
         assert api.synth.streams[-1].settings["speaker"] == api.service.aliases[alias], alias
-    speaker = first_speaker(tiny)
+    speaker = tiny.config.default_speaker
     for body in ({"voice": {"id": speaker}}, {"speaker": speaker}, {"voice": speaker.upper()}, {"voice": "default"}):
         assert api.speech(**body).status_code == 200
         assert api.synth.streams[-1].settings["speaker"] == speaker, body

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from served import TEXT, WAIT_S, Served, first_speaker, served, until
+from served import TEXT, WAIT_S, Served, served, until
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
@@ -120,7 +120,7 @@ def test_slow_reader_stops_the_generation_and_then_gets_every_byte(synth, tiny):
         answer = HTTPResponse(connection)
         answer.begin()
         settings = {"seed": 1, "max_frames": LONG["max_frames"], "options": StreamOptions(buffer_frames=8)}
-        assert answer.read() == to_pcm16(synth.say(TEXT, speaker=first_speaker(tiny), **settings))
+        assert answer.read() == to_pcm16(synth.say(TEXT, speaker=tiny.config.default_speaker, **settings))
 
 
 def test_a_client_that_reads_nothing_for_too_long_is_dropped(synth):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_synthesizer import FakeSynthesizer, noise, noise_words, word_times
 from fastapi import WebSocketDisconnect
-from served import first_speaker, served
+from served import served
 
 from mktts.audio import to_pcm16
 from mktts.server.settings import Limits
@@ -45,7 +45,7 @@ def say(socket: Any, pieces: list[str] = PIECES, **start: Any) -> tuple[list[dic
 
 def test_fed_text_gives_the_sessions_samples_with_timings_words_and_a_finish_reason(api, tiny):
     with api.open_socket() as socket:
-        asked = {"speaker": first_speaker(tiny).upper(), "temperature": 0.5, "word_timestamps": True}
+        asked = {"speaker": tiny.config.default_speaker.upper(), "temperature": 0.5, "word_timestamps": True}
         send(socket, "start", seed=5, max_frames=40, **asked)
         started = socket.receive_json()
         assert (started["type"], started["seed"], started["sample_rate_hz"]) == ("started", 5, SAMPLE_RATE_HZ)
@@ -54,7 +54,7 @@ def test_fed_text_gives_the_sessions_samples_with_timings_words_and_a_finish_rea
         send(socket, "finish")
         notes, pcm, finished = read_to_end(socket)
     (stream,) = api.synth.streams
-    assert stream._fed == "".join(PIECES) and stream.settings["speaker"] == first_speaker(tiny)
+    assert stream._fed == "".join(PIECES) and stream.settings["speaker"] == tiny.config.default_speaker
     assert stream.settings["sampling"] == api.synth.sampling.with_flat({"temperature": 0.5})
     assert pcm == to_pcm16(noise(5, 40))
     assert (finished["type"], finished["finish_reason"], finished["frames"]) == ("finished", "max_frames", 40)
