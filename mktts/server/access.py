@@ -121,18 +121,18 @@ class AccessMiddleware:
         ApiError, and ClientDisconnect where the client left meanwhile."""
         at_most = self.max_body_bytes(request.scope["path"])
         length = request.headers.get("content-length", "")
-        too_large = ApiError(413, "body_too_large", f"a body may have {at_most} bytes")
-        if length.isdigit() and int(length) > at_most:
-            raise too_large
+        found_bytes = int(length) if length.isdigit() else 0
         whole = bytearray()
+        pieces = request.stream()
         try:
             async with asyncio.timeout(self.body_s + at_most / _SLOWEST_BYTES_PER_S):
-                async for piece in request.stream():
+                while found_bytes <= at_most and (piece := await anext(pieces)):  # the last one is empty
                     whole += piece
-                    if len(whole) > at_most:
-                        raise too_large
+                    found_bytes = max(found_bytes, len(whole))
         except TimeoutError:
             raise ApiError(408, "body_timeout", "the body did not come in time: send it again") from None
+        if found_bytes > at_most:
+            raise ApiError(413, "body_too_large", f"a body may have {at_most} bytes")
         messages = [{"type": "http.request", "body": bytes(whole), "more_body": False}]
 
         async def replay() -> Any:

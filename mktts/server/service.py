@@ -352,7 +352,8 @@ class ServedStream:
         while not ended:
             late = False
             try:
-                chunk = await self.stream.take(max(0.0, self._lead_s() - KEPT_LEAD_S) if held else None)
+                spare_s = self._player.lead_s(time.perf_counter()) - KEPT_LEAD_S
+                chunk = await self.stream.take(max(0.0, spare_s) if held else None)
                 ended = chunk is None
                 held += [chunk] if chunk else []
             except TimeoutError:
@@ -366,7 +367,8 @@ class ServedStream:
             if state.words is not None:
                 state.words = list(self.stream.words)
             frames = sum(one.frames for one in held)
-            if held and (late or ended or self._lead_s() <= KEPT_LEAD_S or frames >= MAX_HELD_FRAMES):
+            ahead = self._player.lead_s(time.perf_counter()) > KEPT_LEAD_S and frames < MAX_HELD_FRAMES
+            if held and (late or ended or not ahead):
                 if state.first_audio_ms is None:
                     state.first_audio_ms = round((time.perf_counter() - self._started_s) * 1_000, 3)
                 joined = _joined(held)
@@ -392,9 +394,6 @@ class ServedStream:
             yield
         if (now_s := time.perf_counter()) - began_s > _HELD_UP_S:
             self._player.pause(now_s)
-
-    def _lead_s(self) -> float:
-        return self._player.lead_s(time.perf_counter())
 
     def feed(self, text: str | None) -> None:
         """More text of a session; None: no more comes. The stream fails where it cannot be spoken, or is too long. The
