@@ -1,7 +1,5 @@
 """The agent's language models: a tiny Qwen3 of random weights and a server of OpenAI's shape."""
 
-from __future__ import annotations
-
 import json
 import threading
 

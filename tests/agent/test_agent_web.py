@@ -1,7 +1,5 @@
 """The agent's server, over real HTTP and WebSocket. Random weights: who may connect, what comes in which order."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The agent beside a kernel: a child process that starts, answers, and ends with the process that started it."""
 
-from __future__ import annotations
-
 import gc
 import io
 import json

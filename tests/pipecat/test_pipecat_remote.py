@@ -1,8 +1,6 @@
 """A source of speech behind a server: faults of the server and the connection, refusals, backpressure, and what a
 pipeline loses by a server that goes away and comes back."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

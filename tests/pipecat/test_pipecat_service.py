@@ -1,8 +1,6 @@
 """The Pipecat service over a source under control: frames, words, metrics, interruption, failure; sentences and tokens;
 the conversation's context behind an output that plays in real time."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 

@@ -1,8 +1,6 @@
 """What the Pipecat service does is the same over a synthesizer in this process and over a server. Random weights:
 order, limits and parity only."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 from collections.abc import Callable, Iterator
