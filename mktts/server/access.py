@@ -1,7 +1,5 @@
 """Middleware that checks a request before its body is parsed: its id, key, host, origin, size and time."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import re
@@ -10,8 +8,7 @@ from dataclasses import InitVar, dataclass
 from typing import Any
 
 from fastapi.datastructures import Headers
-from fastapi.requests import HTTPConnection, Request
-from starlette.requests import ClientDisconnect
+from fastapi.requests import HTTPConnection
 
 from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, current_id, new_id
 from mktts.server.settings import LOOPBACK_ORIGIN, is_own_name
@@ -79,9 +76,9 @@ class AccessMiddleware:
         try:
             connection.state.owner = self._check(connection)
             if scope["type"] == "http":
-                receive = await self._whole_body(Request(scope, receive))
-        except ClientDisconnect:
-            return
+                receive = await self._whole_body(connection, receive)
+            if receive is None:
+                return
         except ApiError as error:
             self.on_refusal(error.code)
             headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
@@ -116,26 +113,30 @@ class AccessMiddleware:
             raise ApiError(401, "invalid_api_key", message)
         return NO_OWNER
 
-    async def _whole_body(self, request: Request) -> Any:
-        """Reads the body within its limits of size and time; returns a `receive` that gives it at once. Raises
-        ApiError, and ClientDisconnect where the client left meanwhile."""
-        at_most = self.max_body_bytes(request.scope["path"])
-        length = request.headers.get("content-length", "")
+    async def _whole_body(self, connection: HTTPConnection, receive: Any) -> Any:
+        """Reads the body within its limits of size and time; returns a `receive` that gives it at once, None where the
+        client left meanwhile. Raises ApiError."""
+        at_most = self.max_body_bytes(connection.scope["path"])
+        length = connection.headers.get("content-length", "")
         found_bytes = int(length) if length.isdigit() else 0
-        whole = bytearray()
-        pieces = request.stream()
+        body = bytearray()
+        more = True
         try:
             async with asyncio.timeout(self.body_s + at_most / _SLOWEST_BYTES_PER_S):
-                while found_bytes <= at_most and (piece := await anext(pieces)):  # the last one is empty
-                    whole += piece
-                    found_bytes = max(found_bytes, len(whole))
+                while more and found_bytes <= at_most:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    found_bytes = max(found_bytes, len(body))
         except TimeoutError:
             raise ApiError(408, "body_timeout", "the body did not come in time: send it again") from None
         if found_bytes > at_most:
             raise ApiError(413, "body_too_large", f"a body may have {at_most} bytes")
-        messages = [{"type": "http.request", "body": bytes(whole), "more_body": False}]
+        whole = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replay() -> Any:
-            return messages.pop() if messages else await request.receive()
+            return whole.pop() if whole else await receive()
 
         return replay
