@@ -1,7 +1,5 @@
 """The pipeline: speech to text, language model and voice between a transport's two ends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

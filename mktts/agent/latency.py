@@ -1,7 +1,5 @@
 """The latencies of a conversation, turn by turn: one observer of the pipeline."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

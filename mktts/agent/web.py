@@ -13,8 +13,6 @@ and WebRTC alike:
     error    message, fatal
     clear    what is queued is not to be played"""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.util

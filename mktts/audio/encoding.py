@@ -3,8 +3,6 @@
 `StreamFormat` lists the formats. pcm and wav need nothing; the others are made by PyAV, FFmpeg's libraries. A file that
 is written whole, whose header can say how long it is, is made by `mktts.audio.encoded`."""
 
-from __future__ import annotations
-
 import io
 import struct
 import wave

@@ -1,7 +1,5 @@
 """The Pipecat service: sentences, or tokens as they are written, in; audio frames out as they are made."""
 
-from __future__ import annotations
-
 import asyncio
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence

@@ -1,8 +1,6 @@
 """The ASGI application (middleware, error handlers, and the routes that are our own), and uvicorn as it serves one:
 ending in order on a signal, with a time limit for request heads and without texts or keys in its log."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

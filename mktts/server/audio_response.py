@@ -1,7 +1,5 @@
 """One stream of speech as a response's body: encoded while it is made, as events, or whole and kept."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

@@ -1,7 +1,5 @@
 """The routes of OpenAI's shape: speech, models, voices, and the voices of recordings that requests bring."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

@@ -1,8 +1,6 @@
 """The shapes of requests, answers and WebSocket messages: what a client may rely on. What depends on the loaded
 checkpoint and the limits (names, maxima) is checked by `mktts.server.service`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from fastapi import UploadFile

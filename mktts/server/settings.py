@@ -1,8 +1,6 @@
 """What a server process is started with: its limits, where it listens, by which names it may be called, which web pages
 may use it, and its keys."""
 
-from __future__ import annotations
-
 import argparse
 import ipaddress
 import math

@@ -3,8 +3,6 @@
 Two tasks: one receives and must never wait for anything else, because a `cancel` or a closed connection shows there;
 one sends an utterance, and may be held up by a slow client. The receiving task sends only where nothing else does."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
