@@ -272,18 +272,20 @@ class _TimedHttp(H11Protocol):
     requests uvicorn's own limit holds.)"""
 
     head_s: float
-    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._watch(True)
+        self._timer = self.loop.call_later(self.head_s, self._too_late)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch(self.conn.their_state is h11.IDLE and not self.transport.is_closing())
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():  # no head is waited for
+            self._timer.cancel()
+        elif self._timer.cancelled():
+            self._timer = self.loop.call_later(self.head_s, self._too_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._watch(False)
+        self._timer.cancel()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -303,16 +305,7 @@ class _TimedHttp(H11Protocol):
             self.transport.write(b"".join(self.conn.send(part) for part in answer))
         self.transport.close()
 
-    def _watch(self, waits: bool) -> None:
-        """waits: for a head, whose time runs already or begins now."""
-        if self._timer is not None and not waits:
-            self._timer.cancel()
-            self._timer = None
-        elif self._timer is None and waits:
-            self._timer = self.loop.call_later(self.head_s, self._too_late)
-
     def _too_late(self) -> None:
-        self._timer = None
         if self.conn.trailing_data[0]:  # otherwise nothing was asked
             message = f"the head of the request did not come within {self.head_s:g} s: send it again"
             self._refuse(ApiError(408, "head_timeout", message))
