@@ -371,7 +371,7 @@ class ServedStream:
             if held and (late or ended or not ahead):
                 if state.first_audio_ms is None:
                     state.first_audio_ms = round((time.perf_counter() - self._started_s) * 1_000, 3)
-                joined = _joined(held)
+                joined = held[0] if len(held) == 1 else _joined(held)
                 state.frames += frames
                 state.audio_s += joined.duration_s
                 yield joined
@@ -435,8 +435,6 @@ class ServedStream:
 
 def _joined(chunks: list[Chunk]) -> Chunk:
     """One chunk of several that follow each other; it was ready when the last one was."""
-    if len(chunks) == 1:
-        return chunks[0]
     ready_ms, *spent_ms = zip(*(astuple(chunk.timings) for chunk in chunks), strict=True)
     timings = Timings(ready_ms[-1], *map(sum, spent_ms))
     ready = [chunk.ready_pcm16 for chunk in chunks]
