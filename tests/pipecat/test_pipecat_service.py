@@ -17,7 +17,7 @@ from pipecat_fakes import TOO_LATE_S, FakeSource, FakeSpeech, Talk, metrics, tur
 from mktts.agent.scripted import RecordingOutput
 from mktts.errors import PromptError
 from mktts.pipecat import MkttsTTSService, SpeechFailedFrame
-from mktts.pipecat.service import AudioTimes
+from mktts.pipecat.service import SpokenText
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 Settings = MkttsTTSService.Settings
@@ -331,8 +331,8 @@ async def test_the_context_ends_where_an_interrupted_listener_was_and_has_a_turn
 
 
 def test_a_pause_of_the_engine_moves_the_words_after_it():
-    heard = AudioTimes()
-    heard.add(1.0, begin_s=20.0)
-    heard.add(1.0, begin_s=25.0)
-    assert [heard.at(offset_s) for offset_s in (0.0, 0.5, 1.0, 1.5, 2.0)] == [20.0, 20.5, 25.0, 25.5, 26.0]
-    assert heard.made_s == 2.0
+    utterance = SpokenText(str, SAMPLE_RATE_HZ)
+    utterance.add_audio(1.0, begin_s=20.0)
+    utterance.add_audio(1.0, begin_s=25.0)
+    assert [utterance.heard_at(offset_s) for offset_s in (0.0, 0.5, 1.0, 1.5, 2.0)] == [20.0, 20.5, 25.0, 25.5, 26.0]
+    assert utterance.made_s == 2.0
