@@ -101,7 +101,8 @@ class AudioResponse(StreamingResponse):
         self._words = 0  # that were sent
 
     async def stream_response(self, send: Any) -> None:
-        """Sends it all; Starlette cancels this where the client goes away."""
+        """Sends it all. Where the client goes away, Starlette cancels this, if the server's ASGI is older than 2.4, as
+        uvicorn's is."""
         stream, sound_s, started = self._stream, 0.0, False
 
         async def write(data: bytes, more: bool = True) -> None:
