@@ -4,7 +4,6 @@ pipeline loses by a server that goes away and comes back."""
 import asyncio
 import contextlib
 import json
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -16,16 +15,13 @@ from pipecat.services.tts_service import TextAggregationMode
 from pipecat.utils.errors import ErrorCategory
 from pipecat_fakes import PIECE, TOO_LATE_S, Talk, taken, turn, until
 from served import Served, served
-from websockets.asyncio.client import connect
 from websockets.asyncio.server import Request, Response, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.protocol import State
 
 from mktts import errors
-from mktts.engine import scheduler
 from mktts.pipecat import MkttsTTSService, RemoteSource, SpeechFailedFrame, Style
 from mktts.pipecat.remote import PATIENCE_S
-from mktts.server.settings import Limits
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer
 
@@ -108,16 +104,25 @@ async def silent(client: Client) -> None:
 
 @pytest.fixture(scope="module")
 def server(synth: Synthesizer) -> Iterator[Served]:
-    with served(synth, Limits(max_streams=1), api_key=KEY) as running:
+    with served(synth, api_key=KEY) as running:
         yield running
 
 
-@pytest.mark.parametrize("fault", ["breaks off", "hangs", "stops", "babbles"])
+FAULTS = {
+    "breaks off": (errors.ConnectionLost, False, ErrorCategory.SERVER),
+    "hangs": (errors.ConnectionLost, False, ErrorCategory.SERVER),
+    "stops": (errors.ConnectionLost, False, ErrorCategory.SERVER),
+    "has no place": (errors.BusyError, False, ErrorCategory.RATE_LIMIT),
+    "babbles": (errors.EngineError, True, ErrorCategory.SERVER),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("mode", TextAggregationMode)
-async def test_a_server_lost_in_mid_utterance_ends_it_and_speaks_again_once_it_is_back(fault, mode):
+async def test_a_server_lost_or_busy_costs_the_utterance_alone_and_speaks_again_once_it_can(fault, mode):
     """It is a permanent error only of a server that speaks another protocol. One that stops is away for a sentence, as
-    at a rolling deployment."""
-    stage, babbles = fault, fault == "babbles"
+    at a rolling deployment. Of an utterance that was heard nothing is tried again."""
+    stage, babbles, busy = fault, fault == "babbles", fault == "has no place"
 
     async def script(client: Client) -> None:
         start = await client.read("start")
@@ -126,6 +131,8 @@ async def test_a_server_lost_in_mid_utterance_ends_it_and_speaks_again_once_it_i
                 await client.read("finish")
             await client.audio(PIECE)
             return await client.finished()
+        if stage == "has no place":
+            return await client.say("error", error=failure("busy"))
         if stage != "away":
             await client.audio(PIECE, PIECE, PIECE)
         if stage in ("away", "breaks off"):
@@ -148,14 +155,16 @@ async def test_a_server_lost_in_mid_utterance_ends_it_and_speaks_again_once_it_i
                 await talk.until(lambda: len(talk.of(TTSStoppedFrame)) == 2)
             stage = "back"
             await talk.say(*turn("Back again."))
-    failed = [(type(frame.exception), frame.permanent) for frame in talk.up if isinstance(frame, SpeechFailedFrame)]
-    expected = (errors.EngineError, True) if babbles else (errors.ConnectionLost, False)
-    assert failed == [expected] * (2 if fault == "stops" else 1) and tts.is_usable != babbles
-    assert b"".join(frame.audio for frame in talk.of(TTSAudioRawFrame)) == (3 if babbles else 4) * PIECE
-    heard, last = talk.heard(), "" if babbles else " Back again."
-    assert heard.endswith(last) and "One two three".startswith(heard.removesuffix(last)) and heard != last.strip()
+    failed = [frame for frame in talk.up if isinstance(frame, SpeechFailedFrame)]
+    found = [(type(frame.exception), frame.permanent, frame.category) for frame in failed]
+    assert found == [FAULTS[fault]] * (2 if fault == "stops" else 1) and tts.is_usable != babbles
+    heard, last = talk.heard(), "" if babbles else "Back again."
+    assert heard.endswith(last) and "One two three ".startswith(heard.removesuffix(last)) and (heard == last) == busy
+    audio = b"".join(frame.audio for frame in talk.of(TTSAudioRawFrame))
+    assert audio == (0 if busy else 3) * PIECE + (0 if babbles else 1) * PIECE
     starts = sum(message["type"] == "start" for client in server.clients for message in client.got)
-    assert starts == {"babbles": 1, "stops": 3 + len(PATIENCE_S)}.get(fault, 2)  # of what was heard nothing is retried
+    tries = 1 + len(PATIENCE_S)
+    assert starts == {"babbles": 1, "stops": 1 + tries + 1, "has no place": tries + 1}.get(fault, 2)
 
 
 async def test_a_slow_server_that_answers_pings_is_waited_for():
@@ -306,27 +315,6 @@ async def test_a_wrong_key_and_a_voice_that_the_server_lacks_are_found_out_at_th
         await source.connect()
         source.check(Style(voice=voice))
     assert "another" not in str(refused.value)
-
-
-async def test_a_server_with_no_place_free_costs_the_sentence_and_not_the_service(server, tiny, monkeypatch):
-    monkeypatch.setattr(scheduler, "ABSENT_S", math.inf)  # the other one listens, although it reads nothing
-    tts = MkttsTTSService(source=RemoteSource(server.url, KEY, max_frames=4), stop_frame_timeout_s=TOO_LATE_S)
-    headers = {"Authorization": f"Bearer {KEY}"}
-    async with Talk(tts) as talk:
-        # Its farewell would wait ten seconds behind what it has not read.
-        async with connect(server.ws, additional_headers=headers, close_timeout=0.1) as other:
-            await other.send(json.dumps({"type": "start", "text": "Once upon a time. " * 20, "max_frames": 5_000}))
-            await other.recv()
-            await talk.say(*turn("One two."))
-            await talk.until(lambda: talk.of(TTSStoppedFrame))
-        await until(lambda: server.service.streams_open == 0)
-        await talk.say(*turn("Three four."))
-    failed = [frame for frame in talk.up if isinstance(frame, SpeechFailedFrame)]
-    assert [(type(f.exception), f.permanent, f.category) for f in failed] == [
-        (errors.BusyError, False, ErrorCategory.RATE_LIMIT)
-    ]
-    assert tts.is_usable
-    assert talk.heard() == "Three four."
 
 
 def test_the_address_of_the_websocket_follows_from_the_servers_and_what_is_no_key_is_not_repeated():
