@@ -4,7 +4,7 @@ pipeline loses by a server that goes away and comes back."""
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from pipecat.frames.frames import LLMFullResponseEndFrame, TTSAudioRawFrame, TTS
 from pipecat.services.tts_service import TextAggregationMode
 from pipecat.utils.errors import ErrorCategory
 from pipecat_fakes import PIECE, TOO_LATE_S, Talk, taken, turn, until
-from served import Served, served
+from served import served
 from websockets.asyncio.server import Request, Response, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.protocol import State
@@ -23,7 +23,6 @@ from mktts import errors
 from mktts.pipecat import MkttsTTSService, RemoteSource, SpeechFailedFrame, Style
 from mktts.pipecat.remote import PATIENCE_S
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.synth import Synthesizer
 
 KEY = "a-key-of-the-tests"
 MOST_IN_SOCKETS_BYTES = 16 << 20  # far above what Linux lets two sockets on loopback hold
@@ -100,12 +99,6 @@ async def fake_server(
 
 async def silent(client: Client) -> None:
     pass
-
-
-@pytest.fixture(scope="module")
-def server(synth: Synthesizer) -> Iterator[Served]:
-    with served(synth, api_key=KEY) as running:
-        yield running
 
 
 FAULTS = {
@@ -296,25 +289,21 @@ async def test_a_server_that_is_none_or_stops_is_an_error_at_the_start_and_the_p
         assert talk.samples() == 0 and talk.heard() == ""
 
 
-@pytest.mark.parametrize(
-    ("key", "voice", "error", "message"),
-    [
-        (None, None, errors.AccessError, "it needs an api_key"),
-        ("another", None, errors.AccessError, "does not accept this api_key"),
-        (KEY, "mine.safetensors", errors.PromptError, "--voice NAME=FILE"),
-    ],
-)
-async def test_a_wrong_key_and_a_voice_that_the_server_lacks_are_found_out_at_the_start(
-    server, key, voice, error, message
-):
-    source = RemoteSource(server.url, key)
-    tts = MkttsTTSService(source=source, settings=MkttsTTSService.Settings(voice=voice))
-    async with Talk(tts):
-        assert not tts.is_usable
-    with pytest.raises(error, match=message) as refused:
-        await source.connect()
-        source.check(Style(voice=voice))
-    assert "another" not in str(refused.value)
+async def test_a_wrong_key_and_a_voice_that_the_server_lacks_are_found_out_at_the_start(synth):
+    with served(synth, api_key=KEY) as server:
+        for key, voice, error, message in (
+            (None, None, errors.AccessError, "it needs an api_key"),
+            ("another", None, errors.AccessError, "does not accept this api_key"),
+            (KEY, "mine.safetensors", errors.PromptError, "--voice NAME=FILE"),
+        ):
+            source = RemoteSource(server.url, key)
+            tts = MkttsTTSService(source=source, settings=MkttsTTSService.Settings(voice=voice))
+            async with Talk(tts):
+                assert not tts.is_usable
+            with pytest.raises(error, match=message) as refused:
+                await source.connect()
+                source.check(Style(voice=voice))
+            assert "another" not in str(refused.value)
 
 
 def test_the_address_of_the_websocket_follows_from_the_servers_and_what_is_no_key_is_not_repeated():
