@@ -162,7 +162,12 @@ async def test_an_offer_that_cannot_be_answered_holds_no_place_and_one_that_nobo
 ):
     monkeypatch.setattr("mktts.agent.web.MAX_SESSIONS", 1)
     monkeypatch.setattr("mktts.agent.web.CONNECT_S", 0.5)
-    sdp = await an_offer()
+    peer = pytest.importorskip("aiortc").RTCPeerConnection()
+    peer.addTransceiver("audio")
+    peer.createDataChannel("chat")
+    await peer.setLocalDescription(await peer.createOffer())
+    sdp = peer.localDescription.sdp
+    await peer.close()  # nobody follows
     broken = [sdp.replace(line, "") for line in ("a=rtcp-mux\r\n", "a=ice-pwd:", "a=fingerprint:")]
     assert sdp not in broken
     with running_agent(SETTINGS) as one_place:
@@ -182,18 +187,6 @@ async def test_an_offer_that_cannot_be_answered_holds_no_place_and_one_that_nobo
         async with asyncio.timeout(WAIT_S):
             while not await is_ready(one_place):
                 await asyncio.sleep(0.1)
-
-
-async def an_offer() -> str:
-    """Of a peer that is gone."""
-    aiortc = pytest.importorskip("aiortc")
-    peer = aiortc.RTCPeerConnection()
-    peer.addTransceiver("audio")
-    peer.createDataChannel("chat")
-    await peer.setLocalDescription(await peer.createOffer())
-    sdp = peer.localDescription.sdp
-    await peer.close()
-    return sdp
 
 
 @pytest.mark.parametrize(
