@@ -288,17 +288,6 @@ async def test_a_token_turn_that_a_limit_ends_early_keeps_the_rest_out_of_the_co
 SENTENCES = ("Once upon a time there was a computer. ", "It dreamed of singing in the opera.")
 
 
-def conversation(mode: TextAggregationMode, speech_s: float) -> tuple[LLMContext, RecordingOutput, Talk]:
-    """Behind an output that takes audio as fast as it is heard. speech_s: of each of two sentences."""
-    pieces = round(speech_s * FRAME_RATE_HZ)
-    source = FakeSource(lambda text: FakeSpeech(pieces if text else 2 * pieces))
-    context = LLMContext()
-    loudspeaker = RecordingOutput(TransportParams(audio_out_enabled=True, audio_out_end_silence_secs=0))
-    assistant = LLMContextAggregatorPair(context).assistant()
-    tts = MkttsTTSService(source=source, text_aggregation_mode=mode)
-    return context, loudspeaker, Talk(tts, after=[loudspeaker, assistant])
-
-
 def played_s(loudspeaker: RecordingOutput) -> float:
     return sum(len(pcm) for _, pcm in loudspeaker.played) / SAMPLE_RATE_HZ
 
@@ -309,8 +298,12 @@ def said(context: LLMContext) -> str:
 
 @pytest.mark.parametrize("mode", TextAggregationMode)
 async def test_the_context_ends_where_an_interrupted_listener_was_and_has_a_turn_heard_to_its_end(mode):
-    context, loudspeaker, talk = conversation(mode, 2.4)
-    async with talk:
+    """Behind an output that takes audio as fast as it is heard."""
+    pieces = round(2.4 * FRAME_RATE_HZ)  # of each of two sentences
+    tts, _ = service(lambda text: FakeSpeech(pieces if text else 2 * pieces), text_aggregation_mode=mode)
+    context = LLMContext()
+    loudspeaker = RecordingOutput(TransportParams(audio_out_enabled=True, audio_out_end_silence_secs=0))
+    async with Talk(tts, after=[loudspeaker, LLMContextAggregatorPair(context).assistant()]) as talk:
         await talk.say(*turn(*SENTENCES))
         await talk.until(lambda: played_s(loudspeaker) > 1.0)
         await talk.say(frames.InterruptionFrame())
