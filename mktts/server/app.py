@@ -63,7 +63,6 @@ _ERRORS = {  # of every route: the shape is the same everywhere
 _EXPOSED = [*AUDIO_HEADERS, "X-Sample-Rate", "X-Mktts-Ignored", "Retry-After"]
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 _METHODS = ("GET", "HEAD", "POST", "DELETE")
-_Stop = Callable[[], Awaitable[None]]
 _FLUSH_S = 1.0  # for the last bytes to connections whose work has ended
 # What uvicorn logs and is no fault of this server: a refused handshake, and broken text of a client.
 _NO_FAULTS = ("ASGI callable returned without completing handshake", "Invalid UTF-8 sequence received from client")
@@ -222,7 +221,7 @@ class GracefulServer(uvicorn.Server):
 
     stopped_by: int | None = None
 
-    def __init__(self, app: Any, limits: Limits, stop: _Stop, **settings: Any) -> None:
+    def __init__(self, app: Any, limits: Limits, stop: Callable[[], Awaitable[None]], **settings: Any) -> None:
         self._stop = stop
         super().__init__(
             uvicorn.Config(
