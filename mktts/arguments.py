@@ -1,7 +1,5 @@
 """Command-line options that are made of a settings dataclass: one field, one option."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import types

@@ -4,8 +4,6 @@ Only the module of the command that was asked for is imported. Exit status: 0 do
 (a run, a stream, a comparison, the machine, a full disk); 2 bad input, said in one line; 130 interrupted (SIGINT);
 141 the reader of standard output went away (SIGPIPE); 143 ended by SIGTERM."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import importlib

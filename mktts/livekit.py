@@ -4,8 +4,6 @@ from mktts.livekit import TTS
 
 session = AgentSession(tts=TTS("http://127.0.0.1:8000", voice="vivian"), ...)"""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

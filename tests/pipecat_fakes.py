@@ -1,10 +1,8 @@
 """A speech source under a test's control, and a pipeline around one service that follows a script."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from pipecat.frames.frames import (
@@ -72,7 +70,7 @@ class FakeSpeech:
     def cancel(self) -> None:
         self.cancelled = True
 
-    def __aiter__(self) -> FakeSpeech:
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> bytes:
@@ -136,7 +134,7 @@ class Talk:
     async def _on_started(self, worker: PipelineWorker, frame: Frame) -> None:
         self._started.set()
 
-    async def __aenter__(self) -> Talk:
+    async def __aenter__(self) -> Self:
         runner = WorkerRunner(handle_sigint=False)
         await runner.add_workers(self.worker)
         self._run = asyncio.create_task(runner.run())

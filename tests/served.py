@@ -10,10 +10,8 @@ from typing import Any
 
 import uvicorn
 
-from mktts.checkpoint import Checkpoint
 from mktts.engine.options import Guard, StreamOptions
 from mktts.engine.stream import Stream
-from mktts.model.voice import Voice
 from mktts.server.app import speech_server
 from mktts.server.service import SpeechService
 from mktts.server.settings import Limits, listen, url_of
@@ -72,7 +70,7 @@ class Watched:
 
     def wasted_frames(self, stream: Stream) -> int:
         """Frames made after the end was asked for; the worker has had turns for more since then."""
-        self._synthesizer.say("Hm.", speaker=first_speaker(self._synthesizer.checkpoint), max_frames=3)
+        self._synthesizer.say("Hm.", speaker=self._synthesizer.checkpoint.config.default_speaker, max_frames=3)
         return len(stream.codes) - self.made_at_cancel[id(stream)]
 
 
@@ -114,20 +112,14 @@ class Served:
 def served(
     synthesizer: Synthesizer,
     limits: Limits | None = None,
-    voices: dict[str, Voice] | None = None,
     guard: Guard | None = None,
-    aliases: dict[str, str] | None = None,
     uploads: VoiceFolder | None = None,
     **access: Any,
 ) -> Iterator[Served]:
     watched = Watched(synthesizer, guard)
-    service = SpeechService(watched, limits or Limits(wait_s=WAIT_S), voices, aliases=aliases, uploads=uploads)
+    service = SpeechService(watched, limits or Limits(wait_s=WAIT_S), uploads=uploads)
     with listen("127.0.0.1", 0, service.limits) as bound, running(speech_server(service, **access), bound) as url:
         yield Served(url, service, watched)
-
-
-def first_speaker(checkpoint: Checkpoint) -> str:
-    return checkpoint.config.default_speaker
 
 
 def until(condition: Callable[[], object], what: str, within_s: float = WAIT_S) -> None:

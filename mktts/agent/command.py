@@ -1,7 +1,5 @@
 """`python -m mktts agent`. Its dependencies are imported when it runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

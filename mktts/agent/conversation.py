@@ -1,10 +1,7 @@
 """The pipeline: speech to text, language model and voice between a transport's two ends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pipecat.audio.turn.smart_turn.base_smart_turn import SmartTurnParams
 from pipecat.audio.vad.silero import SileroVADAnalyzer
@@ -14,7 +11,6 @@ from pipecat.pipeline.pipeline import Pipeline
 from pipecat.pipeline.worker import PipelineParams, PipelineWorker
 from pipecat.processors.aggregators.llm_context import LLMContext
 from pipecat.processors.aggregators.llm_response_universal import (
-    AssistantTurnStoppedMessage,
     LLMContextAggregatorPair,
     LLMUserAggregatorParams,
 )
@@ -133,11 +129,7 @@ def build(
         enable_rtvi=False,
         idle_timeout_secs=idle_timeout_s,
     )
-
-    @assistant.event_handler("on_assistant_turn_stopped")
-    async def note(_: Any, message: AssistantTurnStoppedMessage) -> None:
-        latency.note_heard(message)
-
+    assistant.add_event_handler("on_assistant_turn_stopped", latency.note_heard)
     return Conversation(settings, worker, context, latency)
 
 

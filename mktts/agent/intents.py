@@ -1,8 +1,6 @@
 """What the offline bot understands and answers: one table, from which the grammar of its speech to text is made too. A
 phrase is written as in a JSGF grammar: `[word]` may be left out, `(one | other)` is a choice."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The latencies of a conversation, turn by turn: one observer of the pipeline."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -65,8 +63,8 @@ class LatencyObserver(BaseObserver):
         self._spoken: set[str | None] = set()  # audio contexts since the last interruption
         self._cut: set[str | None] = set()
 
-    def note_heard(self, message: AssistantTurnStoppedMessage) -> None:
-        """Notes the message that the context received; the greeting's belongs to no turn."""
+    async def note_heard(self, assistant: object, message: AssistantTurnStoppedMessage) -> None:
+        """Notes the message that the assistant's context received; the greeting's belongs to no turn."""
         turn = next((turn for turn in self.turns if turn.heard is None), None)
         if turn is not None:
             turn.heard, turn.interrupted = message.content, message.interrupted

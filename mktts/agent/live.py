@@ -7,8 +7,6 @@
 The child ends with `stop()`, with the last reference to the agent, and with the kernel, however that ends: its standard
 input is a pipe from here, and the child exits when that closes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

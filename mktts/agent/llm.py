@@ -1,7 +1,5 @@
 """The language model: OpenAI or a server of its shape, Qwen3 text in this process, or a script that reads a table."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from abc import abstractmethod

@@ -1,7 +1,5 @@
 """What an agent consists of, and how the environment chooses it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field

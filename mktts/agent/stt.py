@@ -1,7 +1,5 @@
 """Speech to text: Deepgram, Whisper, or pocketsphinx with a grammar, which needs neither network nor download."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 from collections.abc import AsyncGenerator

@@ -13,8 +13,6 @@ and WebRTC alike:
     error    message, fatal
     clear    what is queued is not to be played"""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.util
@@ -47,6 +45,7 @@ from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.server.access import AccessMiddleware
 from mktts.server.app import PAGE as SERVERS_PAGE
 from mktts.server.app import GracefulServer
+from mktts.server.settings import Limits
 from mktts.spec import SAMPLE_RATE_HZ
 
 PAGE = Path(__file__).parent / "page"
@@ -88,7 +87,6 @@ def create_server(settings: AgentSettings, **access: Any) -> GracefulServer:
     app.add_middleware(
         AccessMiddleware,
         max_body_bytes=lambda path: _MAX_BODY_BYTES,
-        on_refusal=lambda code: None,
         is_open=lambda path: not f"{path}/".startswith("/agent/"),
         key_in_query=True,  # of the page's address; none of our logs contains the query
         **access,
@@ -131,7 +129,7 @@ def create_server(settings: AgentSettings, **access: Any) -> GracefulServer:
         return FileResponse(SERVERS_PAGE / "base.css")
 
     app.mount("/", StaticFiles(directory=PAGE, html=True, check_dir=False))
-    return GracefulServer(app, _MAX_MESSAGE_BYTES, sessions.close)
+    return GracefulServer(app, Limits(max_body_bytes=_MAX_MESSAGE_BYTES), sessions.close)
 
 
 class Sessions:

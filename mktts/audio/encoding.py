@@ -3,9 +3,8 @@
 `StreamFormat` lists the formats. pcm and wav need nothing; the others are made by PyAV, FFmpeg's libraries. A file that
 is written whole, whose header can say how long it is, is made by `mktts.audio.encoded`."""
 
-from __future__ import annotations
-
 import io
+import struct
 import wave
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ UNCODED: tuple[StreamFormat, ...] = ("wav", "pcm")  # samples as they are: no wo
 MIN_SPEED, MAX_SPEED = 0.25, 4.0  # OpenAI's
 _TELEPHONE: tuple[StreamFormat, ...] = ("mulaw", "alaw")  # ITU-T G.711, without a header
 _TELEPHONE_RATE_HZ = 8_000
+_WAV_HEADER = struct.Struct("<4s4s8sIHHIIHH4s4s")
 _UNKNOWN = b"\xff" * 4  # the size that writers into a pipe put; readers then go on to the end of the file
 _FLUSHED = {"flush_packets": "1"}  # after each packet, instead of when FFmpeg's buffer of 32 KiB is full
 _TAIL_S = 0.2  # of silence after the end: atempo leaves out the last part of a window
@@ -68,9 +68,9 @@ class Encoder:
         self._tempo = None if same else Tempo(speed, self.rate_hz)
         self.takes_pcm16 = same and not whole and kind in UNCODED
         self._header = b""
-        if kind == "wav":  # with sizes that say nothing
-            header = encoded(np.zeros(0, np.float32), "wav", self.rate_hz)
-            self._header = header[:4] + _UNKNOWN + header[8:40] + _UNKNOWN
+        if kind == "wav":  # one channel of 16 bits
+            layout = (16, 1, 1, self.rate_hz, 2 * self.rate_hz, 2, 16)
+            self._header = _WAV_HEADER.pack(b"RIFF", _UNKNOWN, b"WAVEfmt ", *layout, b"data", _UNKNOWN)
 
     def feed(self, pcm: np.ndarray) -> bytes:
         """What is ready once `pcm` is in; may be nothing yet. Raises AudioError as `to_pcm16`."""
@@ -187,12 +187,9 @@ class Tempo:
         if sample_rate_hz != SAMPLE_RATE_HZ:
             filters.append(("aresample", str(sample_rate_hz)))
         self._graph = self._av.filter.Graph()
-        last = self._graph.add_abuffer(sample_rate=SAMPLE_RATE_HZ, format="flt", layout="mono")
-        for name, setting in [*filters, ("aformat", "sample_fmts=flt:channel_layouts=mono"), ("abuffersink", None)]:
-            here = self._graph.add(name, setting)
-            last.link_to(here)
-            last = here
-        self._graph.configure()
+        filters += [("aformat", "sample_fmts=flt:channel_layouts=mono"), ("abuffersink", None)]
+        begin = self._graph.add_abuffer(sample_rate=SAMPLE_RATE_HZ, format="flt", layout="mono")
+        self._graph.link_nodes(begin, *(self._graph.add(name, setting) for name, setting in filters)).configure()
 
     def feed(self, pcm: np.ndarray) -> np.ndarray:
         """What is ready once `pcm` is in, (T,) float32; may be nothing yet."""

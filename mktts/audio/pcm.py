@@ -1,7 +1,5 @@
 """PCM: float32 mono in [-1, 1] inside the package, 16 bits outside; its level, its onset, another sample rate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

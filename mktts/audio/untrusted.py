@@ -4,8 +4,6 @@ FFmpeg reads many formats, and a file may be made to break it, to fill the memor
 child has limits of all three, no environment of ours, and nothing but its standard input and output: audio in; the
 sample rate and float32 samples out."""
 
-from __future__ import annotations
-
 import io
 import os
 import struct

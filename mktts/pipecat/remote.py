@@ -7,7 +7,6 @@ import contextlib
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Coroutine
 from http.client import HTTPException
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -100,17 +99,18 @@ class RemoteSource(SpeechSource):
         self._model_type = ""
         self._speakers: list[str] = []
         self._languages: list[str] = []  # empty until connected
-        self._idle: list[ClientConnection] = []
+        self._spares: list[asyncio.Task[ClientConnection]] = []  # connections for utterances to come
         self._speeches: set[RemoteSpeech] = set()  # under way
-        self._tasks: set[asyncio.Task[Any]] = set()  # that close a socket, or open one for later
-        self._opening = False  # one for later
+        self._closing: set[asyncio.Task[None]] = set()
         self._users = 0
 
     async def connect(self) -> None:
         """Asks what the server has, and opens a connection for one more service. Raises ConnectionLost where no server
         answers, EngineError where what answers is none of ours, AccessError for a wrong key."""
         await self._read_health()
-        self._idle.append(await self._open_socket())
+        spare = asyncio.create_task(self._open_socket())
+        await spare
+        self._spares.append(spare)
         self._users += 1
 
     async def disconnect(self) -> None:
@@ -119,9 +119,10 @@ class RemoteSource(SpeechSource):
         if not self._users:
             for speech in [*self._speeches]:
                 speech.fail(EngineError("the source was disconnected in the middle of an utterance"))
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-        surplus, self._idle = self._idle[self._users :], self._idle[: self._users]
-        await asyncio.gather(*(socket.close() for socket in surplus))
+            await asyncio.gather(*self._closing, return_exceptions=True)
+        surplus, self._spares = self._spares[self._users :], self._spares[: self._users]
+        opened = await asyncio.gather(*surplus, return_exceptions=True)
+        await asyncio.gather(*(socket.close() for socket in opened if isinstance(socket, ClientConnection)))
 
     def check(self, style: Style) -> None:
         """Raises PromptError for a voice or language that the server, once connected, is known not to have."""
@@ -156,8 +157,12 @@ class RemoteSource(SpeechSource):
 
     async def take(self, speech: RemoteSpeech) -> ClientConnection:
         """An open connection for an utterance. Raises as `connect`, and BusyError."""
-        self._idle = [socket for socket in self._idle if socket.state is State.OPEN]
-        socket = self._idle.pop() if self._idle else await self._open_socket()
+        while self._spares:
+            with contextlib.suppress(MkttsError):  # that it could not be opened then says nothing of now
+                if (socket := await self._spares.pop()).state is State.OPEN:
+                    break
+        else:
+            socket = await self._open_socket()
         self._speeches.add(speech)
         return socket
 
@@ -165,27 +170,15 @@ class RemoteSource(SpeechSource):
         """Of an utterance, which ends its generation."""
         self._speeches.discard(speech)
         if socket is not None:
-            self._run(socket.close())
+            closing = asyncio.create_task(socket.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
             self.prepare()
 
     def prepare(self) -> None:
         """Opens a connection for the next utterance, if there is none."""
-        if len(self._idle) < self._users and not self._opening:
-            self._opening = True
-            self._run(self._open_spare())
-
-    async def _open_spare(self) -> None:
-        try:
-            self._idle.append(await self._open_socket())
-        except MkttsError:
-            pass  # the next utterance finds out
-        finally:
-            self._opening = False
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        if len(self._spares) < self._users:
+            self._spares.append(asyncio.create_task(self._open_socket()))
 
     async def _read_health(self) -> None:
         """Takes in what the server says about itself at GET /health. Raises as `connect`."""
@@ -240,25 +233,26 @@ class RemoteSource(SpeechSource):
 
 
 class RemoteSpeech:
-    """A `Speech`; text that is fed to it is kept, so that it can begin again: after the waits of PATIENCE_S, where no
+    """A `Speech`; what it sends is kept, so that it can begin again: after the waits of PATIENCE_S, where no
     connection is found, or it is lost, or its server has no place free, before anything was heard."""
 
     def __init__(self, source: RemoteSource, start: dict[str, Any]) -> None:
         """start: the fields of the start message."""
         self.finish_reason: FinishReason | None = None
         self._source = source
-        self._start = start
         self._socket: ClientConnection | None = None
-        self._outbox: asyncio.Queue[str] = asyncio.Queue()  # so that no caller waits
+        self._said: list[str] = []  # all messages
+        self._unsent: asyncio.Queue[str] = asyncio.Queue()  # so that no caller waits
         self._writing: asyncio.Task[None] | None = None
-        self._fed: list[str] = []
+        self._visible = False  # whether any of the text is
         self._finished = False  # no more text comes
         self._waits_s = iter(PATIENCE_S)
         self._heard = self._over = False
         self._error: MkttsError | None = None  # that the source ended it with
+        self._send("start", **start)
 
     async def begin(self) -> None:
-        """Starts on a connection, and sends what was fed already. Raises what the last try to find one raised."""
+        """Starts on a connection, and sends what was said already. Raises what the last try to find one raised."""
         while not self._over and self._socket is None:
             try:
                 self._socket = await self._source.take(self)
@@ -267,13 +261,10 @@ class RemoteSpeech:
         if self._over:  # meanwhile
             self._let_go()
             return
-        self._outbox = asyncio.Queue()
-        self._send("start", **self._start)
-        for text in self._fed:
-            self._send("text", text=text)
-        if self._finished:
-            self._send("finish")
-        self._writing = asyncio.create_task(_write(self._socket, self._outbox))
+        self._unsent = asyncio.Queue()
+        for message in self._said:
+            self._unsent.put_nowait(message)
+        self._writing = asyncio.create_task(_write(self._socket, self._unsent))
 
     def feed(self, text: str) -> None:
         """Raises TextError when `text` is not a str, EngineError after `finish`."""
@@ -281,14 +272,14 @@ class RemoteSpeech:
         if self._finished:
             raise EngineError("feed after finish: open another utterance for more text")
         if text:
-            self._fed.append(text)
+            self._visible = self._visible or bool(text.strip())
             self._send("text", text=text)
 
     def finish(self) -> None:
         if self._finished:
             return
         self._finished = True
-        if any(text.strip() for text in self._fed):
+        if self._visible:
             self._send("finish")
         else:  # nothing to say, and no failure in a conversation
             self.cancel()
@@ -321,11 +312,8 @@ class RemoteSpeech:
                         self._source.prepare()  # not before: it would make this utterance's first sound later
                     self._heard = True
                     return piece
-        except Exception:
-            self._end(None)
-            raise
-        except BaseException:  # cancelling the task that waits cancels the generation
-            self.cancel()
+        except BaseException as error:  # cancelling the task that waits cancels the generation
+            self._end(None if isinstance(error, Exception) else "cancelled")
             raise
         raise StopAsyncIteration
 
@@ -387,7 +375,8 @@ class RemoteSpeech:
         await asyncio.sleep(wait_s)
 
     def _send(self, type: str, **fields: Any) -> None:
-        self._outbox.put_nowait(json.dumps({"type": type, **fields}))
+        self._said.append(json.dumps({"type": type, **fields}))
+        self._unsent.put_nowait(self._said[-1])
 
     def _end(self, reason: FinishReason | None) -> None:
         """No piece comes any more; the first reason holds."""
@@ -403,10 +392,10 @@ class RemoteSpeech:
         self._source.close(self, socket)
 
 
-async def _write(socket: ClientConnection, outbox: asyncio.Queue[str]) -> None:
+async def _write(socket: ClientConnection, messages: asyncio.Queue[str]) -> None:
     with contextlib.suppress(ConnectionClosed):  # the reader sees it too, and says so
         while True:
-            await socket.send(await outbox.get())
+            await socket.send(await messages.get())
 
 
 def _get_health(url: str, timeout_s: float) -> bytes:

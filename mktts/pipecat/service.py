@@ -1,7 +1,5 @@
 """The Pipecat service: sentences, or tokens as they are written, in; audio frames out as they are made."""
 
-from __future__ import annotations
-
 import asyncio
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -134,37 +132,18 @@ def speech_failed(error: Exception, context_id: str) -> SpeechFailedFrame:
     )
 
 
-class AudioTimes:
-    """When the audio of one utterance is heard, with the pauses of a slow engine."""
-
-    def __init__(self) -> None:
-        self.made_s = 0.0
-        self._pieces: list[tuple[float, float]] = []  # how far into the utterance each begins, and when it is heard
-
-    def add(self, duration_s: float, begin_s: float) -> None:
-        self._pieces.append((self.made_s, begin_s))
-        self.made_s += duration_s
-
-    @property
-    def begin_s(self) -> float | None:
-        return self._pieces[0][1] if self._pieces else None
-
-    def at(self, offset_s: float) -> float:
-        """When the sample `offset_s` into the utterance is heard."""
-        piece_s, begin_s = self._pieces[bisect_right(self._pieces, offset_s, key=itemgetter(0)) - 1]
-        return begin_s + offset_s - piece_s
-
-
 class SpokenText:
     """What a service has in hand between the text of a sentence, or of a turn, and the last of its audio.
 
-    words, heard: when its words are heard. over: nothing more comes out of it; text that still arrives goes unspoken.
-    cut_short: it ended before its text did. task: what takes the audio of a fed utterance, None where `run_tts` does.
+    words: when in its audio each is said. made_s: audio so far. over: nothing more comes out of it; text that still
+    arrives goes unspoken. cut_short: it ended before its text did. task: what takes the audio of a fed utterance, None
+    where `run_tts` does.
     """
 
     def __init__(self, spoken: Callable[[str], str], sample_rate_hz: int) -> None:
         self.words = WordTimes(TextFeed(lambda name: None), spoken, sample_rate_hz)
-        self.heard = AudioTimes()
+        self.made_s = 0.0
+        self._pieces: list[tuple[float, float]] = []  # of audio: how far into it each begins, and when it is heard
         self.speech: Speech | None = None
         self.task: asyncio.Task[None] | None = None
         self.finished = False
@@ -172,6 +151,16 @@ class SpokenText:
         self.cut_short = False
         self._fed: Speech | None = None
         self._unsent: list[str] = []  # written before the speech was open
+
+    def add_audio(self, duration_s: float, begin_s: float) -> None:
+        """Adds a piece that is heard from `begin_s` on: between those of a slow engine are pauses."""
+        self._pieces.append((self.made_s, begin_s))
+        self.made_s += duration_s
+
+    def heard_at(self, offset_s: float) -> float:
+        """When the sample `offset_s` into the audio is heard."""
+        piece_s, begin_s = self._pieces[bisect_right(self._pieces, offset_s, key=itemgetter(0)) - 1]
+        return begin_s + offset_s - piece_s
 
     def feed(self, text: str) -> None:
         """Adds text. Raises as the source's `feed`."""
@@ -402,18 +391,18 @@ class MkttsTTSService(TTSService):
                     if audio := await resampler.resample(pcm, rate_hz, self.sample_rate):
                         await self.stop_ttfb_metrics()
                         yield self._frame(audio, context_id)
-                    heard_s = asyncio.get_running_loop().time() - utterance.heard.begin_s
+                    heard_s = asyncio.get_running_loop().time() - utterance.heard_at(0.0)
                     await self._push_words(utterance, utterance.words.add(from_pcm16(pcm), heard_s), context_id)
                 if rest := await resampler.flush():
                     await self.stop_ttfb_metrics()
                     yield self._frame(rest, context_id)
                 if speech.finish_reason not in ("eos", None):
-                    made_s = utterance.heard.made_s
+                    made_s = utterance.made_s
                     logger.warning(f"{self}: an utterance was ended after {made_s:.1f} s: {speech.finish_reason}")
                 if not utterance.finished:  # a limit ended it while its text was still being written
                     utterance.cut_short = True
                     self._cut_short.add(context_id)
-            if utterance.heard.begin_s is None:
+            if not utterance.made_s:
                 await self.cancel_ttfb_metrics()
                 self._hear(utterance, _GUARD_S, context_id)
                 yield self._frame(bytes(_SAMPLE_BYTES * round(_GUARD_S * self.sample_rate)), context_id)
@@ -440,7 +429,7 @@ class MkttsTTSService(TTSService):
     def _hear(self, utterance: SpokenText, duration_s: float, context_id: str) -> None:
         """Notes a piece of audio that is about to be pushed."""
         begin_s, _ = self._player.play(asyncio.get_running_loop().time(), duration_s)
-        utterance.heard.add(duration_s, begin_s)
+        utterance.add_audio(duration_s, begin_s)
         if self.audio_context_available(context_id):
             self._origins_s.setdefault(context_id, begin_s)
 
@@ -450,7 +439,7 @@ class MkttsTTSService(TTSService):
         if origin_s is None:  # run without an audio context: no word has a time to be pushed at
             return
         for word in words:  # Pipecat counts from the first audio of the context
-            timed = word.word, utterance.heard.at(word.start_s) - origin_s
+            timed = word.word, utterance.heard_at(word.start_s) - origin_s
             await self.add_word_timestamps([timed], context_id, includes_inter_frame_spaces=is_wide(word.word))
 
     async def _apply_force_complete(self, context_id: str) -> None:

@@ -1,7 +1,5 @@
 """Where a service's speech comes from: the protocol, and the source that asks a synthesizer in this process."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Hashable
@@ -94,6 +92,42 @@ class SpeechSource(Protocol):
         """Starts an utterance whose text comes later."""
 
 
+class LocalSpeech:
+    """A `Stream` or a `Session` as a `Speech`."""
+
+    def __init__(self, stream: Stream | Session) -> None:
+        self._stream = stream
+        self._cancelled = False
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._stream.finish_reason
+
+    def feed(self, text: str) -> None:
+        self._stream.feed(text)
+
+    def finish(self) -> None:
+        try:
+            self._stream.finish()
+        except TextError:  # nothing visible was fed: nothing to say, and no failure in a conversation
+            self.cancel()
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._stream.cancel()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            return (await anext(self._stream)).pcm16
+        except StopAsyncIteration:
+            if self._stream.finish_reason == "cancelled" and not self._cancelled:
+                raise EngineError("the synthesizer was closed in the middle of an utterance: load another") from None
+            raise
+
+
 class LocalSource(SpeechSource):
     """Speech from a synthesizer in this process. Its worker thread gives every open utterance one frame a turn.
 
@@ -145,42 +179,6 @@ class LocalSource(SpeechSource):
             "seed": style.seed,
             "options": self._options,
         }
-
-
-class LocalSpeech:
-    """A `Stream` or a `Session` as a `Speech`."""
-
-    def __init__(self, stream: Stream | Session) -> None:
-        self._stream = stream
-        self._cancelled = False
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return self._stream.finish_reason
-
-    def feed(self, text: str) -> None:
-        self._stream.feed(text)
-
-    def finish(self) -> None:
-        try:
-            self._stream.finish()
-        except TextError:  # nothing visible was fed: nothing to say, and no failure in a conversation
-            self.cancel()
-
-    def cancel(self) -> None:
-        self._cancelled = True
-        self._stream.cancel()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> bytes:
-        try:
-            return (await anext(self._stream)).pcm16
-        except StopAsyncIteration:
-            if self._stream.finish_reason == "cancelled" and not self._cancelled:
-                raise EngineError("the synthesizer was closed in the middle of an utterance: load another") from None
-            raise
 
 
 _loaded: dict[Hashable, Synthesizer] = {}

@@ -1,7 +1,5 @@
 """Middleware that checks a request before its body is parsed: its id, key, host, origin, size and time."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import re
@@ -15,16 +13,12 @@ from fastapi.requests import HTTPConnection
 from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, current_id, new_id
 from mktts.server.settings import LOOPBACK_ORIGIN, is_own_name
 
+# A speech server answers these without a key, and what lies under /page/: probes, the OpenAPI document, its pages.
 _OPEN_PATHS = ("/", "/docs", "/health", "/v1/health", "/ready", "/ping", "/openapi.json")
 NO_OWNER = "nobody"  # the owner of all requests to a server without a key
 _OWNER_PREFIX = b"mktts: owner of uploaded voices\0"
 _SLOWEST_BYTES_PER_S = 64 * 1024  # of a body
 _FIRST_MESSAGES = ("http.response.start", "websocket.accept", "websocket.http.response.start")
-
-
-def needs_no_key(path: str) -> bool:
-    """Whether a speech server answers `path` without a key: probes, the OpenAPI document, and the pages."""
-    return path in _OPEN_PATHS or path.startswith("/page/")
 
 
 def owner_of(key: str) -> str:
@@ -50,12 +44,12 @@ class AccessMiddleware:
 
     app: Any
     max_body_bytes: Callable[[str], int]
-    on_refusal: Callable[[str], None]
+    on_refusal: Callable[[str], object] = lambda code: None
     api_key: InitVar[str | Sequence[str] | None] = None
     origins: Collection[str] = ()
     hosts: Collection[str] = ()
     body_s: float = 20.0
-    is_open: Callable[[str], bool] = needs_no_key
+    is_open: Callable[[str], bool] = lambda path: path in _OPEN_PATHS or path.startswith("/page/")
     key_in_query: bool = False
 
     def __post_init__(self, api_key: str | Sequence[str] | None) -> None:

@@ -1,7 +1,5 @@
 """Errors of the API: OpenAI's error object with an HTTP status, and the id of the request that it belongs to."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Mapping
@@ -49,7 +47,7 @@ class ApiError(errors.MkttsError):
         """When the same request may succeed; None where it will not."""
         return RETRY_AFTER_S if self.status in (429, 503) else None
 
-    def in_openai_terms(self) -> ApiError:
+    def in_openai_terms(self) -> "ApiError":
         """The error of a route of OpenAI's shape: status 400, and the caller's names of our keys."""
         name = _OPENAI_KEYS.get(self.param or "", self.param)
         message = str(self)

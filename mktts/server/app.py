@@ -1,8 +1,6 @@
 """The ASGI application (middleware, error handlers, and the routes that are our own), and uvicorn as it serves one:
 ending in order on a signal, with a time limit for request heads and without texts or keys in its log."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -21,7 +19,7 @@ from fastapi.routing import Match
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
 from fastapi_offline import FastAPIOffline
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from uvicorn.protocols.http.h11_impl import H11Protocol, h11
 
 from mktts.audio.encoding import Encoder, import_av
@@ -32,7 +30,7 @@ from mktts.server.audio_response import AUDIO_HEADERS, AudioResponse, documented
 from mktts.server.openai_routes import PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
 from mktts.server.schemas import ErrorBody, Health, SpeechRequest, StreamState
 from mktts.server.service import SpeechService
-from mktts.server.settings import LOOPBACK_ORIGIN
+from mktts.server.settings import LOOPBACK_ORIGIN, Limits
 from mktts.server.voices import VoiceFolder
 from mktts.server.websocket import SpeechSocket
 from mktts.spec import SAMPLE_RATE_HZ
@@ -65,7 +63,6 @@ _ERRORS = {  # of every route: the shape is the same everywhere
 _EXPOSED = [*AUDIO_HEADERS, "X-Sample-Rate", "X-Mktts-Ignored", "Retry-After"]
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 _METHODS = ("GET", "HEAD", "POST", "DELETE")
-_Stop = Callable[[], Awaitable[None]]
 _FLUSH_S = 1.0  # for the last bytes to connections whose work has ended
 # What uvicorn logs and is no fault of this server: a refused handshake, and broken text of a client.
 _NO_FAULTS = ("ASGI callable returned without completing handshake", "Invalid UTF-8 sequence received from client")
@@ -177,7 +174,7 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
     @app.get("/metrics", response_class=Response, dependencies=locked, responses=plain)
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return Response(service.meters.page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(generate_latest(service.meters.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     pages = _PageFiles(directory=PAGE)
 
@@ -218,25 +215,25 @@ async def _sweep(folder: VoiceFolder | None) -> None:
 class GracefulServer(uvicorn.Server):
     """Serves an ASGI application; leaves signals of the rest of the process to the caller.
 
-    stopped_by: the signal that ended it; None while none has. max_message_bytes: of a WebSocket message from a client.
-    stop: ends what the application does, before connections are ended. head_s: within which the head of a request must
-    come. settings: more of `uvicorn.Config`."""
+    stopped_by: the signal that ended it; None while none has. limits: of the head of a request, and of a WebSocket
+    message from a client. stop: ends what the application does, before connections are ended. settings: more of
+    `uvicorn.Config`."""
 
     stopped_by: int | None = None
 
-    def __init__(self, app: Any, max_message_bytes: int, stop: _Stop, head_s: float = 10.0, **settings: Any) -> None:
+    def __init__(self, app: Any, limits: Limits, stop: Callable[[], Awaitable[None]], **settings: Any) -> None:
         self._stop = stop
         super().__init__(
             uvicorn.Config(
                 app,
                 # h11 and websockets: with these everything was tested, whatever else is installed
-                http=type("Http", (_TimedHttp,), {"head_s": head_s}),
+                http=type("Http", (_TimedHttp,), {"head_s": limits.head_s}),
                 ws="websockets-sansio",
                 loop="asyncio",
                 log_config=None,
                 log_level="warning",  # below it, uvicorn logs addresses, which may hold keys, and frames
                 access_log=False,
-                ws_max_size=max_message_bytes,
+                ws_max_size=limits.max_body_bytes,
                 timeout_graceful_shutdown=_FLUSH_S,
                 server_header=False,
                 proxy_headers=False,
@@ -261,9 +258,8 @@ def speech_server(service: SpeechService, **access: Any) -> GracefulServer:
     `make_app`."""
     server = GracefulServer(
         make_app(service, **access),
-        service.limits.max_body_bytes,
+        service.limits,
         lambda: service.stop(lambda: server.force_exit),
-        head_s=service.limits.head_s,
         ws_ping_timeout=None,  # a client that plays as it reads has its pong behind minutes of audio; stall_s finds it
     )
     return server
@@ -274,19 +270,21 @@ class _TimedHttp(H11Protocol):
     closed. The time runs from the connection's beginning, and from the first byte of a further request on it. (Between
     requests uvicorn's own limit holds.)"""
 
-    head_s = 10.0
-    _timer: asyncio.TimerHandle | None = None
+    head_s: float
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._watch(True)
+        self._timer = self.loop.call_later(self.head_s, self._too_late)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch(self.conn.their_state is h11.IDLE and not self.transport.is_closing())
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():  # no head is waited for
+            self._timer.cancel()
+        elif self._timer.cancelled():
+            self._timer = self.loop.call_later(self.head_s, self._too_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._watch(False)
+        self._timer.cancel()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -306,16 +304,7 @@ class _TimedHttp(H11Protocol):
             self.transport.write(b"".join(self.conn.send(part) for part in answer))
         self.transport.close()
 
-    def _watch(self, waits: bool) -> None:
-        """waits: for a head, whose time runs already or begins now."""
-        if self._timer is not None and not waits:
-            self._timer.cancel()
-            self._timer = None
-        elif self._timer is None and waits:
-            self._timer = self.loop.call_later(self.head_s, self._too_late)
-
     def _too_late(self) -> None:
-        self._timer = None
         if self.conn.trailing_data[0]:  # otherwise nothing was asked
             message = f"the head of the request did not come within {self.head_s:g} s: send it again"
             self._refuse(ApiError(408, "head_timeout", message))

@@ -1,7 +1,5 @@
 """One stream of speech as a response's body: encoded while it is made, as events, or whole and kept."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib
@@ -13,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 
 from mktts.audio.encoding import UNCODED, Encoder, StreamFormat
 from mktts.engine.options import Chunk, WordTime
@@ -56,7 +54,7 @@ def documented(*media_types: str) -> dict[str, Any]:
     }
 
 
-class AudioResponse(Response):
+class AudioResponse(StreamingResponse):
     """A stream of speech as a response's body. Status and headers wait for the first bytes, so that what fails before
     them is raised as an ApiError and is not half a file. Where those are all there is, the headers say how many.
 
@@ -79,8 +77,6 @@ class AudioResponse(Response):
         ignored_keys: Sequence[str] = (),
         kept: Callable[[Mapping[str, str], bytes], Response] | None = None,
     ) -> None:
-        self.status_code = 200  # Response's own __init__ would announce an empty body
-        self.background = None
         kind, rate_hz = encoder.kind, encoder.rate_hz
         plain = MEDIA_TYPES[kind].format(rate_hz=rate_hz)
         headers = {  # what is known before the first sample; the rest is at GET /tts/stream/{X-Request-Id}
@@ -97,20 +93,17 @@ class AudioResponse(Response):
         }
         if ignored_keys:
             headers["X-Mktts-Ignored"] = ", ".join(ignored_keys)
-        self.init_headers(headers)
+        super().__init__(stream.chunks(), headers=headers)
         self._stream = stream
         self._encoder = encoder
         self._events_of = events_of
         self._kept = kept
         self._words = 0  # that were sent
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        stream, stall_s, sound_s, started = self._stream, self._stream.service.limits.stall_s, 0.0, False
-
-        async def close_on_disconnect() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            stream.close()
+    async def stream_response(self, send: Any) -> None:
+        """Sends it all. Where the client goes away, Starlette cancels this, if the server's ASGI is older than 2.4, as
+        uvicorn's is."""
+        stream, sound_s, started = self._stream, 0.0, False
 
         async def write(data: bytes, more: bool = True) -> None:
             nonlocal started
@@ -121,25 +114,21 @@ class AudioResponse(Response):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        watch = asyncio.create_task(close_on_disconnect())
         try:
-            async with contextlib.aclosing(stream.chunks()) as chunks:
+            async with contextlib.aclosing(self.body_iterator) as chunks:
                 async for chunk in chunks:
                     data = await self._encoded(chunk)
                     sound_s += chunk.duration_s / self._encoder.speed
                     if data:
-                        with stream.sending(sound_s):
-                            async with asyncio.timeout(stall_s):
-                                await write(data)
+                        async with stream.sending(sound_s):
+                            await write(data)
                         sound_s = 0.0
-            rest = b"" if stream.closed else await self._encoded(None)
-            if stream.closed:  # the client went away
-                return
+            rest = await self._encoded(None)
             stream.close()  # before the last byte: a client that has it all finds the record complete
-            if started or self._kept is None:
-                await write(rest, more=False)
-            else:
-                await self._kept(dict(self.headers), rest)(scope, receive, send)
+            if self._kept is not None and not started:
+                found = self._kept(dict(self.headers), rest)
+                self.status_code, self.raw_headers, rest = found.status_code, found.raw_headers, found.body
+            await write(rest, more=False)
         except ApiError as error:
             if not started:
                 raise
@@ -147,9 +136,8 @@ class AudioResponse(Response):
             if self._events_of is not None:  # OpenAI's clients raise it
                 await write(_event({"type": "error", "error": error.detail().shown()}), more=False)
         except TimeoutError:
-            log.warning("stream %s: the client took nothing for %g s", stream.id, stall_s)
+            log.warning("stream %s: the client took nothing for %g s", stream.id, stream.service.limits.stall_s)
         finally:
-            watch.cancel()
             stream.close()
 
     async def _encoded(self, chunk: Chunk | None) -> bytes:

@@ -1,7 +1,5 @@
 """The routes of OpenAI's shape: speech, models, voices, and the voices of recordings that requests bring."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib
@@ -91,14 +89,12 @@ class References:
             unable = isinstance(error, BackendUnavailable)
             raise wrong("cloning_unavailable" if unable else "bad_reference", key, str(error)) from None
 
-    async def brought(self, body: OpenAISpeechRequest, owner: str) -> Voice | None:
+    async def brought(self, body: OpenAISpeechRequest, owner: str) -> Voice:
         """The voice of the recording that a request brings, the same one again for the same one, or of the name that it
-        has in its place; None where it has neither. Raises ApiError."""
+        has in its place. Raises ApiError."""
         recording, transcript = body.ref_audio, (body.ref_text or "").strip() or None
         if not recording:
-            if transcript is not None:
-                raise wrong("bad_reference", "ref_text", "there is no ref_audio that says it")
-            return None
+            raise wrong("bad_reference", "ref_text", "there is no ref_audio that says it")
         if (body.speaker or DEFAULT).lower() not in (DEFAULT, *OPENAI_VOICES):
             raise wrong("two_voices", "ref_audio", "leave out voice, or this")
         if (saved := self._service.saved_voice(recording[:256], owner)) is not None:
@@ -174,7 +170,9 @@ def openai_routes(service: SpeechService) -> APIRouter:
         except MkttsError as error:
             raise ApiError(400, "bad_format", str(error), "response_format") from None
         owner, kept = request.state.owner, None
-        voice = await references.brought(body, owner)
+        voice = None
+        if body.ref_audio or (body.ref_text or "").strip():
+            voice = await references.brought(body, owner)
         if whole and request.method == "GET":
             named = voice or service.saved_voice(body.speaker or DEFAULT, owner)
             asked = (owner, request.url.query, named and named.digest), request.headers.get("range")

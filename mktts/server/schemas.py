@@ -1,8 +1,6 @@
 """The shapes of requests, answers and WebSocket messages: what a client may rely on. What depends on the loaded
 checkpoint and the limits (names, maxima) is checked by `mktts.server.service`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from fastapi import UploadFile
@@ -311,12 +309,10 @@ class Text(StrictModel):
     text: str
 
 
-class Finish(StrictModel):
-    type: Literal["finish"]
+class End(StrictModel):
+    """finish: no more text comes. cancel: nor is any more to be spoken."""
+
+    type: Literal["finish", "cancel"]
 
 
-class Cancel(StrictModel):
-    type: Literal["cancel"]
-
-
-ClientMessage = Annotated[Start | Text | Finish | Cancel, Field(discriminator="type")]
+ClientMessage = Annotated[Start | Text | End, Field(discriminator="type")]

@@ -7,13 +7,13 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import astuple
 from functools import cache, partial
 from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
@@ -262,11 +262,16 @@ class SpeechService:
             self._ended[id].words = None
         if len(self._ended) > self.limits.kept_states:
             self._ended.popitem(last=False)
-        self.meters.count(state)
-        if state.error is not None and state.error.code == "engine_error":
+        code, meters = state.error and state.error.code, self.meters
+        if code == "engine_error":
             self._failures += 1
         elif state.frames:
             self._failures = 0
+        if code != "busy":  # it found no place: it was refused, and was none
+            meters.streams.labels(state.route, state.finish_reason).inc()
+            meters.audio_s.inc(state.audio_s)
+            if state.first_audio_ms is not None:
+                meters.first_audio_s.labels(state.route).observe(state.first_audio_ms / 1_000)
 
 
 class Meters(Collector):
@@ -274,7 +279,7 @@ class Meters(Collector):
     units as https://prometheus.io/docs/practices/naming/ has them: base units (seconds), counters end in _total."""
 
     def __init__(self, service: SpeechService) -> None:
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         seconds = partial(Histogram, labelnames=("route",), buckets=_FIRST_AUDIO_S, registry=registry)
         since = "From the request (or the first text) to the first"
@@ -284,10 +289,10 @@ class Meters(Collector):
         gauge("mktts_info", "Always 1; the labels say what is served.", tuple(labels)).labels(**labels).set(1)
         gauge("mktts_capacity", "Listeners that are admitted at once.").set_function(lambda: service.streams_max)
         gauge("mktts_streams_open", "Streams being generated.").set_function(lambda: service.streams_open)
-        self._streams = counter("mktts_streams", "Streams ended, by route and finish reason.", ("route", "reason"))
+        self.streams = counter("mktts_streams", "Streams ended, by route and finish reason.", ("route", "reason"))
         self._refused = counter("mktts_refused", "Requests refused, by code.", ("code",))
-        self._audio_s = counter("mktts_audio_seconds", "Audio handed to connections.")
-        self._first_audio_s = seconds("mktts_first_audio_seconds", f"{since} PCM on the host.")
+        self.audio_s = counter("mktts_audio_seconds", "Audio handed to connections.")
+        self.first_audio_s = seconds("mktts_first_audio_seconds", f"{since} PCM on the host.")
         self.first_byte_s = seconds("mktts_first_byte_seconds", f"{since} write of sound to the connection.")
         self.underruns = counter(
             "mktts_underruns",
@@ -299,18 +304,6 @@ class Meters(Collector):
 
     def refuse(self, code: str) -> None:
         self._refused.labels(code).inc()
-
-    def count(self, state: StreamState) -> None:
-        """Counts a stream that has ended; one that found no place was refused, and was none."""
-        if state.error is not None and state.error.code == "busy":
-            return
-        self._streams.labels(state.route, state.finish_reason).inc()
-        self._audio_s.inc(state.audio_s)
-        if state.first_audio_ms is not None:
-            self._first_audio_s.labels(state.route).observe(state.first_audio_ms / 1_000)
-
-    def page(self) -> bytes:
-        return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
         """The state of the engines."""
@@ -359,7 +352,8 @@ class ServedStream:
         while not ended:
             late = False
             try:
-                chunk = await self.stream.take(max(0.0, self._lead_s() - KEPT_LEAD_S) if held else None)
+                spare_s = self._player.lead_s(time.perf_counter()) - KEPT_LEAD_S
+                chunk = await self.stream.take(max(0.0, spare_s) if held else None)
                 ended = chunk is None
                 held += [chunk] if chunk else []
             except TimeoutError:
@@ -373,10 +367,11 @@ class ServedStream:
             if state.words is not None:
                 state.words = list(self.stream.words)
             frames = sum(one.frames for one in held)
-            if held and (late or ended or self._lead_s() <= KEPT_LEAD_S or frames >= MAX_HELD_FRAMES):
+            ahead = self._player.lead_s(time.perf_counter()) > KEPT_LEAD_S and frames < MAX_HELD_FRAMES
+            if held and (late or ended or not ahead):
                 if state.first_audio_ms is None:
                     state.first_audio_ms = round((time.perf_counter() - self._started_s) * 1_000, 3)
-                joined = _joined(held)
+                joined = held[0] if len(held) == 1 else _joined(held)
                 state.frames += frames
                 state.audio_s += joined.duration_s
                 yield joined
@@ -384,9 +379,10 @@ class ServedStream:
         if self.error is not None:
             raise self.error
 
-    @contextlib.contextmanager
-    def sending(self, duration_s: float) -> Iterator[None]:
-        """Around a write of sound of so many seconds. One that waits for the client makes nothing late."""
+    @contextlib.asynccontextmanager
+    async def sending(self, duration_s: float) -> AsyncIterator[None]:
+        """Around a write of sound of so many seconds. One that waits for the client makes nothing late; one that waits
+        longer than `Limits.stall_s` raises TimeoutError."""
         began_s, meters = time.perf_counter(), self.service.meters
         if self._player.dry_s is None:
             meters.first_byte_s.labels(self.state.route).observe(began_s - self._started_s)
@@ -394,12 +390,10 @@ class ServedStream:
         if late_s > 0:
             meters.underruns.inc()
             meters.late_s.inc(late_s)
-        yield
+        async with asyncio.timeout(self.service.limits.stall_s):
+            yield
         if (now_s := time.perf_counter()) - began_s > _HELD_UP_S:
             self._player.pause(now_s)
-
-    def _lead_s(self) -> float:
-        return self._player.lead_s(time.perf_counter())
 
     def feed(self, text: str | None) -> None:
         """More text of a session; None: no more comes. The stream fails where it cannot be spoken, or is too long. The
@@ -441,8 +435,6 @@ class ServedStream:
 
 def _joined(chunks: list[Chunk]) -> Chunk:
     """One chunk of several that follow each other; it was ready when the last one was."""
-    if len(chunks) == 1:
-        return chunks[0]
     ready_ms, *spent_ms = zip(*(astuple(chunk.timings) for chunk in chunks), strict=True)
     timings = Timings(ready_ms[-1], *map(sum, spent_ms))
     ready = [chunk.ready_pcm16 for chunk in chunks]

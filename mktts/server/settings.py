@@ -1,8 +1,6 @@
 """What a server process is started with: its limits, where it listens, by which names it may be called, which web pages
 may use it, and its keys."""
 
-from __future__ import annotations
-
 import argparse
 import ipaddress
 import math
@@ -12,7 +10,7 @@ import socket
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -82,7 +80,7 @@ class Limits:
         if self.max_duration_s > DAY_S:
             raise ServerError(f"max_duration_s must be at most {DAY_S} (a day), got {self.max_duration_s:g}")
 
-    @property
+    @cached_property
     def max_frames(self) -> int:
         return max(1, int(self.max_duration_s * FRAME_RATE_HZ))
 

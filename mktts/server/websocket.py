@@ -3,8 +3,6 @@
 Two tasks: one receives and must never wait for anything else, because a `cancel` or a closed connection shows there;
 one sends an utterance, and may be held up by a slow client. The receiving task sends only where nothing else does."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -17,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mktts.engine.options import Chunk
 from mktts.server.api_errors import ApiError, from_validation
-from mktts.server.schemas import Cancel, ClientMessage, Start, Text
+from mktts.server.schemas import ClientMessage, Start, Text
 from mktts.server.service import ServedStream, SpeechService
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -86,7 +84,7 @@ class SpeechSocket:
             self._start(message)
         elif not self._begun:
             raise ApiError(422, "not_started", "expected start before anything else")
-        elif isinstance(message, Cancel):
+        elif message.type == "cancel":
             self._end()
         elif self._takes_text():  # otherwise it ended, or was refused, before the client could know
             self._writing = isinstance(message, Text)
@@ -149,10 +147,9 @@ class SpeechSocket:
     async def _send_chunk(self, stream: ServedStream, chunk: Chunk) -> None:
         words = {} if stream.state.words is None else {"words": [asdict(word) for word in chunk.words]}
         about = {"start_s": chunk.start_s, "duration_s": chunk.duration_s, "frames": chunk.frames}
-        with stream.sending(chunk.duration_s):
+        async with stream.sending(chunk.duration_s):
             await self._send("chunk", id=stream.id, **about, timings=asdict(chunk.timings), **words)
-            async with asyncio.timeout(self._limits.stall_s):
-                await self._socket.send_bytes(chunk.pcm16)
+            await self._socket.send_bytes(chunk.pcm16)
 
     async def _send(self, type: str, **fields: Any) -> None:
         """Sends a message in JSON, in ASCII: what it quotes may have half a surrogate pair in it."""

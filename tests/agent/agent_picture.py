@@ -6,8 +6,6 @@ takes a picture of the page after it, with the package's default voice. Without 
 leaves the file as it is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import sys

@@ -3,8 +3,6 @@
 Random weights: the bot's voice is noise; its text is known.
 """
 
-from __future__ import annotations
-
 import wave
 
 import numpy as np

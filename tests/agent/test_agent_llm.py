@@ -1,7 +1,5 @@
 """The agent's language models: a tiny Qwen3 of random weights and a server of OpenAI's shape."""
 
-from __future__ import annotations
-
 import json
 import threading
 
@@ -36,11 +34,6 @@ def model(checkpoint_cache):
     made = ThreadedDecoder(TextDecoder.load("random:tiny", device="cpu"))
     yield made
     made.close()
-
-
-@pytest.fixture
-def decoder(model):
-    return model.decoder
 
 
 def service(model: ThreadedDecoder, reply_tokens: int = REPLY_TOKENS) -> Qwen3LLMService:
@@ -124,7 +117,7 @@ def test_the_arguments_choose_it_and_speak_its_tokens(checkpoint_cache):
 # ---- the cache of a conversation
 
 
-def test_what_an_interruption_left_is_kept_and_the_rest_is_computed(decoder, monkeypatch):
+def test_what_an_interruption_left_is_kept_and_the_rest_is_computed(model, monkeypatch):
     """Counted where it is computed: rows that go through the stack."""
     rows: list[int] = []
     forward = Qwen3Stack.forward
@@ -134,7 +127,7 @@ def test_what_an_interruption_left_is_kept_and_the_rest_is_computed(decoder, mon
         return forward(stack, x, cache)
 
     monkeypatch.setattr(Qwen3Stack, "forward", counted)
-    conversation = TextConversation(decoder)
+    conversation = TextConversation(model.decoder)
     cut = conversation.reply([SYSTEM, HELLO], seed=1)
     assert rows == [conversation.computed_tokens] and conversation.kept_tokens == 0
     for _ in range(3):
@@ -147,15 +140,15 @@ def test_what_an_interruption_left_is_kept_and_the_rest_is_computed(decoder, mon
     # up to the thought that the template has told it not to think
     assert conversation.kept_tokens == conversation.template.ids([SYSTEM, HELLO]).index(conversation.template.think)
     assert rows == [conversation.computed_tokens] == [len(ids) - conversation.kept_tokens]
-    alone = decoder.generate(ids, seed=1, max_tokens=6)
+    alone = model.decoder.generate(ids, seed=1, max_tokens=6)
     assert [next(stream).id for _ in range(6)] == [token.id for token in alone]
 
 
-def test_a_failed_reply_leaves_nothing_to_go_on_from(decoder, monkeypatch):
-    conversation = TextConversation(decoder)
+def test_a_failed_reply_leaves_nothing_to_go_on_from(model, monkeypatch):
+    conversation = TextConversation(model.decoder)
     stream = conversation.reply([HELLO], seed=1)
     with monkeypatch.context() as broken:
-        broken.setattr(decoder._backend, "step", lambda *_: 1 / 0)
+        broken.setattr(model.decoder._backend, "step", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             next(stream)
     conversation.reply([HELLO], seed=1)

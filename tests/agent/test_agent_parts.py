@@ -1,7 +1,5 @@
 """The agent's parts: what is recognised, what the script answers, which services are chosen, what is measured."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

@@ -1,7 +1,5 @@
 """The agent's server, over real HTTP and WebSocket. Random weights: who may connect, what comes in which order."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -33,19 +31,6 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def url(checkpoint_cache):
-    with running_agent(SETTINGS) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def locked(checkpoint_cache):
-    with running_agent(SETTINGS, api_key=KEY) as address:
-        yield address
-
-
-@pytest.fixture
-def one_place(checkpoint_cache, monkeypatch):
-    monkeypatch.setattr("mktts.agent.web.MAX_SESSIONS", 1)
     with running_agent(SETTINGS) as address:
         yield address
 
@@ -153,60 +138,55 @@ def test_the_page_is_served_alone_and_learns_what_it_talks_to(url):
     assert config["hints"] == intents.hints() and config["transports"][0] == "websocket"
 
 
-async def test_the_page_is_guarded_as_a_server_is_and_takes_its_key_in_the_address(url, locked):
+async def test_the_page_is_guarded_as_a_server_is_and_takes_its_key_in_the_address(url):
     """tests/server/test_access.py has what the guard does."""
     foreign = {"Origin": "https://example.org"}
     assert httpx.get(url + "/agent/config", headers=foreign).status_code == 403
     with pytest.raises(websockets.InvalidStatus, match="403"):
         async with websockets.connect(socket_of(url), additional_headers=foreign):
             pass
-    assert httpx.get(locked + "/").status_code == httpx.get(f"{locked}/agent/config?key={KEY}").status_code == 200
-    assert httpx.post(f"{locked}/agent/offer?key=wrong", json={}).status_code == 401
-    with pytest.raises(websockets.InvalidStatus, match="401"):
-        async with websockets.connect(socket_of(locked)):
-            pass
-    assert await is_ready(locked, f"?key={KEY}")
+    with running_agent(SETTINGS, api_key=KEY) as locked:
+        assert httpx.get(locked + "/").status_code == httpx.get(f"{locked}/agent/config?key={KEY}").status_code == 200
+        assert httpx.post(f"{locked}/agent/offer?key=wrong", json={}).status_code == 401
+        with pytest.raises(websockets.InvalidStatus, match="401"):
+            async with websockets.connect(socket_of(locked)):
+                pass
+        assert await is_ready(locked, f"?key={KEY}")
 
 
 BARE_SDP = "v=0\r\no=- 1 1 IN IP4 0.0.0.0\r\ns=-\r\nt=0 0\r\nm=audio 9 UDP/TLS/RTP/SAVPF 0\r\n"
 
 
 async def test_an_offer_that_cannot_be_answered_holds_no_place_and_one_that_nobody_follows_gives_it_back(
-    one_place, monkeypatch
+    checkpoint_cache, monkeypatch
 ):
+    monkeypatch.setattr("mktts.agent.web.MAX_SESSIONS", 1)
     monkeypatch.setattr("mktts.agent.web.CONNECT_S", 0.5)
-    sdp = await an_offer()
-    broken = [sdp.replace(line, "") for line in ("a=rtcp-mux\r\n", "a=ice-pwd:", "a=fingerprint:")]
-    assert sdp not in broken
-    for body in (b"no json", b"[]", b'{"sdp": 1, "no": 2}'):
-        assert httpx.post(f"{one_place}/agent/offer", content=body).status_code == 400
-    for wrong in ("garbage", "", "v=0\r\n", BARE_SDP, *broken):
-        answer = httpx.post(f"{one_place}/agent/offer", json={"sdp": wrong, "type": "offer"})
-        assert answer.status_code == 400 and answer.json()["detail"], wrong
-    offer = {"sdp": sdp, "type": "offer"}
-    answer = await asyncio.to_thread(httpx.post, f"{one_place}/agent/offer", json=offer, timeout=WAIT_S)
-    assert answer.status_code == 200 and answer.json()["type"] == "answer"
-    assert httpx.post(f"{one_place}/agent/offer", json=offer).status_code == 503  # one conversation too many
-    async with websockets.connect(socket_of(one_place)) as second:
-        with pytest.raises(websockets.ConnectionClosed) as closed:
-            await asyncio.wait_for(second.recv(), WAIT_S)
-        assert closed.value.rcvd.code == 1013
-    end_s = time.monotonic() + WAIT_S
-    while not await is_ready(one_place):
-        assert time.monotonic() < end_s
-        await asyncio.sleep(0.1)
-
-
-async def an_offer() -> str:
-    """Of a peer that is gone."""
-    aiortc = pytest.importorskip("aiortc")
-    peer = aiortc.RTCPeerConnection()
+    peer = pytest.importorskip("aiortc").RTCPeerConnection()
     peer.addTransceiver("audio")
     peer.createDataChannel("chat")
     await peer.setLocalDescription(await peer.createOffer())
     sdp = peer.localDescription.sdp
-    await peer.close()
-    return sdp
+    await peer.close()  # nobody follows
+    broken = [sdp.replace(line, "") for line in ("a=rtcp-mux\r\n", "a=ice-pwd:", "a=fingerprint:")]
+    assert sdp not in broken
+    with running_agent(SETTINGS) as one_place:
+        for body in (b"no json", b"[]", b'{"sdp": 1, "no": 2}'):
+            assert httpx.post(f"{one_place}/agent/offer", content=body).status_code == 400
+        for wrong in ("garbage", "", "v=0\r\n", BARE_SDP, *broken):
+            answer = httpx.post(f"{one_place}/agent/offer", json={"sdp": wrong, "type": "offer"})
+            assert answer.status_code == 400 and answer.json()["detail"], wrong
+        offer = {"sdp": sdp, "type": "offer"}
+        answer = await asyncio.to_thread(httpx.post, f"{one_place}/agent/offer", json=offer, timeout=WAIT_S)
+        assert answer.status_code == 200 and answer.json()["type"] == "answer"
+        assert httpx.post(f"{one_place}/agent/offer", json=offer).status_code == 503  # one conversation too many
+        async with websockets.connect(socket_of(one_place)) as second:
+            with pytest.raises(websockets.ConnectionClosed) as closed:
+                await asyncio.wait_for(second.recv(), WAIT_S)
+            assert closed.value.rcvd.code == 1013
+        async with asyncio.timeout(WAIT_S):
+            while not await is_ready(one_place):
+                await asyncio.sleep(0.1)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The agent beside a kernel: a child process that starts, answers, and ends with the process that started it."""
 
-from __future__ import annotations
-
 import gc
 import io
 import json
@@ -9,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,13 +14,13 @@ from pathlib import Path
 import pytest
 import websockets
 from absent import needs
+from served import until
 
 from mktts.agent import live
 from mktts.common import python_path
 from mktts.errors import AgentError
 
 pytestmark = needs("pocketsphinx")  # the speech to text that the agent has without a key
-WAIT_S = 60.0
 KERNEL = """
 import sys
 from mktts.agent import live
@@ -60,10 +57,8 @@ async def test_it_converses_until_the_process_that_started_it_is_killed(checkpoi
         while not isinstance(await socket.recv(), bytes):
             pass  # the greeting sounds
         kernel.send_signal(signal.SIGKILL)
-        end_s = time.monotonic() + WAIT_S
-        while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
-            assert time.monotonic() < end_s, f"process {pid} still runs"
-            time.sleep(0.05)
+        state = Path(f"/proc/{pid}/stat")
+        until(lambda: not state.exists() or " Z " in state.read_text(), "the agent's process to end")
 
 
 def test_stop_and_the_last_reference_to_it_end_it_and_stop_again_is_harmless():

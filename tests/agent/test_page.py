@@ -3,8 +3,6 @@
 `make reference` takes a picture of the page in a conversation with the real bot.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

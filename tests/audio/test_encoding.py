@@ -14,6 +14,7 @@ from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 pytestmark = needs("av")
 SECONDS = 2.0
+RATES_HZ = (8_000, 16_000, 44_100, 48_000)
 PADDING_S = {"mp3": 0.1, "opus": 0.001, "aac": 0.1, "flac": 0.0}  # encoders fill their last block
 
 
@@ -54,13 +55,16 @@ def test_a_stream_of_mp3_or_wav_promises_no_length():
     assert head[4:8] == head[40:44] == b"\xff" * 4  # RIFF's and data's lengths as players take them for unknown
 
 
-@pytest.mark.parametrize("speed", [0.25, 0.8, 2.0, 4.0])
-def test_speed_keeps_the_pitch_and_changes_the_length_to_a_sample(speed):
-    pcm = tone(SECONDS, 220.0)
-    changed = np.frombuffer(b"".join(pieces("pcm", pcm, speed=speed)), "<i2") / 2**15
-    assert len(changed) == round(len(pcm) / speed)
-    middle = changed[len(changed) // 5 : -len(changed) // 5]
-    assert loudest_hz(middle, SAMPLE_RATE_HZ) == pytest.approx(220, abs=4)
+@pytest.mark.parametrize(
+    ("speed", "rate_hz"),
+    [*((speed, SAMPLE_RATE_HZ) for speed in (0.25, 0.8, 2.0, 4.0)), *((1.0, rate_hz) for rate_hz in RATES_HZ)],
+)
+def test_speed_and_another_rate_keep_the_pitch_and_change_the_length_to_a_sample(speed, rate_hz):
+    wav = b"".join(pieces("wav", tone(SECONDS, 220.0), speed=speed, sample_rate_hz=rate_hz))
+    _, heard, found_hz = decoded(wav)
+    assert found_hz == rate_hz and len(heard) == round(SECONDS * rate_hz / speed)
+    middle = heard[len(heard) // 5 : -len(heard) // 5]
+    assert loudest_hz(middle, rate_hz) == pytest.approx(220, abs=4)
     assert np.sqrt(np.mean(middle**2)) == pytest.approx(0.5 / np.sqrt(2), rel=0.1)
 
 
@@ -70,13 +74,6 @@ def test_speed_moves_what_is_heard_to_its_time():
     changed = np.frombuffer(b"".join(pieces("pcm", pcm, speed=2.0)), "<i2") / 2**15
     onset_s = np.argmax(np.abs(changed) > 0.25) / SAMPLE_RATE_HZ
     assert onset_s == pytest.approx(0.5, abs=0.06)
-
-
-@pytest.mark.parametrize("rate_hz", [8_000, 16_000, 44_100, 48_000])
-def test_another_rate_is_that_of_the_file(rate_hz):
-    _, heard, found_hz = decoded(b"".join(pieces("wav", tone(SECONDS), sample_rate_hz=rate_hz)))
-    assert found_hz == rate_hz and len(heard) == round(SECONDS * rate_hz)
-    assert loudest_hz(heard, rate_hz) == pytest.approx(440, abs=2)
 
 
 @pytest.mark.parametrize("kind", STREAM_FORMATS)

@@ -1,8 +1,6 @@
 """The Pipecat service over a source under control: frames, words, metrics, interruption, failure; sentences and tokens;
 the conversation's context behind an output that plays in real time."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 
@@ -19,7 +17,7 @@ from pipecat_fakes import TOO_LATE_S, FakeSource, FakeSpeech, Talk, metrics, tur
 from mktts.agent.scripted import RecordingOutput
 from mktts.errors import PromptError
 from mktts.pipecat import MkttsTTSService, SpeechFailedFrame
-from mktts.pipecat.service import AudioTimes
+from mktts.pipecat.service import SpokenText
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 Settings = MkttsTTSService.Settings
@@ -168,10 +166,8 @@ async def test_a_failed_engine_is_a_permanent_error_and_the_unspoken_text_stays_
         await talk.say(*turn("All is good. ", bad, "This is never said."))
         await talk.until(lambda: talk.of(frames.LLMFullResponseEndFrame))
         await talk.say(*turn("Nor is this."))
-    errors = [frame for frame in talk.up if isinstance(frame, frames.ErrorFrame)]
-    assert isinstance(errors[0], SpeechFailedFrame)
-    assert "device lost" in errors[0].error
-    assert errors[0].permanent
+    failed = next(frame for frame in talk.up if isinstance(frame, SpeechFailedFrame))
+    assert "device lost" in failed.error and failed.permanent
     assert not tts.is_usable
     assert whole.startswith(talk.heard()) and "All is good. one two" in talk.heard()
     assert "nine" in talk.heard() and "fifteen" not in talk.heard()
@@ -292,17 +288,6 @@ async def test_a_token_turn_that_a_limit_ends_early_keeps_the_rest_out_of_the_co
 SENTENCES = ("Once upon a time there was a computer. ", "It dreamed of singing in the opera.")
 
 
-def conversation(mode: TextAggregationMode, speech_s: float) -> tuple[LLMContext, RecordingOutput, Talk]:
-    """Behind an output that takes audio as fast as it is heard. speech_s: of each of two sentences."""
-    pieces = round(speech_s * FRAME_RATE_HZ)
-    source = FakeSource(lambda text: FakeSpeech(pieces if text else 2 * pieces))
-    context = LLMContext()
-    loudspeaker = RecordingOutput(TransportParams(audio_out_enabled=True, audio_out_end_silence_secs=0))
-    assistant = LLMContextAggregatorPair(context).assistant()
-    tts = MkttsTTSService(source=source, text_aggregation_mode=mode)
-    return context, loudspeaker, Talk(tts, after=[loudspeaker, assistant])
-
-
 def played_s(loudspeaker: RecordingOutput) -> float:
     return sum(len(pcm) for _, pcm in loudspeaker.played) / SAMPLE_RATE_HZ
 
@@ -313,8 +298,12 @@ def said(context: LLMContext) -> str:
 
 @pytest.mark.parametrize("mode", TextAggregationMode)
 async def test_the_context_ends_where_an_interrupted_listener_was_and_has_a_turn_heard_to_its_end(mode):
-    context, loudspeaker, talk = conversation(mode, 2.4)
-    async with talk:
+    """Behind an output that takes audio as fast as it is heard."""
+    pieces = round(2.4 * FRAME_RATE_HZ)  # of each of two sentences
+    tts, _ = service(lambda text: FakeSpeech(pieces if text else 2 * pieces), text_aggregation_mode=mode)
+    context = LLMContext()
+    loudspeaker = RecordingOutput(TransportParams(audio_out_enabled=True, audio_out_end_silence_secs=0))
+    async with Talk(tts, after=[loudspeaker, LLMContextAggregatorPair(context).assistant()]) as talk:
         await talk.say(*turn(*SENTENCES))
         await talk.until(lambda: played_s(loudspeaker) > 1.0)
         await talk.say(frames.InterruptionFrame())
@@ -333,8 +322,8 @@ async def test_the_context_ends_where_an_interrupted_listener_was_and_has_a_turn
 
 
 def test_a_pause_of_the_engine_moves_the_words_after_it():
-    heard = AudioTimes()
-    heard.add(1.0, begin_s=20.0)
-    heard.add(1.0, begin_s=25.0)
-    assert [heard.at(offset_s) for offset_s in (0.0, 0.5, 1.0, 1.5, 2.0)] == [20.0, 20.5, 25.0, 25.5, 26.0]
-    assert heard.made_s == 2.0
+    utterance = SpokenText(str, SAMPLE_RATE_HZ)
+    utterance.add_audio(1.0, begin_s=20.0)
+    utterance.add_audio(1.0, begin_s=25.0)
+    assert [utterance.heard_at(offset_s) for offset_s in (0.0, 0.5, 1.0, 1.5, 2.0)] == [20.0, 20.5, 25.0, 25.5, 26.0]
+    assert utterance.made_s == 2.0

@@ -1,8 +1,6 @@
 """What the Pipecat service does is the same over a synthesizer in this process and over a server. Random weights:
 order, limits and parity only."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 from collections.abc import Callable, Iterator
@@ -194,10 +192,6 @@ async def test_nothing_visible_in_a_fed_utterance_is_an_end_without_audio(place)
 # ---- synthesizers in this process
 
 
-def local_service(synth: Synthesizer, settings: Settings) -> MkttsTTSService:
-    return MkttsTTSService(source=LocalSource(synth, options=OPTIONS), settings=settings)
-
-
 async def test_a_synthesizer_closed_in_mid_speech_is_a_failure_not_an_end(tiny):
     synth = Synthesizer.load(tiny, device="cpu", cpu_threads=1, engine="single")
     tts = MkttsTTSService(source=LocalSource(synth, options=StreamOptions(guard=Guard.off())))
@@ -214,11 +208,12 @@ async def test_a_synthesizer_closed_in_mid_speech_is_a_failure_not_an_end(tiny):
 async def test_a_saved_voice_speaks_on_a_base_checkpoint(tiny_base, tmp_path):
     with Synthesizer.load(tiny_base, device="cpu", cpu_threads=1, engine="single") as synth:
         with pytest.raises(PromptError, match="voice"):
-            local_service(synth, Settings())
+            MkttsTTSService(source=LocalSource(synth))
         hidden = tiny_base.config.talker.hidden_size
         voice = Voice(torch.zeros(hidden), None, None, tiny_base.config.model_size)
         voice.save(tmp_path / "voice.safetensors")
-        tts = local_service(synth, Settings(voice=str(tmp_path / "voice.safetensors"), seed=5))
+        settings = Settings(voice=str(tmp_path / "voice.safetensors"), seed=5)
+        tts = MkttsTTSService(source=LocalSource(synth, options=OPTIONS), settings=settings)
         async with Talk(tts) as talk:
             await talk.say(frames.TTSSpeakFrame("Hello."))
         assert audio(talk) == to_pcm16(synth.say("Hello.", voice=voice, seed=5, options=OPTIONS))

@@ -11,25 +11,16 @@ from served import Served, served, until
 from mktts.checkpoint import Checkpoint
 from mktts.server.app import make_app
 from mktts.server.service import SpeechService
-from mktts.server.settings import Limits
 from mktts.synth import Synthesizer
 
 
 class Api(TestClient):
-    """A client of an application in this process. synth: what speaks in it."""
+    """A client of an application in this process, of the service's settings or its access's. synth: what speaks."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        limits: Limits | None = None,
-        voices: Any = None,
-        aliases: Any = None,
-        uploads: Any = None,
-        strict: bool = False,
-        **access: Any,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, **settings: Any) -> None:
+        access = {name: settings.pop(name) for name in ("api_key", "origins", "hosts") if name in settings}
         self.synth = FakeSynthesizer(checkpoint)
-        self.service = SpeechService(self.synth, limits, voices, aliases=aliases, uploads=uploads, strict=strict)
+        self.service = SpeechService(self.synth, **settings)
         self.application = make_app(self.service, **access)
         super().__init__(self.application, base_url="http://localhost", raise_server_exceptions=False)
 

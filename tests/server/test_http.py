@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fake_synthesizer import FakeSynthesizer, noise, noise_words, word_times
 from prometheus_client.parser import text_string_to_metric_families
-from served import first_speaker, served
+from served import served
 
 from mktts.audio import to_pcm16
 from mktts.errors import BusyError, CapacityError, OptionsError, PromptError
@@ -20,14 +20,14 @@ from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 
 def test_pcm_is_that_of_the_stream_and_the_record_says_how_it_ended(api, tiny):
     words = {"nginx": "engine X"}
-    asked = {"seed": 3, "max_frames": 9, "speaker": first_speaker(tiny).upper(), "pronunciations": words}
+    asked = {"seed": 3, "max_frames": 9, "speaker": tiny.config.default_speaker.upper(), "pronunciations": words}
     answer = api.tts(**asked, trim_lead=True)
     assert answer.status_code == 200 and answer.content == to_pcm16(noise(3, 9))
     assert answer.headers["Content-Type"].startswith("audio/pcm") and answer.headers["X-Seed"] == "3"
     assert int(answer.headers["X-Sample-Rate-Hz"]) == SAMPLE_RATE_HZ and answer.headers["X-Random-Weights"] == "true"
     (stream,) = api.synth.streams
     settings = stream.settings
-    assert (stream.text, settings["speaker"], settings["language"]) == ("Hello.", first_speaker(tiny), "auto")
+    assert (stream.text, settings["speaker"], settings["language"]) == ("Hello.", tiny.config.default_speaker, "auto")
     assert (settings["layout"], settings["instruct"], settings["voice"]) == (None, None, None)
     assert settings["pronunciations"] == words
     assert settings["options"].trim_lead and settings["sampling"] == api.synth.sampling

@@ -34,17 +34,9 @@ SILENCE = np.zeros(480)
 SCRIPTS = sorted(PAGE.glob("*.js"))
 
 
-@pytest.fixture(scope="module")
-def locked(make_api):
-    return make_api(api_key=KEY)
-
-
-@pytest.fixture(scope="module")
-def page(locked) -> httpx.Response:
-    return locked.get("/")
-
-
-def test_the_page_and_what_it_loads_need_no_key_and_come_from_here(locked, page):
+def test_the_page_and_what_it_loads_need_no_key_and_come_from_here(make_api):
+    locked = make_api(api_key=KEY)
+    page = locked.get("/")
     assert page.headers["Content-Type"].startswith("text/html") and "<textarea" in page.text
     for address in re.findall(r'(?:src|href)="([^"]+)"', page.text):
         if address != "data:,":

@@ -12,6 +12,7 @@ from mktts.errors import EngineError
 from mktts.server import service
 from mktts.server.api_errors import ApiError
 from mktts.server.service import KEPT_LEAD_S, MAX_HELD_FRAMES, ServedStream
+from mktts.server.settings import Limits
 from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
 
 FRAME_S = 1 / FRAME_RATE_HZ
@@ -61,7 +62,9 @@ def served_stream_of(source: Source) -> tuple[ServedStream, list[float]]:
     late: list[float] = []
     meters = MagicMock()
     meters.late_s.inc = late.append
-    around = SimpleNamespace(meters=meters, check_chars=lambda chars: None, has_ended=lambda stream: None)
+    around = SimpleNamespace(
+        meters=meters, limits=Limits(), check_chars=lambda chars: None, has_ended=lambda stream: None
+    )
     return ServedStream(around, "tts_stream", source, 0), late
 
 
@@ -71,7 +74,7 @@ async def written(source: Source, clock: Any) -> tuple[list[tuple[float, Chunk]]
     writes = []
     try:
         async for one in made.chunks():
-            with made.sending(one.duration_s):
+            async with made.sending(one.duration_s):
                 writes.append((round(clock.now_s - 100.0, 6), one))
     except ApiError:
         pass
@@ -93,14 +96,14 @@ async def test_what_the_text_or_the_client_held_up_is_no_underrun(clock):
     source = Source(clock, (0.0, chunk()), (1.0, chunk()), (5.0, chunk()), (5.0, None))
     made, late = served_stream_of(source)
     chunks = made.chunks()
-    with made.sending((await anext(chunks)).duration_s):
+    async with made.sending((await anext(chunks)).duration_s):
         pass
     clock.now_s, source.idle = 100.97, True
     made.feed("And more. ")
     source.idle = False
-    with made.sending((await anext(chunks)).duration_s):
+    async with made.sending((await anext(chunks)).duration_s):
         clock.now_s = 105.0  # the client took nothing for four seconds
-    with made.sending((await anext(chunks)).duration_s):
+    async with made.sending((await anext(chunks)).duration_s):
         assert not late
     assert await anext(chunks, None) is None
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from served import TEXT, WAIT_S, Served, first_speaker, served, until
+from served import TEXT, WAIT_S, Served, served, until
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
@@ -56,16 +56,6 @@ def raw(server: Served, data: bytes, receive_buffer_bytes: int | None = None) ->
     return connection
 
 
-def answer_to(server: Served, data: bytes) -> tuple[bytes, float]:
-    """What comes back for bytes that are sent as they are, and after how many seconds the server hung up."""
-    begun_s = time.monotonic()
-    content = b""
-    with raw(server, data) as connection:
-        while piece := connection.recv(65_536):
-            content += piece
-    return content, time.monotonic() - begun_s
-
-
 def send(line: ClientConnection, type: str, **fields: Any) -> None:
     line.send(json.dumps({"type": type, **fields}))
 
@@ -73,14 +63,6 @@ def send(line: ClientConnection, type: str, **fields: Any) -> None:
 def read(line: ClientConnection) -> dict | bytes:
     message = line.recv(timeout=WAIT_S)
     return message if isinstance(message, bytes) else json.loads(message)
-
-
-def read_to_end(line: ClientConnection) -> tuple[bytes, dict]:
-    """PCM and the last message of the utterance that has started."""
-    pcm = b""
-    while isinstance(message := read(line), bytes) or message["type"] in ("started", "chunk"):
-        pcm += message if isinstance(message, bytes) else b""
-    return pcm, message
 
 
 def deaf(server: Served) -> ClientConnection:
@@ -120,7 +102,7 @@ def test_slow_reader_stops_the_generation_and_then_gets_every_byte(synth, tiny):
         answer = HTTPResponse(connection)
         answer.begin()
         settings = {"seed": 1, "max_frames": LONG["max_frames"], "options": StreamOptions(buffer_frames=8)}
-        assert answer.read() == to_pcm16(synth.say(TEXT, speaker=first_speaker(tiny), **settings))
+        assert answer.read() == to_pcm16(synth.say(TEXT, speaker=tiny.config.default_speaker, **settings))
 
 
 def test_a_client_that_reads_nothing_for_too_long_is_dropped(synth):
@@ -209,8 +191,11 @@ def test_one_stream_too_many_waits_or_is_told_to_come_back(synth, monkeypatch, c
     ids=["nothing", "half a line", "half a head", "half a second head", "half a body", "no HTTP"],
 )
 def test_half_a_request_is_let_go_and_told_so_in_the_shape_of_every_error(hasty, sent, status, code):
-    content, seconds = answer_to(hasty, sent)
-    head, _, body = content.partition(b"\r\n\r\n")
+    begun_s, content = time.monotonic(), b""
+    with raw(hasty, sent) as connection:
+        while piece := connection.recv(65_536):
+            content += piece
+    seconds, (head, _, body) = time.monotonic() - begun_s, content.partition(b"\r\n\r\n")
     assert head[9:12] == status and (seconds > 0.1 or status == b"400") and seconds < 9
     if code:
         error = json.loads(body)["error"]
@@ -270,7 +255,8 @@ def test_neither_texts_nor_keys_are_logged_at_any_level(synth, caplog):
             connect(f"{server.ws}?key=wrong-key")
         with connect(f"{server.ws}?key={KEY}") as line:
             send(line, "start", **{**SHORT, "text": SECRET})
-            read_to_end(line)
+            while isinstance(message := read(line), bytes) or message["type"] != "finished":
+                pass
     others = ("httpcore", "httpx", "websockets.client")
     ours = "\n".join(record.getMessage() for record in caplog.records if not record.name.startswith(others))
     assert "max_frames" in ours and not [word for word in (SECRET, KEY, "wrong-key") if word in ours]

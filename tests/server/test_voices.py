@@ -12,6 +12,7 @@ import pytest
 import torch
 from absent import needs
 from served import until
+from sounds import tone
 from test_openai import client
 
 from mktts.audio import encoded, from_pcm16
@@ -22,18 +23,12 @@ from mktts.server.access import owner_of
 from mktts.server.schemas import UploadedVoice
 from mktts.server.settings import Limits
 from mktts.server.voices import VoiceFolder
-from mktts.spec import SAMPLE_RATE_HZ
 
 pytestmark = needs("av", "python_multipart")
 ANNA, BEN = "annas-key", "bens-key"
 SAID = "What the reference says."
 CONSENT = "I, Anna, agree that my voice is used here."
 LIMITS = Limits(max_reference_s=2.0, max_reference_bytes=200_000, max_voices=3)
-
-
-def hum(seconds: float = 1.0, pitch_hz: float = 140.0) -> np.ndarray:
-    t = np.arange(round(seconds * SAMPLE_RATE_HZ)) / SAMPLE_RATE_HZ
-    return (0.1 * sum(np.sin(2 * np.pi * pitch_hz * k * t) / k for k in range(1, 8))).astype(np.float32)
 
 
 def voice_of(checkpoint: Checkpoint, number: float, transcript: str | None = None) -> Voice:
@@ -57,7 +52,7 @@ class Clones:
         return self.made[-1]
 
 
-WAV, OTHER_WAV = encoded(hum(), "wav"), encoded(hum(pitch_hz=210.0), "wav")
+WAV, OTHER_WAV = encoded(tone(1.0), "wav"), encoded(tone(1.0, peak=0.3), "wav")
 
 
 @pytest.fixture
@@ -97,7 +92,7 @@ def test_a_recording_is_cloned_and_its_voice_speaks(make_api, tiny_base, clones,
     ("body", "code", "param", "message"),
     [
         ({"ref_audio": data_url(b"hello")}, "bad_reference", "ref_audio", "expected audio"),
-        ({"ref_audio": data_url(encoded(hum(3.0), "flac"))}, "bad_reference", "ref_audio", "may last 2 s"),
+        ({"ref_audio": data_url(encoded(tone(3.0), "flac"))}, "bad_reference", "ref_audio", "may last 2 s"),
         ({"ref_audio": data_url(bytes(200_001))}, "bad_reference", "ref_audio", "may have 200000 bytes"),
         ({"ref_audio": "data:audio/wav;base64,!!"}, "bad_reference", "ref_audio", "base64"),
         *[
@@ -124,7 +119,7 @@ def test_what_cloning_or_a_checkpoint_refuses_and_a_body_beyond_the_limit_are_th
 ):
     for refusal, code in ((VoiceError, "bad_reference"), (BackendUnavailable, "cloning_unavailable")):
         monkeypatch.setattr("mktts.server.openai_routes.clone_voice", Mock(side_effect=refusal("too quiet")))
-        found = base_api.speech(ref_audio=data_url(encoded(hum(0.5), "wav"))).json()["error"]
+        found = base_api.speech(ref_audio=data_url(encoded(tone(0.5), "wav"))).json()["error"]
         assert (found["code"], found["param"]) == (code, "ref_audio") and "too quiet" in found["message"]
     answer = base_api.speech(ref_audio=data_url(bytes(2_000_000)))
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
@@ -294,7 +289,7 @@ GIANT = WAV[:4] + b"\xff\xff\xff\x7f" + WAV[8:24] + (2**31 - 1).to_bytes(4, "lit
         *[({"expires_in_s": age}, WAV, "invalid_value", "expires_in_s") for age in ("0", "soon", "9" * 5_000)],
         ({"colour": "red"}, WAV, "invalid_value", "colour"),
         ({"type": "prompt"}, WAV, "invalid_value", "type"),
-        ({}, encoded(hum(3.0), "flac"), "bad_reference", "audio_sample"),
+        ({}, encoded(tone(3.0), "flac"), "bad_reference", "audio_sample"),
         ({}, PLAYLIST, "bad_reference", "audio_sample"),
         ({}, GIANT, "bad_reference", "audio_sample"),
         ({}, b"\x1aE\xdf\xa3" + bytes(5_000), "bad_reference", "audio_sample"),
