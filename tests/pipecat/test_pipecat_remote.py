@@ -4,7 +4,8 @@ pipeline loses by a server that goes away and comes back."""
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +15,21 @@ from pipecat.frames.frames import LLMFullResponseEndFrame, TTSAudioRawFrame, TTS
 from pipecat.services.tts_service import TextAggregationMode
 from pipecat.utils.errors import ErrorCategory
 from pipecat_fakes import PIECE, TOO_LATE_S, Talk, taken, turn, until
-from served import served
+from served import Served, running, served
+from websockets.asyncio.client import connect
 from websockets.asyncio.server import Request, Response, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.protocol import State
 
 from mktts import errors
+from mktts.engine import scheduler
 from mktts.pipecat import MkttsTTSService, RemoteSource, SpeechFailedFrame, Style
 from mktts.pipecat.remote import PATIENCE_S
+from mktts.server.app import speech_server
+from mktts.server.service import SpeechService
+from mktts.server.settings import Limits, listen
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.synth import Synthesizer
 
 KEY = "a-key-of-the-tests"
 MOST_IN_SOCKETS_BYTES = 16 << 20  # far above what Linux lets two sockets on loopback hold
@@ -101,34 +108,23 @@ async def silent(client: Client) -> None:
     pass
 
 
-FAULTS = {
-    "breaks off": (errors.ConnectionLost, False, ErrorCategory.SERVER),
-    "hangs": (errors.ConnectionLost, False, ErrorCategory.SERVER),
-    "stops": (errors.ConnectionLost, False, ErrorCategory.SERVER),
-    "has no place": (errors.BusyError, False, ErrorCategory.RATE_LIMIT),
-    "babbles": (errors.EngineError, True, ErrorCategory.SERVER),
-}
+@pytest.fixture(scope="module")
+def server(synth: Synthesizer) -> Iterator[Served]:
+    with served(synth, Limits(max_streams=1), api_key=KEY) as running:
+        yield running
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["breaks off", "hangs", "stops", "babbles"])
 @pytest.mark.parametrize("mode", TextAggregationMode)
-async def test_a_server_lost_or_busy_costs_the_utterance_alone_and_speaks_again_once_it_can(fault, mode):
-    """It is a permanent error only of a server that speaks another protocol. One that stops is away for a sentence, as
-    at a rolling deployment. Of an utterance that was heard nothing is tried again."""
-    stage, babbles, busy = fault, fault == "babbles", fault == "has no place"
+async def test_a_server_lost_in_mid_utterance_ends_it_and_the_context_is_true(fault, mode):
+    """It is a permanent error only of a server that speaks another protocol: a lost one may come back."""
+    text = "One two three four five six seven eight nine ten eleven."
+    babbles = fault == "babbles"
 
     async def script(client: Client) -> None:
-        start = await client.read("start")
-        if stage == "back":
-            if "text" not in start:
-                await client.read("finish")
-            await client.audio(PIECE)
-            return await client.finished()
-        if stage == "has no place":
-            return await client.say("error", error=failure("busy"))
-        if stage != "away":
-            await client.audio(PIECE, PIECE, PIECE)
-        if stage in ("away", "breaks off"):
+        await client.read("start")
+        await client.audio(PIECE, PIECE, PIECE)
+        if fault == "breaks off":
             return client.break_off()
         if fault == "hangs":
             client.socket.transport.pause_reading()  # pings too
@@ -140,24 +136,17 @@ async def test_a_server_lost_or_busy_costs_the_utterance_alone_and_speaks_again_
     async with fake_server(script, silence_s=0.1) as server:
         tts = MkttsTTSService(source=server.source, text_aggregation_mode=mode, stop_frame_timeout_s=TOO_LATE_S)
         async with Talk(tts) as talk:
-            await talk.say(*turn("One two three four five six seven eight nine ten eleven."))
+            await talk.say(*turn(text))
             await talk.until(lambda: talk.up and talk.of(LLMFullResponseEndFrame))
-            if fault == "stops":
-                stage = "away"
+            if babbles:
                 await talk.say(*turn("Never said."))
-                await talk.until(lambda: len(talk.of(TTSStoppedFrame)) == 2)
-            stage = "back"
-            await talk.say(*turn("Back again."))
     failed = [frame for frame in talk.up if isinstance(frame, SpeechFailedFrame)]
-    found = [(type(frame.exception), frame.permanent, frame.category) for frame in failed]
-    assert found == [FAULTS[fault]] * (2 if fault == "stops" else 1) and tts.is_usable != babbles
-    heard, last = talk.heard(), "" if babbles else "Back again."
-    assert heard.endswith(last) and "One two three ".startswith(heard.removesuffix(last)) and (heard == last) == busy
-    audio = b"".join(frame.audio for frame in talk.of(TTSAudioRawFrame))
-    assert audio == (0 if busy else 3) * PIECE + (0 if babbles else 1) * PIECE
-    starts = sum(message["type"] == "start" for client in server.clients for message in client.got)
-    tries = 1 + len(PATIENCE_S)
-    assert starts == {"babbles": 1, "stops": 1 + tries + 1, "has no place": tries + 1}.get(fault, 2)
+    expected = (errors.EngineError, True) if babbles else (errors.ConnectionLost, False)
+    assert [(type(error.exception), error.permanent) for error in failed] == [expected]
+    assert tts.is_usable != babbles
+    assert b"".join(frame.audio for frame in talk.of(TTSAudioRawFrame)) == 3 * PIECE
+    assert talk.heard() and "One two three".startswith(talk.heard())  # of a quarter of a second
+    assert sum(message["type"] == "start" for client in server.clients for message in client.got) == 1  # no retry
 
 
 async def test_a_slow_server_that_answers_pings_is_waited_for():
@@ -289,21 +278,46 @@ async def test_a_server_that_is_none_or_stops_is_an_error_at_the_start_and_the_p
         assert talk.samples() == 0 and talk.heard() == ""
 
 
-async def test_a_wrong_key_and_a_voice_that_the_server_lacks_are_found_out_at_the_start(synth):
-    with served(synth, api_key=KEY) as server:
-        for key, voice, error, message in (
-            (None, None, errors.AccessError, "it needs an api_key"),
-            ("another", None, errors.AccessError, "does not accept this api_key"),
-            (KEY, "mine.safetensors", errors.PromptError, "--voice NAME=FILE"),
-        ):
-            source = RemoteSource(server.url, key)
-            tts = MkttsTTSService(source=source, settings=MkttsTTSService.Settings(voice=voice))
-            async with Talk(tts):
-                assert not tts.is_usable
-            with pytest.raises(error, match=message) as refused:
-                await source.connect()
-                source.check(Style(voice=voice))
-            assert "another" not in str(refused.value)
+@pytest.mark.parametrize(
+    ("key", "voice", "error", "message"),
+    [
+        (None, None, errors.AccessError, "it needs an api_key"),
+        ("another", None, errors.AccessError, "does not accept this api_key"),
+        (KEY, "mine.safetensors", errors.PromptError, "--voice NAME=FILE"),
+    ],
+)
+async def test_a_wrong_key_and_a_voice_that_the_server_lacks_are_found_out_at_the_start(
+    server, key, voice, error, message
+):
+    source = RemoteSource(server.url, key)
+    tts = MkttsTTSService(source=source, settings=MkttsTTSService.Settings(voice=voice))
+    async with Talk(tts):
+        assert not tts.is_usable
+    with pytest.raises(error, match=message) as refused:
+        await source.connect()
+        source.check(Style(voice=voice))
+    assert "another" not in str(refused.value)
+
+
+async def test_a_server_with_no_place_free_costs_the_sentence_and_not_the_service(server, tiny, monkeypatch):
+    monkeypatch.setattr(scheduler, "ABSENT_S", math.inf)  # the other one listens, although it reads nothing
+    tts = MkttsTTSService(source=RemoteSource(server.url, KEY, max_frames=4), stop_frame_timeout_s=TOO_LATE_S)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with Talk(tts) as talk:
+        # Its farewell would wait ten seconds behind what it has not read.
+        async with connect(server.ws, additional_headers=headers, close_timeout=0.1) as other:
+            await other.send(json.dumps({"type": "start", "text": "Once upon a time. " * 20, "max_frames": 5_000}))
+            await other.recv()
+            await talk.say(*turn("One two."))
+            await talk.until(lambda: talk.of(TTSStoppedFrame))
+        await until(lambda: server.service.streams_open == 0)
+        await talk.say(*turn("Three four."))
+    failed = [frame for frame in talk.up if isinstance(frame, SpeechFailedFrame)]
+    assert [(type(f.exception), f.permanent, f.category) for f in failed] == [
+        (errors.BusyError, False, ErrorCategory.RATE_LIMIT)
+    ]
+    assert tts.is_usable
+    assert talk.heard() == "Three four."
 
 
 def test_the_address_of_the_websocket_follows_from_the_servers_and_what_is_no_key_is_not_repeated():
@@ -323,6 +337,39 @@ def test_the_address_of_the_websocket_follows_from_the_servers_and_what_is_no_ke
 
 
 # ---- servers that go away, come back, or have no place free
+
+
+@pytest.mark.parametrize("mode", TextAggregationMode)
+async def test_a_pipeline_speaks_again_once_its_server_is_back(synth, mode):
+    """As at a rolling deployment: stopped while it speaks, away for a sentence, back on the same port."""
+    limits = Limits(grace_s=0.1)
+    with listen("127.0.0.1", 0, limits) as bound:
+        port = bound.getsockname()[1]
+    tts = MkttsTTSService(
+        source=RemoteSource(f"http://127.0.0.1:{port}", max_frames=300),
+        text_aggregation_mode=mode,
+        stop_frame_timeout_s=TOO_LATE_S,
+    )
+
+    def serving():
+        return running(speech_server(SpeechService(synth, limits)), listen("127.0.0.1", port, limits))
+
+    with contextlib.ExitStack() as first:
+        first.enter_context(serving())
+        async with Talk(tts) as talk:
+            await talk.say(*turn("This is cut short, because its server goes away."))
+            await talk.until(lambda: talk.samples())
+            await asyncio.to_thread(first.close)
+            await talk.until(lambda: talk.of(TTSStoppedFrame))
+            await talk.say(*turn("Never said."))
+            await talk.until(lambda: len(talk.of(TTSStoppedFrame)) == 2)
+            tts._source._limits["max_frames"] = 4
+            with serving():
+                await talk.say(*turn("Back again."))
+                await talk.until(lambda: len(talk.of(TTSStoppedFrame)) == 3)
+    failed = [frame for frame in talk.up if isinstance(frame, SpeechFailedFrame)]
+    assert [(type(frame.exception), frame.permanent) for frame in failed] == [(errors.ConnectionLost, False)] * 2
+    assert tts.is_usable and talk.heard().endswith("Back again.")
 
 
 @pytest.mark.parametrize("fed", [False, True], ids=["known", "fed"])
