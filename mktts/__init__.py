@@ -7,8 +7,6 @@
 
 A name is imported from its module when it is first used, so that `import mktts` takes no time."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

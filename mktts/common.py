@@ -1,7 +1,5 @@
 """What every folder needs of files, folders and child processes, and of what it says to people."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

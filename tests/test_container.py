@@ -1,7 +1,5 @@
 """The Dockerfile: what it says, and, where there is a container engine, that the image's server answers."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

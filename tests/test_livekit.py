@@ -1,7 +1,5 @@
 """LiveKit's agents speak through mktts: sessions without a room, over a synthesizer in this process and a server."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

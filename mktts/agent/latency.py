@@ -93,7 +93,7 @@ class LatencyObserver(BaseObserver):
             self._note(frame, now_s)
 
     def _count_stale(self, frame: frames.Frame) -> None:
-        """Of what leaves the voice: audio of an utterance after the interruption that cut it is stale."""
+        """Counts stale audio that leaves the voice: of an utterance, after the interruption that cut it."""
         if isinstance(frame, frames.InterruptionFrame):
             self._cut |= self._spoken
             self._spoken.clear()

@@ -1,7 +1,5 @@
 """Lanes of many streams, and what the user sets about them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import get_args
 

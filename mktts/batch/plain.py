@@ -2,8 +2,6 @@
 a core to spare, talker and codec have a thread each: while the codec decodes one tick, the talker makes the next one's
 codes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Command-line arguments that several commands share: which checkpoint, on what, with which backend."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """safetensors files, single or sharded: headers read without touching the weights, weights mapped without a copy."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

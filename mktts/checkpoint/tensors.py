@@ -2,8 +2,6 @@
 are those the qwen-tts 0.1.1 model classes load; the byte totals of the five released checkpoints come out exactly
 (tests/checkpoint/test_checkpoint.py)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

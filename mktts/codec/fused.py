@@ -5,8 +5,6 @@ the start, each layer writes its output, through the next one's SnakeBeta, behin
 rows are copied back at the end. Additions, biases and activations are the ends of matrix products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -6,8 +6,6 @@ Sums run in fp32 and in a fixed order: the same input gives the same bits. Opera
 + low / 2048, three products), which keep 22 bits of fp32's 24, scaled by 1/16 so that fp16's range reaches 10^6.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

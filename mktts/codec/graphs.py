@@ -1,7 +1,5 @@
 """The streaming codec decoder as captured CUDA graphs: one launch from the host instead of hundreds a chunk."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ measured lower it, ticks that take no longer raise it again. Nothing waits witho
 refused after `max_wait_s`, any stream after `HELD_S` in which no tick has run.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Hashable

@@ -1,7 +1,5 @@
 """How many listeners an engine serves in time: measured by its own lanes, and kept by machine, model and settings."""
 
-from __future__ import annotations
-
 import math
 import os
 import platform

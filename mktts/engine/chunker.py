@@ -1,7 +1,5 @@
 """The frames of one stream become chunks of PCM."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -5,8 +5,6 @@ Nothing here takes a lock that a garbage-collected stream could need: the worker
 the process that made it: threads do not survive `os.fork`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

@@ -4,8 +4,6 @@ The engine owns the slots: it takes one for a stream, begins the stream's segmen
 it back. One thread owns the lanes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Many texts at once: in their order, or each as soon as it is over."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial

@@ -7,8 +7,6 @@ has the machine to itself. Stage times: the backend's and codec's own clocks. Un
 how much later it would have to start to never run dry.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ that no open stream uses give way, least recently used first. Page 0 belongs to 
 it. One thread at a time.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass

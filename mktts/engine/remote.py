@@ -2,8 +2,6 @@
 engine's worker and an event loop with its sockets wait for each other's interpreter lock thousands of times a
 second."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

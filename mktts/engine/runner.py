@@ -5,8 +5,6 @@ arrive meanwhile are in it; it is launched before t is read, so that the device 
 a lane of t + 1 useless (the speech had ended): it is dropped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

@@ -1,8 +1,6 @@
 """The text of one utterance as a row of segments: known at the start, or fed while it is being spoken. Everything but
 `feed` belongs to the worker."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterable

@@ -6,8 +6,6 @@ likelier behind a mark, and exactly as long where the text asks for it. A word i
 `LAG_S` behind it; what follows begins there.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 """The CUDA backend: one launch of csrc's persistent kernel makes one frame, or several. bfloat16 only. From the prompt
 on the host only launches and reads codes, which the kernel writes into the host's pinned memory frame by frame."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

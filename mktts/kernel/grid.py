@@ -2,8 +2,6 @@
 blocks form as many groups as there are key-value heads. Where a group's rows do not divide over its blocks, each takes
 as many as the fullest and the last ones fewer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from mktts.errors import BackendUnavailable

@@ -1,8 +1,6 @@
 """Launches of the kernels of csrc/: the calls of the CUDA driver that they take, each of them checked; a launch's
 parameters (csrc/state.cuh in ctypes), exchange area and tags; and why one failed."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from dataclasses import asdict

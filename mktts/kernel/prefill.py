@@ -6,8 +6,6 @@ lies between products is made by kernels of the project where they fit, elsewher
 through the frame kernel's tape as it is instead (`TapeRows`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

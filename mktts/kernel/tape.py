@@ -5,8 +5,6 @@ A operand of one warp's `mma.m16n8k16` (PTX ISA): 16 rows by 16 columns, where t
 cut into eight parts along k. Within 16 columns the order is permuted so that a lane's four values are neighbours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,8 +1,6 @@
 """A decoder stack on the frame kernel's tape: a few prompt rows go through the tape as it is (csrc/rows.cu), for more
 rows a layer at a time is unpacked into matrices (csrc/unpack.cu)."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 

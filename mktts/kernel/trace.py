@@ -2,8 +2,6 @@
 clock of its multiprocessor when its first thread passes a point (csrc/state.cuh, `mark`); from one mark to the next is
 a phase."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -2,8 +2,6 @@
 token, on a CUDA device in bfloat16. A backend owns weights; everything about one text lives in the state it returns, so
 any number of texts can take turns on one backend. One thread owns it."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The machine and the software that a figure belongs to."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

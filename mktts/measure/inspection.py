@@ -6,8 +6,6 @@ loads and reads the projection once: 0.06 GB less at 1.7B), each predictor head 
 table. Left out are activations, and keys and values, of which a frame reads the talker's for every position so far
 (`StackConfig.kv_bytes_per_position` each). Everything comes from the file headers; no weights are read."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

@@ -18,8 +18,6 @@ Names in a document of `python -m mktts bench`; all in host wall time, on a warm
 stream: its `upstream_first_pcm_ms` comes with its last, and its `upstream_frame_with_codec_ms` is a whole utterance
 over its frames."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable

@@ -1,8 +1,6 @@
 """The one interface between a model and the engine, implemented by the torch oracle and the megakernel. A backend owns
 weights; everything about one utterance lives in the `StreamState` it returns. One thread owns a backend."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Recording work on static tensors as a CUDA graph, safe while other threads use the device."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable

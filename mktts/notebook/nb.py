@@ -1,8 +1,6 @@
 """What every notebook needs: run folders, inline audio, tables, widgets with a Start button. The Jupyter packages are
 imported where they are used, so `import mktts.notebook.nb` works without them."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import html

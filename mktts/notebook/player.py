@@ -2,8 +2,6 @@
 browser. Without a front end (papermill, pytest) the messages go nowhere, `write` costs microseconds, and
 `stop_requested` stays false."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measurements on record: the documents of an H200, in outputs/reference/h200, and the verdicts of notebooks."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path

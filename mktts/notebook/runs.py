@@ -5,8 +5,6 @@ metrics.json and the files the notebook wrote. metrics.json is whatever the note
 (ok, error, or skipped where it needs a package that has no wheel for this system) and, unless ok, ename, evalue, cell;
 a folder without a status is of a run that did not come to its end."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import csv

@@ -2,8 +2,6 @@
 pages ask for nothing from elsewhere: pictures are in them, sounds beside them, formulas are MathML. What they look like
 stands in `page/`."""
 
-from __future__ import annotations
-
 import argparse
 import html
 import re

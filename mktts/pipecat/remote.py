@@ -167,7 +167,7 @@ class RemoteSource(SpeechSource):
         return socket
 
     def close(self, speech: RemoteSpeech, socket: ClientConnection | None) -> None:
-        """Of an utterance, which ends its generation."""
+        """Closes an utterance, which ends its generation."""
         self._speeches.discard(speech)
         if socket is not None:
             closing = asyncio.create_task(socket.close())
@@ -385,7 +385,7 @@ class RemoteSpeech:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Of the connection."""
+        """Closes the connection."""
         if self._writing is not None:
             self._writing.cancel()
         socket, self._socket = self._socket, None

@@ -288,7 +288,7 @@ class _TimedHttp(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """As uvicorn's, in the shape of every other error."""
+        """Answers as uvicorn does, in the shape of every other error."""
         self._refuse(ApiError(400, "invalid_http", msg))
 
     def _refuse(self, error: ApiError) -> None:

@@ -212,7 +212,7 @@ def openai_routes(service: SpeechService) -> APIRouter:
 
     @router.get("/v1/audio/models", include_in_schema=False)
     async def audio_models() -> dict[str, Any]:
-        """As Open WebUI asks for them."""
+        """The models, at the address where Open WebUI asks for them."""
         return {"models": [{"id": model.checkpoint, "name": model.checkpoint}]}
 
     @router.get(VOICES_PATH)

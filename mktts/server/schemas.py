@@ -224,7 +224,7 @@ class ErrorDetail(StrictModel):
     streams_max: int | None = None
 
     def shown(self) -> dict[str, str | int | None]:
-        """As clients of OpenAI's shape get it: streams_max only where there is something to say."""
+        """The body as clients of OpenAI's shape get it: streams_max only where there is something to say."""
         return self.model_dump(exclude={"streams_max"} if self.streams_max is None else None)
 
 

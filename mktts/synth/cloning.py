@@ -1,8 +1,6 @@
 """Makes a voice from a reference recording, for a Base checkpoint: upstream's own modules, driven by upstream's own
 method, so a voice equals what `create_voice_clone_prompt` makes, bit for bit."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys

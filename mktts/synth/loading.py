@@ -1,7 +1,5 @@
 """Loads a checkpoint's model onto a device: the lanes that make one stream a tick, and those that make many."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from functools import partial

@@ -1,8 +1,6 @@
 """A few words of English as they are spoken. The rules of english.json run from the particular to the general, each on
 what those before it left: an address is no number, a date no fraction, a price no measure."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from functools import cache, partial

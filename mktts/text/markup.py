@@ -1,7 +1,5 @@
 """Markdown, HTML, TeX and terminal codes taken out of a text: what is left is what a person would read out."""
 
-from __future__ import annotations
-
 import html
 import re
 

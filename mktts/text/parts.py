@@ -1,7 +1,5 @@
 """What a text may ask for beside its words: pauses, changes of speaker, and a few elements of SSML."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple

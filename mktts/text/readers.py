@@ -1,7 +1,5 @@
 """Tables of words, and readers of digits and letters: what a rule of english.json asks for by name."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

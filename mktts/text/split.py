@@ -1,8 +1,6 @@
 """Text before it becomes tokens: what is removed, what is refused, and where long text is cut: of a whole text at the
 best place that fits, of text that is still written, whose beginning is already spoken, at the next good one."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from enum import IntEnum

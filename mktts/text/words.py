@@ -1,7 +1,5 @@
 """The words of a text, and the sounds that their letters stand for, as far as a waveform shows them."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 

@@ -4,8 +4,6 @@ About once a minute all that the next step depends on is written: weights, optim
 it, in LIGHT, lies what another session begins with: weights alone in 16 bits, live, averaged, and the best so far.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

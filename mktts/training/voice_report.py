@@ -1,8 +1,6 @@
 """The evidence of a training run in outputs/reference/voice (curves, the evaluation, pairs to listen to), for 09_voice
 and the card; and `python -m mktts train ship`, which puts it there, and the voice into the package."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

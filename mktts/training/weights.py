@@ -1,8 +1,6 @@
 """Trainable tensors by the Hub's names, and the layers that both models have: the arithmetic of `mktts.model.qwen3` and
 `mktts.codec.layers`, for whole sequences of a batch at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any

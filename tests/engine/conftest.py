@@ -1,7 +1,5 @@
 """Synthesizers on fake models, on each engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Which streams are admitted, which wait and which are refused, and by which name."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

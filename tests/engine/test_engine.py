@@ -1,7 +1,5 @@
 """Turns, cancelling, event loops and fed text, on a fake model whose every step is counted. No clocks."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from types import SimpleNamespace

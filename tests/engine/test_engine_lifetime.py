@@ -1,7 +1,5 @@
 """What an ended, failed, dropped or forked engine, executor or stream leaves behind, on a fake model."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

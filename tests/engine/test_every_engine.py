@@ -1,7 +1,5 @@
 """What a stream gives is the same on every engine: samples, codes, chunks, and why it ended. On fake models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """One utterance, step by step, without threads; and the options of a stream."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 

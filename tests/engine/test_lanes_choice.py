@@ -1,7 +1,5 @@
 """Which engine serves a stream, what each then does beside the other, and how many each carries."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Many texts at once: what `say` gives for each, in order; errors and leaving, on every engine."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from functools import partial

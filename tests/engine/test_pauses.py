@@ -1,7 +1,5 @@
 """Pauses and changes of speaker in a text: against its parts, each said by itself, with zeros between."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

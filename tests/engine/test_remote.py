@@ -1,7 +1,5 @@
 """An engine in a process of its own, against one in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Streams on both kinds of lanes: who comes in, who waits for what, what each is given, and what fails alone."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

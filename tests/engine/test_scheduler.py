@@ -1,7 +1,5 @@
 """One tick at a time: what it may hold, who comes first, who costs nothing, and what it takes."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The voice that comes with the package: where it is found, how large it is, and that upstream gives its codes."""
 
-from __future__ import annotations
-
 import inspect
 import shutil
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Tables of sentences into a folder: what is read, what is spoken, tried again, skipped, and left by a killed run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

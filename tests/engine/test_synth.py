@@ -1,7 +1,5 @@
 """The synthesizer on tiny random checkpoints (random weights: timing and parity only)."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """qwen-tts as it is, and as the model behind a synthesizer."""
 
-from __future__ import annotations
-
 import sys
 import types
 from dataclasses import replace

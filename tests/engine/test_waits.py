@@ -1,8 +1,6 @@
 """No stream waits for ever, and each gives what it gives alone: both kinds of lanes on a clock of the test's own, with
 random streams, texts, readers and failures."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

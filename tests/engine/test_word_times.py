@@ -1,7 +1,5 @@
 """Word times: against sounds whose times are known, parts said alone, an aligner, and the text fed in pieces."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 

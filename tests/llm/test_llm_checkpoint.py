@@ -1,7 +1,5 @@
 """Text checkpoints: the layout against transformers and the released file, the loader against broken folders."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A conversation with a text model: its prompts against transformers' rendering; the kernel's cache of a prompt."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

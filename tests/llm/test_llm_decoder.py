@@ -1,7 +1,5 @@
 """The text oracle against transformers' Qwen3ForCausalLM; the token stream against a stand-in."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The text kernel against the torch oracle, on a GPU; its packing anywhere."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

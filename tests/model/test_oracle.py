@@ -1,7 +1,5 @@
 """The oracle's state and borders, and the same codes on CUDA as on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The counter-based generator against published vectors, and its noise against that of csrc/sampling.cuh."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Rows that prompts look up: kept ones stay as they were made, and rows read on the host are those of the device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

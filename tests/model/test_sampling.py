@@ -1,7 +1,5 @@
 """Sampling against transformers' own logits processors, bit for bit; Philox's draws against their distribution."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Token ids against transformers' own Qwen2 tokenizer, and against themselves when the text comes in parts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

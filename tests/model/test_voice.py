@@ -1,7 +1,5 @@
 """Voices against upstream's create_voice_clone_prompt, and every kind of bad reference by name."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -3,8 +3,6 @@
 A line is `written<TAB>read`, with "|" between readings that are all right; \\n and \\x1b stand for those characters.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

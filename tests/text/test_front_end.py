@@ -1,7 +1,5 @@
 """Written English as it is spoken, against lists of what an American reads, and in pieces against the whole."""
 
-from __future__ import annotations
-
 import re
 from importlib.resources import files
 

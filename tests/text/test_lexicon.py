@@ -1,7 +1,5 @@
 """What is said in place of words."""
 
-from __future__ import annotations
-
 import pytest
 
 from mktts.errors import OptionsError, TextError

@@ -1,7 +1,5 @@
 """What a text asks for beside its words: what becomes of it, whole and in pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

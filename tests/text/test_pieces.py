@@ -1,7 +1,5 @@
 """Whatever reads a text makes of its pieces what it makes of the whole."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 from random import Random

@@ -1,7 +1,5 @@
 """Cleaning and cutting of text."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Words of a text, and the kinds of sounds that their letters stand for."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

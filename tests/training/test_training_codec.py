@@ -1,7 +1,5 @@
 """The trained codec against the inference decoder and upstream's classes; its losses, learning and resuming."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

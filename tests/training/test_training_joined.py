@@ -1,7 +1,5 @@
 """Every program in turn, as one types them: from texts to a voice in the package's place that speaks."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Measures of sound against sounds whose values are known, and the record of an evaluation."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """State in small files: that a run which was cut goes on exactly, and what another session begins with."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import dataclass, replace

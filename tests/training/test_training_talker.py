@@ -1,7 +1,5 @@
 """The trainable talker: equal to inference row by row, learns, resumes, and exports what loads everywhere."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

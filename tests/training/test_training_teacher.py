@@ -1,7 +1,5 @@
 """Teachers: Kokoro's parts, any program, recordings; shards of what they say."""
 
-from __future__ import annotations
-
 import lzma
 import sys
 import wave

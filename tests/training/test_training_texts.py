@@ -1,7 +1,5 @@
 """Sentences to learn from: what may be in a list, and where it comes from."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import random

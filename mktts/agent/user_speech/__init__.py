@@ -4,8 +4,6 @@ They are the output of the synthesizer flite 2.2 (Carnegie Mellon University, BS
 its voice `rms` (`flite -voice rms -t TEXT -o FILE`), cut at the first and the last sample above 1 % of full scale and
 scaled to a peak of 0.6: the end of a file is the end of speech."""
 
-from __future__ import annotations
-
 import wave
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """One codec frame of many streams at once on a CUDA device: rows of all lanes in one product, states by slot. A lane's
 samples and state depend on its codes and its state alone, bit for bit: every sum has one order."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace

@@ -2,8 +2,6 @@
 work is queued on one CUDA stream of its own, so a slot or a page that changes hands while ticks still run does so
 behind them."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections import deque

@@ -3,8 +3,6 @@
 Random weights: for timing and parity only. `released/` holds the small files of Qwen3-TTS-12Hz-0.6B-CustomVoice
 (Apache-2.0), with Base's speaker encoder; `sizes.json` what the other sizes change in them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

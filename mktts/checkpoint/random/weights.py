@@ -1,8 +1,6 @@
 """Seeded random tensors for any layout: well-conditioned, never silent, never clipped. Random weights: for timing and
 parity only."""
 
-from __future__ import annotations
-
 import math
 import zlib
 

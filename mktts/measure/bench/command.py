@@ -4,8 +4,6 @@ Every section (mktts.measure.bench.sections) runs in a process of its own. One t
 its own figures only: they stand under `missing` with the reason. --load and --url measure real-time listeners instead
 (mktts.measure.load)."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

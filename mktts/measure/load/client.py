@@ -3,8 +3,6 @@
 A task a listener costs about 12 us a chunk, and hundreds of listeners are a part of one core. How late the loop itself
 was stands in the result: figures of a late client are not the server's."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -5,8 +5,6 @@ The file that loads are merged into: `points`, a load each (mktts.measure.load.c
 driver, torch, date and command beside; `figures`, name -> {value, unit, n, ...}, read off a point. A load that was not
 held for its whole time is refused. A later one takes the place of an earlier one of the same conditions."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import shlex

@@ -1,7 +1,5 @@
 """The codec, streamed as a device serves it, against one pass of fp32 operators on the CPU."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat

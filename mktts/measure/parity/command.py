@@ -8,8 +8,6 @@ The file and the last line of standard output are the same JSON document: the ma
 * codes: codes of PyTorch in bf16, frame for frame upstream's: greedy and drawn.
 * codec: see `codec.codec_section`."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -9,8 +9,6 @@
 
 `kernel="torch"` puts PyTorch in bf16 in the megakernel's place: what runs where there is no GPU."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

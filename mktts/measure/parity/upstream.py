@@ -2,8 +2,6 @@
 the CPU, where the same operators round in the same way. Notebook 03_parity, the tests and `python -m mktts parity` use
 these functions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

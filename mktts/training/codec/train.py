@@ -4,8 +4,6 @@ First by spectra and by what repeats, from `adversarial_from` on also by discrim
 and codebooks stand still: codes made from then on are final, and talker and decoder can learn side by side.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator

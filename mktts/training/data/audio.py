@@ -4,8 +4,6 @@ A shard is an .npz file: `audio` int16 (samples,) at 24 kHz, all clips end to en
 of each; `speaker` (clips,) names; `text` (clips,), the words of the text front end.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ A teacher is Kokoro (--fetch gets it), or any program that makes an audio file o
 are a list in LJSpeech's form and a program that prints a file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import lzma

@@ -1,8 +1,6 @@
 """Sentences to learn from: `python -m mktts train texts`. Of free packages, of the grammar, and what an agent says, in
 the words of the text front end, so that teacher and student read the same."""
 
-from __future__ import annotations
-
 import argparse
 import html
 import json

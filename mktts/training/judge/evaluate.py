@@ -4,8 +4,6 @@ Both say the held-out sentences of everyday speech, of the teacher as audio shar
 alike. `figures`: name -> value, n, 95 % interval (percentile bootstrap over sentences), and what must be reached.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib

@@ -1,7 +1,5 @@
 """What the ear minds and a recogniser does not, of audio float (n,) mono at 24 kHz, full scale 1."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mktts.spec import SAMPLE_RATE_HZ

@@ -1,8 +1,6 @@
 """Talker and code predictor to train, whole sequences at once, with the logits that `mktts.model.oracle` gives row by
 row; and the voice's folder in the Hub's layout."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -6,8 +6,6 @@ said in segments, of which later ones begin small. Batches, noise and dropout fo
 state (`mktts.training.state`), prepared/, tokenizer and JSON files, and voice/, the whole checkpoint.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

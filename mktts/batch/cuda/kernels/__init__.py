@@ -3,8 +3,6 @@
 The modules beside this one are imported on CUDA machines only: Triton comes with torch's CUDA builds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

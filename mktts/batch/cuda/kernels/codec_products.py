@@ -10,8 +10,6 @@ of a tile of 64 rows or more, and the ends are compiled without contraction (`en
 operations written out, so that every tile's code rounds alike.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ k; the parts are added in their order, ((p0 + p1) + p2) + ... . Tiles of any siz
 several, give the same bits: the number of rows may decide which of them runs, it does not touch the sum.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 import triton
