@@ -28,7 +28,7 @@ def plain_characters(text: str) -> str:
 def _plain_words(text: str) -> str:
     """Words in lower case and the marks . , ; : ? !: brackets and dashes become commas, the rest falls away."""
     text = re.sub(r"\s+-+\s+|—|--+|[()\[\]{}|]", ", ", text)
-    text = re.sub(r"\.{2,}(?=\s+[a-z])", ",", text)
+    text = re.sub(r"(?<!\.)\.{2,}(?=\s+[a-z])", ",", text)
     text = re.sub(r"[^A-Za-z0-9\s.,;:?!'-]", " ", text)
     text = re.sub(r"(?<![A-Za-z])['-]+|['-]+(?![A-Za-z])", " ", text)
     text = " ".join(text.split())
