@@ -143,9 +143,9 @@ def test_a_server_whose_engine_dies_breaks_streams_off_and_ends_and_says_so(chec
 
 def test_a_gpu_that_serves_many_is_apart_unless_said_otherwise(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for where in (("auto", "batch", "cuda"), ("auto", "batch", "auto"), ("own", "auto", "cpu")):
+    for where in (("auto", "auto", "cuda"), ("auto", "batch", "auto"), ("own", "auto", "cpu")):
         assert runs_apart(*where)
-    for where in (("auto", "batch", "cpu"), ("auto", "auto", "cuda"), ("same", "batch", "cuda")):
+    for where in (("auto", "batch", "cpu"), ("auto", "single", "cuda"), ("same", "batch", "cuda")):
         assert not runs_apart(*where)
 
 
