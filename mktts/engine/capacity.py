@@ -3,6 +3,7 @@
 import math
 import os
 import platform
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from mktts.engine.lanes import Lanes
 from mktts.engine.runner import Runner
 from mktts.engine.scheduler import FRAME_S, Piece, Tick, TickFit, TickModel
 from mktts.engine.stream import Segment
-from mktts.errors import CheckpointError
+from mktts.errors import BusyError, CheckpointError
 from mktts.model.sampling import Sampling
 
 FRAMES = 16  # of a measurement, for each number of lanes
@@ -32,16 +33,23 @@ _KEPT = "capacity.json"
 def kept(key: str, runner: Runner) -> Capacity | None:
     """What was measured under this key, for the runner to compare its ticks with; None where nothing was."""
     found = _read().get(key)
-    if found is None:
+    try:
+        streams, *model_s = map(float, (found["streams"], *found["tick_model_s"]))
+        if not (math.isfinite(streams) and streams > 0 and min(model_s) >= 0):
+            return None
+        runner.reference_model = TickModel(*model_s)
+        return Capacity(streams, str(found["basis"]))
+    except (KeyError, TypeError, ValueError):  # not there, or damaged
         return None
-    runner.reference_model = TickModel(*found["tick_model_s"])
-    return Capacity(found["streams"], found["basis"])
 
 
 def keep(key: str, runner: Runner, capacity: Capacity) -> None:
     """Writes it beside what is there."""
     found = {**capacity._asdict(), "tick_model_s": astuple(runner.reference_model)}
-    write_json(cache_folder() / _KEPT, {**_read(), key: found})
+    try:
+        write_json(cache_folder() / _KEPT, {**_read(), key: found})
+    except OSError as error:  # a full or read-only cache costs seconds at the next start, not this one
+        print(f"mktts: the measured capacity could not be kept: {error}", file=sys.stderr)
 
 
 def measure(runner: Runner, prompt: Any) -> Capacity:
@@ -49,9 +57,10 @@ def measure(runner: Runner, prompt: Any) -> Capacity:
     settings, fit = runner.lanes.settings, TickFit(runner.lanes.model)
     sizes = settings.sizes if settings.buckets else [math.ceil(part * settings.max_lanes) for part in _PARTS]
     found: list[tuple[float, int, float]] = []
-    for count in sorted(set(sizes)):
-        if count > len(runner.free_slots):
-            break
+    free = len(runner.free_slots)
+    if not free:
+        raise BusyError("expected a free place to measure the capacity with, and streams are open in all: try later")
+    for count in sorted({min(size, free) for size in sizes}):
         tick_s = tick_times(runner.lanes, runner.free_slots[-count:], prompt, fit)
         found.append(((tick_s + _HOST_S) / count, count, tick_s))
         if tick_s > settings.margin * FRAME_S:
@@ -139,5 +148,5 @@ def _read() -> dict:
     try:
         path = cache_folder() / _KEPT
         return read_object(path) if path.is_file() else {}
-    except CheckpointError:
+    except (CheckpointError, RecursionError):
         return {}

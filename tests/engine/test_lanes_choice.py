@@ -9,6 +9,7 @@ import torch
 from fakes import OFF, ONE, FakeBackend, fake_synthesizer, settle, speak
 from served import until
 
+from mktts.engine import capacity
 from mktts.engine.admission import AdmissionLimits
 from mktts.engine.engine import SINGLE_STREAMS
 from mktts.engine.lanes import MAX_FRAMES_AHEAD
@@ -57,6 +58,19 @@ def test_a_capacity_is_that_of_the_lanes_of_many_also_where_they_are_still_to_co
         engine._later = lambda: batch
         assert synth.measure_capacity(only_kept=True).basis == "not measured" and engine._later
         assert synth.measure_capacity().basis == "of a test" and set(engine.runners) == {"single", "batch"}
+
+
+TICK = '"tick_model_s": [1, 1, 1, 1], "basis": ""'
+
+
+@pytest.mark.parametrize(
+    "kept", ["{", "[" * 10_000, '{"k": 3}', '{"k": {"streams": 3}}', f'{{"k": {{"streams": NaN, {TICK}}}}}',
+    f'{{"k": {{"streams": "a", {TICK}}}}}', '{"k": {"streams": 3, "tick_model_s": [1, 1], "basis": ""}}'], ids=range(7)
+)  # fmt: skip
+def test_a_damaged_record_of_the_capacity_is_none(monkeypatch, tmp_path, kept):
+    monkeypatch.setenv("MKTTS_CACHE", str(tmp_path))
+    (tmp_path / "capacity.json").write_text(kept)
+    assert capacity.kept("k", SimpleNamespace()) is None
 
 
 @pytest.mark.parametrize(
