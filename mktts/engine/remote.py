@@ -135,6 +135,9 @@ class RemoteEngine:
             self._utterances[id], utterance.number = utterance, id
         utterance.begin(None, "batch")
         self._send(method, id, *arguments)
+        if utterance.cancelled:  # by another thread: what was told before the other process knew of it is lost
+            self._utterances[id] = utterance
+            utterance.update()
 
     # ---- all of them
 

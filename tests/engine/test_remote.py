@@ -78,6 +78,21 @@ def test_fed_text_is_spoken_as_here(far, near):
     assert theirs == ours
 
 
+def test_a_session_that_another_thread_cancels_while_it_begins_is_cancelled_there_too(far, monkeypatch):
+    send, session = far.engine._send, far.open(**LONG)
+
+    def cancels_first(method, *arguments, **more):
+        if method == "begin_fed":
+            session.cancel()
+            until(lambda: session._utterance.number not in far.engine._utterances, "the cancel is told")
+        send(method, *arguments, **more)
+
+    monkeypatch.setattr(far.engine, "_send", cancels_first)
+    session.feed("Good morning, everybody. ")
+    until(lambda: session._utterance.number not in far.engine._utterances, "it is told again")
+    until(lambda: far.engine.stats["batch"].lanes_used == 0, "its lane is free")
+
+
 def test_nothing_is_made_for_a_reader_who_takes_nothing_and_a_cancelled_stream_ends(far):
     def used() -> int:
         return far.stats["batch"].lanes_used
