@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mktts.engine.stream import Stream
+from mktts.errors import EngineError
 
 OpenStream = Callable[[str, Any], Stream]
 _NOTHING = np.zeros(0, np.float32)
@@ -30,6 +31,14 @@ class SayResult(NamedTuple):
     stream: Stream | None
     pcm: np.ndarray = _NOTHING
     error: Exception | None = None
+
+
+def whole(stream: Stream) -> np.ndarray:
+    """All PCM (S,) float32 of a stream. Raises as `Stream.read`, and EngineError where the stream was cut off."""
+    pcm = stream.read()
+    if stream.finish_reason == "cancelled":
+        raise EngineError("the synthesizer was closed while this was spoken: load another one")
+    return pcm
 
 
 def say_many(
@@ -55,7 +64,7 @@ def say_many(
     try:
         opened.extend(islice(source, at_once))
         while opened:
-            pcm = opened[0].read()
+            pcm = whole(opened[0])
             opened.popleft()
             opened.extend(islice(source, 1))  # before the caller does anything with what it gets
             yield pcm
@@ -94,7 +103,7 @@ def say_each(open_stream: OpenStream, ask: Callable[[], SayRequest | None], at_o
                 continue
             if said.stream is not None:
                 try:
-                    said = said._replace(pcm=said.stream.read())
+                    said = said._replace(pcm=whole(said.stream))
                 except Exception as error:
                     said = said._replace(error=error)
             fill()  # before the caller does anything with what it gets

@@ -101,6 +101,7 @@ def summarise(chunks: Iterable[Chunk]) -> StreamMetrics:
         audible_ms = playback.starts_ms[heard] + 1_000 * (audible - firsts[heard]) / SAMPLE_RATE_HZ
     audio_s = sum(len(chunk.pcm) for chunk in chunks) / SAMPLE_RATE_HZ
     frames = sum(chunk.frames for chunk in chunks)
+    per_frame = 1 / max(frames, 1)  # a text may be silence alone
     return StreamMetrics(
         ttfc_ms=timings[0].ready_ms,
         audible_ttfc_ms=audible_ms,
@@ -108,9 +109,9 @@ def summarise(chunks: Iterable[Chunk]) -> StreamMetrics:
         audio_s=audio_s,
         frames=frames,
         prefill_ms=sum(t.prefill_ms for t in timings),
-        talker_ms_per_frame=sum(t.talker_ms for t in timings) / frames,
-        predictor_ms_per_frame=sum(t.predictor_ms for t in timings) / frames,
-        codec_ms_per_frame=sum(t.codec_ms for t in timings) / frames,
+        talker_ms_per_frame=sum(t.talker_ms for t in timings) * per_frame,
+        predictor_ms_per_frame=sum(t.predictor_ms for t in timings) * per_frame,
+        codec_ms_per_frame=sum(t.codec_ms for t in timings) * per_frame,
         underruns=playback.underruns,
         stalled_ms=playback.stalled_ms,
         prebuffer_ms=playback.prebuffer_ms,

@@ -211,6 +211,10 @@ def _check(arguments: argparse.Namespace) -> None:
         require_writable(arguments.output)
     for path in _captions(arguments).values():
         require_writable(path)
+    given = (arguments.output, *_captions(arguments).values())
+    files = [Path(path).absolute() for path in given if path not in (None, PIPE)]
+    if len(set(files)) < len(files):
+        raise MkttsError(f"expected a file each for the speech and its captions, found {files[0]} twice")
     if not MIN_SPEED <= arguments.speed <= MAX_SPEED:
         raise OptionsError(f"--speed must be {MIN_SPEED:g} to {MAX_SPEED:g}, got {arguments.speed:g}")
     if arguments.voice and arguments.ref_audio:

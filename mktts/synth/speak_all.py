@@ -353,7 +353,7 @@ def _completed(sentence: Sentence, arguments: argparse.Namespace) -> Sentence:
     voice = arguments.voice if sentence.voice is None else arguments.sentences.parent / sentence.voice
     return replace(
         sentence,
-        voice=None if voice is None else str(voice.resolve()),
+        voice=None if voice is None else str(voice.absolute()),
         speaker=sentence.speaker or arguments.speaker,
         language=sentence.language or arguments.language,
         instruct=sentence.instruct or arguments.instruct,

@@ -17,7 +17,7 @@ from mktts.batch import BatchSettings
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
 from mktts.common import checked_int
 from mktts.engine.admission import AdmissionLimits, Capacity
-from mktts.engine.many import SayRequest, SayResult, say_each, say_many
+from mktts.engine.many import SayRequest, SayResult, say_each, say_many, whole
 from mktts.engine.options import Plan, StreamOptions
 from mktts.engine.runner import EngineStats
 from mktts.engine.scheduler import TICKS
@@ -177,7 +177,7 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
 
     def say(self, text: str, **settings: Unpack[StreamSettings]) -> np.ndarray:
         """All PCM of `stream(text, ...)`: (S,) float32 in [-1, 1] at SAMPLE_RATE_HZ."""
-        return self._stream_unpaced(text, settings).read()
+        return whole(self._stream_unpaced(text, settings))
 
     def say_many(
         self,

@@ -2,12 +2,14 @@
 
 import gc
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 import pytest
 from desk import open_streams
-from fakes import FAKE_ENGINES, ONE, FakeBackend, fake_synthesizer, settle
+from fakes import FAKE_ENGINES, ONE, WAIT_S, FakeBackend, fake_synthesizer, settle
+from served import until
 
 from mktts.engine.many import SayRequest
 from mktts.errors import EngineError, OptionsError, TextError
@@ -145,3 +147,16 @@ def test_what_is_asked_for_because_of_the_last_one_is_made_too(make):
             if len(names) < 4:
                 left.append(SayRequest("More.", {}, said.asked.name + 1))
         assert names == [1, 2, 3, 4]
+
+
+def test_what_is_cut_off_because_the_synthesizer_is_closed_is_an_error(make):
+    synth = make(FakeBackend(eos_after=100_000))
+    with ThreadPoolExecutor() as threads:
+        said = threads.submit(synth.say, TEXTS[0], max_frames=100_000)
+        until(lambda: open_streams(synth), "a stream is open")
+        synth.close()
+        with pytest.raises(EngineError, match="closed"):
+            said.result(WAIT_S)
+    for measure in (lambda: synth.measure_capacity(), lambda: synth.engine._on_worker(int)):
+        with pytest.raises(EngineError, match="closed"):
+            measure()
