@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
@@ -37,6 +37,8 @@ from mktts.text.parts import Pause
 
 _LOG = logging.getLogger(__name__)
 _CLOSE = object()
+_ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
+_FORKED = "the worker thread stayed in the parent of this fork: load a synthesizer in the child, or begin it by spawn"
 _MEASURE_S = 120.0  # at most
 _EXIT_WAIT_S = 5.0  # at interpreter exit: a step in flight may finish, a hung device must not hang the exit
 # Streams that are made singly where both lanes are there: on an H200 two frames of the megakernel take 2.9 ms and
@@ -84,6 +86,7 @@ class Engine:
         self.closed = False
         self._utterances: weakref.WeakSet[Utterance] = weakref.WeakSet()
         self._pid = os.getpid()
+        _ENGINES.add(self)
         self.runners.update({runner.name: runner for runner in (single, batch) if runner is not None})
         self._worker = _Worker(self._inbox, self.runners, self.notifier)
         self._thread = threading.Thread(target=self._worker.run, args=(cpu_threads,), name="mktts-worker", daemon=True)
@@ -141,7 +144,7 @@ class Engine:
     def _check(self, sampling: Sampling | None = None) -> None:
         """Raises EngineError where nothing can be made, and SamplingError for rng="torch" without single lanes."""
         if os.getpid() != self._pid:
-            raise EngineError("the worker thread stayed in the parent of this fork: load a synthesizer in the child")
+            raise EngineError(_FORKED)
         if self.closed:
             raise EngineError("the synthesizer is closed: load another one")
         if sampling is not None and sampling.rng == "torch" and "single" not in self.runners:
@@ -210,7 +213,9 @@ class Engine:
     def measure_capacity(self, request: Request, renew: bool = False, only_kept: bool = False) -> Capacity:
         """Makes `capacity` that of this machine, by streams of this checked request: what was measured before, or else
         a measurement of some seconds, which is kept; lanes of many streams that are to come are made for it. renew:
-        measures anew. only_kept: does not measure."""
+        measures anew. only_kept: does not measure. Raises EngineError after `close`, and BusyError where streams are
+        open in every place."""
+        self._check()
         if not only_kept:
             self.make_batch()
         runner = self.runners.get("batch") or self.runners["single"]
@@ -235,7 +240,7 @@ class Engine:
         return f"{self._capacity_key}; {runner.name}"
 
     def _on_worker(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns or raises, run between two ticks. Raises TimeoutError where it has no time."""
+        """What `call` returns or raises, run between two ticks. Raises EngineError where it has no time."""
         done: Future[Any] = Future()
 
         def work() -> None:
@@ -245,7 +250,12 @@ class Engine:
                 done.set_exception(error)
 
         self._inbox.put(work)
-        return done.result(_MEASURE_S)
+        until_s = time.perf_counter() + _MEASURE_S
+        while not done.done():
+            wait([done], timeout=0.5)
+            if not done.done() and not (self._thread.is_alive() and time.perf_counter() < until_s):
+                raise EngineError("the engine was closed, or had no time, before this could be measured")
+        return done.result()
 
     def _make_stream(self, runner: Runner, request: Request, frames: int) -> None:
         """Makes an unpaced stream of so many frames on these lanes."""
@@ -273,6 +283,18 @@ class Engine:
         self.runners, self._later = {}, None
 
 
+def _end_in_child() -> None:
+    """After a fork: nobody makes the streams that are open here, and no reader of theirs may wait for ever."""
+    for engine in list(_ENGINES):
+        for utterance in list(engine._utterances):
+            utterance.on_close = utterance.sink = None
+            utterance.fail(EngineError(_FORKED))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_in_child)
+
+
 class _Worker:
     """It knows these only, so that dropping the engine can end its thread. sleeps: nothing is to be done without an
     update."""
@@ -293,6 +315,8 @@ class _Worker:
             alone = sum(runner.open_streams for runner in runners) == 1
             for runner in runners:
                 runner.lanes.alone = alone
+            if len(runners) > 1 and runners[-1].open_streams > MANY:
+                runners += runners[:1]  # those that are made singly: before and behind the long turn of many
             wake_s = min(map(self._turn, runners))
             self._notifier.flush()
             # Here, not in the runner: behind every turn, also one that failed or ended streams before they had begun.

@@ -294,7 +294,7 @@ class Runner:
             slot = self.free_slots.pop()
             self._streams[slot] = self._awake[slot] = stream
             stream.on_close = partial(self._leave, slot)
-            self._table.enter(slot, arrival.arrived_s, stream.plan.paced)
+            self._table.enter(slot, now_s, stream.plan.paced)
             try:
                 if self.lanes.submit is not None:
                     stream.submit = partial(self.lanes.submit, slot)

@@ -150,7 +150,7 @@ class Utterance:
 
     def cancel(self) -> None:
         """Ends the stream: no chunk is handed out after this. No effect on one that is over and taken."""
-        if self.cancelled or (self.over and self.taken_frames == self.made_frames):
+        if self.cancelled or (self.over and self._chunks.qsize() <= 1):  # that one is the end
             return
         self.cancelled = True
         self.deliver(None, at_once=True)
@@ -532,7 +532,7 @@ class Session(Stream):
     def feed(self, piece: str) -> None:
         """Adds text; an empty piece is allowed, and text for a stream that is over is dropped. Raises TextError when
         `piece` is not a str, the whole exceeds MAX_TEXT_CHARS, and as `TextFeed.push`; such a piece is not spoken.
-        Raises EngineError after `finish` and in a forked child."""
+        Raises EngineError after `finish`, and in a forked child before the first text."""
         piece = clean_piece(piece)
         with self._writing:
             if self._finished:

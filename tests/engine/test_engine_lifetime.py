@@ -100,16 +100,20 @@ def test_after_a_fork_the_child_is_told_to_load_its_own(make):
     here, there = context.Pipe()
 
     def use_it() -> None:
-        try:
-            synth.stream("Hello.")
-        except EngineError as error:
-            there.send(str(error))
+        for use in (lambda: synth.stream("Hello."), session.read):
+            try:
+                use()
+            except EngineError as error:
+                there.send(str(error))
 
     with make() as synth:
+        session = synth.open()
+        session.feed("Hello, ")
         child = context.Process(target=use_it)
         child.start()
-        assert here.poll(WAIT_S) and "fork" in here.recv()
+        assert all(here.poll(WAIT_S) and "fork" in here.recv() for _ in range(2))
         child.join(WAIT_S)
+        session.cancel()
         assert len(list(speak(synth, seed=1))) == 6
 
 

@@ -171,3 +171,10 @@ def test_a_dialogue_of_the_voice_in_the_box_is_its_parts(load):
 def test_a_guarded_end_within_a_part_is_the_end(synthesizer):
     with synthesizer.stream("Hello. [pause 1s] There.", seed=SEED, max_frames=3, options=OFF) as stream:
         assert len(stream.read()) == 3 * SAMPLES_PER_FRAME and stream.finish_reason == "max_frames"
+
+
+def test_a_pause_that_is_cancelled_is_not_heard(synthesizer):
+    stream = synthesizer.stream("[pause 5s]")
+    assert len(next(stream).pcm) and stream.finish_reason in (None, "eos")
+    stream.cancel()
+    assert list(stream) == [] and stream.finish_reason == "cancelled"
