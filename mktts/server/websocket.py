@@ -76,6 +76,8 @@ class SpeechSocket:
             self._writing = False
             self._stream.fail(ApiError(408, "idle", f"no text for {self._limits.idle_s:g} s"))
             return
+        except RuntimeError:  # a failed send has shown before that the client is gone
+            raise WebSocketDisconnect from None
         except KeyError:
             raise ApiError(422, "not_text", "expected a JSON message, got a binary one") from None
         except ValidationError as error:
