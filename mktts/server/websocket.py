@@ -131,9 +131,11 @@ class SpeechSocket:
                             await self._send("started", **about)
                         await self._send_chunk(stream, chunk)
             except ApiError as error:  # what else is wrong the record holds
-                if error.code == "busy" and not begun:
-                    await self._refuse(error)
-                    return
+                if error.code == "busy":
+                    if not begun:
+                        await self._refuse(error)
+                        return
+                    self._service.meters.refuse(error.code)
             if not begun:
                 await self._send("started", **about)
             stream.close()

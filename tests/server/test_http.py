@@ -102,8 +102,11 @@ def test_a_stream_that_finds_no_place_is_told_to_come_back(api, caplog):
         socket.send_json({"type": "start", "text": "Hello."})
         refused = socket.receive_json()
         assert (refused["type"], refused["error"]["code"], refused["retry_after_s"]) == ("error", "busy", 1)
-    assert 'mktts_refused_total{code="busy"} 3.0' in api.get("/metrics").text
-    assert sum("busy: refused with 2 streams open" in line for line in caplog.messages) == 3
+        for message in ({"type": "start"}, {"type": "text", "text": "Hello."}, {"type": "finish"}):
+            socket.send_json(message)
+        assert [socket.receive_json()["type"] for _ in range(2)] == ["started", "finished"]
+    assert 'mktts_refused_total{code="busy"} 4.0' in api.get("/metrics").text
+    assert sum("busy: refused with 2 streams open" in line for line in caplog.messages) == 4
 
 
 def test_a_failure_is_a_500_before_the_first_byte_and_a_broken_body_after_it(tiny):
