@@ -34,6 +34,7 @@ from mktts.errors import (
 )
 from mktts.pipecat.source import SpeechSource, Style
 from mktts.spec import SAMPLE_RATE_HZ
+from mktts.text.markup import MarkupFeed
 from mktts.text.split import clean_piece
 
 PATIENCE_S = (0.1, 0.4, 1.0)  # between the tries of an utterance of which nothing was heard yet
@@ -244,7 +245,7 @@ class RemoteSpeech:
         self._said: list[str] = []  # all messages
         self._unsent: asyncio.Queue[str] = asyncio.Queue()  # so that no caller waits
         self._writing: asyncio.Task[None] | None = None
-        self._visible = False  # whether any of the text is
+        self._fed = ""
         self._finished = False  # no more text comes
         self._waits_s = iter(PATIENCE_S)
         self._heard = self._over = False
@@ -272,14 +273,14 @@ class RemoteSpeech:
         if self._finished:
             raise EngineError("feed after finish: open another utterance for more text")
         if text:
-            self._visible = self._visible or bool(text.strip())
+            self._fed += text
             self._send("text", text=text)
 
     def finish(self) -> None:
         if self._finished:
             return
         self._finished = True
-        if self._visible:
+        if self._fed.strip():
             self._send("finish")
         else:  # nothing to say, and no failure in a conversation
             self.cancel()
@@ -326,7 +327,10 @@ class RemoteSpeech:
                 if isinstance(message, bytes):
                     return message
                 said = json.loads(message)
-                if (found := said.get("error")) is not None:  # as a synthesizer in this process would have raised it
+                found = said.get("error")
+                if found is not None and found["code"] == "bad_text" and self._finished and not _has_words(self._fed):
+                    self.cancel()  # as `finish` does
+                elif found is not None:  # as a synthesizer in this process would have raised it
                     self._error = _ERRORS.get(found["code"], EngineError)(
                         f"the server says: {found['message']} ({found['code']})"
                     )
@@ -390,6 +394,14 @@ class RemoteSpeech:
             self._writing.cancel()
         socket, self._socket = self._socket, None
         self._source.close(self, socket)
+
+
+def _has_words(text: str) -> bool:
+    """Whether a text has a letter or a digit beside its markup."""
+    try:
+        return any(map(str.isalnum, MarkupFeed().take(text, final=True)))
+    except TextError:
+        return False
 
 
 async def _write(socket: ClientConnection, messages: asyncio.Queue[str]) -> None:

@@ -206,6 +206,7 @@ async def test_a_slow_consumer_stops_the_server_and_loses_nothing():
     ("code", "error"),
     [
         ("text_too_long", errors.TextError),
+        ("bad_text", errors.TextError),
         ("idle", errors.TextError),
         ("unknown_speaker", errors.PromptError),
         ("bad_prompt", errors.PromptError),
