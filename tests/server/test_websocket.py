@@ -119,7 +119,8 @@ def test_cancel_ends_the_stream_and_a_new_start_need_not_wait(api):
     ],
     ids=["one long text", "two that are too long together", "only blanks", "none"],
 )
-def test_text_that_cannot_be_spoken_ends_the_utterance_and_not_the_connection(api, messages, code):
+def test_text_that_cannot_be_spoken_ends_the_utterance_and_not_the_connection(api, caplog, messages, code):
+    caplog.set_level("INFO", "mktts.server")
     with api.open_socket() as socket:
         send(socket, "start", max_frames=4_000)
         for type, fields in messages:
@@ -127,6 +128,8 @@ def test_text_that_cannot_be_spoken_ends_the_utterance_and_not_the_connection(ap
         assert socket.receive_json()["type"] == "started"
         finished = read_to_end(socket)[2]
         assert (finished["finish_reason"], finished["error"]["code"]) == ("error", code)
+        heard = "first audio after " if finished["frames"] else "error, no audio"
+        assert heard in caplog.messages[-1] and "None" not in caplog.messages[-1]
         assert say(socket)[2]["finish_reason"] == "max_frames"
 
 
