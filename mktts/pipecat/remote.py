@@ -33,7 +33,7 @@ from mktts.errors import (
     VoiceError,
 )
 from mktts.pipecat.source import SpeechSource, Style
-from mktts.spec import SAMPLE_RATE_HZ
+from mktts.spec import SAMPLE_RATE_HZ, language_named
 from mktts.text.markup import MarkupFeed
 from mktts.text.split import clean_piece
 
@@ -99,6 +99,8 @@ class RemoteSource(SpeechSource):
         self._connect_s = connect_s
         self._model_type = ""
         self._speakers: list[str] = []
+        self._aliases: list[str] = []
+        self._uploads = False  # the server may have voices that it does not tell of
         self._languages: list[str] = []  # empty until connected
         self._spares: list[asyncio.Task[ClientConnection]] = []  # connections for utterances to come
         self._speeches: set[RemoteSpeech] = set()  # under way
@@ -129,8 +131,10 @@ class RemoteSource(SpeechSource):
         """Raises PromptError for a voice or language that the server, once connected, is known not to have."""
         if not self._languages:
             return
-        one_of("language", style.language.lower(), self._languages, PromptError)
-        if style.voice is not None and style.voice.lower() not in self._speakers:
+        one_of("language", language_named(style.language), self._languages, PromptError)
+        if style.voice is None or self._uploads:
+            return
+        if style.voice.lower() not in (*self._speakers, *self._aliases):
             known = ", ".join(self._speakers) or f"none: a {self._model_type} checkpoint without saved voices"
             raise PromptError(
                 f"the server's voices are {known}; got {style.voice!r} (a saved voice is given to the server, "
@@ -189,6 +193,7 @@ class RemoteSource(SpeechSource):
             status, model = found["status"], found["model"]
             name, kind, random_weights = model["checkpoint"], model["type"], model["random_weights"]
             speakers, languages = ([one.lower() for one in found[key]] for key in ("speakers", "languages"))
+            aliases, uploads = found.get("aliases", []), found.get("uploads", True)  # an older server does not tell
             rate_hz = int(found["sample_rate_hz"])
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", None) or error
@@ -204,6 +209,7 @@ class RemoteSource(SpeechSource):
             logger.warning(f"the server at {http} has {RANDOM_WEIGHTS}")
         self.name, self.sample_rate_hz = name, rate_hz
         self._model_type, self._speakers, self._languages = kind, speakers, languages
+        self._aliases, self._uploads = aliases, uploads
 
     async def _open_socket(self) -> ClientConnection:
         """Raises ConnectionLost where no server answers, EngineError where what answers is none of ours, AccessError

@@ -247,6 +247,8 @@ class SpeechService:
             dtype=str(synthesizer.dtype).removeprefix("torch."),
             sample_rate_hz=SAMPLE_RATE_HZ,
             speakers=self.speakers,
+            aliases=[*self.aliases, DEFAULT],
+            uploads=self.uploads is not None,
             languages=self.languages,
             takes_instructions=self.takes_instruct,
             streams_open=self.streams_open,
