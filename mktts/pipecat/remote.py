@@ -33,7 +33,8 @@ from mktts.errors import (
     VoiceError,
 )
 from mktts.pipecat.source import SpeechSource, Style
-from mktts.spec import SAMPLE_RATE_HZ
+from mktts.spec import SAMPLE_RATE_HZ, language_named
+from mktts.text.markup import MarkupFeed
 from mktts.text.split import clean_piece
 
 PATIENCE_S = (0.1, 0.4, 1.0)  # between the tries of an utterance of which nothing was heard yet
@@ -98,6 +99,8 @@ class RemoteSource(SpeechSource):
         self._connect_s = connect_s
         self._model_type = ""
         self._speakers: list[str] = []
+        self._aliases: list[str] = []
+        self._uploads = False  # the server may have voices that it does not tell of
         self._languages: list[str] = []  # empty until connected
         self._spares: list[asyncio.Task[ClientConnection]] = []  # connections for utterances to come
         self._speeches: set[RemoteSpeech] = set()  # under way
@@ -128,8 +131,10 @@ class RemoteSource(SpeechSource):
         """Raises PromptError for a voice or language that the server, once connected, is known not to have."""
         if not self._languages:
             return
-        one_of("language", style.language.lower(), self._languages, PromptError)
-        if style.voice is not None and style.voice.lower() not in self._speakers:
+        one_of("language", language_named(style.language), self._languages, PromptError)
+        if style.voice is None or self._uploads:
+            return
+        if style.voice.lower() not in (*self._speakers, *self._aliases):
             known = ", ".join(self._speakers) or f"none: a {self._model_type} checkpoint without saved voices"
             raise PromptError(
                 f"the server's voices are {known}; got {style.voice!r} (a saved voice is given to the server, "
@@ -188,6 +193,7 @@ class RemoteSource(SpeechSource):
             status, model = found["status"], found["model"]
             name, kind, random_weights = model["checkpoint"], model["type"], model["random_weights"]
             speakers, languages = ([one.lower() for one in found[key]] for key in ("speakers", "languages"))
+            aliases, uploads = found.get("aliases", []), found.get("uploads", True)  # an older server does not tell
             rate_hz = int(found["sample_rate_hz"])
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", None) or error
@@ -203,6 +209,7 @@ class RemoteSource(SpeechSource):
             logger.warning(f"the server at {http} has {RANDOM_WEIGHTS}")
         self.name, self.sample_rate_hz = name, rate_hz
         self._model_type, self._speakers, self._languages = kind, speakers, languages
+        self._aliases, self._uploads = aliases, uploads
 
     async def _open_socket(self) -> ClientConnection:
         """Raises ConnectionLost where no server answers, EngineError where what answers is none of ours, AccessError
@@ -244,7 +251,7 @@ class RemoteSpeech:
         self._said: list[str] = []  # all messages
         self._unsent: asyncio.Queue[str] = asyncio.Queue()  # so that no caller waits
         self._writing: asyncio.Task[None] | None = None
-        self._visible = False  # whether any of the text is
+        self._fed = ""
         self._finished = False  # no more text comes
         self._waits_s = iter(PATIENCE_S)
         self._heard = self._over = False
@@ -272,14 +279,14 @@ class RemoteSpeech:
         if self._finished:
             raise EngineError("feed after finish: open another utterance for more text")
         if text:
-            self._visible = self._visible or bool(text.strip())
+            self._fed += text
             self._send("text", text=text)
 
     def finish(self) -> None:
         if self._finished:
             return
         self._finished = True
-        if self._visible:
+        if self._fed.strip():
             self._send("finish")
         else:  # nothing to say, and no failure in a conversation
             self.cancel()
@@ -326,7 +333,10 @@ class RemoteSpeech:
                 if isinstance(message, bytes):
                     return message
                 said = json.loads(message)
-                if (found := said.get("error")) is not None:  # as a synthesizer in this process would have raised it
+                found = said.get("error")
+                if found is not None and found["code"] == "bad_text" and self._finished and not _has_words(self._fed):
+                    self.cancel()  # as `finish` does
+                elif found is not None:  # as a synthesizer in this process would have raised it
                     self._error = _ERRORS.get(found["code"], EngineError)(
                         f"the server says: {found['message']} ({found['code']})"
                     )
@@ -390,6 +400,14 @@ class RemoteSpeech:
             self._writing.cancel()
         socket, self._socket = self._socket, None
         self._source.close(self, socket)
+
+
+def _has_words(text: str) -> bool:
+    """Whether a text has a letter or a digit beside its markup."""
+    try:
+        return any(map(str.isalnum, MarkupFeed().take(text, final=True)))
+    except TextError:
+        return False
 
 
 async def _write(socket: ClientConnection, messages: asyncio.Queue[str]) -> None:

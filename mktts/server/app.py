@@ -64,8 +64,13 @@ _EXPOSED = [*AUDIO_HEADERS, "X-Sample-Rate", "X-Mktts-Ignored", "Retry-After"]
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 _METHODS = ("GET", "HEAD", "POST", "DELETE")
 _FLUSH_S = 1.0  # for the last bytes to connections whose work has ended
-# What uvicorn logs and is no fault of this server: a refused handshake, and broken text of a client.
-_NO_FAULTS = ("ASGI callable returned without completing handshake", "Invalid UTF-8 sequence received from client")
+# What uvicorn logs and is no fault of this server: a refused handshake, a body that is broken off so that none takes it
+# for a whole one (the record says why), and broken text of a client.
+_NO_FAULTS = (
+    "ASGI callable returned without completing handshake",
+    "ASGI callable returned without completing response",
+    "Invalid UTF-8 sequence received from client",
+)
 _SWEEP_S = 5.0  # the longest that a voice deleted by another server stays in memory
 
 logging.getLogger("uvicorn.error").addFilter(lambda record: str(record.msg).rstrip(".") not in _NO_FAULTS)

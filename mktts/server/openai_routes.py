@@ -15,7 +15,7 @@ from fastapi.responses import Response
 
 from mktts.audio.encoding import STREAM_FORMATS, Encoder
 from mktts.audio.untrusted import decode_untrusted
-from mktts.errors import BackendUnavailable, BusyError, MkttsError
+from mktts.errors import BackendUnavailable, BusyError, MkttsError, ServerError
 from mktts.model.voice import Voice
 from mktts.server.api_errors import ApiError
 from mktts.server.audio_response import MEDIA_TYPES, AudioResponse, KeptSounds, documented
@@ -261,6 +261,8 @@ def openai_routes(service: SpeechService) -> APIRouter:
             await asyncio.to_thread(kept.keep, owner, voice, record)
         except BusyError as error:
             raise ApiError(400, "too_many_voices", str(error)) from None
+        except ServerError as error:
+            raise ApiError(500, "voice_not_kept", str(error)) from None
         # OpenAI's shape, and under `voice` vLLM-Omni's
         kept_voice = {"object": "audio.voice", "id": name, "name": name, "created_at": now_s}
         return {**kept_voice, "success": True, "voice": record}

@@ -263,8 +263,8 @@ class ModelInfo(StrictModel):
 
 class Health(StrictModel):
     """status: failing after several streams in a row ended by an error; stopping after the signal to stop.
-    streams_max: listeners that are admitted at once; capacity: how that is known; streams_open: with or without a
-    listener."""
+    aliases: more names for the speakers; uploads: whether callers may have more voices. streams_max: listeners that are
+    admitted at once; capacity: how that is known; streams_open: with or without a listener."""
 
     status: Literal["ok", "failing", "stopping"]
     model: ModelInfo
@@ -273,6 +273,8 @@ class Health(StrictModel):
     dtype: str
     sample_rate_hz: int
     speakers: list[str]
+    aliases: list[str]
+    uploads: bool
     languages: list[str]
     takes_instructions: bool
     streams_open: int

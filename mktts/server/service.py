@@ -247,6 +247,8 @@ class SpeechService:
             dtype=str(synthesizer.dtype).removeprefix("torch."),
             sample_rate_hz=SAMPLE_RATE_HZ,
             speakers=self.speakers,
+            aliases=[*self.aliases, DEFAULT],
+            uploads=self.uploads is not None,
             languages=self.languages,
             takes_instructions=self.takes_instruct,
             streams_open=self.streams_open,
@@ -427,7 +429,9 @@ class ServedStream:
         state.finish_reason = "error" if error is not None else self.stream.finish_reason or "cancelled"
         state.error = error and error.detail(self.id)
         self.service.has_ended(self)
-        how = f"{state.finish_reason}, {state.frames} frames, first audio after {state.first_audio_ms} ms"
+        first_ms = state.first_audio_ms
+        heard = "no audio" if first_ms is None else f"{state.frames} frames, first audio after {first_ms} ms"
+        how = f"{state.finish_reason}, {heard}"
         if error is not None:  # of its message only busy's, which has numbers in it: others may quote the text
             how = f"{error.code}: {error}" if error.code == "busy" else f"{error.code}, {how}"
         log.info("stream %s: %s, %d characters, seed %d, %s", self.id, state.route, self.chars, state.seed, how)

@@ -22,8 +22,8 @@ from mktts.spec import FRAME_RATE_HZ
 KEY_VARIABLE = "MKTTS_API_KEY"
 # What a browser writes into Origin for a page on this machine. A page that lies there was put there by its owner.
 LOOPBACK_ORIGIN = r"https?://(localhost|([a-z0-9-]+\.)+localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?"
-_NAME = r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?"
-_ORIGIN = re.compile(rf"(?P<scheme>https?)://({_NAME}|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{{1,5}}))?")
+_NAME = r"[a-z0-9_](\.?[a-z0-9_-])*(?<!-)"
+_ORIGIN = re.compile(rf"(?P<scheme>https?)://({_NAME}|\[(?P<v6>[0-9a-f:.]+)\])(:(?P<port>[1-9][0-9]{{0,4}}))?")
 _LAST_PORT = 2**16 - 1
 DAY_S = 24 * 3_600
 
@@ -148,7 +148,8 @@ def checked_origins(words: Iterable[str]) -> tuple[str, ...]:
     origins = []
     for word in words:
         found = _ORIGIN.fullmatch(word.strip().lower())
-        if not found or int(found["port"] or 0) > _LAST_PORT:
+        is_v6 = found is not None and isinstance(_address(found["v6"] or ""), ipaddress.IPv6Address)
+        if not found or (found["v6"] and not is_v6) or int(found["port"] or 0) > _LAST_PORT:
             raise ServerError(
                 f"--allow-origin must be like https://app.example or http://localhost:3000, and end there, got {word!r}"
             )

@@ -90,13 +90,18 @@ class VoiceFolder:
 
     def keep(self, owner: str, voice: Voice, record: UploadedVoice) -> None:
         """Keeps a voice in place of the owner's former one of that name. Raises BusyError where the owner has as many
-        as are allowed."""
+        as are allowed, ServerError where it cannot be written."""
         path = self._path(owner, record.name)
         with self._lock:
             if sum(other != path for other in self._paths(owner)) >= self.max_voices:
                 raise BusyError(f"a key may keep {counted(self.max_voices, 'voice')}: delete one")
-            path.parent.mkdir(mode=_FOLDER_MODE, exist_ok=True)
-            voice.save(path, record.model_dump_json(), _FILE_MODE)
+            try:
+                path.parent.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+                voice.save(path, record.model_dump_json(), _FILE_MODE)
+            except OSError as error:  # its text has the voice's name in it
+                message = f"the voice could not be kept, its folder cannot be written to: {error.strerror}"
+                log.error(message)
+                raise ServerError(message) from None
         self._record(path)
         log.info("a voice was uploaded, kept until %s", time.strftime("%F %T", time.localtime(record.expires_at)))
 

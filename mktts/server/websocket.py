@@ -76,6 +76,8 @@ class SpeechSocket:
             self._writing = False
             self._stream.fail(ApiError(408, "idle", f"no text for {self._limits.idle_s:g} s"))
             return
+        except RuntimeError:  # a failed send has shown before that the client is gone
+            raise WebSocketDisconnect from None
         except KeyError:
             raise ApiError(422, "not_text", "expected a JSON message, got a binary one") from None
         except ValidationError as error:
@@ -129,9 +131,11 @@ class SpeechSocket:
                             await self._send("started", **about)
                         await self._send_chunk(stream, chunk)
             except ApiError as error:  # what else is wrong the record holds
-                if error.code == "busy" and not begun:
-                    await self._refuse(error)
-                    return
+                if error.code == "busy":
+                    if not begun:
+                        await self._refuse(error)
+                        return
+                    self._service.meters.refuse(error.code)
             if not begun:
                 await self._send("started", **about)
             stream.close()

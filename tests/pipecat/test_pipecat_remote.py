@@ -81,7 +81,7 @@ async def fake_server(
         "model": {"checkpoint": "fake", "type": "custom_voice", "random_weights": True},
         "sample_rate_hz": SAMPLE_RATE_HZ,
         "speakers": ["vivian"],
-        "languages": ["auto"],
+        "languages": ["auto", "english"],
         **health,
     }
 
@@ -206,6 +206,7 @@ async def test_a_slow_consumer_stops_the_server_and_loses_nothing():
     ("code", "error"),
     [
         ("text_too_long", errors.TextError),
+        ("bad_text", errors.TextError),
         ("idle", errors.TextError),
         ("unknown_speaker", errors.PromptError),
         ("bad_prompt", errors.PromptError),
@@ -297,6 +298,18 @@ async def test_a_wrong_key_and_a_voice_that_the_server_lacks_are_found_out_at_th
         await source.connect()
         source.check(Style(voice=voice))
     assert "another" not in str(refused.value)
+
+
+async def test_every_name_that_the_server_may_know_is_left_to_it(server):
+    async with fake_server(silent, uploads=True) as other:
+        source = RemoteSource(server.url, KEY)
+        for one, voices in ((source, ("alloy", "Default", "VIVIAN")), (other.source, ("uploaded",))):
+            await one.connect()
+            for voice in voices:
+                one.check(Style(voice=voice, language="en-US"))
+            with pytest.raises(errors.PromptError, match="language must be"):
+                one.check(Style(language="klingon"))
+        await source.disconnect()
 
 
 async def test_a_server_with_no_place_free_costs_the_sentence_and_not_the_service(server, tiny, monkeypatch):

@@ -179,10 +179,11 @@ async def test_text_too_long_for_an_utterance_costs_itself_alone(place, chars):
     assert talk.heard() == "Good. Yes." and tts.is_usable
 
 
-async def test_nothing_visible_in_a_fed_utterance_is_an_end_without_audio(place):
+@pytest.mark.parametrize("text", ["  ", "👍", "```\nx = 1\n```"], ids=["blanks", "an emoji", "code"])
+async def test_nothing_to_say_in_a_fed_utterance_is_an_end_without_audio(place, text):
     source = place.source()
     speech = await source.open(Style(voice="vivian"))
-    speech.feed("  ")
+    speech.feed(text)
     speech.finish()
     assert [piece async for piece in speech] == []
     assert speech.finish_reason == "cancelled"

@@ -164,14 +164,17 @@ def test_origins_and_hosts_are_taken_as_browsers_write_them():
         ("HTTP://LocalHost:3000", "http://localhost:3000"),
         ("https://app.example:443", "https://app.example"),
         ("http://[::1]:3000", "http://[::1]:3000"),
+        ("http://my-box_2.a--b.example:80", "http://my-box_2.a--b.example"),
     ):
         assert checked_origins([word]) == (origin,)
     with pytest.raises(ServerError, match="must be like https://app.example or http://localhost:3000, and end there"):
         checked_origins(["http://localhost:3000/"])
-    for word in ("", *"* null app.example https://*.example ftp://app.example http://a:b //a http://u@a".split()):
+    names = "* null app.example https://*.example ftp://app.example http://a:b //a http://u@a http://a..b http://a-"
+    numbers = "http://[::::] http://[1] http://[:] http://[127.0.0.1] http://x:080 http://x:65536"
+    for word in ("", *names.split(), *numbers.split()):
         with pytest.raises(ServerError, match="--allow-origin"):
             checked_origins([word])
     assert checked_hosts(["TTS.example", "my_box", "::1"]) == {"tts.example", "my_box", "::1"}
-    for word in ("", "tts.example:80", "a b", "*"):
+    for word in ("", "tts.example:80", "a b", "*", "a..b"):
         with pytest.raises(ServerError, match="--allow-host"):
             checked_hosts([word])

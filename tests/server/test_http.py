@@ -102,11 +102,14 @@ def test_a_stream_that_finds_no_place_is_told_to_come_back(api, caplog):
         socket.send_json({"type": "start", "text": "Hello."})
         refused = socket.receive_json()
         assert (refused["type"], refused["error"]["code"], refused["retry_after_s"]) == ("error", "busy", 1)
-    assert 'mktts_refused_total{code="busy"} 3.0' in api.get("/metrics").text
-    assert sum("busy: refused with 2 streams open" in line for line in caplog.messages) == 3
+        for message in ({"type": "start"}, {"type": "text", "text": "Hello."}, {"type": "finish"}):
+            socket.send_json(message)
+        assert [socket.receive_json()["type"] for _ in range(2)] == ["started", "finished"]
+    assert 'mktts_refused_total{code="busy"} 4.0' in api.get("/metrics").text
+    assert sum("busy: refused with 2 streams open" in line for line in caplog.messages) == 4
 
 
-def test_a_failure_is_a_500_before_the_first_byte_and_a_broken_body_after_it(tiny):
+def test_a_failure_is_a_500_before_the_first_byte_and_a_broken_body_after_it(tiny, caplog):
     synth = FakeSynthesizer(tiny)
     with served(synth, Limits()) as server, httpx.Client(base_url=server.url) as client:
         body = {"text": "Hello.", "max_frames": 60}
@@ -122,6 +125,7 @@ def test_a_failure_is_a_500_before_the_first_byte_and_a_broken_body_after_it(tin
         synth.error_at = None
         assert client.post("/tts/stream", json=body).status_code == 200
         assert client.get("/health").json()["status"] == "ok"
+    assert {record.name for record in caplog.records if record.levelname == "ERROR"} == {"mktts.server.service"}
 
 
 def test_of_streams_that_are_over_the_records_of_the_last_ones_are_kept_and_the_words_of_fewer(make_api):

@@ -275,6 +275,17 @@ def test_a_key_may_keep_so_many_voices(api, folder, tiny_base):
     assert upload(api, "four", key=BEN).status_code == 200 and len(files(folder)) == 4
 
 
+def test_a_voice_that_cannot_be_written_is_an_error_that_says_so(api, folder, caplog):
+    folder.rmdir()
+    answer = upload(api)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (500, "voice_not_kept", "server_error")
+    assert "could not be kept" in error["message"] and "No such file or directory" in error["message"]
+    assert error["message"] in caplog.messages and listed(api) == []
+    folder.mkdir()
+    assert upload(api).status_code == 200
+
+
 PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:" + b"///etc/passwd\n"
 GIANT = WAV[:4] + b"\xff\xff\xff\x7f" + WAV[8:24] + (2**31 - 1).to_bytes(4, "little") + WAV[28:]
 

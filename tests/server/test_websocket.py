@@ -1,5 +1,6 @@
 """`/tts/ws` in process: text as it is written, several utterances, cancel, limits, messages that make no sense."""
 
+import asyncio
 import json
 import re
 import subprocess
@@ -10,11 +11,14 @@ from typing import Any
 
 import pytest
 from fake_synthesizer import FakeSynthesizer, noise, noise_words, word_times
-from fastapi import WebSocketDisconnect
+from fastapi import WebSocket, WebSocketDisconnect
+from fastapi.websockets import WebSocketState
 from served import served
 
 from mktts.audio import to_pcm16
+from mktts.server.access import NO_OWNER
 from mktts.server.settings import Limits
+from mktts.server.websocket import SpeechSocket
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -115,7 +119,8 @@ def test_cancel_ends_the_stream_and_a_new_start_need_not_wait(api):
     ],
     ids=["one long text", "two that are too long together", "only blanks", "none"],
 )
-def test_text_that_cannot_be_spoken_ends_the_utterance_and_not_the_connection(api, messages, code):
+def test_text_that_cannot_be_spoken_ends_the_utterance_and_not_the_connection(api, caplog, messages, code):
+    caplog.set_level("INFO", "mktts.server")
     with api.open_socket() as socket:
         send(socket, "start", max_frames=4_000)
         for type, fields in messages:
@@ -123,6 +128,8 @@ def test_text_that_cannot_be_spoken_ends_the_utterance_and_not_the_connection(ap
         assert socket.receive_json()["type"] == "started"
         finished = read_to_end(socket)[2]
         assert (finished["finish_reason"], finished["error"]["code"]) == ("error", code)
+        heard = "first audio after " if finished["frames"] else "error, no audio"
+        assert heard in caplog.messages[-1] and "None" not in caplog.messages[-1]
         assert say(socket)[2]["finish_reason"] == "max_frames"
 
 
@@ -175,6 +182,29 @@ def test_a_failure_is_told_with_the_record(api):
         finished = say(socket, max_frames=20)[2]
     assert (finished["finish_reason"], finished["error"]["code"]) == ("error", "engine_error")
     assert finished["error"]["request_id"] == finished["id"] and "gone" not in json.dumps(finished)
+
+
+async def test_a_client_that_is_found_gone_while_it_is_written_to_ends_the_connection_quietly(api):
+    gone = asyncio.Event()
+    said = [{"type": "start", "text": "Hello."}, {"type": "text", "text": "More."}]
+
+    async def receive() -> dict[str, Any]:
+        if not said:
+            return {"type": "websocket.disconnect", "code": 1006}
+        if len(said) == 1:
+            await gone.wait()
+        return {"type": "websocket.receive", "text": json.dumps(said.pop(0))}
+
+    async def refuse(message: dict[str, Any]) -> None:
+        if message["type"] == "websocket.send":
+            gone.set()
+            raise OSError
+
+    socket = WebSocket({"type": "websocket", "headers": [], "state": {"owner": NO_OWNER}}, receive, refuse)
+    socket.client_state = WebSocketState.CONNECTED
+    async with asyncio.timeout(5):
+        await SpeechSocket(socket, api.service).run()
+    assert api.synth.streams[0].cancelled
 
 
 def test_the_documented_client_speaks(tiny, tmp_path):
