@@ -21,7 +21,7 @@ from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
 from pipecat.tests.utils import QueuedFrameProcessor
 from pipecat.workers.runner import WorkerRunner
 
-from mktts.pipecat import Speech, SpeechSource, Style
+from mktts.pipecat import Speech, SpeechFailedFrame, SpeechSource, Style
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 WAIT_S = 60.0
@@ -170,6 +170,10 @@ class Talk:
 
     def of(self, *kinds: type) -> list[Any]:
         return [frame for frame in self.down if isinstance(frame, kinds)]
+
+    @property
+    def failures(self) -> list[SpeechFailedFrame]:
+        return [frame for frame in self.up if isinstance(frame, SpeechFailedFrame)]
 
     def heard(self) -> str:
         """What the conversation's context would hold: the words that came, in order."""

@@ -99,8 +99,7 @@ class RemoteSource(SpeechSource):
         self._connect_s = connect_s
         self._model_type = ""
         self._speakers: list[str] = []
-        self._aliases: list[str] = []
-        self._uploads = False  # the server may have voices that it does not tell of
+        self._aliases: list[str] | None = None  # None: the server may have voices that it does not tell of
         self._languages: list[str] = []  # empty until connected
         self._spares: list[asyncio.Task[ClientConnection]] = []  # connections for utterances to come
         self._speeches: set[RemoteSpeech] = set()  # under way
@@ -132,7 +131,7 @@ class RemoteSource(SpeechSource):
         if not self._languages:
             return
         one_of("language", language_named(style.language), self._languages, PromptError)
-        if style.voice is None or self._uploads:
+        if style.voice is None or self._aliases is None:
             return
         if style.voice.lower() not in (*self._speakers, *self._aliases):
             known = ", ".join(self._speakers) or f"none: a {self._model_type} checkpoint without saved voices"
@@ -191,10 +190,10 @@ class RemoteSource(SpeechSource):
         try:
             found = json.loads(await asyncio.to_thread(_get_health, f"{http}/health", self._connect_s))
             status, model = found["status"], found["model"]
-            name, kind, random_weights = model["checkpoint"], model["type"], model["random_weights"]
-            speakers, languages = ([one.lower() for one in found[key]] for key in ("speakers", "languages"))
-            aliases, uploads = found.get("aliases", []), found.get("uploads", True)  # an older server does not tell
-            rate_hz = int(found["sample_rate_hz"])
+            self.name, self._model_type, random_weights = model["checkpoint"], model["type"], model["random_weights"]
+            self.sample_rate_hz = int(found["sample_rate_hz"])
+            self._aliases = None if found.get("uploads", True) else found["aliases"]  # an older server has neither
+            self._speakers, self._languages = ([one.lower() for one in found[key]] for key in ("speakers", "languages"))
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             message = f"no answer from {http}: {reason}; start a server there with python -m mktts serve"
@@ -207,9 +206,6 @@ class RemoteSource(SpeechSource):
             logger.warning(f"the server at {http} says about itself: {status}")
         if random_weights:
             logger.warning(f"the server at {http} has {RANDOM_WEIGHTS}")
-        self.name, self.sample_rate_hz = name, rate_hz
-        self._model_type, self._speakers, self._languages = kind, speakers, languages
-        self._aliases, self._uploads = aliases, uploads
 
     async def _open_socket(self) -> ClientConnection:
         """Raises ConnectionLost where no server answers, EngineError where what answers is none of ours, AccessError

@@ -368,10 +368,10 @@ class MkttsTTSService(TTSService):
         if utterance is not None and not utterance.over:
             utterance.finish()
             return
-        self._speaking.pop(context_id, None)
         await self._close_context(context_id)
 
     async def _close_context(self, context_id: str) -> None:
+        self._speaking.pop(context_id, None)
         if self.audio_context_available(context_id):
             await self.remove_audio_context(context_id)
 
@@ -487,7 +487,6 @@ class MkttsTTSService(TTSService):
             async for frame in frames:
                 await self.append_to_audio_context(context_id, frame)
         if utterance.finished:  # otherwise `flush_audio` does this at the end of the text
-            self._speaking.pop(context_id, None)
             await self._close_context(context_id)
 
     async def _handle_interruption(self, frame: InterruptionFrame, direction: FrameDirection) -> None:

@@ -16,7 +16,7 @@ from pipecat_fakes import TOO_LATE_S, FakeSource, FakeSpeech, Talk, metrics, tur
 
 from mktts.agent.scripted import RecordingOutput
 from mktts.errors import PromptError
-from mktts.pipecat import MkttsTTSService, SpeechFailedFrame
+from mktts.pipecat import MkttsTTSService
 from mktts.pipecat.service import SpokenText
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
@@ -166,7 +166,7 @@ async def test_a_failed_engine_is_a_permanent_error_and_the_unspoken_text_stays_
         await talk.say(*turn("All is good. ", bad, "This is never said."))
         await talk.until(lambda: talk.of(frames.LLMFullResponseEndFrame))
         await talk.say(*turn("Nor is this."))
-    failed = next(frame for frame in talk.up if isinstance(frame, SpeechFailedFrame))
+    failed = talk.failures[0]
     assert "device lost" in failed.error and failed.permanent
     assert not tts.is_usable
     assert whole.startswith(talk.heard()) and "All is good. one two" in talk.heard()
