@@ -35,7 +35,7 @@ def kept(key: str, runner: Runner) -> Capacity | None:
     found = _read().get(key)
     try:
         streams, *model_s = map(float, (found["streams"], *found["tick_model_s"]))
-        if not (math.isfinite(streams) and streams > 0 and min(model_s) >= 0):
+        if not (0 < streams < math.inf and min(model_s) >= 0):
             return None
         runner.reference_model = TickModel(*model_s)
         return Capacity(streams, str(found["basis"]))

@@ -315,7 +315,7 @@ class _Worker:
             alone = sum(runner.open_streams for runner in runners) == 1
             for runner in runners:
                 runner.lanes.alone = alone
-            if len(runners) > 1 and runners[-1].open_streams > MANY:
+            if runners[0].lanes.decodes_beside and runners[-1].open_streams > MANY:
                 runners += runners[:1]  # those that are made singly: before and behind the long turn of many
             wake_s = min(map(self._turn, runners))
             self._notifier.flush()
