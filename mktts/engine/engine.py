@@ -28,7 +28,7 @@ from mktts.engine.admission import Admission, AdmissionLimits, Capacity
 from mktts.engine.options import SCHEDULE, Guard, Plan, StreamOptions
 from mktts.engine.runner import EngineStats, Runner
 from mktts.engine.script import FedScript, Script
-from mktts.engine.stream import EngineName, Notifier, Utterance
+from mktts.engine.stream import FORKED, EngineName, Notifier, Utterance
 from mktts.errors import EngineError, SamplingError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
@@ -37,8 +37,6 @@ from mktts.text.parts import Pause
 
 _LOG = logging.getLogger(__name__)
 _CLOSE = object()
-_ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
-_FORKED = "the worker thread stayed in the parent of this fork: load a synthesizer in the child, or begin it by spawn"
 _MEASURE_S = 120.0  # at most
 _EXIT_WAIT_S = 5.0  # at interpreter exit: a step in flight may finish, a hung device must not hang the exit
 # Streams that are made singly where both lanes are there: on an H200 two frames of the megakernel take 2.9 ms and
@@ -86,7 +84,6 @@ class Engine:
         self.closed = False
         self._utterances: weakref.WeakSet[Utterance] = weakref.WeakSet()
         self._pid = os.getpid()
-        _ENGINES.add(self)
         self.runners.update({runner.name: runner for runner in (single, batch) if runner is not None})
         self._worker = _Worker(self._inbox, self.runners, self.notifier)
         self._thread = threading.Thread(target=self._worker.run, args=(cpu_threads,), name="mktts-worker", daemon=True)
@@ -144,7 +141,7 @@ class Engine:
     def _check(self, sampling: Sampling | None = None) -> None:
         """Raises EngineError where nothing can be made, and SamplingError for rng="torch" without single lanes."""
         if os.getpid() != self._pid:
-            raise EngineError(_FORKED)
+            raise EngineError(FORKED)
         if self.closed:
             raise EngineError("the synthesizer is closed: load another one")
         if sampling is not None and sampling.rng == "torch" and "single" not in self.runners:
@@ -251,9 +248,8 @@ class Engine:
 
         self._inbox.put(work)
         until_s = time.perf_counter() + _MEASURE_S
-        while not done.done():
-            wait([done], timeout=0.5)
-            if not done.done() and not (self._thread.is_alive() and time.perf_counter() < until_s):
+        while not wait([done], timeout=0.5).done:
+            if not self._thread.is_alive() or time.perf_counter() >= until_s:
                 raise EngineError("the engine was closed, or had no time, before this could be measured")
         return done.result()
 
@@ -281,18 +277,6 @@ class Engine:
         if os.getpid() == self._pid and self._thread is not threading.current_thread():
             self._thread.join()
         self.runners, self._later = {}, None
-
-
-def _end_in_child() -> None:
-    """After a fork: nobody makes the streams that are open here, and no reader of theirs may wait for ever."""
-    for engine in list(_ENGINES):
-        for utterance in list(engine._utterances):
-            utterance.on_close = utterance.sink = None
-            utterance.fail(EngineError(_FORKED))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_end_in_child)
 
 
 class _Worker:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 import traceback
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 EngineName = Literal["single", "batch"]
 _NO_PCM = np.zeros(0, np.float32)
+FORKED = "the worker thread stayed in the parent of this fork: load a synthesizer in the child, or begin it by spawn"
+_BEGUN: weakref.WeakSet[Utterance] = weakref.WeakSet()
 MAX_SEGMENT_FRAMES = int(160 * FRAME_RATE_HZ)  # what one prompt may take where the caller sets no limit
 # After a lone stream's first chunk. A thread that waits for the interpreter gets it when the worker sleeps, or after
 # the 5 ms of sys.getswitchinterval; on a CPU a first chunk was read 1.3 to 2.4 ms late.
@@ -94,10 +97,10 @@ class Utterance:
     is over. codes: one (16,) int64 tensor or array a frame so far, of all segments. idle: it waits for its text, or for
     its consumer. late_s: by which chunks came behind the place of a listener who plays from the first one on.
     The worker's: chunker; positions of one segment, prompt and frames together; arrived_s, when the worker got it, or
-    its first text: all three are set when the lanes have it. segment:
-    that is being made, None before the first and between two; segment_number: from 0; begins_anew: a pause stands
-    before the segment, so that the codec begins anew; silent_s: of pauses that were delivered; submit: decodes frames
-    to a pending result where lanes give no PCM; on_close: called once, at the end.
+    its first text: all three are set when the lanes have it. segment: that is being made, None before the first and
+    between two; segment_number: from 0; begins_anew: a pause stands before the segment, so that the codec begins anew;
+    silent_s: of pauses that were delivered; submit: decodes frames to a pending result where lanes give no PCM;
+    on_close: called once, at the end.
     """
 
     def __init__(self, plan: Plan, inbox: SimpleQueue[Any], notifier: Notifier, sink: Any = None) -> None:
@@ -136,6 +139,7 @@ class Utterance:
         """Before the worker is given it, once: what it says, and the lanes that make it. script: None where another
         process speaks it."""
         self.script, self.open = script, True
+        _BEGUN.add(self)
         self.engine = engine  # last: from now on the worker looks at it
 
     # ---- consumer, any thread
@@ -369,6 +373,17 @@ def _set(waiters: Sequence[asyncio.Future[None]]) -> None:
     for waiter in waiters:
         if not waiter.done():
             waiter.set_result(None)
+
+
+def _end_in_child() -> None:
+    """After a fork: nobody makes the streams that are open, and no reader of theirs may wait for ever."""
+    for utterance in list(_BEGUN):
+        utterance.on_close = utterance.sink = None
+        utterance.fail(EngineError(FORKED))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_in_child)
 
 
 # ---- what a consumer holds
