@@ -285,10 +285,10 @@ class AttentionLayer:
         blocks = []
         for start in range(0, n, _QUERY_BLOCK):
             block = slice(start, start + _QUERY_BLOCK)
-            seen, said = (t.unfold(2, before + 1, 1)[:, :, block].transpose(3, 4).contiguous() for t in (k, v))
-            scores = (q[:, :, block, None] * head_dim**-0.5) @ seen.transpose(3, 4)  # (B, heads, n, 1, window)
+            near_k, near_v = (t.unfold(2, before + 1, 1)[:, :, block].transpose(3, 4).contiguous() for t in (k, v))
+            scores = (q[:, :, block, None] * head_dim**-0.5) @ near_k.transpose(3, 4)  # (B, heads, n, 1, window)
             scores = scores.masked_fill_(absent[:, :, block], -torch.inf).softmax(-1)
-            blocks.append((scores @ said)[:, :, :, 0])
+            blocks.append((scores @ near_v)[:, :, :, 0])
         attended = torch.cat(blocks, 2).transpose(1, 2).reshape(streams, n, -1)
         x = torch.addcmul(x, self.out(attended), self.attention_scale)
         gate, up = self.gate_up(rms_norm(x, self.post_norm, self.eps)).chunk(2, -1)

@@ -148,7 +148,7 @@ class AdmissionQueue:
         On a machine that is slower than real time it may take long until one is looked at, and that is none."""
         if self._paced and len(self._paced) >= self._most_waiting:
             return "queue"
-        most_s = max(PROMPT_WAIT_S, self._admission.limits.max_wait_s or 0.0)
+        most_s = max(PROMPT_WAIT_S, self._max_wait_s("first_pcm"))
         return "" if math.isinf(self._admission.most) or now_s < arrived_s + most_s else "waited"
 
     def __len__(self) -> int:
