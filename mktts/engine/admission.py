@@ -24,7 +24,7 @@ PROMPT_WAIT_S = 0.5  # behind the prompts of those that came at the same time
 HELD_S = 10.0  # a fed text may pause for some seconds, and others wait for its place
 _MOST_WAITING = 1_024
 _WINDOW_S = 5.0  # over which ticks are compared with those of the measurement
-_LATE_SHARE = 0.005  # of the frames of a window: more say that the machine does not keep up
+_LATE_SHARE = 0.001  # of the frames of a window, one late in twelve utterances: more say that it does not keep up
 _SLOWER, _AGAIN = 1.15, 1.1  # times what was measured: ticks that lower the capacity, and that raise it again
 
 

@@ -112,6 +112,7 @@ class Runner:
         learns = TickFit if lanes.settings.max_lanes > 1 else MeanTick
         self.ticks, self.steps = learns(lanes.model), learns(lanes.model)
         self._early_s = _EARLY_S  # before the tick that runs ends, when the next one is planned
+        self._give_s = 0.0  # from the end of a tick until the last of its frames is with its reader
         self.reference_model: TickModel | None = None  # of the measured capacity: what ticks are expected to take
         self._reset()
         admission.listeners.append(self.count_listeners)
@@ -190,7 +191,8 @@ class Runner:
         if lone is not None and table.text_known[lone] and not table.full[lone]:
             tick = lone_tick(table, lone, begins_s)
         else:
-            tick = next_tick(table, begins_s, self.ticks.model, self._settings)
+            # Chosen by what a step takes, the host's pause included, for when its frames are with their readers.
+            tick = next_tick(table, begins_s + self._give_s, self.steps.model, self._settings)
         if not tick.empty:
             self._launch(tick, now_s, begins_s)
         self._queue.idle_since_s = math.inf if self._running else min(self._queue.idle_since_s, now_s)
@@ -439,7 +441,7 @@ class Runner:
         except Exception as error:
             self._fail_tick(streams, error)
             return
-        ends_s = begins_s + tick.predicted_s
+        ends_s = begins_s + self.ticks.model.predict(*tick.bucket, tick.context_rows)
         self._running.append(Running(tick, lanes, streams, launched, ends_s, follows=bool(self._running)))
         table.begin(tick)
         for slot, segment in lanes:
@@ -480,6 +482,7 @@ class Runner:
             took_s, expected_s = made.took_s + paused_s, self.reference_model.predict(*size)
             self.admission.tick(ended_s, took_s, expected_s, int((late_s > 0).sum()), len(tick.lanes))
         self._give(running, made, late_s, ended_s)
+        self._give_s = max(_RELAX * self._give_s, time.perf_counter() - ended_s)
         if self._pages is None:
             return
         for slot, segment in running.lanes[: tick.new_lanes]:  # whose prompts have entered: others may share prefixes
