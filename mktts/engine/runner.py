@@ -235,7 +235,7 @@ class Runner:
             stream.watched = True
             if stream.taken_frames != self._table.frames_taken[slot]:
                 return float("-inf")
-        return min(tick.wake_s, self._queue.wake_s(now_s))
+        return min(tick.wake_s - self._give_s, self._queue.wake_s(now_s))
 
     # ---- admission
 

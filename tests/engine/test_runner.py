@@ -4,13 +4,15 @@ import math
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 from desk import Desk, alone, chunks_of, fails_at, frames_of
-from fakes import OFF, ONE, FakeBackend, FakeCodec
+from fakes import OFF, ONE, SETTINGS, FakeBackend, FakeCodec
 
 from mktts.engine.admission import AdmissionLimits
 from mktts.engine.lanes import SingleLanes
-from mktts.engine.scheduler import TickSettings
+from mktts.engine.scheduler import FRAME_S, TickSettings
+from mktts.engine.stream import Utterance
 from mktts.errors import CapacityError, EngineError, PromptError
 
 HELD = replace(ONE, buffer_frames=2)  # a stream that waits for its reader after two frames
@@ -280,3 +282,24 @@ def test_close_ends_every_stream_though_the_device_is_gone(desk, monkeypatch):
     at.batch.close()
     assert [job.finish_reason for job in jobs] == ["cancelled"] * 4 and not any(job.open for job in jobs)
     assert [chunks_of(job) for job in jobs] == [[]] * 4
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_frames_that_the_host_takes_long_to_hand_over_are_with_their_listeners_in_time(monkeypatch, overlaps):
+    """Ticks take no time, frames are given for 40 ms behind each, and begin to be made 20 ms before they are wanted."""
+    ticks = replace(SETTINGS, few_lanes=0, idle_lanes=0, lead_s=0.02, fill_lead_s=0.02, chunks=(1,))
+    at = Desk(monkeypatch, overlaps=overlaps, settings=ticks)
+    handed_s, add_frame = {}, Utterance.add_frame
+
+    def slowly(stream, *frame):
+        at.now_s += 5e-3
+        handed_s.setdefault(stream, []).append(at.now_s)
+        add_frame(stream, *frame)
+        chunks_of(stream)
+
+    monkeypatch.setattr(Utterance, "add_frame", slowly)
+    for seed in range(8):
+        at.say(frames=40, options=replace(ONE, buffer_frames=100), seed=seed)
+    at.run()
+    for times_s in handed_s.values():
+        assert len(times_s) == 40 and max(np.subtract(times_s, FRAME_S * np.arange(40))[2:]) < 0  # the first ended at 0
