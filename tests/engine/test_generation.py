@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from desk import chunks_of, unread
-from fakes import OFF, FakeBackend, FakeCodec, FakeCodecState, fake_single
+from fakes import OFF, FakeBackend, FakeCodec, fake_single
 
 from mktts.audio import first_audible_sample
 from mktts.engine.chunker import Chunker
@@ -127,26 +127,12 @@ def test_where_an_utterance_ends_and_how_long_its_caches_are(
     backend, text, options, max_frames, positions, ended, cache_frames
 ):
     runner = fake_single(backend, positions=positions)
-    utterance = unread(runner, *text.split(), options=options, frames=max_frames)
+    utterance = unread(runner, *text.split(), seed=5, options=options, frames=max_frames)
+    run(runner, utterance, steps=3)
+    assert len(runner.prompts.built) == 1  # the other segments when their turns come
     run(runner, utterance)
     assert (utterance.finish_reason, len(utterance.codes)) == ended
-    assert [state.max_frames for state in backend.states] == cache_frames
-
-
-def test_segments_follow_one_another_with_a_fresh_talker_and_one_codec():
-    backend = FakeBackend(eos_after=3)
-    model = fake_single(backend)
-    utterance = unread(model, "One.", "Two.", "Three.")
-    chunks = run(model, utterance, steps=3)
-    assert model.prompts.built == ["One."]  # the others when their turns come
-    chunks += run(model, utterance)
-    assert utterance.finish_reason == "eos"
-    assert model.prompts.built == ["One.", "Two.", "Three."]
-    assert [state.seed for state in backend.states] == [5, 6, 7]
-    assert model.lanes.codec.starts == 1
-    assert [chunk.frames for chunk in chunks] == [1, 1, 2, 4, 1]  # chunks run over the joins
-    at_once = FakeCodec().decode(torch.from_numpy(np.stack(utterance.codes)), FakeCodecState())
-    assert np.array_equal(pcm_of(chunks), at_once.numpy())
+    assert [(state.seed, state.max_frames) for state in backend.states] == list(enumerate(cache_frames, 5))
 
 
 @pytest.mark.parametrize("frames", [1, 2, 16, 21])
