@@ -23,7 +23,6 @@ from mktts.synth.loading import batch_runner
 CPU = torch.device("cpu")
 SHARED_BYTES = {"H100": 232_448, "A100": 166_912, "RTX 4090": 101_376}  # of one program, CUDA Programming Guide
 ROWS = (1, 16, 17, 64, 128, 256, 512, 1_024, 2_048)
-LIMITS = [pytest.param(SHARED_BYTES[card], id=card) for card in ("RTX 4090", "H100")]
 
 
 # ---- ticks
@@ -98,19 +97,16 @@ def test_every_tile_fits_its_device_and_steps_alike_whatever_the_rows(rows, size
     assert {n & (n - 1) for n in (tile.rows, tile.outs, tile.extra, tile.depth)} == {0}
 
 
-@pytest.mark.parametrize(("kind", "columns", "depth"), _MEASURED)
-@pytest.mark.parametrize("limit", LIMITS)
-def test_a_program_fits_the_shared_memory_of_its_card(kind, columns, depth, limit):
-    for rows in ROWS:
-        tile = plan_of(kind, columns, depth, 2, limit).tile(rows).fitted(kind, 2, limit)
-        assert tile.shared_bytes(kind, 2) <= limit and tile.stages >= 2
-
-
-@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("limit", SHARED_BYTES.values(), ids=SHARED_BYTES)
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize(("kind", "columns", "depth"), [*_MEASURED, (Kind.JOINED, 64, 96), (Kind.JOINED, 1_024, 2_560)])
-def test_parts_are_whole_blocks_and_no_others_are_split(kind, columns, depth, itemsize, limit):
+def test_a_program_fits_its_card_and_parts_are_whole_blocks_and_no_others_are_split(
+    kind, columns, depth, itemsize, limit
+):
     plan = plan_of(kind, columns, depth, itemsize, limit)
+    for rows in ROWS:
+        tile = plan.tile(rows).fitted(kind, itemsize, limit)
+        assert tile.shared_bytes(kind, itemsize) <= limit and tile.stages >= 2
     assert kind is Kind.JOINED or plan.parts == 1
     for _, tile in plan.tiles:
         assert plan.parts == 1 or depth % (plan.parts * tile.depth) == 0
