@@ -9,7 +9,6 @@ from desk import Desk, alone, chunks_of, fails_at, frames_of
 from fakes import OFF, ONE, FakeBackend, FakeCodec
 
 from mktts.engine.lanes import SingleLanes
-from mktts.engine.scheduler import TickSettings
 from mktts.errors import CapacityError, EngineError, PromptError
 
 HELD = replace(ONE, buffer_frames=2)  # a stream that waits for its reader after two frames
@@ -114,7 +113,6 @@ def test_a_prefix_of_a_page_is_kept_once_and_later_streams_begin_behind_it(toget
 
 
 FAILED = (EngineError, RuntimeError)  # of many streams and of one
-PIECES = TickSettings(max_lanes=8, max_rows=16, min_rows=16, few_lanes=8, idle_lanes=8)
 
 
 def served(at: Desk, seed: int = 77) -> None:

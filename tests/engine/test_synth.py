@@ -305,17 +305,11 @@ def test_a_voice_that_holds_nan_ends_its_streams_alone_and_by_name(tiny_base, lo
 # ---- many at once on the batch engine of a CPU: the truth is the oracle's, one stream after the other
 
 
-def sampling(talker: dict[str, Any], predictor: dict[str, Any], penalty: float) -> Sampling:
-    return Sampling(Choice(**talker), Choice(**predictor), penalty)
-
-
 SENTENCES = "One sentence to say. And a second one, a little longer. Then the last."
 PLAIN: list[dict[str, Any]] = [
     {},
     {"sampling": Sampling().greedy()},
-    {"sampling": sampling({"top_k": 5}, {"top_p": 0.8}, 1.3)},
-    {"sampling": sampling({"temperature": 0.4, "top_p": 0.9}, {"do_sample": False}, 1.0)},
-    {"max_frames": 1},
+    {"sampling": Sampling(Choice(top_k=5), Choice(do_sample=False), 1.3)},
     {"options": replace(OFF, max_chars_per_segment=25)},
     {"options": replace(OFF, trim_lead=True, schedule=(3,))},
     {"options": StreamOptions(guard=Guard(frames_per_text_token=0.2, slack_frames=3)), "max_frames": None},
