@@ -103,10 +103,9 @@ def test_a_piece_that_is_refused_is_not_taken():
         assert len(fed(session, ["s] There."])) == 10 * SAMPLES_PER_FRAME + SAMPLE_RATE_HZ
 
 
-def test_a_voice_of_another_kind_of_checkpoint_is_refused(tiny):
-    with Synthesizer.load(tiny, device="cpu", engine="single") as synthesizer:
-        with pytest.raises(PromptError, match="only base checkpoints"):
-            synthesizer.stream("[Anna] Hi.", voices={"anna": ANNA})
+def test_a_voice_of_another_kind_of_checkpoint_is_refused(synth):
+    with pytest.raises(PromptError, match="only base checkpoints"):
+        synth.stream("[Anna] Hi.", voices={"anna": ANNA})
 
 
 # ---- a listener's clock
