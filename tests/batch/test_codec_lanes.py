@@ -111,7 +111,7 @@ def test_streams_that_come_and_go_sound_as_alone(codec):
 
 
 @anywhere
-@pytest.mark.parametrize("heard", [5, 90])
+@pytest.mark.parametrize("heard", [5, 12, 90])
 def test_a_primed_state_goes_on_and_stays_as_it_was(codec, heard):
     decoder, codes = codec.plain(), codes_of(codec, 1, heard + 6, seed=1)[0]
     state = decoder.start()
@@ -199,11 +199,16 @@ def test_neighbours_change_no_bit_on_a_cpu(tiny):
         assert torch.equal(pcm[going.index(19)], single.decode(codes[19:, frame], [0])[0])
 
 
-def test_other_codes_and_lanes_are_refused(tiny):
+def test_other_codes_lanes_slots_and_states_are_refused(tiny):
     codec = CudaCodec(plain_of(tiny, "cpu"), 4, "full", STAND_INS)
     lanes, codes = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 16, dtype=torch.int32)
     for wrong in ((codes.long(), lanes), (codes, lanes.long()), (codes[:1], lanes), (codes[:, :4], lanes)):
         with pytest.raises(CodecError, match="int32"):
             codec.decode(*wrong)
+    for slot in (-1, 3, 4):  # the last one is nobody's
+        with pytest.raises(CodecError, match="slots are 0 to 2"):
+            codec.enter(slot, None)
+    with pytest.raises(CodecError, match="another decoder"):
+        codec.enter(0, plain_of(open_checkpoint("small"), "cpu")().start())
     with pytest.raises(BackendUnavailable, match="the batched codec needs"):
         CudaCodec(plain_of(tiny, "cpu"), 4, "full")

@@ -95,37 +95,27 @@ def test_a_tick_of_one_lane_is_waited_for_and_one_of_more_runs_beside(tiny: Chec
     assert lanes.settings.max_tick_s < alone.settings.max_tick_s, "a frame is heard two such ticks later"
 
 
+@pytest.mark.parametrize(
+    ("name", "begun", "ticked"),
+    [("decode", 7, range(7)), ("enter", 2, range(2)), ("enter", 2, range(2, 4))],
+    ids=["decodes", "they speak", "others speak"],
+)
 def test_a_codec_that_fails_ends_its_tick_and_the_next_one_goes_on(
-    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch, name: str, begun: int, ticked: range
 ) -> None:
+    """Streams that could not enter are told once, with the next tick."""
     lanes = lanes_of(tiny, True)
     with monkeypatch.context() as patch:
-        patch.setattr(lanes._codec, "decode", lambda *_: 1 / 0)
-        launched = lanes.launch(entered(lanes, tiny, range(7)), [None] * 7)
+        patch.setattr(lanes._codec, name, lambda *_: 1 / 0)
+        tick = entered(lanes, tiny, range(begun))
+        lanes._decoding.submit(int).result()  # they have tried to
+        tick = entered(lanes, tiny, ticked) if ticked[0] else tick
+        launched = lanes.launch(tick, [None] * len(ticked))
         with pytest.raises(ZeroDivisionError):
             lanes.collect(launched)
-    for slot in range(7):
+    for slot in range(begun + ticked[0]):
         lanes.leave(slot)
     made = lanes.collect(lanes.launch(entered(lanes, tiny, range(8)), [None] * 8))
-    assert np.abs(made.pcm).max() > 0
-
-
-@pytest.mark.parametrize("spoken", [range(2), range(2, 4)], ids=["they speak", "others speak"])
-def test_streams_that_could_not_enter_are_told_once_with_the_next_tick(
-    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch, spoken: range
-) -> None:
-    lanes = lanes_of(tiny, True)
-    with monkeypatch.context() as patch:
-        patch.setattr(lanes._codec, "enter", lambda *_: 1 / 0)
-        tick = entered(lanes, tiny, range(2))
-        lanes._decoding.submit(int).result()  # they have tried to
-    if spoken != range(2):
-        tick = entered(lanes, tiny, spoken)
-    with pytest.raises(ZeroDivisionError):
-        lanes.collect(lanes.launch(tick, [None] * 2))
-    for slot in range(4):
-        lanes.leave(slot)
-    made = lanes.collect(lanes.launch(entered(lanes, tiny, range(3)), [None] * 3))
     assert np.abs(made.pcm).max(axis=1).all()
 
 

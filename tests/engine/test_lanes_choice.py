@@ -1,6 +1,5 @@
 """Which engine serves a stream, what each then does beside the other, and how many each carries."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -125,12 +124,6 @@ def active(synth: Synthesizer) -> int:
     return sum(job.open and not job.idle for job in list(synth.engine._utterances))
 
 
-@pytest.fixture
-def synth() -> Iterator[Synthesizer]:
-    with fake_synthesizer(engine="auto") as made:
-        yield made
-
-
 def test_a_stream_that_goes_on_counts_again_and_stays_where_it_began():
     backend = FakeBackend(held=True)
     with fake_synthesizer(backend, engine="auto") as synth:
@@ -160,18 +153,18 @@ def test_a_stream_that_goes_on_counts_again_and_stays_where_it_began():
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_while_a_batched_stream_is_open_though_it_rests_a_launch_of_the_megakernel_makes_one_frame(synth, beside):
-    choose, chosen = synth.engine._choose, iter(["batch", "single", "single"] if beside else ["single"] * 2)
-    synth.engine._choose = lambda sampling, engine=None: choose(sampling, next(chosen))
-    resting = speak(synth, 2, frames=None, options=SLOW) if beside else None
-    settle(synth)
-    backend = synth.engine.runners["single"].lanes.backend
-    launched, frames = [1], backend.frames
-    backend.frames = lambda state, rows: launched.append(len(rows)) or frames(state, rows)
-    stream = speak(synth, 3, frames=40, options=OFF)
-    assert sum(chunk.frames for chunk in stream) == 40
-    assert max(launched) == (1 if beside else MAX_FRAMES_AHEAD)
-    assert resting is None or resting.idle
+def test_while_a_batched_stream_is_open_though_it_rests_a_launch_of_the_megakernel_makes_one_frame(beside):
+    with fake_synthesizer(engine="auto") as synth:
+        choose, chosen = synth.engine._choose, iter(["batch", "single", "single"] if beside else ["single"] * 2)
+        synth.engine._choose = lambda sampling, engine=None: choose(sampling, next(chosen))
+        resting = speak(synth, 2, frames=None, options=SLOW) if beside else None
+        settle(synth)
+        backend = synth.engine.runners["single"].lanes.backend
+        launched, frames = [1], backend.frames
+        backend.frames = lambda state, rows: launched.append(len(rows)) or frames(state, rows)
+        assert sum(chunk.frames for chunk in speak(synth, 3, frames=40, options=OFF)) == 40
+        assert max(launched) == (1 if beside else MAX_FRAMES_AHEAD)
+        assert resting is None or resting.idle
 
 
 # ---- admission

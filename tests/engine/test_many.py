@@ -109,26 +109,20 @@ def test_leaving_early_ends_what_is_open(make, method, leave):
 def test_how_many_at_once_is_checked_at_the_call():
     with fake_synthesizer() as synth:
         for at_once in (0, 1.5, True, "2"):
-            with pytest.raises(OptionsError, match="at_once must be a whole number of at least 1"):
-                synth.say_many(TEXTS, at_once=at_once)
-            with pytest.raises(OptionsError, match="at_once must be a whole number of at least 1"):
-                synth.say_each(lambda: None, at_once=at_once)
+            for say, what in ((synth.say_many, TEXTS), (synth.say_each, lambda: None)):
+                with pytest.raises(OptionsError, match="at_once must be a whole number of at least 1"):
+                    say(what, at_once=at_once)
 
 
 # ---- each as soon as it is over
-
-
-def asks(synth, texts):
-    """What gives them out one by one."""
-    left = iter([SayRequest(text, {"seed": number}, number) for number, text in enumerate(texts)])
-    return partial(next, left, None)
 
 
 @pytest.mark.parametrize("at_once", [None, 1, 3])
 def test_each_text_has_settings_and_errors_of_its_own(make, at_once):
     with make(FakeBackend(eos_after=5)) as synth:
         texts = ["Good.", "\x00", "Good too.", "Good as well."]
-        found = {said.asked.name: said for said in synth.say_each(asks(synth, texts), at_once=at_once)}
+        left = iter([SayRequest(text, {"seed": number}, number) for number, text in enumerate(texts)])
+        found = {said.asked.name: said for said in synth.say_each(lambda: next(left, None), at_once=at_once)}
         assert sorted(found) == [0, 1, 2, 3]
         assert isinstance(found[1].error, TextError) and found[1].stream is None
         for number in (0, 2, 3):

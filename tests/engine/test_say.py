@@ -9,7 +9,7 @@ import re
 import sys
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -115,53 +115,38 @@ def test_speak_all_writes_captions_beside_each_and_those_that_are_missing(tmp_pa
 SAY = ["say", "Hello there.", "--checkpoint", "random:tiny", "--seed", "1", "--max-frames", "4"]
 
 
-class Device(ModuleType):
-    """Stands for the package sounddevice. `notes`: what was done with its one output stream, in order."""
-
-    class PortAudioError(Exception):
-        pass
-
-    def __init__(self, broken: bool = False) -> None:
-        super().__init__("sounddevice")
-        self.broken, self.active = broken, False
-        self.notes: list[str] = []
-        self.heard: list[np.ndarray] = []
-
-    def OutputStream(self, rate_hz: int, channels: int, dtype: str) -> Device:
-        if self.broken:
-            raise self.PortAudioError("Error querying device -1")
-        assert (rate_hz, channels, dtype) == (SAMPLE_RATE_HZ, 1, "float32")
-        return self
-
-    def __getattr__(self, name: str):
-        if name not in ("start", "stop", "abort", "close"):
-            raise AttributeError(name)
-
-        def noted() -> None:
-            self.notes.append(name)
-            self.active = name == "start"
-
-        return noted
-
-    def write(self, pcm: np.ndarray) -> None:
-        assert self.active and pcm.shape[1] == 1 and pcm.dtype == np.float32
-        self.heard.append(pcm[:, 0])
+def sounddevice() -> Mock:
+    """Stands for the package sounddevice; what was done with its one output stream is in `device.method_calls`."""
+    device = Mock(active=False)
+    device.start.side_effect = lambda: setattr(device, "active", True)
+    device.write.side_effect = lambda pcm: device.active or pytest.fail("written to before it was started")
+    device.stop.side_effect = device.abort.side_effect = lambda: setattr(device, "active", False)
+    error = type("PortAudioError", (Exception,), {})
+    return Mock(PortAudioError=error, **{"OutputStream.return_value": device})
 
 
 @pytest.fixture
 def device(monkeypatch, checkpoint_cache, tmp_path):
-    made = Device()
-    monkeypatch.setitem(sys.modules, "sounddevice", made)
+    package = sounddevice()
+    monkeypatch.setitem(sys.modules, "sounddevice", package)
     monkeypatch.chdir(tmp_path)
-    return made
+    yield package.OutputStream.return_value
+    package.OutputStream.assert_called_with(SAMPLE_RATE_HZ, channels=1, dtype="float32")
+
+
+def done_with(device: Mock) -> list[str]:
+    """All but `write`, in order."""
+    return [name for name, *_ in device.method_calls if name != "write"]
 
 
 def test_all_that_the_file_gets_is_played_and_heard_to_the_end_and_without_one_none_is_written(device, tmp_path):
     assert main([*SAY, "--play"]) == 0 and not list(tmp_path.iterdir())
     assert main([*SAY, "--play", "-o", "out.wav"]) == 0
     written, _ = soundfile.read("out.wav", dtype="float32")
-    np.testing.assert_allclose(np.concatenate(device.heard), np.tile(written, 2), atol=1 / 32_767)
-    assert device.notes == 2 * ["start", "stop", "close"]
+    heard = np.concatenate([call.args[0] for call in device.write.call_args_list])
+    assert heard.dtype == np.float32
+    np.testing.assert_allclose(heard, np.tile(written, 2)[:, None], atol=1 / 32_767)
+    assert done_with(device) == 2 * ["start", "stop", "close"]
 
 
 def test_an_interrupt_ends_the_sound_at_once_and_nothing_played_needs_no_waiting(device):
@@ -170,11 +155,13 @@ def test_an_interrupt_ends_the_sound_at_once_and_nothing_played_needs_no_waiting
         raise KeyboardInterrupt
     with Loudspeaker():
         pass
-    assert device.notes == ["start", "abort", "close", "close"]
+    assert done_with(device) == ["start", "abort", "close", "close"]
 
 
 def test_without_package_or_device_the_command_says_so_before_it_opens_a_checkpoint(monkeypatch, capsys):
-    for module, message in ((None, "pip install sounddevice"), (Device(broken=True), "Error querying device")):
+    broken = sounddevice()
+    broken.OutputStream.side_effect = broken.PortAudioError("Error querying device -1")
+    for module, message in ((None, "pip install sounddevice"), (broken, "Error querying device")):
         monkeypatch.setitem(sys.modules, "sounddevice", module)
         assert main(["say", "Hi.", "--play", "--checkpoint", "absent-folder"]) == 2
         error = capsys.readouterr().err

@@ -9,13 +9,13 @@ import pytest
 import torch
 from desk import fed
 from safetensors.torch import load_file, save_file
+from upstream_models import loaded
 
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint, open_checkpoint
 from mktts.checkpoint import open as checkpoint_module
 from mktts.checkpoint.arguments import add_model_arguments
 from mktts.checkpoint.open import SMALL, SMALL_FOLDER
 from mktts.cli import parse
-from mktts.engine.upstream import load_upstream
 from mktts.errors import CheckpointError
 from mktts.measure.parity.kernel import Scope, parity_of
 from mktts.measure.parity.upstream import compare_codes
@@ -31,11 +31,6 @@ SENTENCES = files("mktts.training.data").joinpath("held_out.txt").read_text(enco
 @pytest.fixture(scope="module")
 def small() -> Checkpoint:
     return open_checkpoint(SMALL)
-
-
-@pytest.fixture(scope="module")
-def upstream(small):
-    return load_upstream(small, torch.float32)
 
 
 def requests(sentences: Sequence[str]) -> list[Request]:
@@ -64,10 +59,10 @@ def test_it_is_a_small_custom_voice_of_two_speakers_and_one_language_and_its_car
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("sentences", "max_frames"), [(4, 12), pytest.param(20, 160, marks=pytest.mark.slow)])
-def test_codes_are_upstreams(small, upstream, sampled, sentences, max_frames):
+def test_codes_are_upstreams(small, sampled, sentences, max_frames):
     sampling = small.sampling() if sampled else small.sampling().greedy()
     asked = requests(SENTENCES[:sentences])
-    rows = compare_codes(small, asked, sampling, 7, max_frames, torch.float32, upstream)
+    rows = compare_codes(small, asked, sampling, 7, max_frames, torch.float32, loaded(SMALL, torch.float32)[1])
     assert [row for row in rows if not row["equal"]] == []
 
 

@@ -305,17 +305,11 @@ def test_a_voice_that_holds_nan_ends_its_streams_alone_and_by_name(tiny_base, lo
 # ---- many at once on the batch engine of a CPU: the truth is the oracle's, one stream after the other
 
 
-def sampling(talker: dict[str, Any], predictor: dict[str, Any], penalty: float) -> Sampling:
-    return Sampling(Choice(**talker), Choice(**predictor), penalty)
-
-
 SENTENCES = "One sentence to say. And a second one, a little longer. Then the last."
 PLAIN: list[dict[str, Any]] = [
     {},
     {"sampling": Sampling().greedy()},
-    {"sampling": sampling({"top_k": 5}, {"top_p": 0.8}, 1.3)},
-    {"sampling": sampling({"temperature": 0.4, "top_p": 0.9}, {"do_sample": False}, 1.0)},
-    {"max_frames": 1},
+    {"sampling": Sampling(Choice(top_k=5), Choice(do_sample=False), 1.3)},
     {"options": replace(OFF, max_chars_per_segment=25)},
     {"options": replace(OFF, trim_lead=True, schedule=(3,))},
     {"options": StreamOptions(guard=Guard(frames_per_text_token=0.2, slack_frames=3)), "max_frames": None},
@@ -399,28 +393,18 @@ def reading(request):
 def test_known_text_is_given_to_the_model_as_words_and_cut_by_their_length(reading):
     built = reading._prompts.built
     reading.say("DR. Smith paid $12")
-    assert built == ["Doctor smith paid twelve dollars."]
+    with reading.open(options=ONE) as session:
+        fed(session, ("D", "R. Smith paid $1", "2"))
+    (prompt,) = reading._prompts.opened
+    assert [*built, prompt.text] == ["Doctor smith paid twelve dollars."] * 2
     reading._whole_chars = 100
     reading.say("It is 1,777,777. So is 1,777,777.")
     assert len(built) == 1 + 2
     for text, named in (("你好", "CJK"), ("?!...", "letter or a digit")):
         with pytest.raises(TextError, match=named):
             reading.stream(text)
-
-
-def test_fed_pieces_are_read_as_the_whole_and_a_refused_one_is_not_taken(reading):
-    with reading.open(options=ONE) as session:
-        session.feed("I pay $1")
-        with pytest.raises(TextError, match="CYRILLIC"):
-            session.feed("день")
-        fed(session, ("2.50 on Jan", ". 5 to D", "r. No"))
-    (prompt,) = reading._prompts.opened
-    assert prompt.text == "I pay twelve dollars and fifty cents on january fifth to doctor no."
-    with reading.open(options=ONE) as session:
-        session.feed("… 😀")
-        with pytest.raises(TextError, match="letter or a digit"):
-            session.finish()
-        assert session.finish_reason == "cancelled"
+        with reading.open() as session, pytest.raises(TextError, match=named):
+            fed(session, text)
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["front end", "none"])

@@ -160,18 +160,15 @@ def test_upstream_takes_text_in_segments_and_fed(speaking):
 
 
 def test_upstream_is_cancelled_within_a_frame(speaking, monkeypatch):
-    generate, opened, frames = upstream.generate_codes, SimpleQueue(), []
+    count, opened, frames = upstream.GuardState.count, SimpleQueue(), []
 
-    def cancelled_at_the_third_frame(*arguments, on_frame, **settings):
-        def cancel(codes):
-            frames.append(codes)
-            on_frame(codes)
-            if len(frames) == 3:
-                opened.get(timeout=WAIT_S).cancel()
+    def cancels_at_the_third_frame(guard, codes, text_tokens):
+        frames.append(codes)
+        if len(frames) == 3:
+            opened.get(timeout=WAIT_S).cancel()
+        return count(guard, codes, text_tokens)
 
-        return generate(*arguments, on_frame=cancel, **settings)
-
-    monkeypatch.setattr(upstream, "generate_codes", cancelled_at_the_third_frame)
+    monkeypatch.setattr(upstream.GuardState, "count", cancels_at_the_third_frame)
     stream = speak(speaking, frames=1_000)
     opened.put(stream)
     stream.read()

@@ -21,17 +21,18 @@ from mktts.engine.scheduler import TickModel, TickSettings
 from mktts.engine.stream import Utterance
 from mktts.errors import CapacityError, EngineError
 
-BUFFER_FRAMES = 8
 # With a slot free: a reader who took nothing for 2 s is no listener any more. Without: until the stream is refused.
 # The last tick has begun up to 1.5 s before.
 LONGEST_IDLE_S, LONGEST_HELD_S = 2.0 + 1.5, 10.0 + 1.5
 NEVER = math.inf
+CHUNKS = ((1, 1, 2, 4, 8), 8), ((1,), 1), ((1,), 5), ((3,), 7)
 
 
 @dataclass(frozen=True)
 class Visit:
     """One stream. texts: its segments, where pieces is (). pieces: what is fed, and how long after the piece before.
-    ends: whether the last piece ends the text. reads: chunks that its reader takes, at `reads_hz`."""
+    ends: whether the last piece ends the text. reads: chunks that its reader takes, at `reads_hz`. chunks: their
+    schedule, and how many frames may be made ahead of the reader."""
 
     at_s: float = 0.0
     engine: str = "batch"
@@ -43,6 +44,7 @@ class Visit:
     cancel_s: float = NEVER
     reads: float = NEVER
     reads_hz: float = NEVER
+    chunks: tuple[tuple[int, ...], int] = CHUNKS[0]
 
 
 @dataclass
@@ -103,7 +105,7 @@ class Place(Desk):
 
     def open(self, visit: Visit) -> None:
         how = {"frames": visit.frames, "paced": visit.paced, "engine": visit.engine}
-        how["options"] = replace(OFF, buffer_frames=BUFFER_FRAMES)
+        how["options"] = replace(OFF, schedule=visit.chunks[0], buffer_frames=visit.chunks[1])
         if visit.pieces:
             job, writer = self.listen(**how)
         else:
@@ -134,6 +136,10 @@ class Place(Desk):
                 one.taken += 1
                 one.next_read_s = self.now_s + 1 / one.visit.reads_hz
         return next_s
+
+    def check(self) -> None:
+        super().check()
+        assert all(len(seen.job.codes) - seen.job.taken_frames <= seen.visit.chunks[1] for seen in self.seen)
 
     def run(self, most_turns: int = 30_000) -> None:
         for _ in range(most_turns):
@@ -215,6 +221,7 @@ VISITS = st.builds(
     cancel_s=st.one_of(st.just(NEVER), st.floats(0, 20)),
     reads=st.one_of(st.just(NEVER), st.integers(0, 4)),
     reads_hz=st.sampled_from((NEVER, 12.5, 3.0)),
+    chunks=st.sampled_from(CHUNKS),
 )
 PLACES = st.fixed_dictionaries(
     {
