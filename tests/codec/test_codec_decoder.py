@@ -112,11 +112,6 @@ def test_wrong_codes_are_refused_by_name_and_leave_the_state_alone(codec, codes,
     assert state.frames == int(state.position) == 0
 
 
-def test_a_state_of_another_decoder_is_refused(codec, codec64, codes):
-    with pytest.raises(CodecError, match="another decoder"):
-        codec.decode(codes, codec64.start())
-
-
 def test_full_size_decoder_equals_upstream_and_itself_under_the_default_schedule(tmp_path):
     files = small_files("0.6b", "base", full_codec=True)
     raw = files["speech_tokenizer/config.json"]
