@@ -130,9 +130,9 @@ def test_every_sampling_setting_means_what_it_means_upstream(tiny, sampling):
     assert [row for row in rows if not row["equal"]] == []
 
 
-@pytest.mark.parametrize("max_frames", [1, 2, 20])
-def test_end_of_speech_and_the_frame_limit_come_at_upstreams_frame(tiny, max_frames):
-    checkpoint, upstream = loaded("random:tiny:margin:eos9", torch.float32)
+@pytest.mark.parametrize(("size", "max_frames"), [("tiny", 1), ("tiny", 2), ("tiny", 20), ("tiny-projected", 20)])
+def test_end_of_speech_and_the_frame_limit_come_at_upstreams_frame(tiny, size, max_frames):
+    checkpoint, upstream = loaded(f"random:{size}:margin:eos9", torch.float32)
     (row,) = compare_codes(
         checkpoint, [Request("Hello.", speaker="ryan")], Sampling().greedy(), 0, max_frames, torch.float32, upstream
     )
