@@ -86,14 +86,6 @@ def test_what_an_english_voice_cannot_say_is_refused(text, named):
     assert all(word in str(caught.value) for word in named)
 
 
-def test_a_refused_piece_is_not_taken():
-    feed = FrontEnd().feed()
-    feed.push("Good ")
-    with pytest.raises(TextError):
-        feed.push("你好")
-    assert feed.push("day") + feed.finish() == "Good day."
-
-
 def test_other_languages_pass_as_they_stand_unless_their_script_differs():
     assert spoken("Das kostet 12 €", "german") == "Das kostet 12 €"
     assert spoken("Это 5 км", "russian") == "Это 5 км"
