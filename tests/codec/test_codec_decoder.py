@@ -46,17 +46,12 @@ def codec(tiny) -> CodecDecoder:
 
 
 @pytest.fixture(scope="module")
-def codec64(tiny) -> CodecDecoder:
-    return CodecDecoder(tiny.codec_config, tiny.codec_tensors(), dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
 def codes(tiny) -> torch.Tensor:
     """More frames than the attention window holds."""
     return random_codes(2 * tiny.codec_config.sliding_window + 9, 0)
 
 
-def test_in_float64_frame_by_frame_is_upstreams_one_pass(tiny, codec64, codes, monkeypatch):
+def test_in_float64_frame_by_frame_is_upstreams_one_pass(tiny, codes, monkeypatch):
     raw = json.loads((tiny.folder / "speech_tokenizer" / "config.json").read_text())
     decoder = upstream_decoder(raw, tiny.codec_tensors(), torch.float64)
     norm = type(decoder.pre_transformer.norm)
@@ -67,7 +62,8 @@ def test_in_float64_frame_by_frame_is_upstreams_one_pass(tiny, codec64, codes, m
     monkeypatch.setattr(norm, "forward", in_float64)
     expected = upstream_pcm(decoder, codes).float()
     assert expected.std() > 0.01  # a silent signal would hide every error
-    torch.testing.assert_close(decode_streamed(codec64, codes, [1]), expected, atol=1e-9, rtol=1e-6)  # PCM is float32
+    codec = CodecDecoder(tiny.codec_config, tiny.codec_tensors(), dtype=torch.float64)
+    torch.testing.assert_close(decode_streamed(codec, codes, [1]), expected, atol=1e-9, rtol=1e-6)  # PCM is float32
 
 
 @settings(max_examples=15, deadline=None)
