@@ -42,9 +42,6 @@ def small(arch: str, code: str = SMALL, **more: int) -> bytes:
     return compile_source(source(SHARED) + code, SHARED, arch, flags).image
 
 
-# ---- the kernel's side
-
-
 @pytest.mark.parametrize(
     "arch", [name if name == "sm_90a" else pytest.param(name, marks=pytest.mark.slow) for name in TARGETS]
 )
@@ -54,9 +51,6 @@ def test_marks_cost_nothing_where_they_are_off_and_work_where_they_are_on(arch):
     assert small(arch, re.sub(r"MARK\(c, \d+\);", "", SMALL)) == usual
     assert len(marking) > len(usual)
     assert small(arch, TRACE=100, STILL=1) != marking
-
-
-# ---- the reader
 
 
 def encode(points: np.ndarray, cycles: np.ndarray, starved: np.ndarray, room: int) -> np.ndarray:

@@ -34,9 +34,6 @@ def test_the_requests_below_are_twenty_texts_over_all_modes(tiny):
     assert {request.layout for request in requests} == {None, "whole", "streaming"}
 
 
-# ---- prompts
-
-
 def unequal(source: str, dtype: str, requests) -> list[dict]:
     checkpoint, upstream = loaded(source, DTYPES[dtype])
     rows = compare_prompts(checkpoint, requests, DTYPES[dtype], upstream)
@@ -92,9 +89,6 @@ def test_a_local_folder_makes_upstream_swap_the_pre_tokenizer_and_ours_stays_wit
     in_a_folder = prompt_embeds(loaded("random:tiny", torch.bfloat16, "local")[1], request)[0]
     assert torch.equal(prompt.embeds, on_the_hub)
     assert len(in_a_folder) != len(on_the_hub)
-
-
-# ---- codes
 
 
 def crossed() -> list:
