@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -89,21 +90,16 @@ def test_other_integer_types_are_taken(codec, codes, dtype):
 @pytest.mark.parametrize(
     "codes, found",
     [
-        (torch.zeros(0, NUM_CODEBOOKS, dtype=torch.int64), "T >= 1, 16\\), got \\(0, 16\\)"),
-        (torch.zeros(NUM_CODEBOOKS, dtype=torch.int64), "got \\(16,\\)"),
-        (torch.zeros(2, NUM_CODEBOOKS - 1, dtype=torch.int64), "got \\(2, 15\\)"),
-        (torch.zeros(1, 2, NUM_CODEBOOKS, dtype=torch.int64), "got \\(1, 2, 16\\)"),
-        (torch.zeros(2, NUM_CODEBOOKS), "got torch.float32"),
-        (torch.zeros(2, NUM_CODEBOOKS, dtype=torch.bool), "got torch.bool"),
+        *((torch.zeros(shape).long(), f"T >= 1, 16), got {shape}") for shape in ((0, 16), (16,), (2, 15), (1, 2, 16))),
+        *((torch.zeros(2, NUM_CODEBOOKS, dtype=dtype), f"got {dtype}") for dtype in (torch.float32, torch.bool)),
         ([[0] * NUM_CODEBOOKS], "got list"),
-        (torch.full((2, NUM_CODEBOOKS), -1), "found -1..-1"),
-        (torch.full((2, NUM_CODEBOOKS), CODEBOOK_SIZE), "found 2048..2048"),
+        *((torch.full((2, NUM_CODEBOOKS), code), f"found {code}..{code}") for code in (-1, CODEBOOK_SIZE)),
         (torch.zeros(2, NUM_CODEBOOKS, dtype=torch.int64, device="meta"), "got meta"),
     ],
 )
 def test_wrong_codes_are_refused_by_name_and_leave_the_state_alone(codec, codes, found):
     state = codec.start()
-    with pytest.raises(CodecError, match=found):
+    with pytest.raises(CodecError, match=re.escape(found)):
         codec.decode(codes, state)
     assert state.frames == int(state.position) == 0
 
