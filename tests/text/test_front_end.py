@@ -47,13 +47,10 @@ def test_what_is_spoken_has_letters_and_plain_marks_only(text):
     assert "  " not in said
 
 
-def test_a_plain_word_is_handed_on_when_the_next_one_is_complete():
+def test_a_plain_word_waits_for_the_next_one_a_number_for_its_unit_and_a_title_for_its_name():
     feed = FrontEnd().feed()
     assert [feed.push(piece) for piece in ("The cat", " ran", " down", " today")] == ["", "The", " cat", " ran"]
     assert feed.finish() == " down today."
-
-
-def test_a_number_waits_for_its_unit_and_a_title_for_its_name():
     feed = FrontEnd().feed()
     assert feed.push("It costs $1") == "It"
     assert feed.push("2.50 or ") == ""
