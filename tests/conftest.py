@@ -4,7 +4,7 @@ import gc
 import inspect
 import os
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.engine import capacity
 from mktts.engine.admission import Admission, AdmissionLimits, Capacity
 from mktts.model.tokenizer import TextTokenizer
-from mktts.synth import Synthesizer, loading
+from mktts.synth import loading
 
 pytest_plugins = ["time_limits"]
 
@@ -86,35 +86,18 @@ def patient_admission() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def tiny(checkpoint_cache: None) -> Checkpoint:
-    """CustomVoice, 64 wide, tiny codec."""
-    return open_checkpoint("random:tiny")
+def opened(source: str) -> Callable[..., Checkpoint]:
+    """A fixture: this checkpoint."""
+
+    @pytest.fixture(scope="session")
+    def checkpoint(checkpoint_cache: None) -> Checkpoint:
+        return open_checkpoint(source)
+
+    return checkpoint
 
 
-@pytest.fixture(scope="module")  # not for longer: a server sets its limits
-def synth(tiny: Checkpoint) -> Iterator[Synthesizer]:
-    with Synthesizer.load(tiny, device="cpu", cpu_threads=1, engine="single") as loaded:
-        yield loaded
-
-
-@pytest.fixture(scope="session")
-def tiny_base(checkpoint_cache: None) -> Checkpoint:
-    return open_checkpoint("random:tiny:base")
-
-
-@pytest.fixture(scope="session")
-def tiny_design(checkpoint_cache: None) -> Checkpoint:
-    return open_checkpoint("random:tiny:voice_design")
-
-
-@pytest.fixture(scope="session")
-def tiny_projected(checkpoint_cache: None) -> Checkpoint:
-    """CustomVoice with the talker wider than the predictor, as in 1.7B; takes an instruction."""
-    return open_checkpoint("random:tiny-projected")
-
-
-@pytest.fixture(scope="session")
-def tiny_margin(checkpoint_cache: None) -> Checkpoint:
-    """CustomVoice whose greedy choices win by a wide margin."""
-    return open_checkpoint("random:tiny:margin")
+tiny = opened("random:tiny")  # CustomVoice, 64 wide, tiny codec
+tiny_base = opened("random:tiny:base")
+tiny_design = opened("random:tiny:voice_design")
+tiny_projected = opened("random:tiny-projected")  # its talker is wider than its predictor; takes an instruction
+tiny_margin = opened("random:tiny:margin")  # greedy choices win by a wide margin

@@ -14,6 +14,7 @@ import json
 import re
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ from mktts.checkpoint.tensors import expected_tensors
 from mktts.common import write_json
 from mktts.kernel.build import CSRC, TARGETS, Card
 from mktts.measure.environment import head
-from mktts.measure.parity.kernel import KernelUnderTest
-from mktts.measure.parity.ratio import ErrorRatio, Observed, forced
+from mktts.measure.parity.kernel import KernelUnderTest, Oracles
+from mktts.measure.parity.ratio import ErrorRatio, Observed, RowStream, replayed
 from mktts.model.backend import Backend
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import Prompt, PromptBuilder, Request
@@ -64,14 +65,13 @@ FORCED_FRAMES = 4  # whose errors are compared
 class Model:
     """A model of wide-margin random weights, a prompt in bf16, and the codes (frames, 16) that an fp32 run makes.
 
-    exact: that run's first frames. bf16_error: of bf16 PyTorch in them, relative."""
+    oracles: PyTorch in bf16 and in fp32."""
 
     config: ModelConfig
     tensors: dict[str, Tensor]
     prompt: Prompt
     codes: Tensor
-    exact: list[Observed]
-    bf16_error: float
+    oracles: Oracles
 
     @classmethod
     def make(cls, name: str, device: str = "cuda", frames: int = FRAMES) -> Model:
@@ -83,10 +83,14 @@ class Model:
             widen_margins(tensors, config)
         builder = PromptBuilder(config, tensors, checkpoint.tokenizer(), device, torch.bfloat16)
         prompt = builder.build(Request(_TEXT, speaker=config.default_speaker, layout="streaming"))
-        fp32, bf16 = (TorchBackend(config, tensors, device, dtype) for dtype in (torch.float32, torch.bfloat16))
-        codes, _ = run(fp32, prompt, frames)
-        exact, rounded = (_forced(backend, prompt, codes[:FORCED_FRAMES]) for backend in (fp32, bf16))
-        return cls(config, tensors, prompt, codes, exact, error_of(rounded, exact))
+        bf16, fp32 = (TorchBackend(config, tensors, device, dtype) for dtype in (torch.bfloat16, torch.float32))
+        return cls(config, tensors, prompt, run(fp32, prompt, frames)[0], (bf16, fp32))
+
+    @property
+    def first(self) -> RowStream:
+        """The first frames' rows."""
+        rows = [self.prompt.row(max(0, index - 1)) for index in range(FORCED_FRAMES)]
+        return RowStream(self.prompt.embeds, torch.stack(rows))
 
 
 def run(backend: Backend, prompt: Prompt, frames: int = FRAMES) -> tuple[Tensor, list[float]]:
@@ -103,30 +107,18 @@ def run(backend: Backend, prompt: Prompt, frames: int = FRAMES) -> tuple[Tensor,
     return torch.stack(codes), steps_ms
 
 
-def error_of(found: list[Observed], exact: list[Observed]) -> float:
-    """Relative rms error of logits and residual streams, pooled head by head and layer by layer, then averaged."""
+def error_ratio(model: Model, seen: Iterable[Observed]) -> float:
+    """Relative rms error to fp32 of logits and residual streams in the first frames, pooled head by head and layer by
+    layer, then averaged: over that of bf16 PyTorch, which takes the same codes."""
     errors = ErrorRatio()
-    for ours, theirs in zip(found, exact, strict=True):
-        for book, (logits, reference) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
-            errors.add(logits, reference, reference, f"head {book}")
-        if ours.hidden is not None and theirs.hidden is not None:
-            for layer, (hidden, reference) in enumerate(zip(ours.hidden, theirs.hidden, strict=True)):
-                errors.add(hidden, reference, reference, f"layer {layer}")
-    return statistics.fmean(value["kernel"] for value in errors.found().values())
-
-
-def _forced(backend: TorchBackend, prompt: Prompt, codes: Tensor) -> list[Observed]:
-    state = backend.start(prompt, Sampling().greedy(), 0, len(codes))
-    rows = [None, *(prompt.row(index) for index in range(len(codes) - 1))]
-    return [forced(backend, state, row, chosen) for row, chosen in zip(rows, codes, strict=True)]
-
-
-def observed(backend: Backend, prompt: Prompt) -> list[Observed]:
-    """Its own first frames."""
-    tested = KernelUnderTest(backend)
-    state = tested.start(prompt, Sampling().greedy(), 0, FORCED_FRAMES)
-    seen = [tested.step(state, prompt.row(index - 1) if index else None) for index in range(FORCED_FRAMES)]
-    return [frame for frame in seen if frame is not None]
+    for *sides, _ in replayed(model.first, seen, *model.oracles):
+        for book, logits in enumerate(zip(*(side.logits for side in sides), strict=True)):
+            errors.add(*logits, f"head {book}")
+        if sides[0].hidden is not None:
+            for layer, hidden in enumerate(zip(*(side.hidden for side in sides), strict=True)):
+                errors.add(*hidden, f"layer {layer}")
+    found = errors.found().values()
+    return sum(error["kernel"] for error in found) / sum(error["bf16"] for error in found)
 
 
 def fingerprint(folder: Path = CSRC) -> str:
@@ -151,7 +143,7 @@ def case_of(model: Model, card: Card) -> dict[str, Any]:
         "shared_bytes": backend._launcher.shared_bytes,
         "equal": torch.equal(codes, model.codes),
         "frames": int(differ[0]) if len(differ) else same,
-        "error_ratio": error_of(observed(backend, model.prompt), model.exact) / model.bf16_error,
+        "error_ratio": error_ratio(model, KernelUnderTest(backend).frames(model.first)),
         "frame_ms": statistics.median(steps_ms[_WARM_FRAMES:] or steps_ms),
     }
 

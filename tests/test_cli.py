@@ -25,6 +25,7 @@ FRAMES = 6
 BASE = ["--checkpoint", "random:tiny:base"]
 RANDOM = ["--checkpoint", "random:tiny"]  # whose speech never ends by itself
 SAY = ["say", "Hello there.", *RANDOM, "--seed", "1", "--max-frames", str(FRAMES)]
+HI = ["say", "Hi.", "-o", "x.wav"]
 
 
 @pytest.fixture(autouse=True)
@@ -108,20 +109,17 @@ def test_greedy_does_not_depend_on_the_seed():
         (["say", " \n", "-o", "x.wav"], "nothing but blanks"),
         (["say", "h\udce9llo", "-o", "x.wav"], "UTF-8"),
         (["say", "Hi.", "-o", "absent/x.wav"], "absent/x.wav: expected a file name in a folder that exists"),
-        (["say", "Hi.", "-o", "x.wav", "--speaker", "nobody"], "nobody"),
-        (["say", "Hi.", "-o", "x.wav", "--language", "klingon"], "klingon"),
-        (["say", "Hi.", "-o", "x.wav", "--checkpoint", "absent-folder"], "absent-folder"),
-        (["say", "Hi.", "-o", "x.wav", "--ref-text", "words"], "--ref-audio, which is missing"),
-        (["say", "Hi.", "-o", "x.wav", "--voice", "absent.safetensors"], "absent.safetensors"),
-        (["say", "Hi.", "-o", "x.wav", "--device", "abacus"], "abacus"),
-        (["say", "Hi.", "-o", "x.wav", "--speed", "5"], "--speed must be 0.25 to 4, got 5"),
-        (["say", "Hi.", "-o", "x.wav", "--lexicon", "absent.tsv", *RANDOM], "absent.tsv: expected a lexicon"),
+        *(([*HI, name, "nobody"], "nobody") for name in ("--speaker", "--language", "--device")),
+        *(([*HI, name, "absent"], "absent") for name in ("--checkpoint", "--voice")),
+        ([*HI, "--ref-text", "words"], "--ref-audio, which is missing"),
+        ([*HI, "--speed", "5"], "--speed must be 0.25 to 4, got 5"),
+        ([*HI, "--lexicon", "absent.tsv", *RANDOM], "absent.tsv: expected a lexicon"),
         (["say", "Hi."], "expected -o FILE, -o - (a pipe) or --play"),
         (["say", "Hi.", "-o", "x.mp4", "--checkpoint", "absent-folder"], "x.mp4: expected a name that ends in .wav"),
         (["say", "Hi.", "-o", ".", "--checkpoint", "absent-folder"], ".: expected a name"),
-        (["say", "Hi.", "-o", "x.wav", "--checkpoint", "random:tiny:base"], "expected --ref-audio RECORDING"),
-        (["say", "Hi.", "-o", "x.wav", "--ref-text", "a", "--ref-audio", "absent.wav", *BASE], "absent.wav"),
-        (["say", "Hi.", "-o", "x.wav", "--ref-text", " ", "--ref-audio", "absent.wav", *BASE], "--ref-text must be"),
+        ([*HI, "--checkpoint", "random:tiny:base"], "expected --ref-audio RECORDING"),
+        ([*HI, "--ref-text", "a", "--ref-audio", "absent.wav", *BASE], "absent.wav"),
+        ([*HI, "--ref-text", " ", "--ref-audio", "absent.wav", *BASE], "--ref-text must be"),
         (["voice", "absent.wav", "-o", "v.safetensors", *BASE], "absent.wav"),
         (["voice", "absent.wav", "-o", "absent/v.safetensors", *BASE], "absent/v.safetensors: expected a file name"),
         (["inspect", "random:enormous"], "enormous"),

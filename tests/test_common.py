@@ -103,11 +103,8 @@ def test_slow_work_says_what_it_does_and_how_long_it_took_and_quick_work_says_no
     assert re.fullmatch(said, capsys.readouterr().err)
 
 
-def test_one_thing_is_counted_as_one():
+def test_one_thing_is_counted_as_one_and_what_is_no_list_of_whole_numbers_has_its_parameters_name():
     assert [counted(number, "listener") for number in (0, 1, 2)] == ["0 listeners", "1 listener", "2 listeners"]
-
-
-def test_whole_numbers_are_read_and_anything_else_has_its_parameters_name():
     assert whole_numbers("SCHEDULE", "1, 1,16") == (1, 1, 16)
     for wrong in ("a", "", "1,,2", "1,0", "-1", "1.5"):
         with pytest.raises(OptionsError, match="SCHEDULE takes whole numbers of at least 1"):

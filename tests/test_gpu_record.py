@@ -39,7 +39,7 @@ def sums(file: Path) -> tuple[int, ...]:
     return tuple(found[outcome] for outcome in gpu_record.OUTCOMES)
 
 
-def test_what_passed_failed_and_was_skipped_is_counted_by_file(tmp_path, capsys):
+def test_outcomes_are_counted_by_file_and_a_run_without_tests_leaves_the_record_as_it_was(tmp_path, capsys):
     folder, file = tmp_path / "group", tmp_path / "gpu_tests.json"
     folder.mkdir()
     (folder / "test_it.py").write_text(TESTS)
@@ -50,14 +50,9 @@ def test_what_passed_failed_and_was_skipped_is_counted_by_file(tmp_path, capsys)
     by_file = {name: (row["passed"], row["failed"]) for name, row in found["files"].items()}
     assert by_file == {"group/test_it.py": (3, 1), "group/test_broken.py": (0, 1)}
     assert found["date"] and found["revision"] and found["environment"]["python"]
-
-
-def test_a_run_without_tests_leaves_the_file_as_it_was(tmp_path):
     (tmp_path / "test_none.py").write_text("")
-    file = tmp_path / "gpu_tests.json"
-    file.write_text("before")
-    assert record(file, tmp_path, f"--rootdir={tmp_path}") != 0
-    assert file.read_text() == "before"
+    assert record(file, tmp_path / "test_none.py", f"--rootdir={tmp_path}") != 0
+    assert json.loads(file.read_text()) == found
 
 
 def test_parts_of_one_gpu_become_one_record_and_others_do_not(tmp_path):

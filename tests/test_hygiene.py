@@ -83,18 +83,11 @@ def test_files_that_are_named_are_there():
     assert [hit for hit in named if not (ROOT / hit.rsplit(" ", 1)[-1]).is_file()] == []
 
 
-def test_nothing_unexpected_at_the_top_level():
+def test_nothing_unexpected_stands_at_the_top_level_and_prose_in_the_files_that_readers_look_for():
     assert {name.split("/")[0] for name in FILES} <= TOP_LEVEL
-
-
-def test_prose_stands_in_the_files_that_readers_look_for():
     prose = {name for name in FILES if re.search(r"\.(md|rst|txt)$", name) and "/reference/" not in name}
     ours = r"mktts/checkpoint/small/(README\.md|merges\.txt)|mktts/training/data/\w+\.txt"  # the voice; lists of words
     assert {name for name in prose if not re.fullmatch(ours, name)} <= PROSE
-
-
-def test_kernel_lines_fit_the_line_length_of_python():
-    assert hits(r"(?m)^.{121,}$", [(name, text) for name, text in text_files() if name.startswith("csrc/")]) == []
 
 
 def test_the_reference_run_is_small_and_all_of_outputs_that_is_committed():
@@ -147,7 +140,8 @@ def test_facts_of_the_model_stand_in_spec_alone():
     assert found == []
 
 
-def test_ruff_has_nothing_to_say():
+def test_ruff_has_nothing_to_say_and_kernel_lines_fit_the_line_length_of_python():
+    assert hits(r"(?m)^.{121,}$", [(name, text) for name, text in text_files() if name.startswith("csrc/")]) == []
     for arguments in (["check"], ["format", "--check"]):
         done = subprocess.run([sys.executable, "-m", "ruff", *arguments, "."], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr

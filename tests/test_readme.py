@@ -32,12 +32,9 @@ PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 SNIPPETS = re.findall(r"```py\n(.*?)```", README, re.DOTALL)  # need a download, a recording or a pipeline
 
 
-def test_readme_is_short_and_python_comes_early():
+def test_readme_is_short_and_its_first_screen_says_how_to_hear_it_and_what_everything_takes():
     assert README.count("\n") <= 160 and len(README.split()) <= 1_350
     assert README.partition("```python")[0].count("\n") <= 45
-
-
-def test_first_screen_says_how_to_hear_it_and_what_everything_takes():
     assert "make run" in FIRST_SCREEN and "make test" in FIRST_SCREEN
     for option in ("python -m mktts say", "--checkpoint Qwen/", "--play"):
         assert option in FIRST_SCREEN

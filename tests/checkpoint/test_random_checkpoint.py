@@ -97,13 +97,6 @@ def test_with_margins_other_text_still_gives_other_codes():
     assert not torch.equal(one, two)
 
 
-@pytest.mark.parametrize(("words", "frames"), [("tiny:margin:eos4", 4), ("tiny-projected:margin:eos9", 9)])
-def test_a_chosen_end_of_speech_comes_on_time(words, frames):
-    _, model = loaded("random:" + words)
-    codes = upstream.generate_codes(model, Request(TEXT, speaker="ryan"), Sampling().greedy(), 0, max_frames=20)
-    assert codes.shape == (frames, 16)
-
-
 def test_losing_the_race_takes_the_winners_checkpoint(tmp_path, monkeypatch):
     make = random_checkpoint.make
 

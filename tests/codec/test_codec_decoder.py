@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -46,17 +47,12 @@ def codec(tiny) -> CodecDecoder:
 
 
 @pytest.fixture(scope="module")
-def codec64(tiny) -> CodecDecoder:
-    return CodecDecoder(tiny.codec_config, tiny.codec_tensors(), dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
 def codes(tiny) -> torch.Tensor:
     """More frames than the attention window holds."""
     return random_codes(2 * tiny.codec_config.sliding_window + 9, 0)
 
 
-def test_in_float64_frame_by_frame_is_upstreams_one_pass(tiny, codec64, codes, monkeypatch):
+def test_in_float64_frame_by_frame_is_upstreams_one_pass(tiny, codes, monkeypatch):
     raw = json.loads((tiny.folder / "speech_tokenizer" / "config.json").read_text())
     decoder = upstream_decoder(raw, tiny.codec_tensors(), torch.float64)
     norm = type(decoder.pre_transformer.norm)
@@ -67,7 +63,8 @@ def test_in_float64_frame_by_frame_is_upstreams_one_pass(tiny, codec64, codes, m
     monkeypatch.setattr(norm, "forward", in_float64)
     expected = upstream_pcm(decoder, codes).float()
     assert expected.std() > 0.01  # a silent signal would hide every error
-    torch.testing.assert_close(decode_streamed(codec64, codes, [1]), expected, atol=1e-9, rtol=1e-6)  # PCM is float32
+    codec = CodecDecoder(tiny.codec_config, tiny.codec_tensors(), dtype=torch.float64)
+    torch.testing.assert_close(decode_streamed(codec, codes, [1]), expected, atol=1e-9, rtol=1e-6)  # PCM is float32
 
 
 @settings(max_examples=15, deadline=None)
@@ -93,28 +90,18 @@ def test_other_integer_types_are_taken(codec, codes, dtype):
 @pytest.mark.parametrize(
     "codes, found",
     [
-        (torch.zeros(0, NUM_CODEBOOKS, dtype=torch.int64), "T >= 1, 16\\), got \\(0, 16\\)"),
-        (torch.zeros(NUM_CODEBOOKS, dtype=torch.int64), "got \\(16,\\)"),
-        (torch.zeros(2, NUM_CODEBOOKS - 1, dtype=torch.int64), "got \\(2, 15\\)"),
-        (torch.zeros(1, 2, NUM_CODEBOOKS, dtype=torch.int64), "got \\(1, 2, 16\\)"),
-        (torch.zeros(2, NUM_CODEBOOKS), "got torch.float32"),
-        (torch.zeros(2, NUM_CODEBOOKS, dtype=torch.bool), "got torch.bool"),
+        *((torch.zeros(shape).long(), f"T >= 1, 16), got {shape}") for shape in ((0, 16), (16,), (2, 15), (1, 2, 16))),
+        *((torch.zeros(2, NUM_CODEBOOKS, dtype=dtype), f"got {dtype}") for dtype in (torch.float32, torch.bool)),
         ([[0] * NUM_CODEBOOKS], "got list"),
-        (torch.full((2, NUM_CODEBOOKS), -1), "found -1..-1"),
-        (torch.full((2, NUM_CODEBOOKS), CODEBOOK_SIZE), "found 2048..2048"),
+        *((torch.full((2, NUM_CODEBOOKS), code), f"found {code}..{code}") for code in (-1, CODEBOOK_SIZE)),
         (torch.zeros(2, NUM_CODEBOOKS, dtype=torch.int64, device="meta"), "got meta"),
     ],
 )
 def test_wrong_codes_are_refused_by_name_and_leave_the_state_alone(codec, codes, found):
     state = codec.start()
-    with pytest.raises(CodecError, match=found):
+    with pytest.raises(CodecError, match=re.escape(found)):
         codec.decode(codes, state)
     assert state.frames == int(state.position) == 0
-
-
-def test_a_state_of_another_decoder_is_refused(codec, codec64, codes):
-    with pytest.raises(CodecError, match="another decoder"):
-        codec.decode(codes, codec64.start())
 
 
 def test_full_size_decoder_equals_upstream_and_itself_under_the_default_schedule(tmp_path):

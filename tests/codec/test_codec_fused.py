@@ -44,12 +44,9 @@ def test_every_chunk_size_gives_the_plain_decoders_samples_and_state(codec, fuse
         torch.testing.assert_close(*(s.flat.view(torch.float32) for s in (ours, theirs)), atol=1e-4, rtol=0)
 
 
-def test_a_pass_that_is_longer_than_a_fused_one_is_refused(fused):
+def test_a_longer_pass_and_the_kernels_without_a_gpu_are_refused_by_name(tiny, fused):
     with pytest.raises(CodecError, match="at most 8 frames, got 9"):
         fused.decode(random_codes(MAX_FUSED_FRAMES + 1, seed=6), fused.start())
-
-
-def test_without_a_gpu_the_kernels_are_refused_by_name(tiny):
     with pytest.raises(BackendUnavailable, match="the fused codec needs"):
         FusedCodec(plain(tiny))
 

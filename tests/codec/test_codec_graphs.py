@@ -134,9 +134,6 @@ def test_a_states_tensors_fill_one_buffer_without_overlap(tiny, dtype):
     assert 0 <= len(state.flat) - sum(tensor.nbytes for tensor in state.views) < 16 * len(ends)
 
 
-# ---- on a CUDA device alone
-
-
 @pytest.fixture(scope="module")
 def on_cuda(tiny) -> CodecDecoder:
     return CodecDecoder(tiny.codec_config, tiny.codec_tensors(), "cuda")

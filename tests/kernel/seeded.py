@@ -19,17 +19,8 @@ from mktts.model.qwen3 import Qwen3Stack
 from mktts.spec import StackConfig
 
 FOLDER = tempfile.TemporaryDirectory()  # of what is compiled
-SMALL = StackConfig(
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=8,
-    rope_theta=1e4,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=4096,
+SMALL = replace(
+    config_at("tiny").talker, hidden_size=48, intermediate_size=80, num_attention_heads=6, head_dim=16, vocab_size=8
 )
 
 

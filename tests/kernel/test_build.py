@@ -204,12 +204,9 @@ def test_a_refused_source_shows_the_compilers_words():
         compile_kernel({**defines("tiny"), "HD": 20}, "sm_90a")
 
 
-def test_a_missing_source_folder_is_named(tmp_path):
+def test_a_missing_source_folder_is_named_and_a_missing_compiler_says_what_to_install(tmp_path, monkeypatch):
     with pytest.raises(BackendUnavailable, match=str(tmp_path)):
         kernel_build.source(folder=tmp_path)
-
-
-def test_a_missing_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setattr(kernel_build, "_candidates", lambda: ["libnothing.so.0"])
     with pytest.raises(BackendUnavailable, match="pip install nvidia-cuda-nvrtc"):
         kernel_build.nvrtc.__wrapped__()

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from csrc_on_cpu import COMPILER, RINGS, backend_on_cpu, build, observed
-from other_cards import FORCED_FRAMES, Model, error_of
+from other_cards import FORCED_FRAMES, Model, error_ratio
 
 from mktts.errors import EngineError
 from mktts.kernel import grid
@@ -36,8 +36,7 @@ def test_blocks_in_an_order_of_chance_make_the_oracles_frames(name, group, most_
     model = model_of(name)
     found = observed(on_cpu(name, group, most_rows=most_rows), model.prompt)
     assert torch.equal(torch.stack([frame.codes for frame in found]), model.codes[:FORCED_FRAMES])
-    ratio = error_of(found, model.exact) / model.bf16_error
-    assert ratio <= 1.25, ratio
+    assert error_ratio(model, found) <= 1.25
 
 
 @pytest.mark.parametrize(("ring", "talker_copies", "group"), RINGS)

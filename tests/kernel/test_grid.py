@@ -37,23 +37,19 @@ def test_no_block_of_a_grid_is_without_rows():
     assert choose_text_shape(few, 32).group != 16
 
 
-def test_a_device_too_small_is_named_with_what_lacks():
-    with pytest.raises(BackendUnavailable, match="needs 16 multiprocessors .* has 4, 12 too few"):
-        choose_shape(config_at("0.6b"), 4)
-
-
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("multiprocessors", "changes", "said"),
     [
-        ({"hidden_size": 1_022}, "hidden size of 1022"),
-        ({"intermediate_size": 3_080}, "feed-forward of 3080"),
-        ({"head_dim": 80}, "80 wide"),
-        ({"num_attention_heads": 64}, "8 query heads"),
+        (4, {}, "needs 16 multiprocessors .* has 4, 12 too few"),
+        (132, {"hidden_size": 1_022}, "hidden size of 1022"),
+        (132, {"intermediate_size": 3_080}, "feed-forward of 3080"),
+        (132, {"head_dim": 80}, "80 wide"),
+        (132, {"num_attention_heads": 64}, "8 query heads"),
     ],
 )
-def test_dimensions_that_fit_no_grid_are_named(changes, said):
+def test_a_device_too_small_and_dimensions_that_fit_no_grid_are_named(multiprocessors, changes, said):
     with pytest.raises(BackendUnavailable, match=said):
-        choose_text_shape(replace(config_at("0.6b").talker, **changes), 132)
+        choose_text_shape(replace(config_at("0.6b").talker, **changes), multiprocessors)
 
 
 @pytest.mark.parametrize("multiprocessors", [16, 24, 46, 58, 108])

@@ -120,8 +120,6 @@ def test_tags_go_on_from_launch_to_launch_and_begin_anew_over_a_cleared_exchange
     assert (seen.exchange, seen.status, seen.timeout_ns) == own
 
 
-# ---- of streams
-
 TAGS = 100  # a frame's
 
 
@@ -244,9 +242,6 @@ def test_debug_memory_of_a_text_is_that_of_its_own_launch_alone(driver, launcher
         assert (own.frame, own.position, own.token) == (before, 9 + before, max(0, before - 1))
         assert (params.frames, params.tag, params.embeddings0) == (1, 1 + before * TAGS, backend._fixed.embeddings0)
     assert len(state.done.recorded) == 3
-
-
-# ---- structures
 
 
 def test_without_a_device_it_says_so(tiny):

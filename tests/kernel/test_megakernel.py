@@ -153,9 +153,6 @@ def test_the_synthesizer_speaks_with_it(tiny_margin):
     assert len(pcm) and torch.equal(ours.codes, theirs.codes)
 
 
-# ---- for long, often interrupted, and under NVIDIA's compute-sanitizer
-
-
 def codes_of(backend: MegakernelBackend, prompt: Prompt, seed: int, frames: int) -> torch.Tensor:
     """(T, 16), as many frames a launch as it takes."""
     state, codes = backend.start(prompt, Sampling(), seed, frames), []

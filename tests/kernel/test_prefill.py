@@ -120,9 +120,6 @@ def test_dealt_positions_lie_where_the_kernel_looks_for_them(count):
             assert (found == -1).all()
 
 
-# ---- kernels between products
-
-
 @pytest.mark.parametrize(
     "change, device, dtype",
     [
@@ -148,9 +145,6 @@ def test_without_triton_or_what_it_needs_prompts_go_through_operators_with_a_war
     assert row_kernels(WIDE, torch.device("cuda"), torch.bfloat16) is None
     (record,) = caplog.records
     assert "prompt rows take plain operators: prefill needs triton" in record.getMessage()
-
-
-# ---- on a GPU
 
 
 def released(dtype: torch.dtype = torch.bfloat16) -> Prefill:

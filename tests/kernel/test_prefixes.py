@@ -124,9 +124,6 @@ def test_keys_are_equal_exactly_where_prefixes_are(tmp_path):
                 assert a.prefix_key == b.prefix_key or not same or source == BASE
 
 
-# ---- those that are kept
-
-
 @pytest.fixture(scope="module")
 def stack(tiny) -> Qwen3Stack:
     return Qwen3Stack(tiny.config.talker, tiny.tensors(), "talker.model.", torch.device("cpu"), torch.bfloat16)

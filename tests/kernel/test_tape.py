@@ -35,9 +35,6 @@ def rows_of(shape: Shape, count: int) -> Tensor:
     return prompt(count, dtype=torch.bfloat16, width=shape.talker.hidden_size)
 
 
-# ---- packed and unpacked
-
-
 def test_head_rows_are_dealt_out_in_order(tiny):
     shape = choose_shape(tiny.config, 132)
     head = torch.randn(tiny.config.talker.vocab_size, 64).bfloat16()
@@ -88,9 +85,6 @@ def test_a_prompt_beyond_the_capacity_is_refused_without_matrices_and_computed_w
     assert not kv.any()
     assert Prefill(stack_of(shape, weights)).fill(x, kv).shape == (c.hidden_size,)
     assert kv.any()
-
-
-# ---- few rows, by csrc/rows.cu
 
 
 def exact(shape: Shape, weights: dict[str, Tensor]) -> Prefill:
@@ -158,9 +152,6 @@ def test_rows_at_more_positions_than_the_kernels_hold_weights_of_go_through_oper
     assert tuple(launched) == KERNELS
     results = [prefill.run(x[:5], MOST_POSITIONS - 4) for prefill in (found, plain)]
     assert torch.equal(*results) and tuple(launched) == KERNELS
-
-
-# ---- on a GPU
 
 
 @pytest.mark.gpu

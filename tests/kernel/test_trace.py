@@ -42,9 +42,6 @@ def small(arch: str, code: str = SMALL, **more: int) -> bytes:
     return compile_source(source(SHARED) + code, SHARED, arch, flags).image
 
 
-# ---- the kernel's side
-
-
 @pytest.mark.parametrize(
     "arch", [name if name == "sm_90a" else pytest.param(name, marks=pytest.mark.slow) for name in TARGETS]
 )
@@ -54,9 +51,6 @@ def test_marks_cost_nothing_where_they_are_off_and_work_where_they_are_on(arch):
     assert small(arch, re.sub(r"MARK\(c, \d+\);", "", SMALL)) == usual
     assert len(marking) > len(usual)
     assert small(arch, TRACE=100, STILL=1) != marking
-
-
-# ---- the reader
 
 
 def encode(points: np.ndarray, cycles: np.ndarray, starved: np.ndarray, room: int) -> np.ndarray:
@@ -75,7 +69,8 @@ def test_words_are_read_as_they_were_written_also_where_the_clock_turns_over():
     assert np.array_equal(found.starved, np.minimum(starved, 65_535))
 
 
-def test_marks_that_do_not_fit_or_differ_are_refused():
+def test_marks_that_do_not_fit_or_differ_of_other_frames_or_of_fewer_than_three_are_refused():
+    """What is made of whole ones: tests/measure/test_trace_document.py."""
     cycles = np.arange(1, 19).reshape(2, 9)
     words = encode(np.arange(1, 10), cycles, cycles, 12)
     with pytest.raises(EngineError, match="fewer than 9"):
@@ -85,10 +80,6 @@ def test_marks_that_do_not_fit_or_differ_are_refused():
         decode(words)
     with pytest.raises(EngineError, match="found 0"):
         decode(np.zeros((2, 9)))
-
-
-def test_marks_of_other_frames_or_of_fewer_than_three_are_refused():
-    """What is made of whole ones: tests/measure/test_trace_document.py."""
     marks = launch_of(LAYERS, 8, seed=2).marks
     for wrong in (frame_points(3, 1), frame_points(2, 2)):
         with pytest.raises(EngineError, match="whole frames"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from absent import needs
 from commands import run
+from fakes import FakeBackend
 from readme_figures import speed_table
 
 from mktts.checkpoint.random import RANDOM_WEIGHTS
@@ -20,7 +21,7 @@ from mktts.measure.bench.sections import SENTENCE, BenchSettings, steady_frame_m
 from mktts.model.backend import Frame
 from mktts.model.prompt import Prompt
 from mktts.model.sampling import Sampling
-from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 TINY = BenchSettings(
     checkpoint="random:tiny",
@@ -36,41 +37,32 @@ TINY = BenchSettings(
 )
 
 
-class Counter:
-    """A backend whose frame's talker_ms is the position it ran at; stream `ends` says end-of-speech at its frame 3."""
+PROMPT_ROWS = 9
 
-    name = "counter"
 
-    def __init__(self, ends: int) -> None:
-        self.ends, self.started = ends, 0
+class Counter(FakeBackend):
+    """A frame's talker_ms is the position it ran at; the stream `ends` says end-of-speech at its frame 3."""
 
-    def start(self, prompt, sampling, seed, max_frames) -> SimpleNamespace:
-        self.started += 1
-        return SimpleNamespace(rows=len(prompt.embeds), max_frames=max_frames, frames=0)
+    ends = 99
 
-    def step(self, state, text) -> Frame:
-        assert (text is None) == (state.frames == 0) and state.frames < state.max_frames
-        if text is not None:
-            assert int(text[0]) == state.frames - 1  # the row after frame t - 1
-        position = state.rows + state.frames - 1
-        state.frames += 1
-        ended = self.started - 1 == self.ends and state.frames == 3
-        return Frame(None if ended else torch.zeros(NUM_CODEBOOKS, dtype=torch.int64), float(position), 0.0)
-
-    def frames(self, state, rows):
-        return (self.step(state, row) for row in rows)
+    def step(self, state, row) -> Frame:
+        assert row is None or int(row[0]) == state.frames - 1  # the row after frame t - 1
+        codes = super().step(state, row).codes
+        ended = len(self.states) - 1 == self.ends and state.frames == 3
+        return Frame(None if ended else codes, float(PROMPT_ROWS + state.frames - 2), 0.0)
 
 
 @pytest.mark.parametrize("ends", [0, 1, 99])
 @pytest.mark.parametrize(("at_once", "around", "positions"), [(1, 3, range(17, 23)), (4, 6, (17, 18, 19, 21, 22, 23))])
 def test_frames_are_timed_around_the_context_and_never_in_the_first_stream(ends, at_once, around, positions):
     rows = torch.arange(100)[:, None].expand(-1, 4)
-    prompt, backend = Prompt(rows[:9], rows, rows[0], 100), Counter(ends)
+    prompt, backend = Prompt(rows[:PROMPT_ROWS], rows, rows[0], 100), Counter()
+    backend.ends = ends
     settings = BenchSettings(context=20, around=around, samples=10)
     frames = list(timed_frames(backend, prompt, Sampling(), settings, at_once))
     assert [frame.talker_ms for _, frame in frames] == [*positions, *positions[:4]]
     assert all(elapsed_ms >= 0 for elapsed_ms, _ in frames)
-    assert backend.started == (4 if ends == 1 else 3)
+    assert len(backend.states) == (4 if ends == 1 else 3)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 12, 200])

@@ -32,7 +32,7 @@ def at(*levels: tuple[int, float]) -> np.ndarray:
     return np.concatenate([np.full(samples, level, np.float32) for samples, level in levels])
 
 
-def test_times_are_of_the_first_chunk_the_last_and_of_a_frame():
+def test_times_are_of_the_first_chunk_the_last_and_of_a_frame_and_no_audio_has_none():
     stages = dict(talker_ms=4.0, predictor_ms=8.0, codec_ms=2.0)
     found = summarise([chunk(30.0, prefill_ms=5.0, **stages), chunk(50.0, frames=3, **stages)])
     assert found.ttfc_ms == 30.0 and found.frames == 4
@@ -40,6 +40,8 @@ def test_times_are_of_the_first_chunk_the_last_and_of_a_frame():
     assert found.rtf == pytest.approx(50.0 / (4 * FRAME_MS))
     assert (found.talker_ms_per_frame, found.predictor_ms_per_frame, found.codec_ms_per_frame) == (2.0, 4.0, 1.0)
     assert found.prefill_ms == 5.0
+    with pytest.raises(MetricsError, match="at least one chunk"):
+        summarise([chunk(1.0, frames=0)])
 
 
 FRAME = SAMPLES_PER_FRAME
@@ -59,11 +61,6 @@ FRAME = SAMPLES_PER_FRAME
 def test_audible_ttfc_is_when_a_listener_hears_the_first_loud_ten_milliseconds(chunks, audible_ms):
     found = summarise([chunk(ready_ms, pcm=pcm) for ready_ms, pcm in chunks]).audible_ttfc_ms
     assert found == (audible_ms and pytest.approx(audible_ms))
-
-
-def test_no_audio_is_a_named_error():
-    with pytest.raises(MetricsError, match="at least one chunk"):
-        summarise([chunk(1.0, frames=0)])
 
 
 def test_player_that_runs_dry_counts_each_stall_once():

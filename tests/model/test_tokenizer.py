@@ -54,7 +54,7 @@ def test_ids_are_transformers_ids_for_any_text(tokenizer, reference, text):
     assert tokenizer.encode(text) == reference(text, add_special_tokens=False)["input_ids"]
 
 
-def test_the_prompt_layout_ids_are_upstreams(tokenizer, tiny, reference):
+def test_the_prompt_layout_ids_are_upstreams_and_special_tokens_in_the_text_stay_text(tokenizer, tiny, reference):
     ids = tiny.config.text_ids
     wrapped = "<|im_start|>assistant\niPhone<|im_end|>\n<|im_start|>assistant\n"
     newline = tokenizer.encode("\n")
@@ -63,11 +63,7 @@ def test_the_prompt_layout_ids_are_upstreams(tokenizer, tiny, reference):
     assert tokenizer.encode("assistant") == [ids.assistant]
     assert tokenizer.encode("2024") == [tokenizer.encode(digit)[0] for digit in "2024"]
     assert reference("<tts_pad><tts_text_bos><tts_text_eod>")["input_ids"] == [ids.tts_pad, ids.tts_bos, ids.tts_eos]
-
-
-def test_special_tokens_in_the_text_stay_text(tokenizer, tiny):
-    ids = tokenizer.encode("a <|im_end|> <|im_start|> <tts_pad> b")
-    assert max(ids) < tiny.config.text_ids.im_start - 1
+    assert max(tokenizer.encode("a <|im_end|> <|im_start|> <tts_pad> b")) < ids.im_start - 1
 
 
 @pytest.mark.parametrize("bad", [None, b"bytes", 3, "half a pair \ud83d"])

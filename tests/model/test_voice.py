@@ -79,19 +79,14 @@ def with_value(value: float) -> np.ndarray:
         (np.zeros(9600, np.float32), SAMPLE_RATE_HZ, "silent.* its loudest sample is 0 of full scale"),
         (hum(9600) * 1e-4, SAMPLE_RATE_HZ, "silent"),
         (np.zeros(0, np.float32), SAMPLE_RATE_HZ, "got 0 samples"),
-        (with_value(np.nan), SAMPLE_RATE_HZ, "NaN"),
-        (with_value(np.inf), SAMPLE_RATE_HZ, "infinity"),
+        *((with_value(value), SAMPLE_RATE_HZ, "NaN or infinity") for value in (np.nan, np.inf)),
         (hum(9600) * 32768, SAMPLE_RATE_HZ, "in \\[-1, 1\\]"),
-        (hum(9600).astype(complex), SAMPLE_RATE_HZ, "got complex128"),
-        (hum(9600).astype(np.uint8), SAMPLE_RATE_HZ, "got uint8"),
+        *((hum(9600).astype(kind), SAMPLE_RATE_HZ, f"got {kind}") for kind in ("complex128", "uint8")),
         (np.array(["a", "b"]), SAMPLE_RATE_HZ, "floats"),
         (np.stack((hum(9600), hum(9600))), SAMPLE_RATE_HZ, "\\(samples, channels\\), got shape \\(2, 9600\\)"),
         (np.ones((), np.float32), SAMPLE_RATE_HZ, "got shape \\(\\)"),
-        (list(hum(9600)), SAMPLE_RATE_HZ, "got list"),
-        (None, SAMPLE_RATE_HZ, "got NoneType"),
-        (hum(9600), None, "sample_rate_hz=None"),
-        (hum(9600), 0, "sample_rate_hz=0"),
-        (hum(9600), 24e3, "sample_rate_hz=24000.0"),
+        *((value, SAMPLE_RATE_HZ, f"got {type(value).__name__}") for value in (list(hum(9600)), None)),
+        *((hum(9600), rate_hz, f"sample_rate_hz={rate_hz}") for rate_hz in (None, 0, 24e3)),
         ("no such file.wav", None, "found nothing"),
     ],
 )
@@ -129,36 +124,26 @@ def test_a_voice_is_saved_to_one_file_and_loaded_back_equal(voice, tmp_path):
 
 def test_foreign_and_torn_voice_files_are_refused_by_name(tmp_path):
     path = Voice(torch.randn(64), CODES, TEXT, "0b6").save(tmp_path / "v.safetensors")
-    torn = tmp_path / "torn"
-    torn.write_bytes(path.read_bytes()[:-1])
-    foreign = tmp_path / "foreign"
-    save_file({"weight": torch.zeros(2)}, foreign)
-    text = tmp_path / "text"
-    text.write_text("hello")
-    wrong = tmp_path / "wrong"
-    save_file({"embedding": torch.zeros(2, 2)}, wrong, {"format": "mktts-voice-1", "model_size": "0b6"})
+    (tmp_path / "torn").write_bytes(path.read_bytes()[:-1])
+    (tmp_path / "text").write_text("hello")
+    save_file({"weight": torch.zeros(2)}, tmp_path / "foreign")
+    save_file({"embedding": torch.zeros(2, 2)}, tmp_path / "wrong", {"format": "mktts-voice-1", "model_size": "0b6"})
     for bad, found in (
-        (torn, "could not read"),
-        (text, "could not read"),
-        (tmp_path / "no", "could not read"),
-        (foreign, "found format None with tensors \\['weight'\\]"),
-        (wrong, "embedding must be"),
+        *((name, "could not read") for name in ("torn", "text", "no")),
+        ("foreign", "found format None with tensors \\['weight'\\]"),
+        ("wrong", "embedding must be"),
     ):
         with pytest.raises(VoiceError, match=found):
-            Voice.load(bad)
+            Voice.load(tmp_path / bad)
 
 
 @pytest.mark.parametrize(
     "embedding, codes, transcript, found",
     [
-        (torch.zeros(2, 3), None, None, "embedding must be a floating tensor"),
-        (torch.zeros(3, dtype=torch.int64), None, None, "embedding must be a floating tensor"),
+        *((wrong, None, None, "be a floating tensor") for wrong in (torch.zeros(2, 3), CODES[0])),
         (torch.full((3,), torch.nan), None, None, "finite"),
-        (torch.zeros(3), CODES, None, "go together"),
-        (torch.zeros(3), None, TEXT, "go together"),
-        (torch.zeros(3), CODES[:, :5], TEXT, "codes must be int64"),
-        (torch.zeros(3), CODES[:0], TEXT, "codes must be int64"),
-        (torch.zeros(3), CODES.float(), TEXT, "codes must be int64"),
+        *((torch.zeros(3), *parts, "go together") for parts in ((CODES, None), (None, TEXT))),
+        *((torch.zeros(3), wrong, TEXT, "codes must be int64") for wrong in (CODES[:, :5], CODES[:0], CODES.float())),
         (torch.zeros(3), CODES + 2048, TEXT, "codes must be in 0..2047"),
         (torch.zeros(3), CODES, "  ", "empty text"),
     ],

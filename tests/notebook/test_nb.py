@@ -33,9 +33,6 @@ def bundles(captured):
     return [output.data for output in captured.outputs]
 
 
-# ---- run folders
-
-
 def test_a_run_by_hand_goes_to_the_repositorys_outputs_and_leaves_recorded_runs_alone(tmp_path, monkeypatch, shown):
     (tmp_path / "notebooks" / "deep").mkdir(parents=True)
     (tmp_path / "pyproject.toml").touch()
@@ -51,9 +48,6 @@ def test_a_run_by_hand_goes_to_the_repositorys_outputs_and_leaves_recorded_runs_
     assert nb.run_dir("../outputs/runs/x", "04_streaming") == tmp_path / "outputs" / "runs" / "x"
     (tmp_path / "pyproject.toml").unlink()
     assert (nb.repository() / "mktts" / "notebook" / "nb.py").is_file(), "outside a checkout: where the package lies"
-
-
-# ---- clips
 
 
 def test_a_clip_is_written_unchanged_and_shown_without_normalisation(tmp_path, shown):
@@ -104,9 +98,6 @@ def test_a_recording_is_embedded_whole_with_both_channels(tmp_path, shown):
         nb.recording(tmp_path / "torn.wav", "x", random_weights=False)
 
 
-# ---- tables
-
-
 def test_a_table_has_every_key_as_a_column_escapes_its_cells_and_folds_what_is_long(shown):
     nb.table([{"a": 1, "b": "<b>"}, {"a": 12345, "c": 0.25}], caption="two rows")
     nb.table([{"a": 1, "b": 2}, {"a": 4, "b": 3}], omit=["b"])
@@ -121,9 +112,6 @@ def test_a_table_has_every_key_as_a_column_escapes_its_cells_and_folds_what_is_l
         data[2]["text/html"].index("7.23") < data[2]["text/html"].index("1 more") < data[2]["text/html"].index("8.23")
     )
     assert "&lt;b&gt;" in data[0]["text/html"] and "<b>" not in data[0]["text/html"]
-
-
-# ---- widgets
 
 
 def test_controls_start_with_the_parameters_values_and_follow_the_widgets():

@@ -161,8 +161,6 @@ def test_a_bare_runtime_clones_the_address_of_the_badge_and_installs_what_speaki
     assert {re.match(r"\w+", name)[0] for name in dependencies} <= set(re.findall(r"\w+", cell))
 
 
-# ---- execution, small
-
 SMALL = {  # settings, what is recorded that others read
     "00_machine": ([], ["missing"]),
     "01_one_frame": (["CHECKPOINT=random:tiny", "MAX_FRAMES=3", "LAYOUT=streaming", "TEXT=One two."], ["frames_equal"]),

@@ -26,9 +26,6 @@ def forced_of(checkpoint: Checkpoint, tested=None, contexts=(6,)) -> dict:
     return kernel.forced_frames(loads, oracles)
 
 
-# ---- the measure
-
-
 def test_errors_are_relative_to_fp32_and_pooled_by_name():
     errors = ratio.ErrorRatio()
     fp32 = torch.tensor([3.0, 4.0])
@@ -94,9 +91,6 @@ def test_fp32_never_differs_and_a_difference_beyond_rounding_is_not_explained(ti
     wrong.heads[4] = wrong.heads[5]
     first = forced_of(tiny, wrong)["divergence"]
     assert first["diverged"] and first["codebook"] == 5 and not first["explained"] and not first["passed"]
-
-
-# ---- all of a checkpoint
 
 
 def test_wide_margins_are_exact_and_a_wrong_head_is_located(tiny_margin):

@@ -150,9 +150,6 @@ def test_paths_go_and_other_words_with_strokes_stay():
         assert without_paths(text) == text
 
 
-# ---- the codec's yardsticks
-
-
 def test_errors_are_told_per_frame_and_as_signal_over_noise_in_decibels():
     reference = np.zeros(3 * SAMPLES_PER_FRAME)
     pcm = reference.copy()

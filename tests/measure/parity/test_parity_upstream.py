@@ -34,9 +34,6 @@ def test_the_requests_below_are_twenty_texts_over_all_modes(tiny):
     assert {request.layout for request in requests} == {None, "whole", "streaming"}
 
 
-# ---- prompts
-
-
 def unequal(source: str, dtype: str, requests) -> list[dict]:
     checkpoint, upstream = loaded(source, DTYPES[dtype])
     rows = compare_prompts(checkpoint, requests, DTYPES[dtype], upstream)
@@ -94,9 +91,6 @@ def test_a_local_folder_makes_upstream_swap_the_pre_tokenizer_and_ours_stays_wit
     assert len(in_a_folder) != len(on_the_hub)
 
 
-# ---- codes
-
-
 def crossed() -> list:
     """Every source with every choice and type; greedy in fp32 and drawn in bf16 are enough for every run."""
     quick = {("greedy", "fp32"), ("sampled", "bf16")}
@@ -130,9 +124,9 @@ def test_every_sampling_setting_means_what_it_means_upstream(tiny, sampling):
     assert [row for row in rows if not row["equal"]] == []
 
 
-@pytest.mark.parametrize("max_frames", [1, 2, 20])
-def test_end_of_speech_and_the_frame_limit_come_at_upstreams_frame(tiny, max_frames):
-    checkpoint, upstream = loaded("random:tiny:margin:eos9", torch.float32)
+@pytest.mark.parametrize(("size", "max_frames"), [("tiny", 1), ("tiny", 2), ("tiny", 20), ("tiny-projected", 20)])
+def test_end_of_speech_and_the_frame_limit_come_at_upstreams_frame(tiny, size, max_frames):
+    checkpoint, upstream = loaded(f"random:{size}:margin:eos9", torch.float32)
     (row,) = compare_codes(
         checkpoint, [Request("Hello.", speaker="ryan")], Sampling().greedy(), 0, max_frames, torch.float32, upstream
     )
