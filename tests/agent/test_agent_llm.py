@@ -151,8 +151,9 @@ def test_a_failed_reply_leaves_nothing_to_go_on_from(model, monkeypatch):
         broken.setattr(model.decoder._backend, "step", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             next(stream)
+    assert stream.failed and stream.finish_reason is None and list(stream) == []
     conversation.reply([HELLO], seed=1)
-    assert stream.failed and conversation.kept_tokens == 0
+    assert conversation.kept_tokens == 0
 
 
 # ---- a server of OpenAI's shape
