@@ -18,7 +18,6 @@ from pipecat.services.openai.llm import OpenAILLMService
 from pipecat.transcriptions.language import Language
 from pipecat_fakes import Talk
 
-from mktts import cli
 from mktts.agent import intents, latency, stt, user_speech
 from mktts.agent.intents import INTENTS, STORY
 from mktts.agent.llm import ScriptedLLMService, create_llm
@@ -161,26 +160,6 @@ async def test_only_what_leaves_the_voice_behind_an_interruption_is_stale():
         first = (source, frame) != (voice, interruption)
         await observer.on_push_frame(FramePushed(source, None, frame, FrameDirection.DOWNSTREAM, 0, first_push=first))
         assert observer.stale_frames == stale
-
-
-@pytest.mark.parametrize(
-    ("words", "hidden", "message"),
-    [
-        ([], "fastapi", "the package fastapi: pip install -r requirements.txt"),
-        ([], "pocketsphinx", "the package pocketsphinx: pip install -r requirements.txt"),
-        (["--stt", "whisper"], "faster_whisper", "the package faster-whisper"),
-    ],
-)
-def test_a_missing_package_is_named_before_anything_is_loaded(words, hidden, message, monkeypatch, capsys):
-    for variable in ("DEEPGRAM_API_KEY", "OPENAI_API_KEY", "OPENAI_BASE_URL"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("MKTTS_CHECKPOINT", "absent-folder")  # what would be loaded
-    monkeypatch.setitem(sys.modules, hidden, None)
-    if hidden == "fastapi":
-        monkeypatch.delitem(sys.modules, "mktts.agent.web", raising=False)
-    assert cli.main(["agent", "--port", "0", *words]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mktts: ")]
-    assert message in line
 
 
 def test_without_pipecat_help_is_shown_and_everything_else_names_the_package():
