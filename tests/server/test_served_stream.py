@@ -60,11 +60,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def served_stream_of(source: Source) -> tuple[ServedStream, list[float]]:
     """A stream, and the list of how late its writes were."""
     late: list[float] = []
-    meters = MagicMock()
-    meters.late_s.inc = late.append
-    around = SimpleNamespace(
-        meters=meters, limits=Limits(), check_chars=lambda chars: None, has_ended=lambda stream: None
-    )
+    around = MagicMock(limits=Limits())
+    around.meters.late_s.inc = late.append
     return ServedStream(around, "tts_stream", source, 0), late
 
 
