@@ -4,6 +4,7 @@ import itertools
 import re
 import sys
 from datetime import datetime
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -179,27 +180,24 @@ def test_without_pipecat_help_is_shown_and_everything_else_names_the_package():
 # ---- Whisper, over a stand-in for faster-whisper
 
 
-class FakeWhisper:
-    def __init__(self, name: str, device: str, device_index: int) -> None:
-        if name == "org/absent":
-            raise RuntimeError("LocalEntryNotFoundError: no network\n  and no cache")
-        self.supported_languages = ["en"] if name.endswith(".en") else ["en", "de"]
+with_whisper = partial(AgentSettings, stt="whisper", device="cpu")
 
 
 @pytest.fixture
 def whisper(monkeypatch):
+    def load(name: str, device: str, device_index: int) -> SimpleNamespace:
+        if name == "org/absent":
+            raise RuntimeError("LocalEntryNotFoundError: no network\n  and no cache")
+        return SimpleNamespace(supported_languages=["en"] if name.endswith(".en") else ["en", "de"])
+
     package = ModuleType("faster_whisper")
-    package.WhisperModel = FakeWhisper
+    package.WhisperModel = load
     package.__spec__ = SimpleNamespace(name="faster_whisper")
     monkeypatch.setitem(sys.modules, "faster_whisper", package)
     stt._whisper_model.cache_clear()
     yield
     for name in ("pipecat.services.whisper.stt", "pipecat.services.whisper"):
         sys.modules.pop(name, None)  # they hold the stand-in
-
-
-def with_whisper(**changes: object) -> AgentSettings:
-    return AgentSettings(stt="whisper", device="cpu", **changes)
 
 
 def test_conversations_share_one_whisper_of_the_language_that_is_named_and_one_that_cannot_be_is_one_line(whisper):
