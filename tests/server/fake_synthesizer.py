@@ -99,10 +99,8 @@ def word_times(found: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
 
 def noise_words(frames: int, speed: float = 1.0) -> list[tuple[str, float, float]]:
     """The words of so many frames, in the time of what is played."""
-    starts_s = [0.08 * first for first in range(0, frames, 4)]
-    return [
-        (f"word {n}", round(at_s / speed, 3), round((at_s + 0.08) / speed, 3)) for n, at_s in enumerate(starts_s, 1)
-    ]
+    times_s = [(0.08 * first / speed, 0.08 * (first + 1) / speed) for first in range(0, frames, 4)]
+    return [(f"word {n}", round(start_s, 3), round(end_s, 3)) for n, (start_s, end_s) in enumerate(times_s, 1)]
 
 
 class FakeSynthesizer:

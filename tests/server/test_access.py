@@ -108,9 +108,7 @@ def test_pages_from_elsewhere_cannot_use_a_server_without_a_key(unlocked, origin
         ("tts.example", "same-site", False),
     ],
 )
-def test_elements_of_pages_from_elsewhere_which_bring_no_origin_cannot_make_a_server_speak(
-    unlocked, host, site, allowed
-):
+def test_elements_of_pages_from_elsewhere_bring_no_origin_and_cannot_make_it_speak(unlocked, host, site, allowed):
     at = "/v1/audio/speech?input=Hello.&response_format=pcm&max_frames=1"
     head = {"Host": host} | ({} if site is None else {"Sec-Fetch-Site": site})
     assert unlocked.get(at, headers=head).status_code == (200 if allowed else 403)

@@ -50,9 +50,7 @@ LONG = {"text": TEXT, "max_frames": 4_000}  # more than the buffers of a connect
         ("--voice-folder blank.txt/in", "expected a folder to read and write"),
     ],
 )
-def test_bad_settings_and_an_address_that_others_reach_without_a_key_are_one_line_and_status_2(
-    tmp_path, monkeypatch, capsys, checkpoint_cache, words, message
-):
+def test_bad_settings_are_one_line_and_status_2(tmp_path, monkeypatch, capsys, checkpoint_cache, words, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MKTTS_API_KEY", raising=False)
     (tmp_path / "blank.txt").write_text(" \n")
