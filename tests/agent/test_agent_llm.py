@@ -167,12 +167,9 @@ async def test_a_server_of_ones_own_answers_without_a_key():
     server = uvicorn.Server(uvicorn.Config(app, log_config=None))
     with listen("127.0.0.1", 0, Limits()) as bound, running(server, bound) as url:
         environment = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_MODEL": "mine"}
-        async with Talk(create_llm(from_environment(environment, instructions="Be brief."))) as talk:
+        async with Talk(create_llm(from_environment(environment, instructions=INSTRUCTIONS))) as talk:
             await ask(talk, ASKED)
     assert [frame.text for frame in talk.of(frames.LLMTextFrame)] == WORDS
     (body,) = asked
     assert (body["model"], body["stream"]) == ("mine", True)
-    assert [(message["role"], message["content"]) for message in body["messages"]] == [
-        ("system", "Be brief."),
-        ("user", "Who are you?"),
-    ]
+    assert body["messages"] == [{"role": "system", "content": INSTRUCTIONS}, ASKED]

@@ -50,12 +50,10 @@ def spellings(phrase: str) -> list[str]:
 
 
 def test_every_phrase_of_the_grammar_gets_its_own_intents_answer():
-    for intent in INTENTS:
-        for text in itertools.chain(*map(spellings, intent.phrases)):
-            assert intents.answer(text, ["Hello."], NOON) == intent.answer(["Hello."], NOON), text
-    assert {text for text in intents.hints()} <= {
-        text for intent in INTENTS for phrase in intent.phrases for text in spellings(phrase)
-    }
+    texts = [(text, intent) for intent in INTENTS for phrase in intent.phrases for text in spellings(phrase)]
+    for text, intent in texts:
+        assert intents.answer(text, ["Hello."], NOON) == intent.answer(["Hello."], NOON), text
+    assert set(intents.hints()) <= {text for text, _ in texts}
 
 
 def test_the_time_is_told_in_words():
@@ -90,10 +88,9 @@ async def test_the_script_streams_tokens_between_start_and_end(messages, words):
         context = LLMContext([{"role": role, "content": text} for role, text in messages])
         await talk.say(frames.LLMContextFrame(context))
         await talk.until(lambda: talk.of(frames.LLMFullResponseEndFrame))
-    first, *tokens, last = talk.of(
-        frames.LLMFullResponseStartFrame, frames.LLMTextFrame, frames.LLMFullResponseEndFrame
-    )
-    assert isinstance(first, frames.LLMFullResponseStartFrame) and isinstance(last, frames.LLMFullResponseEndFrame)
+    start, end = frames.LLMFullResponseStartFrame, frames.LLMFullResponseEndFrame
+    first, *tokens, last = talk.of(start, frames.LLMTextFrame, end)
+    assert isinstance(first, start) and isinstance(last, end)
     said = [frame.text for frame in tokens]
     assert said == words or (words is None and "did not understand" in "".join(said))
 

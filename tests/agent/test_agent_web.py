@@ -158,9 +158,7 @@ async def test_the_page_is_guarded_as_a_server_is_and_takes_its_key_in_the_addre
 BARE_SDP = "v=0\r\no=- 1 1 IN IP4 0.0.0.0\r\ns=-\r\nt=0 0\r\nm=audio 9 UDP/TLS/RTP/SAVPF 0\r\n"
 
 
-async def test_an_offer_that_cannot_be_answered_holds_no_place_and_one_that_nobody_follows_gives_it_back(
-    checkpoint_cache, monkeypatch
-):
+async def test_an_offer_that_cannot_be_answered_or_that_nobody_follows_keeps_no_place(checkpoint_cache, monkeypatch):
     monkeypatch.setattr("mktts.agent.web.MAX_SESSIONS", 1)
     monkeypatch.setattr("mktts.agent.web.CONNECT_S", 0.5)
     peer = pytest.importorskip("aiortc").RTCPeerConnection()
@@ -208,16 +206,14 @@ async def test_an_offer_that_cannot_be_answered_holds_no_place_and_one_that_nobo
         ("--stt whisper", "faster_whisper", "the package faster-whisper"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_at_the_start_and_a_missing_package_before_anything_is_loaded(
-    checkpoint_cache, monkeypatch, capsys, words, hidden, message
-):
+def test_what_cannot_work_is_refused_at_the_start(checkpoint_cache, monkeypatch, capsys, words, hidden, message):
     for variable in ("MKTTS_API_KEY", "DEEPGRAM_API_KEY", "OPENAI_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(variable, raising=False)
     if hidden is not None:
         monkeypatch.setitem(sys.modules, hidden, None)
     if hidden == "fastapi":
         monkeypatch.delitem(sys.modules, "mktts.agent.web")
-    checkpoint = "absent-folder" if hidden else "random:tiny"
+    checkpoint = "absent-folder" if hidden else "random:tiny"  # a missing package is told before anything is loaded
     assert main(["agent", "--checkpoint", checkpoint, "--port", "0", *words.split()]) == 2
     said = capsys.readouterr()
     (line,) = [line for line in said.err.splitlines() if line.startswith("mktts: ")]
