@@ -188,19 +188,14 @@ def test_cancelling_ends_the_stream_and_frees_the_state(tiny):
 @pytest.mark.parametrize(
     ("prompt", "settings", "error", "message"),
     [
-        ("", {}, TextError, "at least one token"),
-        ([], {}, TextError, "at least one token"),
+        *((none, {}, TextError, "at least one token") for none in ("", [])),
         (7, {}, TextError, "text or a list of token ids, got int"),
-        ([1, 2.5], {}, TextError, "list of token ids"),
-        ([True], {}, TextError, "list of token ids"),
+        *((bad, {}, TextError, "list of token ids") for bad in ([1, 2.5], [True])),
         ("half \ud800", {}, TextError, "surrogate"),
-        ([151_936], {}, PromptError, "from 0 to 151935"),
-        ([-1], {}, PromptError, "from 0 to 151935, got -1"),
-        ([2**70], {}, PromptError, "from 0 to 151935"),
+        *(([id], {}, PromptError, f"from 0 to 151935, got {id}") for id in (151_936, -1, 2**70)),
         ([1] * 40_000, {"max_tokens": 961}, CapacityError, "40960 positions"),
         ([1], {"max_tokens": 0}, OptionsError, "max_tokens"),
-        ([1], {"seed": -1}, OptionsError, "seed"),
-        ([1], {"seed": 1.5}, OptionsError, "seed"),
+        *(([1], {"seed": seed}, OptionsError, "seed") for seed in (-1, 1.5)),
     ],
 )
 def test_a_bad_request_is_named_before_the_model_runs(tiny, prompt, settings, error, message):
