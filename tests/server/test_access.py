@@ -1,5 +1,7 @@
 """Who may use a server: keys, owners, web pages, names of hosts; in process."""
 
+from itertools import product
+
 import pytest
 from fastapi import WebSocketDisconnect
 
@@ -37,16 +39,9 @@ def refused_socket(api, path: str = "/tts/ws", **settings) -> int:
     ids=["none", "no scheme", "another", "longer"],
 )
 def test_without_the_key_nothing_but_health_is_answered(locked, headers):
-    for method, path in (
-        ("POST", "/tts/stream"),
-        ("POST", "/v1/audio/speech"),
-        ("POST", "/v1/audio/voices"),
-        ("GET", "/v1/audio/voices"),
-        ("GET", "/v1/models"),
-        ("GET", "/metrics"),
-        ("GET", f"/metrics?key={OTHER}"),
-        ("GET", "/none"),
-    ):
+    asked = product(["POST"], ["/tts/stream", "/v1/audio/speech", "/v1/audio/voices"])
+    read = product(["GET"], ["/v1/audio/voices", "/v1/models", "/metrics", f"/metrics?key={OTHER}", "/none"])
+    for method, path in (*asked, *read):
         answer = locked.request(method, path, headers=headers)
         assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer"), path
         assert answer.json()["error"]["request_id"] == answer.headers["X-Request-Id"]

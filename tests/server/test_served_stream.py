@@ -30,6 +30,7 @@ class Source:
 
     def __init__(self, clock: SimpleNamespace, *arrivals: tuple[float, Chunk | None | Exception]) -> None:
         self._clock, self._arrivals = clock, [(100.0 + at_s, what) for at_s, what in arrivals]
+        self.cancel = self.feed = MagicMock()
 
     async def take(self, within_s: float | None = None) -> Chunk | None:
         at_s, what = self._arrivals[0]
@@ -41,12 +42,6 @@ class Source:
         if isinstance(what, Exception):
             raise what
         return what
-
-    def cancel(self) -> None:
-        pass
-
-    def feed(self, text: str) -> None:
-        pass
 
 
 @pytest.fixture
