@@ -20,15 +20,16 @@ from mktts.cli import main
 from mktts.server.command import runs_apart
 
 PACKAGES = ("fastapi", "starlette", "pydantic", "uvicorn", "websockets", "prometheus_client")
+ABSENT = "--checkpoint absent"
 LONG = {"text": TEXT, "max_frames": 4_000}  # more than the buffers of a connection hold
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        *((f"--host={host}", "there is no key") for host in ("0.0.0.0", "::", "192.0.2.1", "example.org", "")),
-        # As far as the model, which others cannot reach.
-        *((f"--host {host} --checkpoint absent", "absent") for host in ("127.0.0.1", "localhost", "127.8.8.8")),
+        *((f"--host={host} {ABSENT}", "there is no key") for host in ("0.0.0.0", "::", "192.0.2.1", "example.org", "")),
+        # As far as the model, where others do not reach it.
+        *((f"--host={host} {ABSENT}", "absent") for host in ("127.0.0.1", "localhost", "127.8.8.8")),
         ("--api-key-file absent.txt", "absent.txt: expected a file that holds the key"),
         ("--api-key-file bytes.txt", "bytes.txt: expected a file that holds the key"),
         ("--api-key-file blank.txt", "expected a key of printable ASCII"),
