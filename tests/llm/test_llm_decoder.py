@@ -185,6 +185,16 @@ def test_cancelling_ends_the_stream_and_frees_the_state(tiny):
     assert done.finish_reason == "max_tokens"
 
 
+def test_what_fails_inside_is_raised_once_and_ends_the_stream(tiny):
+    decoder, backend = faked(tiny, [10])
+    stream = decoder.generate("Hello")
+    next(stream)
+    backend.ids = []  # the next step divides by their number
+    with pytest.raises(ZeroDivisionError):
+        next(stream)
+    assert stream.ids == [10] and stream.finish_reason is None and list(stream) == []
+
+
 @pytest.mark.parametrize(
     ("prompt", "settings", "error", "message"),
     [
