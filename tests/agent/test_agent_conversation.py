@@ -47,7 +47,6 @@ async def test_a_text_that_was_not_recorded_is_told_before_anything_is_loaded():
 
 
 async def test_a_conversation_with_an_interruption(tmp_path, checkpoint_cache):
-    """One conversation, in real time, looked at from all sides."""
     order, lines = Order(), []
     script = (UserTurn("tell me a story"), UserTurn("stop please", after_s=1.0))
     settings = from_environment({}, checkpoint="random:tiny", turn_end="timeout", greeting="", seed=1)

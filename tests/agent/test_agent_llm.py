@@ -95,15 +95,19 @@ async def test_an_interruption_ends_a_reply_within_one_token(model, monkeypatch)
     assert len(words(talk)) > len(before) and not talk.of(frames.ErrorFrame)
 
 
-async def test_a_failed_model_is_said_and_the_turn_ends(model, monkeypatch):
+async def test_a_failed_model_is_said_and_the_turn_ends_and_leaves_nothing_to_go_on_from(model, monkeypatch):
     def fail(*_):
         raise EngineError("the kernel stopped")
 
-    monkeypatch.setattr(type(model.decoder._backend), "step", fail)
-    async with Talk(service(model)) as talk:
-        await ask(talk, ASKED)
-        (error,) = [frame for frame in talk.up if isinstance(frame, frames.ErrorFrame)]
-    assert "the kernel stopped" in error.error
+    llm = service(model)
+    with monkeypatch.context() as broken:
+        broken.setattr(type(model.decoder._backend), "step", fail)
+        async with Talk(llm) as talk:
+            await ask(talk, ASKED)
+            (error,) = [frame for frame in talk.up if isinstance(frame, frames.ErrorFrame)]
+    assert "the kernel stopped" in error.error and llm.conversation._said.failed
+    llm.conversation.reply([Message("system", INSTRUCTIONS), Message("user", "Who are you?")], seed=1)
+    assert llm.conversation.kept_tokens == 0
 
 
 def test_the_arguments_choose_it_and_speak_its_tokens(checkpoint_cache):
@@ -144,17 +148,6 @@ def test_what_an_interruption_left_is_kept_and_the_rest_is_computed(model, monke
     assert [next(stream).id for _ in range(6)] == [token.id for token in alone]
 
 
-def test_a_failed_reply_leaves_nothing_to_go_on_from(model, monkeypatch):
-    conversation = TextConversation(model.decoder)
-    stream = conversation.reply([HELLO], seed=1)
-    with monkeypatch.context() as broken:
-        broken.setattr(model.decoder._backend, "step", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            next(stream)
-    conversation.reply([HELLO], seed=1)
-    assert stream.failed and conversation.kept_tokens == 0
-
-
 # ---- a server of OpenAI's shape
 
 
@@ -172,12 +165,9 @@ async def test_a_server_of_ones_own_answers_without_a_key():
     server = uvicorn.Server(uvicorn.Config(app, log_config=None))
     with listen("127.0.0.1", 0, Limits()) as bound, running(server, bound) as url:
         environment = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_MODEL": "mine"}
-        async with Talk(create_llm(from_environment(environment, instructions="Be brief."))) as talk:
+        async with Talk(create_llm(from_environment(environment, instructions=INSTRUCTIONS))) as talk:
             await ask(talk, ASKED)
     assert [frame.text for frame in talk.of(frames.LLMTextFrame)] == WORDS
     (body,) = asked
     assert (body["model"], body["stream"]) == ("mine", True)
-    assert [(message["role"], message["content"]) for message in body["messages"]] == [
-        ("system", "Be brief."),
-        ("user", "Who are you?"),
-    ]
+    assert body["messages"] == [{"role": "system", "content": INSTRUCTIONS}, ASKED]

@@ -4,6 +4,7 @@ import itertools
 import re
 import sys
 from datetime import datetime
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,6 @@ from pipecat.services.openai.llm import OpenAILLMService
 from pipecat.transcriptions.language import Language
 from pipecat_fakes import Talk
 
-from mktts import cli
 from mktts.agent import intents, latency, stt, user_speech
 from mktts.agent.intents import INTENTS, STORY
 from mktts.agent.llm import ScriptedLLMService, create_llm
@@ -50,12 +50,10 @@ def spellings(phrase: str) -> list[str]:
 
 
 def test_every_phrase_of_the_grammar_gets_its_own_intents_answer():
-    for intent in INTENTS:
-        for text in itertools.chain(*map(spellings, intent.phrases)):
-            assert intents.answer(text, ["Hello."], NOON) == intent.answer(["Hello."], NOON), text
-    assert {text for text in intents.hints()} <= {
-        text for intent in INTENTS for phrase in intent.phrases for text in spellings(phrase)
-    }
+    texts = [(text, intent) for intent in INTENTS for phrase in intent.phrases for text in spellings(phrase)]
+    for text, intent in texts:
+        assert intents.answer(text, ["Hello."], NOON) == intent.answer(["Hello."], NOON), text
+    assert set(intents.hints()) <= {text for text, _ in texts}
 
 
 def test_the_time_is_told_in_words():
@@ -90,10 +88,9 @@ async def test_the_script_streams_tokens_between_start_and_end(messages, words):
         context = LLMContext([{"role": role, "content": text} for role, text in messages])
         await talk.say(frames.LLMContextFrame(context))
         await talk.until(lambda: talk.of(frames.LLMFullResponseEndFrame))
-    first, *tokens, last = talk.of(
-        frames.LLMFullResponseStartFrame, frames.LLMTextFrame, frames.LLMFullResponseEndFrame
-    )
-    assert isinstance(first, frames.LLMFullResponseStartFrame) and isinstance(last, frames.LLMFullResponseEndFrame)
+    start, end = frames.LLMFullResponseStartFrame, frames.LLMFullResponseEndFrame
+    first, *tokens, last = talk.of(start, frames.LLMTextFrame, end)
+    assert isinstance(first, start) and isinstance(last, end)
     said = [frame.text for frame in tokens]
     assert said == words or (words is None and "did not understand" in "".join(said))
 
@@ -163,26 +160,6 @@ async def test_only_what_leaves_the_voice_behind_an_interruption_is_stale():
         assert observer.stale_frames == stale
 
 
-@pytest.mark.parametrize(
-    ("words", "hidden", "message"),
-    [
-        ([], "fastapi", "the package fastapi: pip install -r requirements.txt"),
-        ([], "pocketsphinx", "the package pocketsphinx: pip install -r requirements.txt"),
-        (["--stt", "whisper"], "faster_whisper", "the package faster-whisper"),
-    ],
-)
-def test_a_missing_package_is_named_before_anything_is_loaded(words, hidden, message, monkeypatch, capsys):
-    for variable in ("DEEPGRAM_API_KEY", "OPENAI_API_KEY", "OPENAI_BASE_URL"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("MKTTS_CHECKPOINT", "absent-folder")  # what would be loaded
-    monkeypatch.setitem(sys.modules, hidden, None)
-    if hidden == "fastapi":
-        monkeypatch.delitem(sys.modules, "mktts.agent.web", raising=False)
-    assert cli.main(["agent", "--port", "0", *words]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mktts: ")]
-    assert message in line
-
-
 def test_without_pipecat_help_is_shown_and_everything_else_names_the_package():
     code = (
         "from mktts.cli import main\n"
@@ -200,27 +177,24 @@ def test_without_pipecat_help_is_shown_and_everything_else_names_the_package():
 # ---- Whisper, over a stand-in for faster-whisper
 
 
-class FakeWhisper:
-    def __init__(self, name: str, device: str, device_index: int) -> None:
-        if name == "org/absent":
-            raise RuntimeError("LocalEntryNotFoundError: no network\n  and no cache")
-        self.supported_languages = ["en"] if name.endswith(".en") else ["en", "de"]
+with_whisper = partial(AgentSettings, stt="whisper", device="cpu")
 
 
 @pytest.fixture
 def whisper(monkeypatch):
+    def load(name: str, device: str, device_index: int) -> SimpleNamespace:
+        if name == "org/absent":
+            raise RuntimeError("LocalEntryNotFoundError: no network\n  and no cache")
+        return SimpleNamespace(supported_languages=["en"] if name.endswith(".en") else ["en", "de"])
+
     package = ModuleType("faster_whisper")
-    package.WhisperModel = FakeWhisper
+    package.WhisperModel = load
     package.__spec__ = SimpleNamespace(name="faster_whisper")
     monkeypatch.setitem(sys.modules, "faster_whisper", package)
     stt._whisper_model.cache_clear()
     yield
     for name in ("pipecat.services.whisper.stt", "pipecat.services.whisper"):
         sys.modules.pop(name, None)  # they hold the stand-in
-
-
-def with_whisper(**changes: object) -> AgentSettings:
-    return AgentSettings(stt="whisper", device="cpu", **changes)
 
 
 def test_conversations_share_one_whisper_of_the_language_that_is_named_and_one_that_cannot_be_is_one_line(whisper):

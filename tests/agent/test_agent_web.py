@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 import time
 from contextlib import suppress
 
@@ -157,9 +158,7 @@ async def test_the_page_is_guarded_as_a_server_is_and_takes_its_key_in_the_addre
 BARE_SDP = "v=0\r\no=- 1 1 IN IP4 0.0.0.0\r\ns=-\r\nt=0 0\r\nm=audio 9 UDP/TLS/RTP/SAVPF 0\r\n"
 
 
-async def test_an_offer_that_cannot_be_answered_holds_no_place_and_one_that_nobody_follows_gives_it_back(
-    checkpoint_cache, monkeypatch
-):
+async def test_an_offer_that_cannot_be_answered_or_that_nobody_follows_keeps_no_place(checkpoint_cache, monkeypatch):
     monkeypatch.setattr("mktts.agent.web.MAX_SESSIONS", 1)
     monkeypatch.setattr("mktts.agent.web.CONNECT_S", 0.5)
     peer = pytest.importorskip("aiortc").RTCPeerConnection()
@@ -190,26 +189,35 @@ async def test_an_offer_that_cannot_be_answered_holds_no_place_and_one_that_nobo
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "hidden", "message"),
     [
-        (["--host", "0.0.0.0"], "MKTTS_API_KEY"),
-        (["--voice", "nosuch"], "nosuch"),
-        (["--language", "klingon"], "klingon"),
-        (["--instruct", "softly"], "instruct"),
-        (["--llm", "openai", "--openai-url", "localhost:11434"], "http://"),
-        (["--llm", "qwen3", "--llm-checkpoint", "random:nosuch"], "nosuch"),
-        (["--stt-model", "tiny"], "--stt whisper"),
-        (["--llm-checkpoint", "random:tiny"], "--llm qwen3"),
-        (["--stt", "deepgram"], "DEEPGRAM_API_KEY"),
-        (["--llm", "openai"], "OPENAI_BASE_URL"),
+        ("--host 0.0.0.0", None, "MKTTS_API_KEY"),
+        ("--voice nosuch", None, "nosuch"),
+        ("--language klingon", None, "klingon"),
+        ("--instruct softly", None, "instruct"),
+        ("--llm openai --openai-url localhost:11434", None, "http://"),
+        ("--llm qwen3 --llm-checkpoint random:nosuch", None, "nosuch"),
+        ("--stt-model tiny", None, "--stt whisper"),
+        ("--llm-checkpoint random:tiny", None, "--llm qwen3"),
+        ("--stt deepgram", None, "DEEPGRAM_API_KEY"),
+        ("--llm openai", None, "OPENAI_BASE_URL"),
+        ("", "fastapi", "the package fastapi: pip install -r requirements.txt"),
+        ("", "pocketsphinx", "the package pocketsphinx: pip install -r requirements.txt"),
+        ("--stt whisper", "faster_whisper", "the package faster-whisper"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_at_the_start(checkpoint_cache, monkeypatch, capsys, words, message):
+def test_what_cannot_work_is_refused_at_the_start(checkpoint_cache, monkeypatch, capsys, words, hidden, message):
     for variable in ("MKTTS_API_KEY", "DEEPGRAM_API_KEY", "OPENAI_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(variable, raising=False)
-    assert main(["agent", "--checkpoint", "random:tiny", "--port", "0", *words]) == 2
+    if hidden is not None:
+        monkeypatch.setitem(sys.modules, hidden, None)
+    if hidden == "fastapi":
+        monkeypatch.delitem(sys.modules, "mktts.agent.web")
+    checkpoint = "absent-folder" if hidden else "random:tiny"  # a missing package is told before anything is loaded
+    assert main(["agent", "--checkpoint", checkpoint, "--port", "0", *words.split()]) == 2
     said = capsys.readouterr()
-    assert message in said.err and said.err.startswith("mktts: ") and "open http" not in said.out
+    (line,) = [line for line in said.err.splitlines() if line.startswith("mktts: ")]
+    assert message in line and "open http" not in said.out
 
 
 @pytest.mark.parametrize(("words", "state"), [([], "silent"), ([" Hm."], "thinking")])

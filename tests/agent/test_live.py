@@ -21,6 +21,7 @@ from mktts.common import python_path
 from mktts.errors import AgentError
 
 pytestmark = needs("pocketsphinx")  # the speech to text that the agent has without a key
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 KERNEL = """
 import sys
 from mktts.agent import live
@@ -34,18 +35,12 @@ sys.stdin.read()
 def a_child() -> live.LiveAgent:
     """Any child that ends with its standard input, as the agent does."""
     code = [sys.executable, "-Sc", "import sys; sys.stdin.read()"]
-    process = subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(code, **PIPES)
     return live.LiveAgent(process, io.StringIO("its last words"), "http://127.0.0.1:1/?key=a")
 
 
 async def test_it_converses_until_the_process_that_started_it_is_killed(checkpoint_cache):
-    kernel = subprocess.Popen(
-        [sys.executable, "-c", KERNEL],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **python_path()},
-    )
+    kernel = subprocess.Popen([sys.executable, "-c", KERNEL], env={**os.environ, **python_path()}, **PIPES)
     url, pid, running = kernel.stdout.readline().split()
     assert running == "True" and url.startswith("http://127.0.0.1:")
     with pytest.raises(urllib.error.HTTPError, match="401|403"):

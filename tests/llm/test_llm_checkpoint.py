@@ -25,13 +25,9 @@ def tiny(checkpoint_cache: None) -> TextCheckpoint:
 
 
 @pytest.fixture(scope="module")
-def vocabulary(tiny: TextCheckpoint) -> TextVocabulary:
-    return tiny.tokenizer()
-
-
-@pytest.fixture(scope="module")
-def upstream_tokenizer(tiny: TextCheckpoint) -> Any:
-    return AutoTokenizer.from_pretrained(tiny.folder)
+def tokenizers(tiny: TextCheckpoint) -> tuple[TextVocabulary, Any]:
+    """Ours and transformers'."""
+    return tiny.tokenizer(), AutoTokenizer.from_pretrained(tiny.folder)
 
 
 @pytest.fixture
@@ -70,13 +66,15 @@ def test_transformers_finds_every_tensor_in_its_place(tmp_path, source, change):
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in tensors.items())
 
 
-def test_configuration_choice_and_ends_are_what_transformers_reads(tiny, copied):
+def test_configuration_choice_and_ends_are_what_transformers_reads_and_its_release_5_writes(tiny, copied):
     theirs = AutoConfig.from_pretrained(tiny.folder)
     assert all(getattr(theirs, name) == value for name, value in vars(tiny.config.stack).items())
     assert tiny.config.tied == theirs.tie_word_embeddings and tiny.is_random
     theirs, ours = GenerationConfig.from_pretrained(tiny.folder), tiny.config.choice
     assert all(getattr(theirs, name) == value for name, value in vars(ours).items())
     assert list(tiny.config.eos_ids) == theirs.eos_token_id
+    edit(copied / "config.json", rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 1_000_000})
+    assert open_text_checkpoint(copied).config == tiny.config
     (copied / "generation_config.json").unlink()
     bare = open_text_checkpoint(copied)
     assert all(getattr(GenerationConfig(), name) == value for name, value in vars(bare.config.choice).items())
@@ -88,15 +86,11 @@ ALL_IDS = st.one_of(st.integers(0, 700), st.integers(0, 151_935), st.integers(15
 
 @settings(max_examples=60, deadline=None)
 @given(ids=st.lists(ALL_IDS, max_size=12))
-def test_any_ids_are_the_text_of_transformers(vocabulary, upstream_tokenizer, ids):
+def test_any_ids_are_the_text_of_transformers(tokenizers, ids):
     """Broken UTF-8, special, added and unused ids included. Ids of texts: tests/model/test_tokenizer.py."""
-    upstream = upstream_tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert b"".join(map(vocabulary.data, ids)).decode(errors="replace") == upstream
-
-
-def test_rotary_settings_where_transformers_5_writes_them(copied, tiny):
-    edit(copied / "config.json", rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 1_000_000})
-    assert open_text_checkpoint(copied).config == tiny.config
+    ours, theirs = tokenizers
+    upstream = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert b"".join(map(ours.data, ids)).decode(errors="replace") == upstream
 
 
 def edited(name: str, **changes: Any) -> Callable[[Path], object]:

@@ -76,14 +76,8 @@ async def fake_server(
     """Its url and clients, and a source that asks it. It plays `script` for each connection, and says nothing from then
     on. health: what `GET /health` says beside the usual."""
     clients: list[Client] = []
-    said = {
-        "status": "ok",
-        "model": {"checkpoint": "fake", "type": "custom_voice", "random_weights": True},
-        "sample_rate_hz": SAMPLE_RATE_HZ,
-        "speakers": ["vivian"],
-        "languages": ["auto", "english"],
-        **health,
-    }
+    said = {"status": "ok", "sample_rate_hz": SAMPLE_RATE_HZ, "speakers": ["vivian"], "languages": ["auto", "english"]}
+    said |= {"model": {"checkpoint": "fake", "type": "custom_voice", "random_weights": True}, **health}
 
     def answer(connection: ServerConnection, request: Request) -> Response | None:
         if request.path != "/health":
@@ -204,16 +198,12 @@ async def test_a_slow_consumer_stops_the_server_and_loses_nothing():
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        ("text_too_long", errors.TextError),
-        ("bad_text", errors.TextError),
-        ("idle", errors.TextError),
-        ("unknown_speaker", errors.PromptError),
-        ("bad_prompt", errors.PromptError),
+        *((code, errors.TextError) for code in ("text_too_long", "bad_text", "idle")),
+        *((code, errors.PromptError) for code in ("unknown_speaker", "bad_prompt")),
         ("bad_voice", errors.VoiceError),
         ("bad_sampling", errors.SamplingError),
         ("duration_too_long", errors.OptionsError),
-        ("engine_error", errors.EngineError),
-        ("of a later version", errors.EngineError),
+        *((code, errors.EngineError) for code in ("engine_error", "of a later version")),
     ],
 )
 async def test_errors_of_the_server_are_those_of_a_source_in_process(code, error):
@@ -286,9 +276,7 @@ async def test_a_server_that_is_none_or_stops_is_an_error_at_the_start_and_the_p
         (KEY, "mine.safetensors", errors.PromptError, "--voice NAME=FILE"),
     ],
 )
-async def test_a_wrong_key_and_a_voice_that_the_server_lacks_are_found_out_at_the_start(
-    server, key, voice, error, message
-):
+async def test_a_wrong_key_and_a_voice_that_the_server_lacks_are_told_at_the_start(server, key, voice, error, message):
     source = RemoteSource(server.url, key)
     tts = MkttsTTSService(source=source, settings=MkttsTTSService.Settings(voice=voice))
     async with Talk(tts):
@@ -321,9 +309,9 @@ async def test_a_server_with_no_place_free_costs_the_sentence_and_not_the_servic
             await talk.until(lambda: talk.of(TTSStoppedFrame))
         await until(lambda: server.service.streams_open == 0)
         await talk.say(*turn("Three four."))
-    assert [(type(f.exception), f.permanent, f.category) for f in talk.failures] == [
-        (errors.BusyError, False, ErrorCategory.RATE_LIMIT)
-    ]
+    (failed,) = talk.failures
+    assert type(failed.exception) is errors.BusyError and failed.category == ErrorCategory.RATE_LIMIT
+    assert not failed.permanent
     assert tts.is_usable
     assert talk.heard() == "Three four."
 
@@ -353,11 +341,8 @@ async def test_a_pipeline_speaks_again_once_its_server_is_back(synth, mode):
     limits = Limits(grace_s=0.1)
     with listen("127.0.0.1", 0, limits) as bound:
         port = bound.getsockname()[1]
-    tts = MkttsTTSService(
-        source=RemoteSource(f"http://127.0.0.1:{port}", max_frames=300),
-        text_aggregation_mode=mode,
-        stop_frame_timeout_s=TOO_LATE_S,
-    )
+    source = RemoteSource(f"http://127.0.0.1:{port}", max_frames=300)
+    tts = MkttsTTSService(source=source, text_aggregation_mode=mode, stop_frame_timeout_s=TOO_LATE_S)
 
     def serving():
         return running(speech_server(SpeechService(synth, limits)), listen("127.0.0.1", port, limits))
@@ -371,7 +356,7 @@ async def test_a_pipeline_speaks_again_once_its_server_is_back(synth, mode):
             await talk.until(lambda: talk.of(TTSStoppedFrame))
             await talk.say(*turn("Never said."))
             await talk.until(lambda: len(talk.of(TTSStoppedFrame)) == 2)
-            tts._source._limits["max_frames"] = 4
+            source._limits["max_frames"] = 4
             with serving():
                 await talk.say(*turn("Back again."))
                 await talk.until(lambda: len(talk.of(TTSStoppedFrame)) == 3)

@@ -2,7 +2,7 @@
 the conversation's context behind an output that plays in real time."""
 
 import asyncio
-from itertools import pairwise
+from itertools import groupby
 
 import pytest
 from loguru import logger
@@ -46,9 +46,8 @@ async def test_an_llm_turn_of_three_sentences_is_one_audio_context_in_order():
     started, stopped = order.index(frames.TTSStartedFrame), order.index(frames.TTSStoppedFrame)
     assert order.index(frames.AggregatedTextFrame) < started < order.index(frames.TTSAudioRawFrame) < stopped
     assert order.count(frames.TTSStartedFrame) == order.count(frames.TTSStoppedFrame) == 1
-    assert {frame.context_id for frame in talk.of(frames.TTSAudioRawFrame, frames.TTSStartedFrame)} == {
-        talk.of(frames.TTSStoppedFrame)[0].context_id
-    }
+    spoken = talk.of(frames.TTSStartedFrame, frames.TTSAudioRawFrame, frames.TTSStoppedFrame)
+    assert len({frame.context_id for frame in spoken}) == 1
     assert talk.samples() == 9 * SAMPLES_PER_FRAME and order[-1] is frames.LLMFullResponseEndFrame and talk.up == []
     assert len(metrics(talk, TTFBMetricsData)) == len(metrics(talk, TTFAMetricsData)) == 1
     assert [data.value for data in metrics(talk, TTSUsageMetricsData)] == [8, 11, 9]
@@ -250,10 +249,7 @@ async def test_tokens_of_a_turn_go_into_one_generation_as_they_come():
         source.speeches[0].give(9)
     assert len(source.speeches) == 1
     assert "".join(source.speeches[0].texts) == "Hello there. How are you?"
-    assert talk.heard() == "Hello there. How are you?"
-    assert len(talk.of(frames.TTSStartedFrame)) == len(talk.of(frames.TTSStoppedFrame)) == 1
     assert [data.value for data in metrics(talk, TTSUsageMetricsData)] == [25]
-    assert len(metrics(talk, TTFBMetricsData)) == 1
 
 
 async def test_two_token_turns_are_generated_one_after_another():
@@ -267,9 +263,7 @@ async def test_two_token_turns_are_generated_one_after_another():
         await talk.until(lambda: len(source.speeches) == 2)
         source.speeches[1].give(2)
     assert talk.heard() == "First one. Second one."
-    contexts = [frame.context_id for frame in talk.of(frames.TTSAudioRawFrame)]
-    assert contexts == sorted(contexts, key=contexts.index)
-    assert len([pair for pair in pairwise(contexts) if pair[0] != pair[1]]) == 1
+    assert len(list(groupby(frame.context_id for frame in talk.of(frames.TTSAudioRawFrame)))) == 2
 
 
 async def test_a_token_turn_that_a_limit_ends_early_keeps_the_rest_out_of_the_context():

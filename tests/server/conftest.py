@@ -25,11 +25,9 @@ class Api(TestClient):
         super().__init__(self.application, base_url="http://localhost", raise_server_exceptions=False)
 
     def tts(self, **body: Any) -> Any:
-        """POST /tts/stream."""
         return self.post("/tts/stream", json={"text": "Hello.", "max_frames": 2, **body})
 
     def speech(self, **body: Any) -> Any:
-        """POST /v1/audio/speech."""
         usual = {"input": "Hello.", "response_format": "pcm", "max_frames": 2}
         return self.post("/v1/audio/speech", json={**usual, **body})
 

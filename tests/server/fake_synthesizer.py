@@ -21,19 +21,19 @@ class FakeStream:
     """Chunks of `seed`'s noise, made when they are taken. error_at: a chunk, from 1, and what is raised there. A word
     begins with each chunk, and is known with the next, or at the end."""
 
-    def __init__(
-        self, text: str | None, settings: dict[str, Any], error_at: tuple[int, Exception] | None, holds: bool
-    ) -> None:
+    finish_reason: str | None = None
+    cancelled = False
+    _fed = ""
+    _made = _chunks = _pieces = 0
+
+    def __init__(self, text: str | None, settings: dict[str, Any], synth: "FakeSynthesizer") -> None:
         self.text, self.settings = text, settings
+        self._error_at, self._holds = synth.error_at, synth.holds
         self.seed = 7 if settings["seed"] is None else settings["seed"]
         self.frames = settings["max_frames"]
-        self.finish_reason: str | None = None
-        self.cancelled = False
         self.words: list[WordTime] = []
         self._begun: list[WordTime] = []
-        self._fed, self._finished = "", text is not None
-        self._made = self._chunks = self._pieces = 0
-        self._error_at, self._holds = error_at, holds
+        self._finished = text is not None
         self._changed = asyncio.Event()
 
     @property
@@ -99,10 +99,8 @@ def word_times(found: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
 
 def noise_words(frames: int, speed: float = 1.0) -> list[tuple[str, float, float]]:
     """The words of so many frames, in the time of what is played."""
-    starts_s = [0.08 * first for first in range(0, frames, 4)]
-    return [
-        (f"word {n}", round(at_s / speed, 3), round((at_s + 0.08) / speed, 3)) for n, at_s in enumerate(starts_s, 1)
-    ]
+    times_s = [(0.08 * first / speed, 0.08 * (first + 1) / speed) for first in range(0, frames, 4)]
+    return [(f"word {n}", round(start_s, 3), round(end_s, 3)) for n, (start_s, end_s) in enumerate(times_s, 1)]
 
 
 class FakeSynthesizer:
@@ -124,14 +122,11 @@ class FakeSynthesizer:
         self.set_limits: Callable[[AdmissionLimits], None] = lambda limits: None
         self.forget = self.forgotten.append
 
-    def stream(self, text: str, layout: str | None = None, **settings: Any) -> FakeStream:
-        if not text.strip("\u200b \n\t"):
+    def stream(self, text: str | None, layout: str | None = None, **settings: Any) -> FakeStream:
+        if text is not None and not text.strip("\u200b \n\t"):
             raise TextError("expected text to speak, got none")
-        return self._opened(text, {**settings, "layout": layout})
+        self.streams.append(FakeStream(text, {**settings, "layout": layout}, self))
+        return self.streams[-1]
 
     def open(self, **settings: Any) -> FakeStream:
-        return self._opened(None, settings)
-
-    def _opened(self, text: str | None, settings: dict[str, Any]) -> FakeStream:
-        self.streams.append(FakeStream(text, settings, self.error_at, self.holds))
-        return self.streams[-1]
+        return self.stream(None, **settings)

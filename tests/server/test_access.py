@@ -1,5 +1,7 @@
 """Who may use a server: keys, owners, web pages, names of hosts; in process."""
 
+from itertools import product
+
 import pytest
 from fastapi import WebSocketDisconnect
 
@@ -37,16 +39,9 @@ def refused_socket(api, path: str = "/tts/ws", **settings) -> int:
     ids=["none", "no scheme", "another", "longer"],
 )
 def test_without_the_key_nothing_but_health_is_answered(locked, headers):
-    for method, path in (
-        ("POST", "/tts/stream"),
-        ("POST", "/v1/audio/speech"),
-        ("POST", "/v1/audio/voices"),
-        ("GET", "/v1/audio/voices"),
-        ("GET", "/v1/models"),
-        ("GET", "/metrics"),
-        ("GET", f"/metrics?key={OTHER}"),
-        ("GET", "/none"),
-    ):
+    asked = product(["POST"], ["/tts/stream", "/v1/audio/speech", "/v1/audio/voices"])
+    read = product(["GET"], ["/v1/audio/voices", "/v1/models", "/metrics", f"/metrics?key={OTHER}", "/none"])
+    for method, path in (*asked, *read):
         answer = locked.request(method, path, headers=headers)
         assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer"), path
         assert answer.json()["error"]["request_id"] == answer.headers["X-Request-Id"]
@@ -108,9 +103,7 @@ def test_pages_from_elsewhere_cannot_use_a_server_without_a_key(unlocked, origin
         ("tts.example", "same-site", False),
     ],
 )
-def test_elements_of_pages_from_elsewhere_which_bring_no_origin_cannot_make_a_server_speak(
-    unlocked, host, site, allowed
-):
+def test_elements_of_pages_from_elsewhere_bring_no_origin_and_cannot_make_it_speak(unlocked, host, site, allowed):
     at = "/v1/audio/speech?input=Hello.&response_format=pcm&max_frames=1"
     head = {"Host": host} | ({} if site is None else {"Sec-Fetch-Site": site})
     assert unlocked.get(at, headers=head).status_code == (200 if allowed else 403)

@@ -156,9 +156,7 @@ async def test_an_audio_element_plays_an_address_and_jumps_in_it_but_not_on_a_pa
 
 @needs_chromium
 @needs("av", "python_multipart")
-async def test_the_page_asks_for_the_key_and_speaks_and_a_voice_is_recorded_kept_used_and_deleted(
-    tiny_base, tmp_path, monkeypatch
-):
+async def test_the_page_asks_for_the_key_speaks_and_keeps_a_recorded_voice(tiny_base, tmp_path, monkeypatch):
     """The browser's microphone hears a hum."""
     folder = tmp_path / "voices"
     Clones(monkeypatch)

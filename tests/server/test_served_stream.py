@@ -30,6 +30,7 @@ class Source:
 
     def __init__(self, clock: SimpleNamespace, *arrivals: tuple[float, Chunk | None | Exception]) -> None:
         self._clock, self._arrivals = clock, [(100.0 + at_s, what) for at_s, what in arrivals]
+        self.cancel = self.feed = MagicMock()
 
     async def take(self, within_s: float | None = None) -> Chunk | None:
         at_s, what = self._arrivals[0]
@@ -41,12 +42,6 @@ class Source:
         if isinstance(what, Exception):
             raise what
         return what
-
-    def cancel(self) -> None:
-        pass
-
-    def feed(self, text: str) -> None:
-        pass
 
 
 @pytest.fixture
@@ -60,11 +55,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def served_stream_of(source: Source) -> tuple[ServedStream, list[float]]:
     """A stream, and the list of how late its writes were."""
     late: list[float] = []
-    meters = MagicMock()
-    meters.late_s.inc = late.append
-    around = SimpleNamespace(
-        meters=meters, limits=Limits(), check_chars=lambda chars: None, has_ended=lambda stream: None
-    )
+    around = MagicMock(limits=Limits())
+    around.meters.late_s.inc = late.append
     return ServedStream(around, "tts_stream", source, 0), late
 
 

@@ -114,9 +114,7 @@ def test_what_cannot_be_cloned_is_one_line_under_the_callers_key(base_api, clone
     assert message in error["message"] and "\n" not in error["message"] and clones.asked == []
 
 
-def test_what_cloning_or_a_checkpoint_refuses_and_a_body_beyond_the_limit_are_the_callers_mistake(
-    base_api, shared_api, monkeypatch
-):
+def test_what_cloning_refuses_and_a_body_beyond_the_limit_are_the_callers_mistake(base_api, shared_api, monkeypatch):
     for refusal, code in ((VoiceError, "bad_reference"), (BackendUnavailable, "cloning_unavailable")):
         monkeypatch.setattr("mktts.server.openai_routes.clone_voice", Mock(side_effect=refusal("too quiet")))
         found = base_api.speech(ref_audio=data_url(encoded(tone(0.5), "wav"))).json()["error"]

@@ -116,11 +116,15 @@ def test_cancel_ends_the_stream_and_a_new_start_need_not_wait(api):
         ([("text", {"text": "x" * 3_000}), ("text", {"text": "x" * 3_000})], "text_too_long"),
         ([("text", {"text": " \n"}), ("finish", {})], "bad_text"),
         ([("finish", {})], "bad_text"),
+        ([], "idle"),
+        ([("text", {"text": "Hello."}), ("finish", {})], "engine_error"),
     ],
-    ids=["one long text", "two that are too long together", "only blanks", "none"],
+    ids=["one long text", "two that are too long together", "only blanks", "none", "none for too long", "a failure"],
 )
-def test_text_that_cannot_be_spoken_ends_the_utterance_and_not_the_connection(api, caplog, messages, code):
+def test_what_fails_ends_the_utterance_and_not_the_connection(api, make_api, caplog, messages, code):
     caplog.set_level("INFO", "mktts.server")
+    api = make_api(limits=Limits(idle_s=0.02)) if code == "idle" else api
+    api.synth.error_at = (2, RuntimeError("gone")) if code == "engine_error" else None
     with api.open_socket() as socket:
         send(socket, "start", max_frames=4_000)
         for type, fields in messages:
@@ -130,6 +134,9 @@ def test_text_that_cannot_be_spoken_ends_the_utterance_and_not_the_connection(ap
         assert (finished["finish_reason"], finished["error"]["code"]) == ("error", code)
         heard = "first audio after " if finished["frames"] else "error, no audio"
         assert heard in caplog.messages[-1] and "None" not in caplog.messages[-1]
+        assert finished["error"]["request_id"] == finished["id"] and "gone" not in json.dumps(finished)
+        assert api.service.streams_open == 0
+        api.synth.error_at = None
         assert say(socket)[2]["finish_reason"] == "max_frames"
 
 
@@ -163,25 +170,6 @@ def test_a_message_that_makes_no_sense_is_told_and_closes_the_connection(api, me
                 socket.receive_json()
         assert closed.value.code == 1008
     assert all(stream.cancelled for stream in api.synth.streams)
-
-
-def test_an_utterance_that_waits_for_text_too_long_gives_its_place_back(make_api):
-    api = make_api(limits=Limits(idle_s=0.02))
-    with api.open_socket() as socket:
-        send(socket, "start")
-        assert socket.receive_json()["type"] == "started"
-        finished = read_to_end(socket)[2]
-        assert (finished["finish_reason"], finished["error"]["code"]) == ("error", "idle")
-        assert api.service.streams_open == 0
-        assert say(socket)[2]["finish_reason"] == "max_frames"
-
-
-def test_a_failure_is_told_with_the_record(api):
-    api.synth.error_at = (2, RuntimeError("gone"))
-    with api.open_socket() as socket:
-        finished = say(socket, max_frames=20)[2]
-    assert (finished["finish_reason"], finished["error"]["code"]) == ("error", "engine_error")
-    assert finished["error"]["request_id"] == finished["id"] and "gone" not in json.dumps(finished)
 
 
 async def test_a_client_that_is_found_gone_while_it_is_written_to_ends_the_connection_quietly(api):
