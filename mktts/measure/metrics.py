@@ -81,3 +81,8 @@ def cell(value: Any, digits: int = 4) -> str:
     if isinstance(value, (int, float)):
         return f"{value:,.0f}"
     return "" if value is None else str(value)
+
+
+def short(value: float) -> str:
+    """Three digits, or a whole number with its thousands separated."""
+    return cell(float(value), digits=3)

@@ -9,20 +9,20 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint.arguments import add_checkpoint_arguments
 from mktts.common import require_writable, write_json
-from mktts.kernel.trace import Marks, frame_points, phases_of, steady, talker_points
+from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH
+from mktts.kernel.trace import Marks, TracedBackend, frame_points, phases_of, steady, talker_points
 from mktts.measure.environment import head
 from mktts.measure.inspection import bytes_per_frame, components
-
-if TYPE_CHECKING:
-    from mktts.kernel.trace import TracedBackend
-    from mktts.model.backend import Frame
+from mktts.model.backend import Frame
+from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.sampling import Sampling
 
 BUILDS = ("beside the stream", "alone")  # of the marking builds: as they are kept in the document
 _PERCENTS = (50, 10, 90)
@@ -51,13 +51,8 @@ def main(arguments: argparse.Namespace) -> int:
 def record(checkpoint: Checkpoint, device: str = "cuda", launches: int = 20, context: int = 200) -> dict[str, Any]:
     """Records `launches` launches of each build, from about `context` positions on, and returns the document. Raises
     BackendUnavailable where the frame kernel cannot run."""
-    import torch
-
-    from mktts.kernel.trace import TracedBackend
-    from mktts.model.prompt import PromptBuilder, Request
-
     backend = TracedBackend(checkpoint.config, checkpoint.tensors(), device)
-    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), device, torch.bfloat16)
+    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), device)
     prompt = builder.build(Request(_TEXT, speaker=checkpoint.config.default_speaker, layout="streaming"))
     made = _launches(backend, prompt, launches, context)
     talker, predictor = checkpoint.config.talker, checkpoint.config.predictor
@@ -75,9 +70,6 @@ def record(checkpoint: Checkpoint, device: str = "cuda", launches: int = 20, con
 
 
 def _launches(backend: TracedBackend, prompt: Any, launches: int, context: int) -> dict[str, list[Launch]]:
-    from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH
-    from mktts.model.sampling import Sampling
-
     before = max(1, -(-(context - len(prompt.embeds)) // MAX_FRAMES_A_LAUNCH))  # launches until the context is reached
     frames = MAX_FRAMES_A_LAUNCH * (before + launches)
     states = {build: backend.start(prompt, Sampling(), 0, frames) for build in ("", *BUILDS)}

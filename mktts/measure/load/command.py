@@ -31,6 +31,9 @@ from mktts.measure.environment import head
 from mktts.measure.load import client
 from mktts.measure.load.settings import HELD_S, LoadSettings, LoadTexts, texts_for
 from mktts.measure.metrics import cell, object_of
+from mktts.model.backend import device_named
+from mktts.server.settings import read_keys
+from mktts.synth import Synthesizer
 
 FIRST_PCM_MS = 100.0  # p99, of a load that counts as carried on a GPU
 FIRST_BYTE_MS = 120.0  # p99, of a server's
@@ -130,8 +133,6 @@ def settings_of(arguments: argparse.Namespace) -> LoadSettings:
 
 def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What the model arguments stand for, with the device's name."""
-    from mktts.model.backend import device_named
-
     names = ("checkpoint", "revision", "backend", "dtype")
     return {name: getattr(arguments, name) for name in names} | {"device": str(device_named(arguments.device))}
 
@@ -144,8 +145,6 @@ class Subject:
     place: dict[str, Any] = {}
 
     def __init__(self, settings: LoadSettings) -> None:
-        from mktts.synth import Synthesizer
-
         self.settings = settings
         self.stopped = threading.Event()  # ends the load that is held
         self.checkpoint = settings.open()
@@ -187,8 +186,6 @@ class Server(Subject):
     """A server by its address, ours or another of OpenAI's shape. Raises MetricsError where none answers."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        from mktts.server.settings import read_keys
-
         url = client.endpoint(arguments.url)
         key = next(iter(read_keys(arguments.api_key_file)), None)
         health = health_of(url, key)

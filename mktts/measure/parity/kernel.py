@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.kernel.backend import MegakernelBackend
 from mktts.measure.parity import ratio
 from mktts.measure.parity.ratio import GREEDY, UNLIMITED, Budget, RowStream
 from mktts.measure.parity.upstream import first_mismatch, our_codes
@@ -160,8 +161,6 @@ def parity_of(
     def backend_of(checkpoint: Checkpoint, bf16: TorchBackend) -> Any:
         if kernel == "torch":
             return bf16
-        from mktts.kernel.backend import MegakernelBackend
-
         return MegakernelBackend(checkpoint.config, checkpoint.tensors(), device)
 
     checkpoint = open_checkpoint(source, revision)
