@@ -7,17 +7,17 @@ table. Left out are activations, and keys and values, of which a frame reads the
 (`StackConfig.kv_bytes_per_position` each). Everything comes from the file headers; no weights are read."""
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mktts.checkpoint import SOURCES, Checkpoint, open_checkpoint
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.checkpoint.random.make import small_files
 from mktts.checkpoint.tensors import TensorSpec, TensorSpecs, expected_codec_tensors, expected_tensors
+from mktts.common import write_json
 from mktts.errors import CheckpointError
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
@@ -85,31 +85,15 @@ def components_at(size: str, model_type: str = "custom_voice") -> list[Component
 def config_at(size: str, model_type: str = "custom_voice") -> ModelConfig:
     """The configuration of a size that `mktts.checkpoint.random.make` makes. Raises CheckpointError for an unknown
     one."""
-    return _read(ModelConfig, small_files(size, model_type, full_codec=True)["config.json"])
-
-
-def _read(kind: type, config: dict[str, Any]) -> Any:
-    """A configuration as it is read from a folder."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        return kind.load(Path(folder))
+        config = small_files(size, model_type, full_codec=True)["config.json"]
+        write_json(Path(folder) / "config.json", config, sort_keys=False)
+        return ModelConfig.load(Path(folder))
 
 
 def bytes_per_frame(rows: Sequence[Component], parts: Sequence[str] = ("talker", "predictor")) -> int:
     """Weight bytes that one frame reads in `parts`."""
     return sum(row.bytes_per_frame for row in rows if row.part in parts)
-
-
-def text_bytes_per_token(size: str) -> int:
-    """Weight bytes that one token of the Qwen3 text model of a released size reads: its stack, and its head once.
-    Raises CheckpointError for an unknown size."""
-    from mktts.llm.checkpoint import EMBEDDING, HEAD, TextConfig, config_json, expected_text_tensors
-
-    config = _read(TextConfig, config_json(size))
-    tensors = dict(expected_text_tensors(config))
-    table_bytes = tensors.pop(EMBEDDING).nbytes()
-    read = table_bytes // config.stack.vocab_size + sum(spec.nbytes() for spec in tensors.values())
-    return read if HEAD in tensors else read + table_bytes
 
 
 def describe(checkpoint: Checkpoint) -> str:
