@@ -74,19 +74,19 @@ def components(checkpoint: Checkpoint) -> list[Component]:
     return _rows(checkpoint.files.tensors, _MODEL_RULES) + _rows(checkpoint.codec_files.tensors, _CODEC_RULES)
 
 
-def components_at(size: str, model_type: str = "custom_voice") -> list[Component]:
-    """The table of a released size ("0.6b", "1.7b") from its configuration alone: nothing is downloaded or made. Raises
-    CheckpointError for an unknown size or type."""
-    tensors = expected_tensors(config_at(size, model_type))
-    codec = expected_codec_tensors(small_files(size, model_type, full_codec=True)["speech_tokenizer/config.json"])
+def components_at(size: str) -> list[Component]:
+    """The table of a custom voice of a released size ("0.6b", "1.7b") from its configuration alone: nothing is
+    downloaded or made. Raises CheckpointError for an unknown size."""
+    tensors = expected_tensors(config_at(size))
+    codec = expected_codec_tensors(small_files(size, "custom_voice", full_codec=True)["speech_tokenizer/config.json"])
     return _rows(tensors, _MODEL_RULES) + _rows(codec, _CODEC_RULES)
 
 
-def config_at(size: str, model_type: str = "custom_voice") -> ModelConfig:
+def config_at(size: str) -> ModelConfig:
     """The configuration of a size that `mktts.checkpoint.random.make` makes. Raises CheckpointError for an unknown
     one."""
     with tempfile.TemporaryDirectory() as folder:
-        config = small_files(size, model_type, full_codec=True)["config.json"]
+        config = small_files(size, "custom_voice", full_codec=True)["config.json"]
         write_json(Path(folder) / "config.json", config, sort_keys=False)
         return ModelConfig.load(Path(folder))
 
