@@ -149,6 +149,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints what is in the checkpoint."""
     print(describe(open_checkpoint(arguments.checkpoint, arguments.revision)))
     return 0

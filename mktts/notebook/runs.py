@@ -227,18 +227,12 @@ def execute(run: NotebookRun, out: Path, machine: dict[str, Any]) -> dict[str, A
     defaults = {name: default for name, (_, default) in run.known.items() if name != RUN_DIR}
     about = {"notebook": run.path.stem, "set": run.parameters}
     write_json(folder / "parameters.json", {**about, "parameters": {**defaults, **run.parameters}})
-    start_s = time.perf_counter()
-    outcome = _papermill(run, folder)
-    return record(folder, duration_s=round(time.perf_counter() - start_s, 3), **outcome)
-
-
-def _papermill(run: NotebookRun, folder: Path) -> dict[str, Any]:
-    """Executes the notebook into `folder`; returns status, and ename, evalue and cell of a failure."""
     logging.getLogger("papermill").setLevel(logging.ERROR)  # its warnings guess at parameters; `plan` has checked them
     cwd = run.path.parent.resolve()  # as in JupyterLab: a notebook runs in its own folder
     parameters = dict(run.parameters)
     if RUN_DIR in run.known:
         parameters[RUN_DIR] = os.path.relpath(folder.resolve(), cwd)  # relative: no machine path in what is kept
+    start_s, outcome = time.perf_counter(), {"status": "ok"}
     try:
         papermill.execute_notebook(
             str(run.path).replace("{", "{{").replace("}", "}}"),  # papermill formats the paths it is given
@@ -253,10 +247,10 @@ def _papermill(run: NotebookRun, folder: Path) -> dict[str, Any]:
         )
     except papermill.PapermillExecutionError as error:
         status = "skipped" if error.ename == PackageMissing.__name__ else "error"
-        return {"status": status, "ename": error.ename, "evalue": error.evalue, "cell": error.exec_count or 0}
+        outcome = {"status": status, "ename": error.ename, "evalue": error.evalue, "cell": error.exec_count or 0}
     except Exception as error:  # a dead kernel, a timeout, a notebook papermill cannot read: recorded like the above
-        return {"status": "error", "ename": type(error).__name__, "evalue": str(error), "cell": 0}
-    return {"status": "ok"}
+        outcome = {"status": "error", "ename": type(error).__name__, "evalue": str(error), "cell": 0}
+    return record(folder, duration_s=round(time.perf_counter() - start_s, 3), **outcome)
 
 
 class ThisInterpreter(AsyncKernelManager):

@@ -74,13 +74,6 @@ class ParitySettings:
         if not self.minutes > 0:
             raise MetricsError(f"--minutes must be above 0, got {self.minutes:g}")
 
-    def kernel_missing(self) -> str | None:
-        """Why the kernel cannot run on the device; None where it can."""
-        if self.kernel == "torch":
-            return None
-        on_gpu = self.device.startswith("cuda")
-        return kernel_missing() or (None if on_gpu else f"the megakernel does not run on {self.device}")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", nargs="+", help=SOURCES)
@@ -138,7 +131,10 @@ def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
         "sha256": {file: _digest(checkpoint.folder / file) for file in _CONFIGS},
     }
     result: dict[str, Any] = {"checkpoint": about, "sections": {}}
-    upstream, why_not = lru_cache(1)(partial(load_upstream, checkpoint, torch.bfloat16)), settings.kernel_missing()
+    upstream, why_not = lru_cache(1)(partial(load_upstream, checkpoint, torch.bfloat16)), None
+    if settings.kernel == "megakernel":
+        on_gpu = settings.device.startswith("cuda")
+        why_not = kernel_missing() or (None if on_gpu else f"the megakernel does not run on {settings.device}")
 
     def kernel_section(within: Budget) -> dict[str, Any]:
         if why_not is not None:

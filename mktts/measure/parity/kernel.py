@@ -84,7 +84,6 @@ class KernelUnderTest:
         return ratio.Observed(frame.codes, logits, None if row is None else self._debug.hidden.float())
 
     def frames(self, stream: RowStream) -> Iterator[ratio.Observed]:
-        """What every frame of a stream did."""
         state = self.start(stream, stream.sampling, stream.seed, len(stream.text))
         for index in range(len(stream.text)):
             frame = self.step(state, stream.row(index - 1) if index else None)
@@ -94,7 +93,6 @@ class KernelUnderTest:
 
 
 def oracles_of(checkpoint: Checkpoint, device: str) -> Oracles:
-    """PyTorch in bf16 and in fp32."""
     config, tensors = checkpoint.config, checkpoint.tensors()
     return TorchBackend(config, tensors, device, torch.bfloat16), TorchBackend(config, tensors, device, torch.float32)
 
