@@ -9,7 +9,6 @@ table. Left out are activations, and keys and values, of which a frame reads the
 import argparse
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +21,7 @@ from mktts.errors import CheckpointError
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
 
-@dataclass(frozen=True)
-class Component:
+class Component(NamedTuple):
     """One row of the table. `part` is talker, predictor, text, voice or codec."""
 
     name: str
@@ -96,31 +94,6 @@ def bytes_per_frame(rows: Sequence[Component], parts: Sequence[str] = ("talker",
     return sum(row.bytes_per_frame for row in rows if row.part in parts)
 
 
-def describe(checkpoint: Checkpoint) -> str:
-    """The table as text: `python -m mktts inspect`."""
-    c, rows = checkpoint.config, components(checkpoint)
-    lines = [
-        f"{checkpoint.folder}",
-        f"{c.type.name}, size {c.model_size}, talker {c.talker.num_hidden_layers} x {c.talker.hidden_size}, "
-        f"predictor {c.predictor.num_hidden_layers} x {c.predictor.hidden_size}"
-        + (f", {RANDOM_WEIGHTS}" if checkpoint.is_random else ""),
-        "",
-        f"{'component':24}{'tensors':>8}{'params':>15}{'bytes':>16}{'bytes/frame':>16}  read",
-    ]
-    lines += [
-        f"{r.name:24}{r.tensors:>8}{r.params:>15,}{r.bytes:>16,}{r.bytes_per_frame:>16,}  {r.reads}" for r in rows
-    ]
-    total = bytes_per_frame(rows)
-    lines += [
-        f"{'all':24}{sum(r.tensors for r in rows):>8}{sum(r.params for r in rows):>15,}"
-        f"{sum(r.bytes for r in rows):>16,}{total:>16,}  per frame: talker and predictor",
-        "",
-        f"speakers: {', '.join(c.speakers) or 'none'}",
-        f"languages: {', '.join(c.languages) or 'none'}",
-    ]
-    return "\n".join(lines)
-
-
 def _rows(tensors: TensorSpecs, rules: Sequence[_Rule]) -> list[Component]:
     """Each tensor goes to the first rule that has its prefix."""
     members: dict[_Rule, list[TensorSpec]] = {rule: [] for rule in rules}
@@ -149,5 +122,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    print(describe(open_checkpoint(arguments.checkpoint, arguments.revision)))
+    """Prints the table."""
+    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
+    c, rows = checkpoint.config, components(checkpoint)
+    sums = [sum(getattr(row, name) for row in rows) for name in ("tensors", "params", "bytes")]
+    total = Component("all", "", *sums, bytes_per_frame(rows), "per frame: talker and predictor")
+    stacks = [f"{s.num_hidden_layers} x {s.hidden_size}" for s in (c.talker, c.predictor)]
+    random = f", {RANDOM_WEIGHTS}" if checkpoint.is_random else ""
+    print(checkpoint.folder)
+    print(f"{c.type.name}, size {c.model_size}, talker {stacks[0]}, predictor {stacks[1]}{random}\n")
+    print(f"{'component':24}{'tensors':>8}{'params':>15}{'bytes':>16}{'bytes/frame':>16}  read")
+    for row in [*rows, total]:
+        sizes = f"{row.tensors:>8}{row.params:>15,}{row.bytes:>16,}{row.bytes_per_frame:>16,}"
+        print(f"{row.name:24}{sizes}  {row.reads}")
+    print(f"\nspeakers: {', '.join(c.speakers) or 'none'}")
+    print(f"languages: {', '.join(c.languages) or 'none'}")
     return 0

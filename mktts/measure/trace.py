@@ -7,9 +7,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -94,8 +93,7 @@ def _launches(backend: TracedBackend, prompt: Any, launches: int, context: int) 
 # ---- the document
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One launch of one build: its frames, and its marks where the build leaves any."""
 
     frames: Sequence[Frame]
@@ -115,7 +113,7 @@ def document(made: Mapping[str, Sequence[Launch]], layers: tuple[int, int]) -> d
         parts = zip(*(steady(one.marks, points) for one in made[build]), strict=True)
         kept[build] = [np.concatenate(part) for part in parts]
     spans, _ = kept[BUILDS[0]]
-    took_ms = sum(_frame_ms(frame) for launch in made[BUILDS[0]] for frame in launch.frames[1:-1])
+    took_ms = sum(frame.talker_ms + frame.predictor_ms for launch in made[BUILDS[0]] for frame in launch.frames[1:-1])
     ghz = float(spans[:, 0].sum() / took_ms / 1e6)  # block 0 notes both, and its frames follow one another at once
     typical = spans[np.argsort(spans.sum(2).mean(1))[len(spans) // 2]]
     return {
@@ -127,13 +125,9 @@ def document(made: Mapping[str, Sequence[Launch]], layers: tuple[int, int]) -> d
     }
 
 
-def _frame_ms(frame: Frame) -> float:
-    return frame.talker_ms + frame.predictor_ms
-
-
 def _frame_us(launches: Sequence[Launch]) -> float:
     """Median of the kernel's own time of a frame; a launch's first frame begins with an empty ring, so without it."""
-    times_ms = [_frame_ms(frame) for launch in launches for frame in launch.frames[1:]]
+    times_ms = [frame.talker_ms + frame.predictor_ms for launch in launches for frame in launch.frames[1:]]
     return round(1e3 * float(np.median(times_ms)), 2)
 
 

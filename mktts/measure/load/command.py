@@ -89,8 +89,9 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     listeners = whole_numbers("--listeners", default if arguments.listeners is None else arguments.listeners)
     if arguments.capacity and not arguments.load:
         listeners = ()
+    recorded = settings.seconds >= HELD_S
     if into is not None:
-        if not settings.recordable:
+        if not recorded:
             least, got = f"a load is held for at least {HELD_S:g} s to be kept", f"--seconds {settings.seconds:g}"
             raise MetricsError(f"{least}, got {got}: leave --into out")
         into.parent.mkdir(parents=True, exist_ok=True)
@@ -108,12 +109,12 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             if settings.burst:
                 more |= burst(count, point)
                 continue
-            if settings.recordable and point["refused"] and point["in_time"] == point["arrivals"] - point["refused"]:
+            if recorded and point["refused"] and point["in_time"] == point["arrivals"] - point["refused"]:
                 # More were offered than it says, and those it let in were in time.
                 more["capacity_held"] = {"value": point["playing_mean"], "unit": "listeners", "n": point["in_time"]}
             if into is not None:
                 merge(into, beside, gpu, [point])
-    if settings.recordable and listeners and not settings.burst:
+    if recorded and listeners and not settings.burst:
         document["figures"] = carried([{**point, **beside} for point in document["points"]], gpu)
         if "listeners" not in document["figures"]:
             why = "no load was carried: not every listener was in time, or waits were long"

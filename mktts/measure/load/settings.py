@@ -59,11 +59,6 @@ class LoadSettings(ModelSettings):
         if self.engine not in ("auto", "batch") and self.codec is not None:
             raise OptionsError("codec precision belongs to the batch engine: name it, engine='batch'")
 
-    @property
-    def recordable(self) -> bool:
-        """Whether a load with these settings may be recorded."""
-        return self.seconds >= HELD_S
-
     def loading(self) -> dict[str, Any]:
         batch = BatchSettings() if self.codec is None else BatchSettings(codec=self.codec)
         more = {} if self.engine is None else {"engine": self.engine}
