@@ -104,7 +104,7 @@ def plain_ticks(axis: Any, numbers: Sequence[float] | None = None) -> None:
     and where two lie close together the second has no label."""
     axis.set_minor_locator(NullLocator())
     if numbers is None:
-        low, high = getattr(axis.axes, f"get_{axis.axis_name}lim")()
+        low, high = axis.get_view_interval()
         if not 0 < low < high:  # nothing was drawn
             low, high = 1.0, 10.0
         wider = max(1.0, math.sqrt(10 * low / high))

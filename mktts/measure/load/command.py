@@ -148,16 +148,16 @@ class Subject:
     def __init__(self, settings: LoadSettings) -> None:
         self.settings = settings
         self.stopped = threading.Event()  # ends the load that is held
-        self.checkpoint = settings.open()
-        self.random_weights = self.checkpoint.is_random
-        self.texts = texts_for(self.checkpoint, settings.context_rows)
-        self.source = Synthesizer.load(self.checkpoint, **settings.loading())
+        checkpoint = settings.open()
+        self.random_weights = checkpoint.is_random
+        self.texts = texts_for(checkpoint, settings.context_rows)
+        self.source = Synthesizer.load(checkpoint, **settings.loading())
         self.source.warm_up()
         lanes = self.source.lanes  # None: one stream's codec, and nothing promised
         self.engine = {
             "codec": lanes.precision if lanes else "full",
             "deterministic": bool(lanes and lanes.deterministic),
-            "model_size": self.checkpoint.config.model_size,
+            "model_size": checkpoint.config.model_size,
             "backend": self.source.backend_name,
             "dtype": str(self.source.dtype).removeprefix("torch."),
         }

@@ -60,9 +60,8 @@ class LoadSettings(ModelSettings):
             raise OptionsError("codec precision belongs to the batch engine: name it, engine='batch'")
 
     def loading(self) -> dict[str, Any]:
-        batch = BatchSettings() if self.codec is None else BatchSettings(codec=self.codec)
-        more = {} if self.engine is None else {"engine": self.engine}
-        return {**super().loading(), "deterministic": self.deterministic, "batch": batch, **more}
+        batch, engine = BatchSettings(codec=self.codec or BatchSettings.codec), self.engine or "auto"
+        return {**super().loading(), "deterministic": self.deterministic, "batch": batch, "engine": engine}
 
     def arrivals(self, listeners: int) -> list[tuple[float, int]]:
         """(seconds from the beginning of the run, frames), ascending, of an offered load: arrivals a second times the
