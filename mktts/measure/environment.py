@@ -3,7 +3,6 @@
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 
 from mktts.errors import BackendUnavailable
+from mktts.kernel.build import nvrtc, target_of
 
 BANDWIDTH_BYTES = 256 * 2**20  # well above any CPU's last-level cache and the 60 MB L2 of an H200
 
@@ -26,17 +26,15 @@ def peak_rss_bytes() -> int:
         return int(found.split()[0]) * 1_024
     import resource
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1_024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS, in bytes
 
 
 def _proc(path: str, name: str) -> str | None:
     """The first value of this name in a file of Linux; None where there is none."""
-    try:
+    with suppress(OSError):
         lines = Path(path).read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
+    return None
 
 
 def head(device: str) -> dict[str, Any]:
@@ -120,11 +118,10 @@ def _gpu() -> dict[str, str | float | None]:
 
 
 def _output(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(command, text=True, timeout=20, **quiet).strip() or None
+    return None
 
 
 # ---- what can run here, and how fast memory is read
@@ -144,8 +141,6 @@ def read_bandwidth_gb_s(device: str, repeats: int = 5) -> float:
 
 def kernel_missing() -> str | None:
     """Why the megakernel cannot run here; None where it can. Nothing is compiled for this."""
-    from mktts.kernel.build import nvrtc, target_of
-
     if not torch.cuda.is_available():
         return "no CUDA device"
     try:

@@ -7,23 +7,21 @@ table. Left out are activations, and keys and values, of which a frame reads the
 (`StackConfig.kv_bytes_per_position` each). Everything comes from the file headers; no weights are read."""
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mktts.checkpoint import SOURCES, Checkpoint, open_checkpoint
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.checkpoint.random.make import small_files
 from mktts.checkpoint.tensors import TensorSpec, TensorSpecs, expected_codec_tensors, expected_tensors
+from mktts.common import write_json
 from mktts.errors import CheckpointError
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
 
-@dataclass(frozen=True)
-class Component:
+class Component(NamedTuple):
     """One row of the table. `part` is talker, predictor, text, voice or codec."""
 
     name: str
@@ -74,67 +72,26 @@ def components(checkpoint: Checkpoint) -> list[Component]:
     return _rows(checkpoint.files.tensors, _MODEL_RULES) + _rows(checkpoint.codec_files.tensors, _CODEC_RULES)
 
 
-def components_at(size: str, model_type: str = "custom_voice") -> list[Component]:
-    """The table of a released size ("0.6b", "1.7b") from its configuration alone: nothing is downloaded or made. Raises
-    CheckpointError for an unknown size or type."""
-    tensors = expected_tensors(config_at(size, model_type))
-    codec = expected_codec_tensors(small_files(size, model_type, full_codec=True)["speech_tokenizer/config.json"])
+def components_at(size: str) -> list[Component]:
+    """The table of a custom voice of a released size ("0.6b", "1.7b") from its configuration alone: nothing is
+    downloaded or made. Raises CheckpointError for an unknown size."""
+    tensors = expected_tensors(config_at(size))
+    codec = expected_codec_tensors(small_files(size, "custom_voice", full_codec=True)["speech_tokenizer/config.json"])
     return _rows(tensors, _MODEL_RULES) + _rows(codec, _CODEC_RULES)
 
 
-def config_at(size: str, model_type: str = "custom_voice") -> ModelConfig:
+def config_at(size: str) -> ModelConfig:
     """The configuration of a size that `mktts.checkpoint.random.make` makes. Raises CheckpointError for an unknown
     one."""
-    return _read(ModelConfig, small_files(size, model_type, full_codec=True)["config.json"])
-
-
-def _read(kind: type, config: dict[str, Any]) -> Any:
-    """A configuration as it is read from a folder."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        return kind.load(Path(folder))
+        config = small_files(size, "custom_voice", full_codec=True)["config.json"]
+        write_json(Path(folder) / "config.json", config, sort_keys=False)
+        return ModelConfig.load(Path(folder))
 
 
 def bytes_per_frame(rows: Sequence[Component], parts: Sequence[str] = ("talker", "predictor")) -> int:
     """Weight bytes that one frame reads in `parts`."""
     return sum(row.bytes_per_frame for row in rows if row.part in parts)
-
-
-def text_bytes_per_token(size: str) -> int:
-    """Weight bytes that one token of the Qwen3 text model of a released size reads: its stack, and its head once.
-    Raises CheckpointError for an unknown size."""
-    from mktts.llm.checkpoint import EMBEDDING, HEAD, TextConfig, config_json, expected_text_tensors
-
-    config = _read(TextConfig, config_json(size))
-    tensors = dict(expected_text_tensors(config))
-    table_bytes = tensors.pop(EMBEDDING).nbytes()
-    read = table_bytes // config.stack.vocab_size + sum(spec.nbytes() for spec in tensors.values())
-    return read if HEAD in tensors else read + table_bytes
-
-
-def describe(checkpoint: Checkpoint) -> str:
-    """The table as text: `python -m mktts inspect`."""
-    c, rows = checkpoint.config, components(checkpoint)
-    lines = [
-        f"{checkpoint.folder}",
-        f"{c.type.name}, size {c.model_size}, talker {c.talker.num_hidden_layers} x {c.talker.hidden_size}, "
-        f"predictor {c.predictor.num_hidden_layers} x {c.predictor.hidden_size}"
-        + (f", {RANDOM_WEIGHTS}" if checkpoint.is_random else ""),
-        "",
-        f"{'component':24}{'tensors':>8}{'params':>15}{'bytes':>16}{'bytes/frame':>16}  read",
-    ]
-    lines += [
-        f"{r.name:24}{r.tensors:>8}{r.params:>15,}{r.bytes:>16,}{r.bytes_per_frame:>16,}  {r.reads}" for r in rows
-    ]
-    total = bytes_per_frame(rows)
-    lines += [
-        f"{'all':24}{sum(r.tensors for r in rows):>8}{sum(r.params for r in rows):>15,}"
-        f"{sum(r.bytes for r in rows):>16,}{total:>16,}  per frame: talker and predictor",
-        "",
-        f"speakers: {', '.join(c.speakers) or 'none'}",
-        f"languages: {', '.join(c.languages) or 'none'}",
-    ]
-    return "\n".join(lines)
 
 
 def _rows(tensors: TensorSpecs, rules: Sequence[_Rule]) -> list[Component]:
@@ -165,6 +122,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints what is in the checkpoint."""
-    print(describe(open_checkpoint(arguments.checkpoint, arguments.revision)))
+    """Prints the table."""
+    checkpoint = open_checkpoint(arguments.checkpoint, arguments.revision)
+    c, rows = checkpoint.config, components(checkpoint)
+    sums = [sum(getattr(row, name) for row in rows) for name in ("tensors", "params", "bytes")]
+    total = Component("all", "", *sums, bytes_per_frame(rows), "per frame: talker and predictor")
+    stacks = [f"{s.num_hidden_layers} x {s.hidden_size}" for s in (c.talker, c.predictor)]
+    random = f", {RANDOM_WEIGHTS}" if checkpoint.is_random else ""
+    print(checkpoint.folder)
+    print(f"{c.type.name}, size {c.model_size}, talker {stacks[0]}, predictor {stacks[1]}{random}\n")
+    print(f"{'component':24}{'tensors':>8}{'params':>15}{'bytes':>16}{'bytes/frame':>16}  read")
+    for row in [*rows, total]:
+        sizes = f"{row.tensors:>8}{row.params:>15,}{row.bytes:>16,}{row.bytes_per_frame:>16,}"
+        print(f"{row.name:24}{sizes}  {row.reads}")
+    print(f"\nspeakers: {', '.join(c.speakers) or 'none'}")
+    print(f"languages: {', '.join(c.languages) or 'none'}")
     return 0

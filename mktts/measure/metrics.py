@@ -43,21 +43,17 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 def record(run_dir: str | Path, **metrics: Any) -> dict[str, Any]:
     """Merges `metrics` into `run_dir/metrics.json` (keys sorted, replaced atomically) and returns all of it. Values are
     finite numbers, booleans or strings; anything else raises MetricsError with the metric's name."""
-    checked = {name: _scalar(name, value) for name, value in metrics.items()}
     path = Path(run_dir) / "metrics.json"
-    merged = {**(json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}), **checked}
+    merged = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for name, value in metrics.items():
+        if getattr(value, "ndim", None) == 0:  # a number of NumPy's or PyTorch's
+            value = value.item()
+        if not isinstance(value, (int, str)) and not (isinstance(value, float) and math.isfinite(value)):
+            must = "must be a finite number, a boolean or a string"
+            raise MetricsError(f"metric {name!r} {must}, found {value!r}: record one value per name")
+        merged[name] = value
     write_json(path, merged)
     return merged
-
-
-def _scalar(name: str, value: Any) -> bool | int | float | str:
-    if getattr(value, "ndim", None) == 0:  # a number of NumPy's or PyTorch's
-        value = value.item()
-    if isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    raise MetricsError(
-        f"metric {name!r} must be a finite number, a boolean or a string, found {value!r}: record one value per name"
-    )
 
 
 def object_of(text: str | bytes) -> dict[str, Any] | None:
@@ -81,3 +77,8 @@ def cell(value: Any, digits: int = 4) -> str:
     if isinstance(value, (int, float)):
         return f"{value:,.0f}"
     return "" if value is None else str(value)
+
+
+def short(value: float) -> str:
+    """Three digits, or a whole number with its thousands separated."""
+    return cell(float(value), digits=3)

@@ -8,7 +8,7 @@ second of speech for 1 550 words; the same loop as a grammar takes 4 s for 525. 
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def _decoder(what: str, **settings: Any) -> Any:
 class Recogniser:
     """pocketsphinx with its packaged English model. One per process: it holds one utterance at a time."""
 
-    def __init__(self, vocabulary: Sequence[str] | None = None) -> None:
+    def __init__(self, vocabulary: Collection[str] | None = None) -> None:
         """vocabulary: the words of a closed loop, None for free dictation. Words that the packaged dictionary does not
         have cannot be heard; `knows` tells them. Raises BackendUnavailable without the package, MetricsError where it
         knows no word of the vocabulary."""
@@ -124,11 +124,6 @@ class Aligner:
         return spans if len(spans) == len(said) else None  # an alignment may end before the words do
 
 
-def vocabulary_of(sentences: Iterable[str]) -> list[str]:
-    """The different words of all sentences, sorted."""
-    return sorted({word for text in sentences for word in words(text)})
-
-
 # ---- words and their errors
 
 
@@ -147,8 +142,3 @@ def word_errors(said: Sequence[str], heard: Sequence[str]) -> int:
         for j, other in enumerate(heard, 1):
             previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (word != other))
     return row[-1]
-
-
-def errors_by_sound(said: str, heard: str, sound: Callable[[str], str]) -> int:
-    """Errors between two texts where words of one `sound` are one word: "to" and "two" count as the same."""
-    return word_errors([sound(word) for word in words(said)], [sound(word) for word in words(heard)])

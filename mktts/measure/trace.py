@@ -7,22 +7,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint.arguments import add_checkpoint_arguments
 from mktts.common import require_writable, write_json
-from mktts.kernel.trace import Marks, frame_points, phases_of, steady, talker_points
+from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH
+from mktts.kernel.trace import Marks, TracedBackend, frame_points, phases_of, steady, talker_points
 from mktts.measure.environment import head
 from mktts.measure.inspection import bytes_per_frame, components
-
-if TYPE_CHECKING:
-    from mktts.kernel.trace import TracedBackend
-    from mktts.model.backend import Frame
+from mktts.model.backend import Frame
+from mktts.model.prompt import PromptBuilder, Request
+from mktts.model.sampling import Sampling
 
 BUILDS = ("beside the stream", "alone")  # of the marking builds: as they are kept in the document
 _PERCENTS = (50, 10, 90)
@@ -51,13 +50,8 @@ def main(arguments: argparse.Namespace) -> int:
 def record(checkpoint: Checkpoint, device: str = "cuda", launches: int = 20, context: int = 200) -> dict[str, Any]:
     """Records `launches` launches of each build, from about `context` positions on, and returns the document. Raises
     BackendUnavailable where the frame kernel cannot run."""
-    import torch
-
-    from mktts.kernel.trace import TracedBackend
-    from mktts.model.prompt import PromptBuilder, Request
-
     backend = TracedBackend(checkpoint.config, checkpoint.tensors(), device)
-    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), device, torch.bfloat16)
+    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), device)
     prompt = builder.build(Request(_TEXT, speaker=checkpoint.config.default_speaker, layout="streaming"))
     made = _launches(backend, prompt, launches, context)
     talker, predictor = checkpoint.config.talker, checkpoint.config.predictor
@@ -75,9 +69,6 @@ def record(checkpoint: Checkpoint, device: str = "cuda", launches: int = 20, con
 
 
 def _launches(backend: TracedBackend, prompt: Any, launches: int, context: int) -> dict[str, list[Launch]]:
-    from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH
-    from mktts.model.sampling import Sampling
-
     before = max(1, -(-(context - len(prompt.embeds)) // MAX_FRAMES_A_LAUNCH))  # launches until the context is reached
     frames = MAX_FRAMES_A_LAUNCH * (before + launches)
     states = {build: backend.start(prompt, Sampling(), 0, frames) for build in ("", *BUILDS)}
@@ -102,8 +93,7 @@ def _launches(backend: TracedBackend, prompt: Any, launches: int, context: int) 
 # ---- the document
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One launch of one build: its frames, and its marks where the build leaves any."""
 
     frames: Sequence[Frame]
@@ -123,7 +113,7 @@ def document(made: Mapping[str, Sequence[Launch]], layers: tuple[int, int]) -> d
         parts = zip(*(steady(one.marks, points) for one in made[build]), strict=True)
         kept[build] = [np.concatenate(part) for part in parts]
     spans, _ = kept[BUILDS[0]]
-    took_ms = sum(_frame_ms(frame) for launch in made[BUILDS[0]] for frame in launch.frames[1:-1])
+    took_ms = sum(frame.talker_ms + frame.predictor_ms for launch in made[BUILDS[0]] for frame in launch.frames[1:-1])
     ghz = float(spans[:, 0].sum() / took_ms / 1e6)  # block 0 notes both, and its frames follow one another at once
     typical = spans[np.argsort(spans.sum(2).mean(1))[len(spans) // 2]]
     return {
@@ -135,13 +125,9 @@ def document(made: Mapping[str, Sequence[Launch]], layers: tuple[int, int]) -> d
     }
 
 
-def _frame_ms(frame: Frame) -> float:
-    return frame.talker_ms + frame.predictor_ms
-
-
 def _frame_us(launches: Sequence[Launch]) -> float:
     """Median of the kernel's own time of a frame; a launch's first frame begins with an empty ring, so without it."""
-    times_ms = [_frame_ms(frame) for launch in launches for frame in launch.frames[1:]]
+    times_ms = [frame.talker_ms + frame.predictor_ms for launch in launches for frame in launch.frames[1:]]
     return round(1e3 * float(np.median(times_ms)), 2)
 
 

@@ -3,24 +3,22 @@
 Colours are those of Okabe and Ito (2008), distinguishable with every common colour-vision deficiency; one thing has one
 colour in every figure. A drawing function takes plain data, saves `folder`/<name>.png and returns the Figure."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib import rcParams
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MultipleLocator, NullLocator
+from PIL import Image
 
 from mktts.common import write_whole
 from mktts.engine.metrics import play
-from mktts.measure.metrics import cell
 from mktts.spec import FRAME_MS, SAMPLE_RATE_HZ
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 COLOURS = {
     "talker": "#0072B2",
@@ -68,9 +66,6 @@ FRAME_GRID_LIMIT_S = 3.0  # beyond this the grid of single frames would be a gre
 def new(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
     """A figure of the common width and `height` inches, and its axes: one, or an array of `rows` or of rows and
     `columns`. From now on matplotlib draws in the notebooks' style."""
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure
-
     rcParams.update(STYLE)
     figure = Figure(figsize=(8.5, height), layout="constrained")
     return figure, figure.subplots(rows, columns, **options)
@@ -107,11 +102,9 @@ def lines_from_top(axes: Axes, labels: Sequence[str], **options: Any) -> None:
 def plain_ticks(axis: Any, numbers: Sequence[float] | None = None) -> None:
     """2, 5, 10 on a logarithmic axis, a decade long at least, instead of powers of ten; with `numbers` exactly these,
     and where two lie close together the second has no label."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
     axis.set_minor_locator(NullLocator())
     if numbers is None:
-        low, high = getattr(axis.axes, f"get_{axis.axis_name}lim")()
+        low, high = axis.get_view_interval()
         if not 0 < low < high:  # nothing was drawn
             low, high = 1.0, 10.0
         wider = max(1.0, math.sqrt(10 * low / high))
@@ -126,15 +119,8 @@ def plain_ticks(axis: Any, numbers: Sequence[float] | None = None) -> None:
     axis.set_ticks(list(numbers), labels)
 
 
-def short(value: float) -> str:
-    """Three digits, or a whole number with its thousands separated."""
-    return cell(float(value), digits=3)
-
-
 def save(figure: Figure, folder: Path, name: str) -> Figure:
     """Writes `figure` to `folder`/<name>.png, whole or not at all, and makes a notebook show exactly those bytes."""
-    from PIL import Image
-
     drawn, packed = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=DPI)
     # A palette: a fifth of the bytes, which executed notebooks carry in base64.
@@ -207,8 +193,6 @@ def chunk_timeline(chunks: Sequence[Any], folder: Path, name: str = "chunk_timel
         top.plot(start_s[late], begin_s[late], "X", color=COLOURS["underrun"], markersize=9, label="underrun")
     top.set(xlim=(0, None), ylim=(0, None), ylabel="audio (s)")
     if end_s[-1] <= FRAME_GRID_LIMIT_S:
-        from matplotlib.ticker import MultipleLocator
-
         top.yaxis.set_minor_locator(MultipleLocator(FRAME_MS / 1e3))
         top.grid(which="minor", axis="y", color="#eeeeee", linewidth=0.6)
         top.tick_params(which="minor", axis="y", length=0)

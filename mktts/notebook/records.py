@@ -8,8 +8,8 @@ from typing import Any
 from mktts.common import read_object, write_json
 from mktts.errors import MetricsError
 from mktts.measure.environment import environment
+from mktts.measure.metrics import short
 from mktts.notebook.nb import MANUAL, table
-from mktts.notebook.plots import short
 
 FOLDER = Path(__file__).resolve().parents[2] / "outputs" / "reference" / "h200"
 COMMANDS = {

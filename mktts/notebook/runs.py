@@ -11,7 +11,6 @@ import csv
 import glob
 import hashlib
 import html
-import importlib
 import itertools
 import json
 import logging
@@ -26,13 +25,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import nbformat
+import papermill
+import traitlets
+import zmq
+from ipykernel.kernelspec import get_kernel_dict
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+
 from mktts.common import python_path, write_json, write_whole
 from mktts.errors import BatchError, PackageMissing
 from mktts.measure.environment import environment
 from mktts.measure.metrics import record
 from mktts.notebook.nb import as_mp3
 
-PACKAGES = ("ipykernel", "papermill")  # that a run needs from its first to its last step
 RUN_DIR = "RUN_DIR"  # the one parameter the runner fills itself
 CELL_LIMIT_S = 1_800  # of a cell
 LONGEST_NAME = 100  # characters of a run folder's name
@@ -190,8 +196,6 @@ def main(arguments: argparse.Namespace) -> int:
     runs, out = plan(arguments.notebooks, arguments.set), arguments.out
     if arguments.publish and arguments.set:
         raise BatchError("--publish keeps the runs of the notebooks' own parameters: expected no --set beside it")
-    for name in PACKAGES:
-        importlib.import_module(name)  # before anything runs: the command line says which one is missing
     machine, statuses = environment(), {}
     for number, run in enumerate(runs, 1):
         print(f"[{number}/{len(runs)}] {run.name}", end="  ", flush=True)
@@ -223,20 +227,12 @@ def execute(run: NotebookRun, out: Path, machine: dict[str, Any]) -> dict[str, A
     defaults = {name: default for name, (_, default) in run.known.items() if name != RUN_DIR}
     about = {"notebook": run.path.stem, "set": run.parameters}
     write_json(folder / "parameters.json", {**about, "parameters": {**defaults, **run.parameters}})
-    start_s = time.perf_counter()
-    outcome = _papermill(run, folder)
-    return record(folder, duration_s=round(time.perf_counter() - start_s, 3), **outcome)
-
-
-def _papermill(run: NotebookRun, folder: Path) -> dict[str, Any]:
-    """Executes the notebook into `folder`; returns status, and ename, evalue and cell of a failure."""
-    import papermill
-
     logging.getLogger("papermill").setLevel(logging.ERROR)  # its warnings guess at parameters; `plan` has checked them
     cwd = run.path.parent.resolve()  # as in JupyterLab: a notebook runs in its own folder
     parameters = dict(run.parameters)
     if RUN_DIR in run.known:
         parameters[RUN_DIR] = os.path.relpath(folder.resolve(), cwd)  # relative: no machine path in what is kept
+    start_s, outcome = time.perf_counter(), {"status": "ok"}
     try:
         papermill.execute_notebook(
             str(run.path).replace("{", "{{").replace("}", "}}"),  # papermill formats the paths it is given
@@ -247,32 +243,24 @@ def _papermill(run: NotebookRun, folder: Path) -> dict[str, Any]:
             cwd=cwd,
             progress_bar=False,
             execution_timeout=CELL_LIMIT_S,
-            kernel_manager_class=_this_interpreter(),
+            kernel_manager_class=ThisInterpreter,
         )
     except papermill.PapermillExecutionError as error:
         status = "skipped" if error.ename == PackageMissing.__name__ else "error"
-        return {"status": status, "ename": error.ename, "evalue": error.evalue, "cell": error.exec_count or 0}
+        outcome = {"status": status, "ename": error.ename, "evalue": error.evalue, "cell": error.exec_count or 0}
     except Exception as error:  # a dead kernel, a timeout, a notebook papermill cannot read: recorded like the above
-        return {"status": "error", "ename": type(error).__name__, "evalue": str(error), "cell": 0}
-    return {"status": "ok"}
+        outcome = {"status": "error", "ename": type(error).__name__, "evalue": str(error), "cell": 0}
+    return record(folder, duration_s=round(time.perf_counter() - start_s, 3), **outcome)
 
 
-def _this_interpreter() -> type:
+class ThisInterpreter(AsyncKernelManager):
     """A kernel manager whose only kernel is ipykernel of the running interpreter, whatever kernels are installed."""
-    import zmq
-    from ipykernel.kernelspec import get_kernel_dict
-    from jupyter_client.kernelspec import KernelSpec
-    from jupyter_client.manager import AsyncKernelManager
-    from traitlets import default
 
-    class ThisInterpreter(AsyncKernelManager):
-        kernel_spec = KernelSpec(**get_kernel_dict() | {"env": python_path()})
+    kernel_spec = KernelSpec(**get_kernel_dict() | {"env": python_path()})
 
-        @default("transport_encryption")
-        def _encrypt_where_possible(self) -> str:
-            return "auto" if zmq.has("curve") else "disabled"
-
-    return ThisInterpreter
+    @traitlets.default("transport_encryption")
+    def _encrypt_where_possible(self) -> str:
+        return "auto" if zmq.has("curve") else "disabled"
 
 
 def publish(run: Path, target: Path) -> Path:
@@ -284,8 +272,6 @@ def publish(run: Path, target: Path) -> Path:
     executed = run / "executed.ipynb"
     if not executed.is_file():
         raise BatchError(f"{run}: expected the folder of a run, found no executed.ipynb in it")
-    import nbformat
-
     notebook = nbformat.read(executed, as_version=4)
     sounds: dict[str, None] = {}
 

@@ -19,7 +19,7 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
 from mktts.common import write_whole
 from mktts.errors import BatchError
-from mktts.notebook.plots import short
+from mktts.measure.metrics import short
 from mktts.notebook.records import VERDICT, provenance, stored
 from mktts.notebook.runs import PAGE, publish
 

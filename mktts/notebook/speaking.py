@@ -1,18 +1,16 @@
 """From a notebook's parameters to utterances: arguments of `Synthesizer.stream`, a panel that shows them, texts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mktts.checkpoint import Checkpoint
 from mktts.common import checked_int, whole_numbers
+from mktts.engine.options import StreamOptions
 from mktts.errors import MkttsError, OptionsError
 from mktts.model.sampling import Sampling
+from mktts.model.voice import Voice
 from mktts.notebook.nb import Controls
-
-if TYPE_CHECKING:
-    from mktts.checkpoint import Checkpoint
 
 TEMPERATURES = (0.05, 2.0)  # what a slider offers
 _OPEN = {"SPEAKER": "", "TEMPERATURE": 0, "TOP_K": -1}  # values that leave the choice to the checkpoint
@@ -59,9 +57,6 @@ def stream_arguments(checkpoint: Checkpoint, **parameters: Any) -> dict[str, Any
     Knows TEXT, LANGUAGE, SPEAKER (default: the first built-in one), INSTRUCT, VOICE (a saved voice's path), SEED,
     MAX_FRAMES, SCHEDULE ("1,1,2,4,8"), and TEMPERATURE, TOP_K and GREEDY, which hold for all sixteen codes of a frame.
     Raises MkttsError for another name, or what the value is refused with."""
-    from mktts.engine.options import StreamOptions
-    from mktts.model.voice import Voice
-
     convert: dict[str, Callable[[Any], Any]] = {
         "TEXT": str,
         "LANGUAGE": str,

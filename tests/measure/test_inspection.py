@@ -16,7 +16,7 @@ from mktts.measure import inspection
 def test_bytes_per_frame_are_the_sum_of_what_a_frame_reads(
     size: str, talker_bytes: int, projection_bytes: int, width: int, published_gb: float
 ) -> None:
-    rows = inspection.components_at(size, "base")
+    rows = inspection.components_at(size)
     predictor_layers, heads, embedding_row = 157_309_440 + 2_048, 62_914_560, 2 * width
     passes = 15
     want = talker_bytes + passes * (predictor_layers + projection_bytes) + heads + (1 + passes) * embedding_row

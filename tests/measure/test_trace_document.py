@@ -8,9 +8,9 @@ from fakes import FakeBackend
 from traces import GHZ, STARVED_US, TOOK_US, document_of, launch_of, launches_of
 
 from mktts.cli import main
-from mktts.kernel import trace
 from mktts.kernel.grid import choose_shape
 from mktts.kernel.trace import frame_points
+from mktts.measure import trace
 from mktts.measure.trace import BUILDS, document, record
 
 LAYERS = (4, 2)

@@ -20,6 +20,7 @@ from mktts.checkpoint.arguments import add_model_arguments
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import python_path, write_json
 from mktts.errors import MetricsError
+from mktts.llm.checkpoint import open_text_checkpoint
 from mktts.measure.bench import sections
 from mktts.measure.bench.sections import BenchSettings, Measured
 from mktts.measure.environment import head, versions
@@ -101,8 +102,6 @@ def measure(settings: BenchSettings, names: Sequence[str], output: Path | None =
     if "large" in names:  # what the sections will open is made here: that may take longer than what is measured
         open_checkpoint(settings.large)
     if "text" in names:
-        from mktts.llm.checkpoint import open_text_checkpoint
-
         open_text_checkpoint(settings.text_model)
     is_random = settings.open().is_random
     document: dict[str, Any] = {

@@ -6,33 +6,37 @@ the document as a dictionary. The names are defined in mktts.measure.metrics.
 `faster` and `upstream` are other implementations, driven as their users would: they read the same checkpoint folder and
 get the prompt of the same `Request`. An absent or incompatible package raises BackendUnavailable with the reason."""
 
-from __future__ import annotations
-
 import importlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.codec.graphs import codec_for
+from mktts.engine.admission import Admission
 from mktts.engine.metrics import summarise
 from mktts.engine.options import Chunk, Guard, StreamOptions
+from mktts.engine.upstream import decode_codes, generate_codes, install_shim, load_upstream
 from mktts.errors import BackendUnavailable, MetricsError
+from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH
+from mktts.llm.decoder import TextDecoder
 from mktts.measure.environment import provided_by
+from mktts.measure.parity.codec import random_codes
 from mktts.measure.recogniser import Aligner
 from mktts.measure.recogniser import words as words_said
 from mktts.model.backend import Frame, default_dtype
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
-from mktts.spec import CODEBOOK_SIZE, FRAME_MS, FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLE_RATE_HZ
-
-if TYPE_CHECKING:
-    from mktts.engine.lanes import SingleLanes
+from mktts.spec import CODEBOOK_SIZE, FRAME_MS, FRAME_RATE_HZ, SAMPLE_RATE_HZ
+from mktts.synth import Synthesizer
+from mktts.synth.loading import single_runner
 
 WORDS = "The quick brown fox jumps over the lazy dog and then it runs home to sleep for the rest of a long day"
 SENTENCE = "The quick brown fox jumps over the lazy dog while a farmer watches from home."  # 15 words
@@ -98,10 +102,10 @@ class BenchSettings(ModelSettings):
 
 def text_of(tokens: int, encode: Callable[[str], list[int]]) -> str:
     """A text of `tokens` tokens, or of the next more where no beginning of the bench's words has exactly those."""
-    words = WORDS.split()
-    text, used = words[0], 1
+    words = itertools.cycle(WORDS.split())
+    text = next(words)
     while len(encode(text)) < tokens:
-        text, used = f"{text} {words[used % len(words)]}", used + 1
+        text += f" {next(words)}"
     text += " " + WORDS[:_MARGIN_CHARS]
     ends = range(len(text), max(0, len(text) - 3 * _MARGIN_CHARS), -1)  # also within words: letters have tokens too
     counts = {piece: count for end in ends if (count := len(encode(piece := text[:end].rstrip()))) >= tokens}
@@ -112,11 +116,6 @@ def request_of(checkpoint: Checkpoint, settings: BenchSettings) -> Request:
     """The short prompt of every section: streaming layout, the checkpoint's first speaker."""
     text = text_of(settings.prompt_tokens, checkpoint.tokenizer().encode)
     return Request(text, "auto", checkpoint.config.default_speaker, layout="streaming")
-
-
-def sentence_of(checkpoint: Checkpoint) -> Request:
-    """A whole sentence as a user says it: the checkpoint's own layout and first speaker."""
-    return Request(SENTENCE, "auto", checkpoint.config.default_speaker)
 
 
 def steady_frame_ms(chunks: Sequence[tuple[int, float]]) -> list[float]:
@@ -131,10 +130,9 @@ def steady_frame_ms(chunks: Sequence[tuple[int, float]]) -> list[float]:
 
 def streams(settings: BenchSettings) -> Measured:
     """First PCM of a few words and of a sentence, frame with codec and RTF, through the synthesizer."""
-    from mktts.synth import Synthesizer
-
     checkpoint = settings.open()
-    short, sentence = request_of(checkpoint, settings), sentence_of(checkpoint)
+    short = request_of(checkpoint, settings)
+    sentence = replace(short, text=SENTENCE, layout=None)  # as a user says it: in the checkpoint's own layout
     options = StreamOptions(guard=Guard.off())  # random weights never end; the frame count does
 
     def run(request: Request, seed: int, frames: int) -> list[Chunk]:
@@ -159,13 +157,13 @@ def streams(settings: BenchSettings) -> Measured:
 
 def frames(settings: BenchSettings, suffix: str = "") -> Measured:
     """A frame from codes to codes at the context, and its two parts."""
-    checkpoint, model, prompt = _model(settings)
-    timed = list(timed_frames(model.backend, prompt, checkpoint.sampling(), settings))
+    checkpoint, device = settings.open(), torch.device(settings.device)
+    runner = single_runner(settings.backend, checkpoint, device, settings.torch_dtype, Admission())
+    backend, prompt = runner.lanes.backend, runner.prompts.build(request_of(checkpoint, settings))
+    timed = list(timed_frames(backend, prompt, checkpoint.sampling(), settings))
     yield f"frame{suffix}_ms", [elapsed_ms for elapsed_ms, _ in timed], "ms"
-    if model.backend.name == "megakernel":
-        from mktts.kernel.backend import MAX_FRAMES_A_LAUNCH
-
-        timed = list(timed_frames(model.backend, prompt, checkpoint.sampling(), settings, MAX_FRAMES_A_LAUNCH))
+    if backend.name == "megakernel":
+        timed = list(timed_frames(backend, prompt, checkpoint.sampling(), settings, MAX_FRAMES_A_LAUNCH))
     yield f"talker_step{suffix}_ms", [frame.talker_ms for _, frame in timed], "ms"
     yield f"predictor{suffix}_ms", [frame.predictor_ms for _, frame in timed], "ms"
 
@@ -177,13 +175,11 @@ def large(settings: BenchSettings) -> Measured:
 
 def codec(settings: BenchSettings) -> Measured:
     """Chunks of 1 and of 8 frames of random codes, codes on the host to PCM on the host, as the synthesizer decodes."""
-    from mktts.codec.graphs import codec_for
-
     checkpoint = settings.open()
     decoder = codec_for(checkpoint.codec_config, checkpoint.codec_tensors(), torch.device(settings.device))
     yield {"codec_variant": decoder.name}
     size = min(CODEBOOK_SIZE, decoder.config.codebook_size)
-    codes = torch.randint(size, (_CODEC_WARM_UP_FRAMES, NUM_CODEBOOKS), generator=torch.Generator().manual_seed(0))
+    codes = random_codes(_CODEC_WARM_UP_FRAMES, 0, size)
     for count in (1, STEADY_FRAMES):
         state, times_ms = decoder.start(), []
         for start in range(0, _CODEC_WARM_UP_FRAMES, count):
@@ -197,8 +193,6 @@ def codec(settings: BenchSettings) -> Measured:
 
 def text(settings: BenchSettings) -> Measured:
     """Text tokens a second at the context."""
-    from mktts.llm.decoder import TextDecoder
-
     tokens = max(2 * settings.around, 3 * _TOKENS)
     with TextDecoder.load(settings.text_model, backend=settings.backend, device=settings.device) as decoder:
         yield {"text_backend": decoder.backend_name}
@@ -214,15 +208,6 @@ def text(settings: BenchSettings) -> Measured:
 
 
 # ---- single frames
-
-
-def _model(settings: BenchSettings) -> tuple[Checkpoint, SingleLanes, Prompt]:
-    from mktts.engine.admission import Admission
-    from mktts.synth.loading import single_runner
-
-    checkpoint, device = settings.open(), torch.device(settings.device)
-    runner = single_runner(settings.backend, checkpoint, device, settings.torch_dtype, Admission())
-    return checkpoint, runner.lanes, runner.prompts.build(request_of(checkpoint, settings))
 
 
 def timed_frames(
@@ -257,7 +242,7 @@ def timed_frames(
 
 def _at_context(checkpoint: Checkpoint, frame_ms: Sequence[tuple[int, float]], settings: BenchSettings) -> list[float]:
     """The ms of those (frames so far, ms) that are around the context, prompt included."""
-    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), "cpu", torch.bfloat16)
+    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer())
     rows = len(builder.build(request_of(checkpoint, settings)).embeds)
     near = [ms for made, ms in frame_ms if abs(rows + made - settings.context) <= settings.around]
     if not near:
@@ -270,8 +255,6 @@ def faster(settings: BenchSettings) -> Measured:
     frame, a frame at the context by its own clock, and RTF at its default chunks and at chunks of 8.
 
     Chunks of 8 frames, as ours come once a stream runs, give the frame with its codec."""
-    from mktts.engine.upstream import install_shim
-
     install_shim()
     try:
         package = importlib.import_module("faster_qwen3_tts")
@@ -308,7 +291,8 @@ def faster(settings: BenchSettings) -> Measured:
 
     for chunk in (1, 8, 12):
         run(short, 0, 26, chunk)  # captures its graphs; chunks of every length it will decode
-    for name, said in (("faster_ttfc_ms", short), ("faster_ttfc_sentence_ms", sentence_of(checkpoint))):
+    sentence = replace(short, text=SENTENCE, layout=None)
+    for name, said in (("faster_ttfc_ms", short), ("faster_ttfc_sentence_ms", sentence)):
         run(said, 0, 1, 1)
         first = [run(said, seed, 1, 1)[0] for seed in range(settings.samples // 10)]
         yield name, [chunk["ready_ms"] for chunk in first], "ms, chunk of 1 frame"
@@ -326,8 +310,6 @@ def faster(settings: BenchSettings) -> Measured:
 
 def upstream(settings: BenchSettings) -> Measured:
     """A frame at the context, and whole utterances: it does not stream, so its first PCM is its last."""
-    from mktts.engine.upstream import decode_codes, generate_codes, load_upstream
-
     checkpoint = settings.open()
     request, sampling = request_of(checkpoint, settings), checkpoint.sampling()
     model = load_upstream(checkpoint.folder, settings.torch_dtype, settings.device)
@@ -355,8 +337,6 @@ def upstream(settings: BenchSettings) -> Measured:
 
 def words(settings: BenchSettings) -> Measured:
     """Word times of streams beside those of an aligner, whose own error is about 0.02 s; speakers take turns."""
-    from mktts.synth import Synthesizer
-
     aligner, checkpoint = Aligner(), settings.open()
     if checkpoint.is_random or checkpoint.config.type.clones:
         raise MetricsError("word times are measured on a trained checkpoint with speakers: --checkpoint small")

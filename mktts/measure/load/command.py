@@ -31,6 +31,9 @@ from mktts.measure.environment import head
 from mktts.measure.load import client
 from mktts.measure.load.settings import HELD_S, LoadSettings, LoadTexts, texts_for
 from mktts.measure.metrics import cell, object_of
+from mktts.model.backend import device_named
+from mktts.server.settings import read_keys
+from mktts.synth import Synthesizer
 
 FIRST_PCM_MS = 100.0  # p99, of a load that counts as carried on a GPU
 FIRST_BYTE_MS = 120.0  # p99, of a server's
@@ -86,8 +89,9 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     listeners = whole_numbers("--listeners", default if arguments.listeners is None else arguments.listeners)
     if arguments.capacity and not arguments.load:
         listeners = ()
+    recorded = settings.seconds >= HELD_S
     if into is not None:
-        if not settings.recordable:
+        if not recorded:
             least, got = f"a load is held for at least {HELD_S:g} s to be kept", f"--seconds {settings.seconds:g}"
             raise MetricsError(f"{least}, got {got}: leave --into out")
         into.parent.mkdir(parents=True, exist_ok=True)
@@ -105,12 +109,12 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             if settings.burst:
                 more |= burst(count, point)
                 continue
-            if settings.recordable and point["refused"] and point["in_time"] == point["arrivals"] - point["refused"]:
+            if recorded and point["refused"] and point["in_time"] == point["arrivals"] - point["refused"]:
                 # More were offered than it says, and those it let in were in time.
                 more["capacity_held"] = {"value": point["playing_mean"], "unit": "listeners", "n": point["in_time"]}
             if into is not None:
                 merge(into, beside, gpu, [point])
-    if settings.recordable and listeners and not settings.burst:
+    if recorded and listeners and not settings.burst:
         document["figures"] = carried([{**point, **beside} for point in document["points"]], gpu)
         if "listeners" not in document["figures"]:
             why = "no load was carried: not every listener was in time, or waits were long"
@@ -130,8 +134,6 @@ def settings_of(arguments: argparse.Namespace) -> LoadSettings:
 
 def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What the model arguments stand for, with the device's name."""
-    from mktts.model.backend import device_named
-
     names = ("checkpoint", "revision", "backend", "dtype")
     return {name: getattr(arguments, name) for name in names} | {"device": str(device_named(arguments.device))}
 
@@ -144,20 +146,18 @@ class Subject:
     place: dict[str, Any] = {}
 
     def __init__(self, settings: LoadSettings) -> None:
-        from mktts.synth import Synthesizer
-
         self.settings = settings
         self.stopped = threading.Event()  # ends the load that is held
-        self.checkpoint = settings.open()
-        self.random_weights = self.checkpoint.is_random
-        self.texts = texts_for(self.checkpoint, settings.context_rows)
-        self.source = Synthesizer.load(self.checkpoint, **settings.loading())
+        checkpoint = settings.open()
+        self.random_weights = checkpoint.is_random
+        self.texts = texts_for(checkpoint, settings.context_rows)
+        self.source = Synthesizer.load(checkpoint, **settings.loading())
         self.source.warm_up()
         lanes = self.source.lanes  # None: one stream's codec, and nothing promised
         self.engine = {
             "codec": lanes.precision if lanes else "full",
             "deterministic": bool(lanes and lanes.deterministic),
-            "model_size": self.checkpoint.config.model_size,
+            "model_size": checkpoint.config.model_size,
             "backend": self.source.backend_name,
             "dtype": str(self.source.dtype).removeprefix("torch."),
         }
@@ -187,8 +187,6 @@ class Server(Subject):
     """A server by its address, ours or another of OpenAI's shape. Raises MetricsError where none answers."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        from mktts.server.settings import read_keys
-
         url = client.endpoint(arguments.url)
         key = next(iter(read_keys(arguments.api_key_file)), None)
         health = health_of(url, key)

@@ -1,14 +1,12 @@
 """What a load is: how long it is held, who arrives when, and what each listener asks for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 
 from mktts.arguments import option
+from mktts.batch import BatchSettings
 from mktts.checkpoint import Checkpoint
 from mktts.engine.options import Guard, StreamOptions
 from mktts.errors import MetricsError, OptionsError
@@ -16,9 +14,7 @@ from mktts.measure.bench.sections import WORDS, ModelSettings, text_of
 from mktts.measure.parity.upstream import made_up_voice
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.spec import FRAME_RATE_HZ
-
-if TYPE_CHECKING:
-    from mktts.synth.synthesizer import StreamSettings
+from mktts.synth.synthesizer import StreamSettings
 
 HELD_S = 60.0  # a load is held for at least so long, or it is not recorded
 SHORT_ROWS = 32
@@ -63,17 +59,9 @@ class LoadSettings(ModelSettings):
         if self.engine not in ("auto", "batch") and self.codec is not None:
             raise OptionsError("codec precision belongs to the batch engine: name it, engine='batch'")
 
-    @property
-    def recordable(self) -> bool:
-        """Whether a load with these settings may be recorded."""
-        return self.seconds >= HELD_S
-
     def loading(self) -> dict[str, Any]:
-        from mktts.batch import BatchSettings
-
-        batch = BatchSettings() if self.codec is None else BatchSettings(codec=self.codec)
-        more = {} if self.engine is None else {"engine": self.engine}
-        return {**super().loading(), "deterministic": self.deterministic, "batch": batch, **more}
+        batch, engine = BatchSettings(codec=self.codec or BatchSettings.codec), self.engine or "auto"
+        return {**super().loading(), "deterministic": self.deterministic, "batch": batch, "engine": engine}
 
     def arrivals(self, listeners: int) -> list[tuple[float, int]]:
         """(seconds from the beginning of the run, frames), ascending, of an offered load: arrivals a second times the
@@ -112,9 +100,8 @@ class LoadTexts(NamedTuple):
 def texts_for(checkpoint: Checkpoint, rows: int | None) -> LoadTexts:
     """Texts for prompts of `rows` rows; None: SHORT_ROWS, or natural ones where the weights are trained. Up to
     SHORT_ROWS exactly so many, above at least. Raises MetricsError for fewer than the checkpoint's prompts have."""
-    builder = PromptBuilder(  # on the CPU and in the stored type, so that the tables stay on the disk
-        checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), torch.device("cpu"), torch.bfloat16
-    )
+    # On the CPU and in the stored type, so that the tables stay on the disk.
+    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer())
 
     def rows_of(request: Request) -> int:
         return len(builder.build(request).embeds)

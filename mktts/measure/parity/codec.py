@@ -69,21 +69,17 @@ def distance(found: Tensor, reference: Tensor, least_db: float) -> dict[str, Any
     }
 
 
-def _affordable(decoder: CodecDecoder, codes: Tensor, decodes: int, budget: Budget) -> int:
-    """How many of the frames of `codes` (T, 16) can be decoded so many times within the budget."""
-    begun_s = time.perf_counter()
-    decoder.decode_all(codes[:_LEAST_FRAMES])
-    frame_s = (time.perf_counter() - begun_s) / _LEAST_FRAMES
-    return int(max(_LEAST_FRAMES, min(len(codes), budget.left_s / decodes / frame_s)))
-
-
 def codec_section(checkpoint: Checkpoint, upstream: Callable[[], Any], device: str, budget: Budget) -> dict[str, Any]:
     """Codes decoded in the default schedule of chunks, as the synthesizer on this device does it, against our decode in
     one pass and against upstream's own. upstream: gives qwen-tts's model, or raises BackendUnavailable."""
     config, tensors = checkpoint.codec_config, checkpoint.codec_tensors()
     ours, whole = codec_for(config, tensors, device), CodecDecoder(config, tensors)
     codes = random_codes(FRAMES, SEED, config.codebook_size)
-    codes = codes[: _affordable(whole, codes, 4, budget)]  # streamed, whole and upstream's, and one to spare
+    begun_s = time.perf_counter()
+    whole.decode_all(codes[:_LEAST_FRAMES])
+    frame_s = (time.perf_counter() - begun_s) / _LEAST_FRAMES
+    most = budget.left_s / 4 / frame_s  # decoded streamed, whole and by upstream, and once to spare
+    codes = codes[: int(max(_LEAST_FRAMES, min(len(codes), most)))]
     streamed, offline = decode_streamed(ours, codes, SCHEDULE).cpu(), whole.decode_all(codes)
     least = LEAST_SNR_DB[torch.device(device).type]
     found: dict[str, Any] = {"frames": len(codes), "asked": FRAMES, "schedule": list(SCHEDULE), "variant": ours.name}

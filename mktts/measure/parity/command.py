@@ -9,7 +9,6 @@ The file and the last line of standard output are the same JSON document: the ma
 * codec: see `codec.codec_section`."""
 
 import argparse
-import hashlib
 import json
 import re
 import sys
@@ -18,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,13 +74,6 @@ class ParitySettings:
         if not self.minutes > 0:
             raise MetricsError(f"--minutes must be above 0, got {self.minutes:g}")
 
-    def kernel_missing(self) -> str | None:
-        """Why the kernel cannot run on the device; None where it can."""
-        if self.kernel == "torch":
-            return None
-        on_gpu = self.device.startswith("cuda")
-        return kernel_missing() or (None if on_gpu else f"the megakernel does not run on {self.device}")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", nargs="+", help=SOURCES)
@@ -130,15 +123,20 @@ def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
     """What is found of a checkpoint, section by section, within the minutes given."""
     revision = settings.revision
     checkpoint = open_checkpoint(source, revision)
+    files = {name: checkpoint.folder / name for name in _CONFIGS}
+    digests = {name: sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
     about = {
         "source": name,
         "revision": checkpoint.revision,
         "model": f"{checkpoint.config.model_size} {checkpoint.config.type.name}",
         "weights": RANDOM_WEIGHTS if checkpoint.is_random else str(checkpoint.revision or "of a folder"),
-        "sha256": {file: _digest(checkpoint.folder / file) for file in _CONFIGS},
+        "sha256": dict.fromkeys(_CONFIGS) | digests,
     }
     result: dict[str, Any] = {"checkpoint": about, "sections": {}}
-    upstream, why_not = lru_cache(1)(partial(load_upstream, checkpoint, torch.bfloat16)), settings.kernel_missing()
+    upstream, why_not = lru_cache(1)(partial(load_upstream, checkpoint, torch.bfloat16)), None
+    if settings.kernel == "megakernel":
+        on_gpu = settings.device.startswith("cuda")
+        why_not = kernel_missing() or (None if on_gpu else f"the megakernel does not run on {settings.device}")
 
     def kernel_section(within: Budget) -> dict[str, Any]:
         if why_not is not None:
@@ -243,7 +241,3 @@ def _summary(document: dict[str, Any]) -> str:
             said = found.get("reason") or json.dumps(figures)
             lines.append(f"  {name:8}{found['status']:9}{found['seconds']:6.1f} s  {said}")
     return "\n".join(lines)
-
-
-def _digest(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None

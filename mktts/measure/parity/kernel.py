@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
+from mktts.kernel.backend import MegakernelBackend
 from mktts.measure.parity import ratio
 from mktts.measure.parity.ratio import GREEDY, UNLIMITED, Budget, RowStream
 from mktts.measure.parity.upstream import first_mismatch, our_codes
@@ -83,7 +84,6 @@ class KernelUnderTest:
         return ratio.Observed(frame.codes, logits, None if row is None else self._debug.hidden.float())
 
     def frames(self, stream: RowStream) -> Iterator[ratio.Observed]:
-        """What every frame of a stream did."""
         state = self.start(stream, stream.sampling, stream.seed, len(stream.text))
         for index in range(len(stream.text)):
             frame = self.step(state, stream.row(index - 1) if index else None)
@@ -93,7 +93,6 @@ class KernelUnderTest:
 
 
 def oracles_of(checkpoint: Checkpoint, device: str) -> Oracles:
-    """PyTorch in bf16 and in fp32."""
     config, tensors = checkpoint.config, checkpoint.tensors()
     return TorchBackend(config, tensors, device, torch.bfloat16), TorchBackend(config, tensors, device, torch.float32)
 
@@ -160,8 +159,6 @@ def parity_of(
     def backend_of(checkpoint: Checkpoint, bf16: TorchBackend) -> Any:
         if kernel == "torch":
             return bf16
-        from mktts.kernel.backend import MegakernelBackend
-
         return MegakernelBackend(checkpoint.config, checkpoint.tensors(), device)
 
     checkpoint = open_checkpoint(source, revision)
@@ -173,22 +170,21 @@ def parity_of(
     }
     found = forced_frames(loads, oracles, budget.share(0.6 if margin else 0.8))
     del tested, oracles, loads
-    release(device)
+    release()
     if margin:
         checkpoint = open_checkpoint(source + MARGIN, revision)
         bf16, fp32 = oracles_of(checkpoint, device)
         stream = ratio.spoken_stream(checkpoint, fp32, scope.exact)
         found["exact"] = exact_codes(backend_of(checkpoint, bf16), fp32, stream, budget.share(0.8))
         del bf16, fp32
-        release(device)
+        release()
     return {**found, "passed": all(value["passed"] for value in found.values())}
 
 
-def release(device: str) -> None:
-    """What a comparison held goes before the next one asks for memory."""
+def release() -> None:
+    """What a comparison held goes before the next one asks for memory; without CUDA there is no cache to empty."""
     gc.collect()
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def outcome(found: dict[str, Any]) -> dict[str, Any]:
