@@ -94,7 +94,7 @@ class StackWeights:
         layers = [stack.layer_weights(i) for i in range(stack.config.num_hidden_layers)]
         layers = [replace(w, o=w.o.contiguous(), down=w.down.contiguous()) for w in layers]
         half = stack.config.head_dim // 2
-        cos, sin = (t[:, :half].contiguous() for t in stack.rotary(0, positions))
+        cos, sin = (t[:, :half].contiguous() for t in stack.rotary(positions))
         return cls(stack.config, layers, stack.norm, cos, sin)
 
 
