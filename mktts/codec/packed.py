@@ -178,18 +178,14 @@ def rows_per_frame(decoder: CodecDecoder) -> Iterator[int]:
 
 def _layers(stack: CodecTransformer) -> Iterator[AttentionLayer]:
     for layer in stack.layers:
+        by_turns = layer.gate_up.weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)  # a tile of a product has both
         yield replace(
             layer,
             qkv=pack(layer.qkv, norm=layer.input_norm),
             out=pack(layer.out),
-            gate_up=pack(_paired(layer.gate_up), norm=layer.post_norm),
+            gate_up=pack(Linear(by_turns), norm=layer.post_norm),
             down=pack(layer.down),
         )
-
-
-def _paired(gate_up: Linear) -> Linear:
-    """All gates and then all ups as gate and up by turns, so that a tile of a product has both."""
-    return Linear(gate_up.weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1), gate_up.bias)
 
 
 def _convnexts(stages: list) -> Iterator[tuple[Packed, ConvNeXt]]:
