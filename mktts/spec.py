@@ -6,9 +6,9 @@ The constants are properties of the 12 Hz speech tokenizer (Qwen3-TTS model card
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from mktts.common import one_of, read_object
 from mktts.errors import CheckpointError
@@ -205,21 +205,20 @@ class CodecConfig:
     sliding_window: int
     upsample_rates: tuple[int, ...]
     upsampling_ratios: tuple[int, ...]
-    dilations: tuple[int, ...] = field(default=(1, 3, 9))  # residual units; fixed in upstream's decoder block
+    dilations: ClassVar[tuple[int, ...]] = (1, 3, 9)  # of residual units; fixed in upstream's decoder block
+
+    @classmethod
+    def of(cls, decoder: dict[str, Any], where: str) -> CodecConfig:
+        """From the content of `decoder_config`, which lies in `where`. Raises CheckpointError naming a missing key."""
+        found = {f.name: _get(decoder, f.name, object, where) for f in fields(cls)}
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
 
     @classmethod
     def load(cls, folder: Path) -> CodecConfig:
         """Reads `folder/speech_tokenizer/config.json`. Raises CheckpointError naming what does not fit."""
         path = folder / "speech_tokenizer" / "config.json"
         raw, where = read_object(path, hint=TOP_FOLDER), str(path)
-        decoder = _get(raw, "decoder_config", dict, where)
-        values: dict[str, Any] = {}
-        for f in fields(cls):
-            if f.name == "dilations":
-                continue
-            value = _get(decoder, f.name, object, where)
-            values[f.name] = tuple(value) if isinstance(value, list) else value
-        config = cls(**values)
+        config = cls.of(_get(raw, "decoder_config", dict, where), where)
         upsampling = math.prod((*config.upsample_rates, *config.upsampling_ratios))
         for name, expected, found in (
             ("output_sample_rate", SAMPLE_RATE_HZ, _get(raw, "output_sample_rate", int, where)),

@@ -113,7 +113,7 @@ def _sum_kernel(
 
 
 @triton.jit
-def _rotated(first, second, cos, sin):
+def rotated(first, second, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
@@ -131,8 +131,8 @@ def _attention_kernel(
     own = qkv + i * 3 * width + h * 2 * HALF + dim
     angle = (now + i).to(tl.float32) * frequency
     cos, sin = tl.cos(angle), tl.sin(angle)
-    q1, q2 = _rotated(tl.load(own), tl.load(own + HALF), cos, sin)
-    k1, k2 = _rotated(tl.load(own + width), tl.load(own + width + HALF), cos, sin)
+    q1, q2 = rotated(tl.load(own), tl.load(own + HALF), cos, sin)
+    k1, k2 = rotated(tl.load(own + width), tl.load(own + width + HALF), cos, sin)
     v1, v2 = tl.load(own + 2 * width), tl.load(own + 2 * width + HALF)
     head = h * (before + frames) * 2 * HALF
     mine = head + (before + i) * 2 * HALF + dim
@@ -156,7 +156,7 @@ def _attention_kernel(
     angles = (now + j).to(tl.float32)[:, None] * frequency[None, :]
     n1 = tl.load(new + width, mask=known, other=0.0)
     n2 = tl.load(new + width + HALF, mask=known, other=0.0)
-    n1, n2 = _rotated(n1, n2, tl.cos(angles), tl.sin(angles))
+    n1, n2 = rotated(n1, n2, tl.cos(angles), tl.sin(angles))
     fresh = tl.where(j <= i, tl.sum(n1 * q1[None, :], 1) + tl.sum(n2 * q2[None, :], 1), float("-inf"))
 
     top = tl.maximum(tl.max(scores, 0), tl.max(fresh, 0))

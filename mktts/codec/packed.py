@@ -81,17 +81,20 @@ def tile(rows: int, outs: int, depth: int, channels: int, splittable: bool = Tru
     return Tile(high, wide, block, -(-depth // part), part, even, 2 if wide == 16 else 4, stages)
 
 
-def pack(linear: Linear, channels: int, split: bool, dilation: int = 1, norm: Tensor | None = None) -> Packed:
-    """`linear` as the kernels take it; `norm` (in,): the weight of the RMSNorm before it, multiplied in."""
+def pack(
+    linear: Linear, split: bool = True, channels: int | None = None, dilation: int = 1, norm: Tensor | None = None
+) -> Packed:
+    """`linear` as the kernels take it. channels: of a tap; None: it is one. norm (in,): the weight of the RMSNorm
+    before it, multiplied in."""
     weight = linear.weight if norm is None else linear.weight * norm[:, None]
     weight = weight.t().contiguous()
     high = weight.half()
     low = ((weight - high.float()) * LOW_SCALE).half() if split else None
-    return Packed(high, low, linear.bias, channels, dilation)
+    return Packed(high, low, linear.bias, channels or weight.shape[1], dilation)
 
 
-def pack_conv(conv: CausalConv, split: bool) -> Packed:
-    return pack(conv.taps, len(conv.taps.weight) // conv.kernel, split, conv.dilation)
+def pack_conv(conv: CausalConv, split: bool = True) -> Packed:
+    return pack(conv.taps, split, len(conv.taps.weight) // conv.kernel, conv.dilation)
 
 
 def copies(pieces: Iterable[tuple[int, int, int]], device: torch.device) -> Tensor:
@@ -139,16 +142,15 @@ class CodecWeights:
         stack, stages, split = decoder.transformer, decoder.stages, not fast
         count, size = 2 * len(decoder.config.upsampling_ratios), 2 + len(decoder.config.dilations)
         last = decoder.last_conv.taps  # one output channel
-        quantizer = Linear(torch.cat((first.weight, rest.weight)), None)
         return cls(
-            quantizer=pack(quantizer, 2 * decoder.books.shape[1], split=True),
-            entry=pack_conv(decoder.pre_conv, split=True),
-            enter=pack(stack.input, len(stack.input.weight), split=True),
+            quantizer=pack(Linear(torch.cat((first.weight, rest.weight)))),
+            entry=pack_conv(decoder.pre_conv),
+            enter=pack(stack.input),
             layers=tuple(_layers(stack)),
             inverse_frequency=stack.inverse_frequency,
-            leave=pack(stack.output, len(stack.output.weight), split=True, norm=stack.norm),
+            leave=pack(stack.output, norm=stack.norm),
             convnexts=tuple(_convnexts(stages[:count])),
-            widen=pack_conv(stages[count], split=True),
+            widen=pack_conv(stages[count]),
             blocks=tuple(_block(stages[i : i + size], split) for i in range(count + 1, len(stages), size)),
             last_snake=decoder.last_snake,
             last_taps=last.weight.view(-1, len(decoder.last_snake.frequency)),
@@ -176,27 +178,22 @@ def rows_per_frame(decoder: CodecDecoder) -> Iterator[int]:
 
 def _layers(stack: CodecTransformer) -> Iterator[AttentionLayer]:
     for layer in stack.layers:
+        by_turns = layer.gate_up.weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)  # a tile of a product has both
         yield replace(
             layer,
-            qkv=pack(layer.qkv, len(layer.qkv.weight), split=True, norm=layer.input_norm),
-            out=pack(layer.out, len(layer.out.weight), split=True),
-            gate_up=pack(_paired(layer.gate_up), len(layer.gate_up.weight), split=True, norm=layer.post_norm),
-            down=pack(layer.down, len(layer.down.weight), split=True),
+            qkv=pack(layer.qkv, norm=layer.input_norm),
+            out=pack(layer.out),
+            gate_up=pack(Linear(by_turns), norm=layer.post_norm),
+            down=pack(layer.down),
         )
-
-
-def _paired(gate_up: Linear) -> Linear:
-    """All gates and then all ups as gate and up by turns, so that a tile of a product has both."""
-    return Linear(gate_up.weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1), gate_up.bias)
 
 
 def _convnexts(stages: list) -> Iterator[tuple[Packed, ConvNeXt]]:
     for up, block in zip(stages[::2], stages[1::2], strict=True):
-        expand, shrink = (pack(linear, len(linear.weight), split=True) for linear in (block.expand, block.shrink))
-        yield pack(up.linear, up.c_in, split=True), replace(block, expand=expand, shrink=shrink)
+        yield pack(up.linear, channels=up.c_in), replace(block, expand=pack(block.expand), shrink=pack(block.shrink))
 
 
 def _block(stages: list, split: bool) -> PackedBlock:
     snake, up, *units = stages
-    packed = [replace(unit, conv=pack_conv(unit.conv, split), mix=pack(unit.mix, up.c_out, split)) for unit in units]
-    return PackedBlock(snake, pack(up.linear, up.c_in, split), up.c_out, tuple(packed))
+    packed = [replace(unit, conv=pack_conv(unit.conv, split), mix=pack(unit.mix, split)) for unit in units]
+    return PackedBlock(snake, pack(up.linear, split, up.c_in), up.c_out, tuple(packed))

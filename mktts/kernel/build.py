@@ -157,8 +157,7 @@ def card_of(device: torch.device) -> Card:
     """The CUDA device's. Raises BackendUnavailable as `target_of`."""
     properties = torch.cuda.get_device_properties(device)
     card = Card.like(target_of((properties.major, properties.minor)), properties.multi_processor_count)
-    own_bytes = getattr(properties, "shared_memory_per_block_optin", card.shared_bytes)
-    return replace(card, shared_bytes=min(card.shared_bytes, own_bytes))
+    return replace(card, shared_bytes=min(card.shared_bytes, properties.shared_memory_per_block_optin))
 
 
 def target_of(capability: tuple[int, int], known: Collection[int] | None = None) -> str:

@@ -94,16 +94,6 @@ class Shape:
             }
         return defines
 
-    @property
-    def block_elements(self) -> int:
-        """What one frame takes through one block: the layers' tapes, padding included, as often as they are read."""
-        reads = ((self.talker, 1), (self.predictor, NUM_CODEBOOKS - 1))
-        return sum(
-            times * stack.num_hidden_layers * matrix.elements
-            for stack, times in reads
-            for matrix in layer_matrices(stack, self.group).values()
-        )
-
 
 def choose_shape(config: ModelConfig, multiprocessors: int) -> Shape:
     """The widest power of two, which pads least, or a wider grid that `_cost` finds better. Raises BackendUnavailable
@@ -144,9 +134,13 @@ def _best(t: StackConfig, p: StackConfig, multiprocessors: int, head_rows: int) 
 
 
 def _cost(shape: Shape, multiprocessors: int) -> float:
-    """What a block reads, which is its time, and its share of what all blocks read, the memory's: a wider grid makes
-    the first less and, by the rows it pads, the second more."""
-    return shape.block_elements * (1 + shape.blocks / multiprocessors)
+    """What a block reads in a frame, which is its time, and its share of what all blocks read, the memory's: a wider
+    grid makes the first less and, by the rows it pads, the second more."""
+    elements = 0
+    for stack, times in ((shape.talker, 1), (shape.predictor, NUM_CODEBOOKS - 1)):
+        layer = sum(matrix.elements for matrix in layer_matrices(stack, shape.group).values())
+        elements += times * stack.num_hidden_layers * layer
+    return elements * (1 + shape.blocks / multiprocessors)
 
 
 def _misfit(shape: Shape, head_rows: int) -> str | None:

@@ -73,13 +73,11 @@ class _LaunchAttribute(ctypes.Structure):
 class _LaunchConfig(ctypes.Structure):
     """cuda.h, CUlaunchConfig."""
 
-    _fields_ = [
-        *((f"{of}_{axis}", ctypes.c_uint) for of in ("grid", "block") for axis in "xyz"),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_LaunchAttribute)),
-        ("count", ctypes.c_uint),
-    ]
+    _fields_ = (
+        [(f"{of}_{axis}", ctypes.c_uint) for of in ("grid", "block") for axis in "xyz"]
+        + [("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p)]
+        + [("attributes", ctypes.POINTER(_LaunchAttribute)), ("count", ctypes.c_uint)]
+    )
 
 
 def fill_pointers(structure: ctypes.Structure, tensors: dict[str, Tensor | None]) -> None:

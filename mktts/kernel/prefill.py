@@ -81,7 +81,7 @@ class Prefill:
         self._hidden = torch.zeros(c.hidden_size, dtype=stack.dtype, device=self.device)
         self._past, self._end = torch.zeros(2, dtype=torch.int64, device=self.device).unbind()
         self._counts = torch.arange(CAPACITY, device=self.device)
-        cos, sin = stack.rotary(0, CAPACITY + 1)
+        cos, sin = stack.rotary(CAPACITY + 1)
         half = c.head_dim // 2
         self._rotary = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), -1)), 1)  # (positions, 2, head_dim)
         self._cos, self._sin = self._rotary[:, 0], self._rotary[:, 1, half:]
@@ -161,7 +161,7 @@ class Prefill:
                 )
             cache = self.stack.new_cache(len(rows))
             hidden = self.stack.forward(rows[None], cache)[0, -1]
-            copy_into_cache(torch.stack((cache.keys, cache.values))[:, :, 0], kv)
+            copy_into_cache(cache.memory[:, :, 0].transpose(0, 1), kv)
             return hidden
         past = 0 if kept is None else kept.shape[3]
         if past:

@@ -21,31 +21,25 @@ _TILE = 16  # rows of a matrix that a block multiplies at a time
 # to keep its memory busy.
 _UNPACK_THREADS, _SHARES = 512, 2
 
+_ROWS_POINTERS = "input_norm post_norm q_norm k_norm rotary x heads attended active keys values past end".split()
 Launch = Callable[[str, tuple[int, int], ctypes.Structure], None]  # of a kernel by name, with grid and parameters
 
 
 class RowsParams(ctypes.Structure):
     """csrc/rows.cu, struct RowsParams."""
 
-    _fields_ = [
-        ("tape", ctypes.c_void_p),
-        ("block_bytes", ctypes.c_ulonglong),
-        *(
-            (name, ctypes.c_void_p)
-            for name in """input_norm post_norm q_norm k_norm rotary x heads attended active keys values past
-            end""".split()
-        ),
-        ("positions", ctypes.c_ulonglong),
-    ]
+    _fields_ = (
+        [("tape", ctypes.c_void_p), ("block_bytes", ctypes.c_ulonglong)]
+        + [(name, ctypes.c_void_p) for name in _ROWS_POINTERS]
+        + [("positions", ctypes.c_ulonglong)]
+    )
 
 
 class UnpackParams(ctypes.Structure):
     """csrc/unpack.cu, struct Unpack."""
 
-    _fields_ = [
-        ("tape", ctypes.c_void_p),
-        ("block_bytes", ctypes.c_ulonglong),
-        *((name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")),
+    _fields_ = [("tape", ctypes.c_void_p), ("block_bytes", ctypes.c_ulonglong)] + [
+        (name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")
     ]
 
 

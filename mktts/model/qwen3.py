@@ -151,21 +151,11 @@ class Place(NamedTuple):
 @dataclass
 class KVCache:
     """Keys (rotated) and values of streams at the same position; `length` are filled, and at most `limit` ever are.
-    memory: (layers, 2, B, kv heads, capacity, head_dim); the capacity grows up to the limit as it is needed."""
+    memory: keys, then values, (layers, 2, B, kv heads, capacity, head_dim); grows up to the limit as it is needed."""
 
     memory: Tensor
     limit: int
     length: int = 0
-
-    @property
-    def keys(self) -> Tensor:
-        """(layers, B, kv heads, capacity, head_dim)."""
-        return self.memory.select(1, 0)
-
-    @property
-    def values(self) -> Tensor:
-        """As `keys`."""
-        return self.memory.select(1, 1)
 
     def copy(self) -> KVCache:
         return KVCache(self.memory.clone(), self.limit, self.length)
@@ -201,10 +191,9 @@ class Stack(ABC):
     def layer_weights(self, index: int) -> LayerWeights:
         """Fused weights of a layer, on the device. Their matrices may be overwritten by the next call."""
 
-    def rotary(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of positions start..end - 1, (T, head_dim) each."""
-        positions = torch.arange(start, end, device=self.device).float()
-        angle = torch.outer(positions, self._inverse_frequency)
+    def rotary(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the first positions, (positions, head_dim) each."""
+        angle = torch.outer(torch.arange(positions, device=self.device).float(), self._inverse_frequency)
         angle = torch.cat((angle, angle), -1)
         return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
 
@@ -302,7 +291,7 @@ class Qwen3Stack(Stack):
 
     def _turn_table(self, positions: int) -> tuple[Tensor, ...]:
         """Cosine and sine (positions, 1, head_dim) of all positions from 0 on."""
-        return tuple(part[:, None] for part in self.rotary(0, positions))
+        return tuple(part[:, None] for part in self.rotary(positions))
 
     def final(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.norm, self.config.rms_norm_eps)

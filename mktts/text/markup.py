@@ -91,15 +91,15 @@ class MarkupFeed(Feed):
             self._rest = self._rest[kind.end() :]
             begun = "\n" if self._item else ""
         text = self._last + self._rest
-        words, at = _without(text, 1, final)
+        words, at = _without(text, final)
         self._last, self._rest = text[at - 1], text[at:]
         self._said = (self._said + words.rstrip())[-1]
         return begun + words
 
 
-def _without(text: str, at: int, final: bool) -> tuple[str, int]:
-    """What remains of `text` from `at` on, and where that begins which may yet become markup."""
-    said = ""
+def _without(text: str, final: bool) -> tuple[str, int]:
+    """What remains of `text` behind its first character, and where that begins which may yet become markup."""
+    said, at = "", 1
     while (found := _NEXT[final].search(text, at)) is not None:
         said, at = said + text[at : found.start()], found.end()
         if not final and at == len(text):
@@ -111,7 +111,7 @@ def _without(text: str, at: int, final: bool) -> tuple[str, int]:
 def _words_of(found: re.Match[str]) -> str:
     kind, text = found.lastgroup, found[found.lastgroup]
     if kind == "link":
-        return _without("\n" + text, 1, True)[0]
+        return _without("\n" + text, True)[0]
     if kind == "tex":  # "$\\frac{a}{b}$" is "a over b"
         text = _FRACTION.sub(lambda m: f"{m[1]}{'/' if m[1][1:-1].isdigit() else ' over '}{m[2]}", text)
         text = _COMMAND.sub(lambda m: f" {_TEX.get(m[1], '')} ", text)

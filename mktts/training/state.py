@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from mktts.common import read_object, write_whole
+from mktts.common import read_json, read_object, write_whole
 from mktts.errors import CheckpointError
 from mktts.model.cuda_graph import Recorded, record
 
@@ -110,8 +110,7 @@ class Trainer(ABC):
                 raise CheckpointError(f"{folder}: expected {name} in its files, found none: take another --out")
             tensor.copy_(stored[name])
         self.best = {name: tensor for name, tensor in stored.items() if name.startswith("best.")}
-        curves = folder / CURVES
-        self.curves = json.loads(curves.read_bytes()) if curves.is_file() else []
+        self.curves = read_json(folder / CURVES)
 
     def keep_best(self) -> None:
         """Keeps the averaged weights where the held-out losses of the newest line sum up to the least of all lines."""

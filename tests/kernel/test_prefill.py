@@ -33,7 +33,7 @@ def oracle(rows: Tensor, of: Qwen3Stack) -> tuple[Tensor, Tensor]:
     """Hidden state of the last row; keys and values."""
     cache = of.new_cache(len(rows))
     hidden = of.forward(rows[None], cache)[0, -1]
-    return hidden, torch.stack((cache.keys, cache.values))[:, :, 0]
+    return hidden, cache.memory[:, :, 0].transpose(0, 1)
 
 
 LENGTHS = (1, 2, 16, 17, 64, 65, 127, 129, 256, 300, 512, 513, 1024)

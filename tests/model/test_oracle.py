@@ -36,14 +36,14 @@ def test_a_copied_stream_goes_on_alike_and_apart(tiny, rng):
     fork = state.copy()
     rest = run(backend, prompt, state, 6)
     assert torch.equal(run(backend, prompt, fork, 6), rest)
-    assert fork.cache.keys.data_ptr() != state.cache.keys.data_ptr()
+    assert fork.cache.memory.data_ptr() != state.cache.memory.data_ptr()
 
 
 def test_a_stream_keeps_nothing_for_a_gradient(tiny):
     backend, prompt = made(tiny)
     embeds = prompt.embeds.detach().clone().requires_grad_()
     state = backend.start(PromptRows(embeds), Sampling(), 3, 4)
-    assert not state.hidden.requires_grad and not state.cache.keys.requires_grad
+    assert not state.hidden.requires_grad and not state.cache.memory.requires_grad
     assert not backend.code0_logits(state).requires_grad
     assert state.hidden.is_inference()
 

@@ -53,27 +53,14 @@ class PagedMemory:
         """Queues the copies, then what changed in the table."""
         copies, changed = self._book.changes()
         for wave in _waves(copies):
+            table = uploaded(np.array(wave, np.int32), self._device)
             _, layers, heads, two, page_rows, width = self.memory.shape
-            launch(
-                rows.copy_rows,
-                (len(wave), layers * heads * two),
-                uploaded(np.array(wave, np.int32), self._device),
-                self.memory,
-                D=width,
-                PAGE=page_rows,
-            )
+            launch(rows.copy_rows, (len(wave), layers * heads * two), table, self.memory, D=width, PAGE=page_rows)
         if len(changed):
             columns = self.table.shape[1]
-            lines = np.concatenate((changed[:, None].astype(np.int32), self._book.table[changed]), 1)
-            launch(
-                rows.set_table,
-                (len(changed),),
-                uploaded(lines, self._device),
-                self.table,
-                columns,
-                COLUMNS=power_of_two(columns),
-                num_warps=1,
-            )
+            numbers = np.concatenate((changed[:, None].astype(np.int32), self._book.table[changed]), 1)
+            lines, size = uploaded(numbers, self._device), power_of_two(columns)
+            launch(rows.set_table, (len(changed),), lines, self.table, columns, COLUMNS=size, num_warps=1)
 
 
 def _waves(copies: Iterable[Copy]) -> list[list[Copy]]:
@@ -107,7 +94,7 @@ class StackWeights:
         layers = [stack.layer_weights(i) for i in range(stack.config.num_hidden_layers)]
         layers = [replace(w, o=w.o.contiguous(), down=w.down.contiguous()) for w in layers]
         half = stack.config.head_dim // 2
-        cos, sin = (t[:, :half].contiguous() for t in stack.rotary(0, positions))
+        cos, sin = (t[:, :half].contiguous() for t in stack.rotary(positions))
         return cls(stack.config, layers, stack.norm, cos, sin)
 
 
@@ -137,7 +124,7 @@ class FrameWeights:
         def get(name: str) -> Tensor:
             return tensors[name].to(device, dtype)
 
-        groups = range(NUM_CODEBOOKS - 1)
+        heads = (f"talker.code_predictor.lm_head.{group}.weight" for group in range(NUM_CODEBOOKS - 1))
         projection = "talker.code_predictor.small_to_mtp_projection."
         projected = projection + "weight" in tensors
         return cls(
@@ -145,8 +132,7 @@ class FrameWeights:
             predictor=StackWeights.of(
                 Qwen3Stack(config.predictor, tensors, "talker.code_predictor.model.", device, dtype), NUM_CODEBOOKS
             ),
-            heads=[get("talker.codec_head.weight")]
-            + [get(f"talker.code_predictor.lm_head.{g}.weight") for g in groups],
+            heads=[get("talker.codec_head.weight"), *map(get, heads)],
             embeddings=[get(name) for name in CODE_EMBEDDINGS],
             projection=(get(projection + "weight"), get(projection + "bias")) if projected else None,
             eos=config.codec_ids.eos,

@@ -30,8 +30,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = decoder_config(sizes)
         expected = expected_codec_tensors(config_json(sizes), encoder=False)
-        shapes = {name: spec.shape for name, spec in expected.items()}
-        self.w = Weights({name: s for name, s in shapes.items() if ".quantizer." not in name}, _initial)
+        self.w = Weights({name: spec.shape for name, spec in expected.items() if ".quantizer." not in name}, _initial)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self._transformer(self._conv("decoder.pre_conv", x))
@@ -153,9 +152,7 @@ def config_json(sizes: CodecSizes) -> Json:
 
 def decoder_config(sizes: CodecSizes) -> CodecConfig:
     """The decoder's dimensions as inference reads them from the file."""
-    raw = config_json(sizes)["decoder_config"]
-    names = CodecConfig.__dataclass_fields__.keys() - {"dilations"}
-    return CodecConfig(**{n: tuple(raw[n]) if isinstance(raw[n], list) else raw[n] for n in names})
+    return CodecConfig.of(config_json(sizes)["decoder_config"], "the codec's sizes")
 
 
 class _EncoderBlock(nn.Module):

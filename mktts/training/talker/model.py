@@ -16,11 +16,13 @@ from mktts.checkpoint.random.make import whole_folder, write_weights
 from mktts.checkpoint.tensors import expected_tensors
 from mktts.common import read_object, write_json
 from mktts.errors import CheckpointError
+from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.spec import NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig, StackConfig
 from mktts.training.codec.model import Codec, write_codec
 from mktts.training.weights import Weights
 
-_TAKEN = ("vocab.json", "merges.txt", "tokenizer_config.json", "configuration.json", "preprocessor_config.json")
+_TOKENIZER = ("vocab.json", "merges.txt", "tokenizer_config.json")
+_TAKEN = (*_TOKENIZER, "configuration.json", "preprocessor_config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def prepare(folder: Path, begun: Checkpoint, sizes: TalkerSizes, speakers: Seque
     folder.mkdir(parents=True, exist_ok=True)
     for name in _TAKEN:
         shutil.copyfile(begun.folder / name, folder / name)
-    config, generation = (read_object(begun.folder / name) for name in ("config.json", "generation_config.json"))
+    config = read_object(begun.folder / "config.json")
     talker = config["talker_config"]
     shift = talker["code_predictor_config"]["vocab_size"] - sizes.codebook_size  # control ids follow the codes
     for key, value in talker.items():
@@ -74,7 +76,6 @@ def prepare(folder: Path, begun: Checkpoint, sizes: TalkerSizes, speakers: Seque
         "layer_types": ["full_attention"] * sizes.predictor["num_hidden_layers"],
     }
     write_json(folder / "config.json", config, sort_keys=False)
-    write_json(folder / "generation_config.json", generation, sort_keys=False)
     return ModelConfig.load(folder)
 
 
@@ -154,8 +155,7 @@ class TalkerModel(nn.Module):
         return chosen.scatter_(1, index, 1.0)[:, :-1] @ tables
 
     def _tables(self) -> list[Tensor]:
-        names = [f"{_PREDICTOR}.model.codec_embedding.{i}" for i in range(NUM_CODEBOOKS - 1)]
-        return [self.w[f"{name}.weight"][: self.codebook_size] for name in ("talker.model.codec_embedding", *names)]
+        return [self.w[name][: self.codebook_size] for name in CODE_EMBEDDINGS]
 
     def _offsets(self, codes: Tensor) -> Tensor:
         return torch.arange(NUM_CODEBOOKS, device=codes.device) * self.codebook_size

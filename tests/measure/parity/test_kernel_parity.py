@@ -57,7 +57,8 @@ def test_a_forced_frame_shows_the_logits_its_codes_were_chosen_from_and_leaves_t
     last = observed.hidden[-1]  # through the final norm it is the state that the heads saw
     normed = last / last.pow(2).mean().add(config.talker.rms_norm_eps).sqrt() * backend.talker.norm
     assert torch.allclose(normed, made.hidden[0, 0], rtol=1e-4, atol=1e-5)
-    assert torch.equal(made.cache.keys[:, :, :, : made.cache.length], free.cache.keys[:, :, :, : free.cache.length])
+    keys = [state.cache.memory[:, 0, :, :, : state.cache.length] for state in (made, free)]
+    assert torch.equal(*keys)
 
 
 def test_the_bf16_oracle_against_itself_has_ratio_one_and_rounding_explains_where_it_differs(tiny_projected):

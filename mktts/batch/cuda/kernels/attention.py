@@ -19,6 +19,12 @@ def _part_pages(pages, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _nothing(D: tl.constexpr, QUERIES: tl.constexpr):
+    """Softmax sums of no positions, as of `_join`."""
+    return tl.full((QUERIES,), _FAR, tl.float32), tl.zeros((QUERIES,), tl.float32), tl.zeros((D, QUERIES), tl.float32)
+
+
+@triton.jit
 def _join(top, total, sums, top_2, total_2, sums_2):
     """Softmax sums of two ranges of positions -> those of both: largest score, sum of exponentials (queries,), weighted
     values (D, queries)."""
@@ -60,12 +66,8 @@ def attend(
     last = tl.where(programs == 1, count, tl.minimum(first + each, count))
     if first < last:
         queries = tl.trans(tl.load(q + places, mask=mine[:, None], other=0.0))
-        all_top = tl.full((QUERIES,), _FAR, tl.float32)
-        all_total = tl.zeros((QUERIES,), tl.float32)
-        all_sums = tl.zeros((D, QUERIES), tl.float32)
-        top = tl.full((QUERIES,), _FAR, tl.float32)
-        total = tl.zeros((QUERIES,), tl.float32)
-        sums = tl.zeros((D, QUERIES), tl.float32)
+        all_top, all_total, all_sums = _nothing(D, QUERIES)
+        top, total, sums = _nothing(D, QUERIES)
         for i in range(first, last):
             page = tl.load(table + slot * table_stride + i).to(tl.int64)
             keys = pages + ((page * layers + layer) * KV_HEADS + kv_head) * 2 * PAGE * D
@@ -74,9 +76,7 @@ def attend(
             v = tl.load(keys + PAGE * D + p[None, :] * D + d[:, None], mask=here[None, :], other=0.0)
             if (i % each == 0) & (i > first):  # a new part
                 all_top, all_total, all_sums = _join(all_top, all_total, all_sums, top, total, sums)
-                top = tl.full((QUERIES,), _FAR, tl.float32)
-                total = tl.zeros((QUERIES,), tl.float32)
-                sums = tl.zeros((D, QUERIES), tl.float32)
+                top, total, sums = _nothing(D, QUERIES)
             score = tl.where(here[:, None], tl.dot(k, queries, input_precision="ieee") * scale, _FAR)
             higher = tl.maximum(top, tl.max(score, 0))
             e = tl.exp(score - higher[None, :])
@@ -105,9 +105,7 @@ def combine(row_pos, part, bounds, out, HEADS: tl.constexpr, D: tl.constexpr, PA
     each = _part_pages(count, PARTS)
     d = tl.arange(0, D)[:, None]
     one = tl.arange(0, 1)
-    top = tl.full((1,), _FAR, tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    sums = tl.zeros((D, 1), tl.float32)
+    top, total, sums = _nothing(D, 1)
     for z in tl.static_range(PARTS):
         here = z * each < count
         at = head * PARTS + z

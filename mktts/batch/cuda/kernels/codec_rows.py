@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from mktts.batch.cuda.kernels.codec_products import load, store
+from mktts.codec.fused_kernels import rotated
 
 
 @triton.jit
@@ -78,11 +79,6 @@ def norm(x, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _rotated(first, second, cos, sin):
-    return first * cos - second * sin, second * cos + first * sin
-
-
-@triton.jit
 def attend(
     qkv, turns, slots, positions, keys, values, out, layer, layers, scale,
     HALF: tl.constexpr, WINDOW: tl.constexpr, PLACES: tl.constexpr,
@@ -101,8 +97,8 @@ def attend(
     now = tl.load(positions + slot)
     cos, sin = tl.load(turns + lane * D + pair), tl.load(turns + lane * D + HALF + pair)
     own = qkv + lane * 3 * width + h * D + pair
-    q1, q2 = _rotated(tl.load(own), tl.load(own + HALF), cos, sin)
-    k1, k2 = _rotated(tl.load(own + width), tl.load(own + width + HALF), cos, sin)
+    q1, q2 = rotated(tl.load(own), tl.load(own + HALF), cos, sin)
+    k1, k2 = rotated(tl.load(own + width), tl.load(own + width + HALF), cos, sin)
     v1, v2 = tl.load(own + 2 * width), tl.load(own + 2 * width + HALF)
     q1, q2 = q1 * scale, q2 * scale
 

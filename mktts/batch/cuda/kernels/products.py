@@ -170,20 +170,8 @@ class FixedOrderProducts(CublasProducts):
         parts = plan.parts if plan.tile(len(x)).split else 1
         delta = x.new_empty(parts, *x.shape, dtype=torch.float32)
         self._product(Kind.JOINED, h, weight, delta)
-        launch(
-            add_parts_norm,
-            (len(x),),
-            x,
-            delta,
-            norm,
-            out,
-            eps,
-            len(x),
-            parts,
-            N=x.shape[1],
-            PARTS=plan.parts,
-            num_warps=4,
-        )
+        sizes = {"N": x.shape[1], "PARTS": plan.parts, "num_warps": 4}
+        launch(add_parts_norm, (len(x),), x, delta, norm, out, eps, len(x), parts, **sizes)
 
     def _product(self, kind: Kind, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         """`out`: (..., R, N) contiguous, with each part by itself where the tile is split."""
