@@ -31,23 +31,12 @@ from pipecat.utils.errors import ErrorCategory
 from pipecat.utils.tracing.service_decorators import traced_tts
 from pipecat.utils.types import NOT_GIVEN, NotGiven, assert_given
 
+from mktts import errors
 from mktts.audio import from_pcm16
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint
 from mktts.engine.metrics import Player
 from mktts.engine.options import StreamOptions, WordTime
 from mktts.engine.words import WordTimes
-from mktts.errors import (
-    AccessError,
-    BusyError,
-    CapacityError,
-    ConnectionLost,
-    MkttsError,
-    OptionsError,
-    PromptError,
-    SamplingError,
-    TextError,
-    VoiceError,
-)
 from mktts.model.prompt import Layout
 from mktts.model.sampling import Sampling
 from mktts.pipecat.source import LocalSource, Speech, SpeechSource, Style, shared_synthesizer
@@ -64,14 +53,18 @@ _QUIET_S = 10.0  # without audio until a context counts as over; a large model o
 # What an utterance raised, its category, and whether the service can speak no more until its settings change. Text that
 # cannot be spoken leaves the service usable, and so does a server that is lost or has no place free: the next sentence
 # may find it again. Settings that do not fit the checkpoint do not.
-_FAILURES: tuple[tuple[tuple[type[MkttsError], ...], ErrorCategory, bool], ...] = (
-    ((BusyError,), ErrorCategory.RATE_LIMIT, False),
-    ((ConnectionLost,), ErrorCategory.SERVER, False),
-    ((TextError, CapacityError), ErrorCategory.APPLICATION, False),
-    ((PromptError, VoiceError, SamplingError, OptionsError), ErrorCategory.INVALID_REQUEST, True),
-    ((AccessError,), ErrorCategory.AUTHENTICATION, True),
-)
-_ANY_OTHER = (ErrorCategory.SERVER, True)  # a failed engine: after a CUDA error every later call fails too
+_FAILURES: dict[type[Exception], tuple[ErrorCategory, bool]] = {
+    errors.BusyError: (ErrorCategory.RATE_LIMIT, False),
+    errors.ConnectionLost: (ErrorCategory.SERVER, False),
+    errors.TextError: (ErrorCategory.APPLICATION, False),
+    errors.CapacityError: (ErrorCategory.APPLICATION, False),
+    errors.PromptError: (ErrorCategory.INVALID_REQUEST, True),
+    errors.VoiceError: (ErrorCategory.INVALID_REQUEST, True),
+    errors.SamplingError: (ErrorCategory.INVALID_REQUEST, True),
+    errors.OptionsError: (ErrorCategory.INVALID_REQUEST, True),
+    errors.AccessError: (ErrorCategory.AUTHENTICATION, True),
+    Exception: (ErrorCategory.SERVER, True),  # a failed engine: after a CUDA error every later call fails too
+}
 
 
 @dataclass
@@ -121,8 +114,7 @@ class SpeechFailedFrame(ErrorFrame):
 
 def speech_failed(error: Exception, context_id: str) -> SpeechFailedFrame:
     """The frame for what an utterance raised."""
-    found = (rest for kinds, *rest in _FAILURES if isinstance(error, kinds))
-    category, permanent = next(found, _ANY_OTHER)
+    category, permanent = next(found for kind, found in _FAILURES.items() if isinstance(error, kind))
     return SpeechFailedFrame(
         error=f"Speech failed: {type(error).__name__}: {error}",
         exception=error,

@@ -2,11 +2,11 @@
 
 import os
 import threading
-from collections.abc import Hashable
+from collections.abc import AsyncIterator, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 
@@ -36,19 +36,14 @@ class Style:
     seed: int | None = None
 
 
-class Speech(Protocol):
+class Speech(AsyncIterator[bytes]):
     """One utterance: an async iterator of pieces of mono 16-bit little-endian PCM, each as soon as it is made.
 
     The iterator raises what ended the utterance, unless that was `cancel`. `feed` and `finish` are for one whose text
     is still being written; no call waits: what cannot go out yet is kept.
     """
 
-    @property
-    def finish_reason(self) -> FinishReason | None: ...
-
-    def __aiter__(self) -> Self: ...
-
-    async def __anext__(self) -> bytes: ...
+    finish_reason: FinishReason | None
 
     def cancel(self) -> None:
         """Ends the generation within one frame and returns at once; no piece comes after this. Idempotent."""
@@ -92,7 +87,7 @@ class SpeechSource(Protocol):
         """Starts an utterance whose text comes later."""
 
 
-class LocalSpeech:
+class LocalSpeech(Speech):
     """A `Stream` or a `Session` as a `Speech`."""
 
     def __init__(self, stream: Stream | Session) -> None:
@@ -115,9 +110,6 @@ class LocalSpeech:
     def cancel(self) -> None:
         self._cancelled = True
         self._stream.cancel()
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> bytes:
         try:
