@@ -172,7 +172,7 @@ class SpeechService:
             "voices": self._voices,
             "instruct": params.instruct,
             "seed": params.seed,
-            "sampling": self.synthesizer.sampling.with_flat(params.sampling()),
+            "sampling": self.synthesizer.sampling.with_flat(given) if (given := params.sampling()) else None,
             "max_frames": params.max_frames or limits.max_frames,
             "pronunciations": params.pronunciations,
             "options": StreamOptions(
