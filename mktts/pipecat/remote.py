@@ -291,7 +291,7 @@ class RemoteSpeech(Speech):
         self._end("cancelled")
 
     def fail(self, error: MkttsError) -> None:
-        """Ends the utterance with `error`, which the consumer gets."""
+        """`error`: what the consumer gets."""
         self._error = error
         self._let_go()
 
@@ -388,7 +388,6 @@ class RemoteSpeech(Speech):
             self._let_go()
 
     def _let_go(self) -> None:
-        """Closes the connection."""
         if self._writing is not None:
             self._writing.cancel()
         socket, self._socket = self._socket, None

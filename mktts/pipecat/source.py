@@ -26,8 +26,7 @@ class Style:
     """How to say something; fixed for one utterance.
 
     voice: a speaker's name (CustomVoice), the path of a file made by `Voice.save` (Base), or None (VoiceDesign).
-    sampling, seed: None leaves them to the source.
-    """
+    sampling, seed: None leaves them to the source."""
 
     voice: str | None = None
     language: str = "auto"
@@ -40,8 +39,7 @@ class Speech(AsyncIterator[bytes]):
     """One utterance: an async iterator of pieces of mono 16-bit little-endian PCM, each as soon as it is made.
 
     The iterator raises what ended the utterance, unless that was `cancel`. `feed` and `finish` are for one whose text
-    is still being written; no call waits: what cannot go out yet is kept.
-    """
+    is still being written; no call waits: what cannot go out yet is kept."""
 
     finish_reason: FinishReason | None
 
@@ -57,8 +55,7 @@ class Speech(AsyncIterator[bytes]):
 class SpeechSource(Protocol):
     """What a service speaks through. One source may serve many services, and many utterances at once.
 
-    name: of the model, as metrics show it. sample_rate_hz: of the PCM. default_voice: spoken with when none is set.
-    """
+    name: of the model, as metrics show it. sample_rate_hz: of the PCM. default_voice: spoken with when none is set."""
 
     name: str
     sample_rate_hz: int
@@ -67,8 +64,7 @@ class SpeechSource(Protocol):
     async def connect(self) -> None:
         """A service begins to use this source. Must stay well below Pipecat's limit for its set-up, 20 s.
 
-        `name`, `sample_rate_hz` and what `check` knows may change here. Where it raises, no `disconnect` follows.
-        """
+        `name`, `sample_rate_hz` and what `check` knows may change here. Where it raises, no `disconnect` follows."""
 
     async def disconnect(self) -> None:
         """A service is done with this source. What several services share stays open."""
@@ -80,8 +76,7 @@ class SpeechSource(Protocol):
         """A word of a text as it will be heard, as far as that is known: its length stands for its duration."""
         return word
 
-    async def speak(self, text: str, style: Style) -> Speech:
-        """Starts to speak `text`."""
+    async def speak(self, text: str, style: Style) -> Speech: ...
 
     async def open(self, style: Style) -> Speech:
         """Starts an utterance whose text comes later."""
@@ -123,8 +118,7 @@ class LocalSpeech(Speech):
 class LocalSource(SpeechSource):
     """Speech from a synthesizer in this process. Its worker thread gives every open utterance one frame a turn.
 
-    The caller that loaded the synthesizer closes it; nothing here does.
-    """
+    The caller that loaded the synthesizer closes it; nothing here does."""
 
     sample_rate_hz = SAMPLE_RATE_HZ
 
@@ -188,8 +182,7 @@ def shared_synthesizer(
 
     Blocks while it loads; from an event loop with other work, `await asyncio.to_thread(shared_synthesizer, ...)`.
     A failed load is forgotten. A forked child loads its own, because the worker thread stays in the parent.
-    Do not close what this returns: `close_shared_synthesizers` does. Raises as `Synthesizer.load`.
-    """
+    Do not close what this returns: `close_shared_synthesizers` does. Raises as `Synthesizer.load`."""
     source = checkpoint.folder if isinstance(checkpoint, Checkpoint) else str(checkpoint)
     key = (os.getpid(), source, backend, device, dtype)
     with _loading:
