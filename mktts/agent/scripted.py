@@ -52,12 +52,11 @@ class UserTurn:
 class Talk:
     """What came of it.
 
-    who: speech to text, language model and voice, one line each. random_weights: the bot's voice is noise.
+    random_weights: the bot's voice is noise, as long as speech of its words would be.
     turns: one for each of the script's. messages: the conversation's context, {"role", "content"} each.
     stale_frames: audio of an interrupted reply that left the voice after the interruption.
     user, bot: what each side said, float32 (S,), 24 kHz, on one clock."""
 
-    who: tuple[str, ...]
     random_weights: bool
     turns: tuple[TurnLatency, ...]
     messages: tuple[dict[str, Any], ...]
@@ -87,7 +86,6 @@ async def converse(
         await running
     user, bot = transport.tracks()
     return Talk(
-        who=tuple(settings.describe()),
         random_weights=load_voice(settings).checkpoint.is_random,
         turns=tuple(conversation.latency.turns),
         messages=tuple(dict(message) for message in conversation.context.get_messages()),
