@@ -21,20 +21,17 @@ def add_options(parser: Any, settings: type, *, unset: bool = False) -> None:
     A Literal becomes choices, a bool a switch with its opposite, and None is the default where the type has it."""
     hints = get_type_hints(settings)
     for field in _options(settings):
-        parser.add_argument(_flag(field), **_keywords(field, hints[field.name], unset))
+        flag = field.metadata["name"] or f"--{field.name.replace('_', '-')}"
+        parser.add_argument(flag, dest=field.name, **_keywords(field, hints[field.name], unset))
 
 
 def given(settings: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """The fields of `settings` that the parsed options stand for."""
-    return {field.name: getattr(arguments, _flag(field)[2:].replace("-", "_")) for field in _options(settings)}
+    return {field.name: getattr(arguments, field.name) for field in _options(settings)}
 
 
 def _options(settings: type) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(settings) if "help" in field.metadata]
-
-
-def _flag(field: dataclasses.Field) -> str:
-    return field.metadata["name"] or f"--{field.name.replace('_', '-')}"
 
 
 def _keywords(field: dataclasses.Field, hint: Any, unset: bool) -> dict[str, Any]:

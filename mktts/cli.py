@@ -97,18 +97,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """The arguments of the command that `words` name, its `main` among them as `run`. Exits as argparse does."""
     for count in (2, 1):
         if (name := " ".join(words[:count])) in COMMANDS:
-            return parser_of(name).parse_args(words[count:])
+            path, summary = COMMANDS[name]
+            module = importlib.import_module(path)
+            parser = _parser(f"{_PROGRAM} {name}", f"{summary[0].upper()}{summary[1:]}.", module.EXAMPLES)
+            module.add_arguments(parser)
+            parser.set_defaults(run=module.main)
+            return parser.parse_args(words[count:])
     _refuse(words)
-
-
-def parser_of(name: str) -> argparse.ArgumentParser:
-    """One command's parser; its namespace carries the command's `main` as `run`."""
-    path, summary = COMMANDS[name]
-    module = importlib.import_module(path)
-    parser = _parser(f"{_PROGRAM} {name}", f"{summary[0].upper()}{summary[1:]}.", module.EXAMPLES)
-    module.add_arguments(parser)
-    parser.set_defaults(run=module.main)
-    return parser
 
 
 def _refuse(words: Sequence[str]) -> NoReturn:

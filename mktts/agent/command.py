@@ -47,12 +47,10 @@ def main(arguments: argparse.Namespace) -> int:
     from mktts.agent.web import create_server
     from mktts.pipecat import close_shared_synthesizers
 
-    for name, value, part in (
-        ("--stt-model", arguments.stt_model, ("--stt", "whisper", arguments.stt)),
-        ("--llm-checkpoint", arguments.llm_checkpoint, ("--llm", "qwen3", arguments.llm)),
-    ):
-        if value and part[1] != part[2]:
-            raise AgentError(f"{name} {value}: it belongs to {part[0]} {part[1]}, which was not asked for")
+    for part, kind, name in (("stt", "whisper", "stt_model"), ("llm", "qwen3", "llm_checkpoint")):
+        if (value := getattr(arguments, name)) and getattr(arguments, part) != kind:
+            option = name.replace("_", "-")
+            raise AgentError(f"--{option} {value}: it belongs to --{part} {kind}, which was not asked for")
     settings = from_environment(
         checkpoint=arguments.checkpoint,
         revision=arguments.revision,

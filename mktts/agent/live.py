@@ -23,7 +23,7 @@ from typing import IO, Any
 from mktts.common import python_path
 from mktts.errors import AgentError
 
-START_WAIT_S = 300.0  # a large checkpoint may be read from a slow disk, and kernels compiled
+_START_WAIT_S = 300.0  # a large checkpoint may be read from a slow disk, and kernels compiled
 _STOP_WAIT_S = 5.0
 _ASK_WAIT_S = 10.0
 _LOG_TAIL_CHARS = 2_000
@@ -62,7 +62,7 @@ class LiveAgent:
         self._end()
 
 
-def start(*, port: int = 0, wait_s: float = START_WAIT_S, **options: str | bool | None) -> LiveAgent:
+def start(*, port: int = 0, **options: str | bool | None) -> LiveAgent:
     """Starts an agent on loopback and returns once it answers.
 
     port: 0 for a free one; name one to forward it from another machine. options: as `python -m mktts agent` takes them,
@@ -84,7 +84,7 @@ def start(*, port: int = 0, wait_s: float = START_WAIT_S, **options: str | bool 
         env={**os.environ, **python_path(), "MKTTS_API_KEY": key},
         start_new_session=True,  # interrupting a cell interrupts the kernel's process group
     )
-    late = threading.Timer(wait_s, process.kill)
+    late = threading.Timer(_START_WAIT_S, process.kill)
     late.start()
     try:
         url = json.loads(process.stdout.readline())["url"]  # the line that it prints once it serves
@@ -92,7 +92,8 @@ def start(*, port: int = 0, wait_s: float = START_WAIT_S, **options: str | bool 
         _end(process)
         if not isinstance(error, ValueError):
             raise
-        raise AgentError(f"the agent did not start (it may take {wait_s:g} s); its log ends:\n{_tail(log)}") from None
+        message = f"the agent did not start (it may take {_START_WAIT_S:g} s); its log ends:\n{_tail(log)}"
+        raise AgentError(message) from None
     finally:
         late.cancel()
     return LiveAgent(process, log, f"{url}?key={key}")

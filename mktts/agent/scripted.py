@@ -1,4 +1,4 @@
-"""A conversation without a person: recorded user speech in, in real time; latencies and a stereo file out.
+"""A conversation without a person: recorded user speech in, in real time; latencies and both sides' sound out.
 
 The transport is in memory: a microphone that plays what it is given, and a loudspeaker that keeps what it was given.
 Both run in real time, like a sound card: what Pipecat measures and the words it takes for heard depend on the clock.
@@ -8,15 +8,12 @@ same: the user's recordings are speech, and the bot's text is known."""
 from __future__ import annotations
 
 import asyncio
-import io
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import soundfile
 from pipecat.frames.frames import InputAudioRawFrame, OutputAudioRawFrame, StartFrame
 from pipecat.observers.base_observer import BaseObserver
 from pipecat.transports.base_input import BaseInputTransport
@@ -29,12 +26,9 @@ from mktts.agent.latency import TurnLatency
 from mktts.agent.settings import AgentSettings
 from mktts.agent.user_speech import USER_RATE_HZ
 from mktts.audio import from_pcm16, resample
-from mktts.common import write_whole
 from mktts.engine.metrics import Player
 from mktts.errors import AgentError
 from mktts.spec import SAMPLE_RATE_HZ
-
-RANDOM_NOTE = "random weights: the bot's voice is noise, as long as speech of its words would be"
 
 _PAUSE_S = 0.3  # before the user speaks
 _START_LIMIT_S = 60.0
@@ -58,37 +52,27 @@ class UserTurn:
 class Talk:
     """What came of it.
 
-    who: speech to text, language model and voice, one line each. random_weights: the bot's voice is noise.
+    random_weights: the bot's voice is noise, as long as speech of its words would be.
     turns: one for each of the script's. messages: the conversation's context, {"role", "content"} each.
     stale_frames: audio of an interrupted reply that left the voice after the interruption.
-    user, bot: what each side said, float32 (S,), 24 kHz, on one clock. wav: both; None where none was asked for."""
+    user, bot: what each side said, float32 (S,), 24 kHz, on one clock."""
 
-    who: tuple[str, ...]
     random_weights: bool
     turns: tuple[TurnLatency, ...]
     messages: tuple[dict[str, Any], ...]
     stale_frames: int
     user: np.ndarray
     bot: np.ndarray
-    wav: Path | None
 
 
 async def converse(
-    settings: AgentSettings,
-    script: Sequence[UserTurn],
-    *,
-    wav: Path | str | None = None,
-    say: Callable[[str], None] = print,
-    observers: Sequence[BaseObserver] = (),
+    settings: AgentSettings, script: Sequence[UserTurn], *, observers: Sequence[BaseObserver] = ()
 ) -> Talk:
-    """Holds the conversation, in real time, in the running event loop. `say` gets the lines for a person. Raises
-    AgentError where the bot does not answer, or a package that it hears with is missing."""
+    """Holds the conversation, in real time, in the running event loop. Raises AgentError where the bot does not answer,
+    or a package that it hears with is missing."""
     speech = [user_speech.load(turn.text) for turn in script]  # an unknown text shows at once
     transport = LoopbackTransport()
     conversation = await asyncio.to_thread(build, transport, settings, observers=observers)  # it loads models
-    random_weights = load_voice(settings).checkpoint.is_random
-    for line in [*settings.describe(), *([RANDOM_NOTE] if random_weights else [])]:
-        say(line)
     running = asyncio.create_task(conversation.run())
     try:
         await _talk(conversation, transport, script, speech)
@@ -100,24 +84,15 @@ async def converse(
         raise
     finally:
         await running
-    tracks = transport.tracks()
-    if wav is not None:
-        file = io.BytesIO()
-        soundfile.write(file, tracks.T, SAMPLE_RATE_HZ, "PCM_16", format="WAV")  # the user on the left
-        write_whole(wav, file.getvalue())
-    talk = Talk(
-        who=tuple(settings.describe()),
-        random_weights=random_weights,
+    user, bot = transport.tracks()
+    return Talk(
+        random_weights=load_voice(settings).checkpoint.is_random,
         turns=tuple(conversation.latency.turns),
         messages=tuple(dict(message) for message in conversation.context.get_messages()),
         stale_frames=conversation.latency.stale_frames,
-        user=tracks[0],
-        bot=tracks[1],
-        wav=None if wav is None else Path(wav),
+        user=user,
+        bot=bot,
     )
-    for message in talk.messages:
-        say(f"{message['role']:>9}: {message['content']}")
-    return talk
 
 
 async def _talk(

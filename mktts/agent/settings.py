@@ -35,7 +35,8 @@ class AgentSettings:
     llm_checkpoint: of "qwen3": a folder, a Hub id or random:SIZE, as `open_text_checkpoint` takes it.
     turn_end: what decides that the user has finished: the model that ships with Pipecat ("smart"), for people; or a
         fixed silence of `turn_end_s` ("timeout"), the same every time, for scripts.
-    greeting: what the bot says first; "" for nothing."""
+    greeting: what the bot says first; "" for nothing.
+    Raises AgentError."""
 
     checkpoint: str = DEFAULT_CHECKPOINT
     revision: str | None = None
@@ -70,7 +71,6 @@ class AgentSettings:
     greeting: str = "Hello, I am listening."
 
     def __post_init__(self) -> None:
-        """Raises AgentError."""
         if self.stt == "deepgram" and not self.deepgram_key:
             raise AgentError(
                 "speech to text is to be Deepgram's and there is no key: set DEEPGRAM_API_KEY, or take "
@@ -81,13 +81,9 @@ class AgentSettings:
                 "the model is to be OpenAI's: set OPENAI_API_KEY, or OPENAI_BASE_URL for another server, or take "
                 'llm "scripted"'
             )
-        for name, value, known in (
-            ("stt", self.stt, get_args(SttName)),
-            ("llm", self.llm, get_args(LlmName)),
-            ("turn_end", self.turn_end, get_args(TurnEnd)),
-            ("layout", self.layout, (None, *get_args(Layout))),
-        ):
-            one_of(name, value, known, AgentError)
+        choices = {"stt": SttName, "llm": LlmName, "turn_end": TurnEnd, "layout": Literal[None, Layout]}
+        for name, known in choices.items():
+            one_of(name, getattr(self, name), get_args(known), AgentError)
         if self.openai_url is not None and urlsplit(self.openai_url).scheme not in ("http", "https"):
             raise AgentError(f"the model's address must begin with http:// or https://, got {self.openai_url!r}")
 

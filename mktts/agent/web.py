@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request, WebSocket
+from fastapi import FastAPI, HTTPException, Request, WebSocket, status
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 from loguru import logger
@@ -56,7 +56,6 @@ _CLOSE_S = 2.0
 _MAX_BODY_BYTES = 128 * 1024  # an offer has a few kilobytes
 _MAX_MESSAGE_BYTES = 256 * 1024  # eight seconds of a microphone
 _MOST_REASON_CHARS = 200
-_TRY_AGAIN_LATER, _INTERNAL_ERROR = 1013, 1011  # RFC 6455 and its registry
 _MOST_TYPED_CHARS = 2_000
 _SOUND: dict[str, Any] = {"audio_in_enabled": True, "audio_out_enabled": True, "audio_out_end_silence_secs": 0}
 _SAMPLE_BYTES = 2
@@ -112,14 +111,14 @@ def create_server(settings: AgentSettings, **access: Any) -> GracefulServer:
     async def agent(websocket: WebSocket) -> None:
         await websocket.accept()
         if sessions.full:
-            await websocket.close(_TRY_AGAIN_LATER)
+            await websocket.close(status.WS_1013_TRY_AGAIN_LATER)
             return
         try:
             params = FastAPIWebsocketParams(**_SOUND, serializer=PcmSerializer())
             await sessions.begin(FastAPIWebsocketTransport(websocket, params))  # sends at the listener's pace
         except Exception:
             with contextlib.suppress(RuntimeError):  # the page may be gone
-                await websocket.close(_INTERNAL_ERROR, "the bot failed: its log says why")
+                await websocket.close(status.WS_1011_INTERNAL_ERROR, "the bot failed: its log says why")
 
     if has_webrtc:
         _add_webrtc(app, sessions)

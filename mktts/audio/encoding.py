@@ -5,7 +5,6 @@ is written whole, whose header can say how long it is, is made by `mktts.audio.e
 
 import io
 import struct
-import wave
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
@@ -248,23 +247,17 @@ def format_of(path: Path | str) -> str:
 def encoded(pcm: np.ndarray, kind: str, sample_rate_hz: int = SAMPLE_RATE_HZ) -> bytes:
     """`pcm` (S,) float32 as the bytes of a file of `kind`, one of ENDINGS. Raises AudioError as `to_pcm16` and for a
     rate that the format does not have, BackendUnavailable without PyAV for AAC."""
-    samples, file = to_pcm16(pcm), io.BytesIO()
-    if kind == "wav":
-        with wave.open(file, "wb") as out:
-            out.setparams((1, 2, sample_rate_hz, 0, "NONE", ""))
-            out.writeframes(samples)
-        return file.getvalue()
     if kind == "aac":
         encoder = AvEncoder(kind, sample_rate_hz)
         return encoder.feed(pcm) + encoder.finish()
     import soundfile
 
-    container, subtype = FORMATS[kind]
+    (container, subtype), file = FORMATS[kind], io.BytesIO()
+    samples = np.frombuffer(to_pcm16(pcm), "<i2").astype(np.int16)
     try:
         with soundfile.SoundFile(file, "w", sample_rate_hz, 1, subtype, format=container) as out:
-            whole = np.frombuffer(samples, "<i2").astype(np.int16)
-            for start in range(0, len(whole), _BLOCK_SAMPLES):  # all at once, libsndfile's Vorbis crashes on 20 minutes
-                out.write(whole[start : start + _BLOCK_SAMPLES])
+            for start in range(0, len(samples), _BLOCK_SAMPLES):  # at once, libsndfile's Vorbis crashes on 20 minutes
+                out.write(samples[start : start + _BLOCK_SAMPLES])
     except soundfile.SoundFileError as error:
         raise AudioError(f"cannot write {kind} at {sample_rate_hz} Hz: {error}") from None
     return file.getvalue()

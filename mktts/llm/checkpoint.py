@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ def _choice(raw: Mapping[str, Any], path: Path) -> Choice:
     default = Choice(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)  # transformers' GenerationConfig
     values = {f.name: raw[f.name] for f in fields(Choice) if raw.get(f.name) is not None}
     try:
-        return Choice(**{**vars(default), **values})
+        return replace(default, **values)
     except (SamplingError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from None
 

@@ -5,8 +5,7 @@ A conversation is what Qwen3 was trained on, its chat template without tools:
     <|im_start|>system\\n...<|im_end|>\\n<|im_start|>user\\n...<|im_end|>\\n<|im_start|>assistant\\n
 
 A checkpoint whose own template knows `enable_thinking` is told that the thought is over before it begins, as that
-template does where it is false: what such a model says is spoken, and a listener does not wait for thoughts.
-"""
+template does where it is false: what such a model says is spoken, and a listener does not wait for thoughts."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import json
 import urllib.error
 import urllib.request
 from http.client import HTTPException
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 from loguru import logger
@@ -32,7 +32,7 @@ from mktts.errors import (
     TextError,
     VoiceError,
 )
-from mktts.pipecat.source import SpeechSource, Style
+from mktts.pipecat.source import Speech, SpeechSource, Style
 from mktts.spec import SAMPLE_RATE_HZ, language_named
 from mktts.text.markup import MarkupFeed
 from mktts.text.split import clean_piece
@@ -235,7 +235,7 @@ class RemoteSource(SpeechSource):
             raise ConnectionLost(f"no connection to {url}: {error}; is python -m mktts serve running there?") from None
 
 
-class RemoteSpeech:
+class RemoteSpeech(Speech):
     """A `Speech`; what it sends is kept, so that it can begin again: after the waits of PATIENCE_S, where no
     connection is found, or it is lost, or its server has no place free, before anything was heard."""
 
@@ -291,12 +291,9 @@ class RemoteSpeech:
         self._end("cancelled")
 
     def fail(self, error: MkttsError) -> None:
-        """Ends the utterance with `error`, which the consumer gets."""
+        """`error`: what the consumer gets."""
         self._error = error
         self._let_go()
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> bytes:
         try:
@@ -391,7 +388,6 @@ class RemoteSpeech:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Closes the connection."""
         if self._writing is not None:
             self._writing.cancel()
         socket, self._socket = self._socket, None

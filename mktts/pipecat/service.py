@@ -31,23 +31,12 @@ from pipecat.utils.errors import ErrorCategory
 from pipecat.utils.tracing.service_decorators import traced_tts
 from pipecat.utils.types import NOT_GIVEN, NotGiven, assert_given
 
+from mktts import errors
 from mktts.audio import from_pcm16
 from mktts.checkpoint import DEFAULT_CHECKPOINT, Checkpoint
 from mktts.engine.metrics import Player
 from mktts.engine.options import StreamOptions, WordTime
 from mktts.engine.words import WordTimes
-from mktts.errors import (
-    AccessError,
-    BusyError,
-    CapacityError,
-    ConnectionLost,
-    MkttsError,
-    OptionsError,
-    PromptError,
-    SamplingError,
-    TextError,
-    VoiceError,
-)
 from mktts.model.prompt import Layout
 from mktts.model.sampling import Sampling
 from mktts.pipecat.source import LocalSource, Speech, SpeechSource, Style, shared_synthesizer
@@ -64,27 +53,29 @@ _QUIET_S = 10.0  # without audio until a context counts as over; a large model o
 # What an utterance raised, its category, and whether the service can speak no more until its settings change. Text that
 # cannot be spoken leaves the service usable, and so does a server that is lost or has no place free: the next sentence
 # may find it again. Settings that do not fit the checkpoint do not.
-_FAILURES: tuple[tuple[tuple[type[MkttsError], ...], ErrorCategory, bool], ...] = (
-    ((BusyError,), ErrorCategory.RATE_LIMIT, False),
-    ((ConnectionLost,), ErrorCategory.SERVER, False),
-    ((TextError, CapacityError), ErrorCategory.APPLICATION, False),
-    ((PromptError, VoiceError, SamplingError, OptionsError), ErrorCategory.INVALID_REQUEST, True),
-    ((AccessError,), ErrorCategory.AUTHENTICATION, True),
-)
-_ANY_OTHER = (ErrorCategory.SERVER, True)  # a failed engine: after a CUDA error every later call fails too
+_FAILURES: dict[type[Exception], tuple[ErrorCategory, bool]] = {
+    errors.BusyError: (ErrorCategory.RATE_LIMIT, False),
+    errors.ConnectionLost: (ErrorCategory.SERVER, False),
+    errors.TextError: (ErrorCategory.APPLICATION, False),
+    errors.CapacityError: (ErrorCategory.APPLICATION, False),
+    errors.PromptError: (ErrorCategory.INVALID_REQUEST, True),
+    errors.VoiceError: (ErrorCategory.INVALID_REQUEST, True),
+    errors.SamplingError: (ErrorCategory.INVALID_REQUEST, True),
+    errors.OptionsError: (ErrorCategory.INVALID_REQUEST, True),
+    errors.AccessError: (ErrorCategory.AUTHENTICATION, True),
+    Exception: (ErrorCategory.SERVER, True),  # a failed engine: after a CUDA error every later call fails too
+}
 
 
 @dataclass
 class MkttsTTSSettings(TTSSettings):
     """Settings for MkttsTTSService. A change is heard from the next utterance on.
 
-    Parameters:
-        voice: A speaker's name (CustomVoice), or the path of a saved voice (Base). None takes the first speaker.
-        language: A ``Language``, one of the model's names ("english"), or "auto".
-        instruct: How to speak, in words, for checkpoints that take instructions.
-        sampling: How codes are drawn; None takes the checkpoint's own settings.
-        seed: Makes the same text the same audio; None draws a new one for every utterance.
-    """
+    voice: a speaker's name (CustomVoice), or the path of a saved voice (Base). None takes the first speaker.
+    language: a ``Language``, one of the model's names ("english"), or "auto".
+    instruct: how to speak, in words, for checkpoints that take instructions.
+    sampling: how codes are drawn; None takes the checkpoint's own settings.
+    seed: makes the same text the same audio; None draws a new one for every utterance."""
 
     instruct: str | None | NotGiven = field(default_factory=lambda: NOT_GIVEN)
     sampling: Sampling | None | NotGiven = field(default_factory=lambda: NOT_GIVEN)
@@ -106,14 +97,11 @@ class MkttsTTSSettings(TTSSettings):
 
 @dataclass
 class SpeechFailedFrame(ErrorFrame):
-    """An utterance that ended before its text did.
+    """An utterance that ended before its text did. It travels through the audio context after everything that was
+    spoken; what follows it was not spoken.
 
-    It travels through the audio context after everything that was spoken; what follows it was not spoken.
-
-    Parameters:
-        context_id: The audio context whose text was not all spoken.
-        permanent: Whether the service can speak no more until its settings change.
-    """
+    context_id: the audio context whose text was not all spoken. permanent: whether the service can speak no more until
+    its settings change."""
 
     context_id: str | None = None
     permanent: bool = False
@@ -121,8 +109,7 @@ class SpeechFailedFrame(ErrorFrame):
 
 def speech_failed(error: Exception, context_id: str) -> SpeechFailedFrame:
     """The frame for what an utterance raised."""
-    found = (rest for kinds, *rest in _FAILURES if isinstance(error, kinds))
-    category, permanent = next(found, _ANY_OTHER)
+    category, permanent = next(found for kind, found in _FAILURES.items() if isinstance(error, kind))
     return SpeechFailedFrame(
         error=f"Speech failed: {type(error).__name__}: {error}",
         exception=error,
@@ -137,8 +124,7 @@ class SpokenText:
 
     words: when in its audio each is said. made_s: audio so far. over: nothing more comes out of it; text that still
     arrives goes unspoken. cut_short: it ended before its text did. task: what takes the audio of a fed utterance, None
-    where `run_tts` does.
-    """
+    where `run_tts` does."""
 
     def __init__(self, spoken: Callable[[str], str], sample_rate_hz: int) -> None:
         self.words = WordTimes(TextFeed(lambda name: None), spoken, sample_rate_hz)
@@ -163,7 +149,7 @@ class SpokenText:
         return begin_s + offset_s - piece_s
 
     def feed(self, text: str) -> None:
-        """Adds text. Raises as the source's `feed`."""
+        """Raises as the source's `feed`."""
         self.words.feed(text)
         if self._fed is None:
             self._unsent.append(text)
@@ -171,7 +157,6 @@ class SpokenText:
             self._fed.feed(text)
 
     def finish(self) -> None:
-        """No more text comes."""
         self.words.finish()
         self.finished = True
         if self._fed is not None:
@@ -203,8 +188,7 @@ class MkttsTTSService(TTSService):
     Words that an interruption or a failure left unspoken do not enter it.
 
     A failed engine is reported as a permanent error: this service stops being given work until its settings change,
-    and Pipecat's ``ProcessorUnusablePolicy`` decides about the pipeline.
-    """
+    and Pipecat's ``ProcessorUnusablePolicy`` decides about the pipeline."""
 
     Settings = MkttsTTSSettings
     _settings: Settings
@@ -306,7 +290,6 @@ class MkttsTTSService(TTSService):
         await super().stop(frame)
 
     async def cancel(self, frame: CancelFrame) -> None:
-        """Stops every generation of this service."""
         await super().cancel(frame)
         await self._end_utterances([*self._speaking])
 
@@ -319,8 +302,7 @@ class MkttsTTSService(TTSService):
             await self._source.disconnect()
 
     async def stop_all_metrics(self) -> None:
-        """Stops all active metrics; an interruption before the first audio is no time to first byte."""
-        await self.cancel_ttfb_metrics()
+        await self.cancel_ttfb_metrics()  # an interruption before the first audio is no time to first byte
         await super().stop_all_metrics()
 
     async def _update_settings(self, delta: Settings) -> dict[str, Any]:
@@ -338,15 +320,14 @@ class MkttsTTSService(TTSService):
             return
         utterance = self._speaking[context_id] = self._spoken_text()
 
-        async def speak() -> Speech | None:
+        async def speak() -> None:
             # Marks and symbols alone are nothing to say, and a model given nothing to say says something else.
-            said = any(map(str.isalnum, text))
-            utterance.speech = await self._source.speak(text, self._settings.style) if said else None
+            if any(map(str.isalnum, text)):
+                utterance.speech = await self._source.speak(text, self._settings.style)
             # While the first frame is made: when each word is heard, and Pipecat's count of characters.
             utterance.feed(text)
             utterance.finish()
             await self.start_tts_usage_metrics(text)
-            return utterance.speech
 
         try:
             async with aclosing(self._voice(utterance, speak, context_id)) as frames:
@@ -360,8 +341,7 @@ class MkttsTTSService(TTSService):
         """A turn's text is complete.
 
         The context is closed here when all its audio is in it, whether or not there was any: Pipecat itself closes
-        it only after audio, and waits for its time-out otherwise.
-        """
+        it only after audio, and waits for its time-out otherwise."""
         if context_id is None:
             return
         utterance = self._speaking.get(context_id)
@@ -376,16 +356,17 @@ class MkttsTTSService(TTSService):
             await self.remove_audio_context(context_id)
 
     async def _voice(
-        self, utterance: SpokenText, speak: Callable[[], Awaitable[Speech | None]], context_id: str
+        self, utterance: SpokenText, speak: Callable[[], Awaitable[None]], context_id: str
     ) -> AsyncGenerator[Frame, None]:
-        """All frames of one utterance. The word times of a frame are queued once it has been taken."""
+        """All frames of one utterance, whose speech `speak` begins. The word times of a frame are queued once it has
+        been taken."""
         rate_hz = self._source.sample_rate_hz
         # The resampler of Pipecat's services forgets its state after 0.2 s without a call, which is shorter than an
         # engine may take for one chunk: samples would be lost in the middle of a word. This one never does.
         resampler = create_stream_resampler(clear_after_secs=None)
         try:
-            utterance.speech = speech = await speak()
-            if speech is not None:
+            await speak()
+            if (speech := utterance.speech) is not None:
                 async for pcm in speech:
                     self._hear(utterance, len(pcm) / _SAMPLE_BYTES / rate_hz, context_id)
                     if audio := await resampler.resample(pcm, rate_hz, self.sample_rate):
@@ -434,7 +415,6 @@ class MkttsTTSService(TTSService):
             self._origins_s.setdefault(context_id, begin_s)
 
     async def _push_words(self, utterance: SpokenText, words: Sequence[WordTime], context_id: str) -> None:
-        """Queues words of `utterance`."""
         origin_s = self._origins_s.get(context_id)
         if origin_s is None:  # run without an audio context: no word has a time to be pushed at
             return
@@ -478,12 +458,10 @@ class MkttsTTSService(TTSService):
     async def _speak_turn(self, utterance: SpokenText, context_id: str) -> None:
         """Takes the audio of a turn whose text is still being written; closes its context when both are complete."""
 
-        async def open_speech() -> Speech:
-            speech = await self._source.open(self._settings.style)
-            utterance.attach(speech)
-            return speech
+        async def speak() -> None:
+            utterance.attach(await self._source.open(self._settings.style))
 
-        async with self._generating, aclosing(self._voice(utterance, open_speech, context_id)) as frames:
+        async with self._generating, aclosing(self._voice(utterance, speak, context_id)) as frames:
             async for frame in frames:
                 await self.append_to_audio_context(context_id, frame)
         if utterance.finished:  # otherwise `flush_audio` does this at the end of the text
@@ -493,8 +471,7 @@ class MkttsTTSService(TTSService):
         """Stop what speaks into a context that the interruption dropped; uninterruptible contexts are still there.
 
         Not left to the end of `run_tts`: when the task that drives it is cancelled between two frames, Python closes
-        the generator at some later time.
-        """
+        the generator at some later time."""
         await super()._handle_interruption(frame, direction)
         await self._end_utterances([key for key in self._speaking if not self.audio_context_available(key)])
         if not self.get_audio_contexts():

@@ -2,11 +2,11 @@
 
 import os
 import threading
-from collections.abc import Hashable
+from collections.abc import AsyncIterator, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 
@@ -26,8 +26,7 @@ class Style:
     """How to say something; fixed for one utterance.
 
     voice: a speaker's name (CustomVoice), the path of a file made by `Voice.save` (Base), or None (VoiceDesign).
-    sampling, seed: None leaves them to the source.
-    """
+    sampling, seed: None leaves them to the source."""
 
     voice: str | None = None
     language: str = "auto"
@@ -36,19 +35,13 @@ class Style:
     seed: int | None = None
 
 
-class Speech(Protocol):
+class Speech(AsyncIterator[bytes]):
     """One utterance: an async iterator of pieces of mono 16-bit little-endian PCM, each as soon as it is made.
 
     The iterator raises what ended the utterance, unless that was `cancel`. `feed` and `finish` are for one whose text
-    is still being written; no call waits: what cannot go out yet is kept.
-    """
+    is still being written; no call waits: what cannot go out yet is kept."""
 
-    @property
-    def finish_reason(self) -> FinishReason | None: ...
-
-    def __aiter__(self) -> Self: ...
-
-    async def __anext__(self) -> bytes: ...
+    finish_reason: FinishReason | None
 
     def cancel(self) -> None:
         """Ends the generation within one frame and returns at once; no piece comes after this. Idempotent."""
@@ -62,8 +55,7 @@ class Speech(Protocol):
 class SpeechSource(Protocol):
     """What a service speaks through. One source may serve many services, and many utterances at once.
 
-    name: of the model, as metrics show it. sample_rate_hz: of the PCM. default_voice: spoken with when none is set.
-    """
+    name: of the model, as metrics show it. sample_rate_hz: of the PCM. default_voice: spoken with when none is set."""
 
     name: str
     sample_rate_hz: int
@@ -72,8 +64,7 @@ class SpeechSource(Protocol):
     async def connect(self) -> None:
         """A service begins to use this source. Must stay well below Pipecat's limit for its set-up, 20 s.
 
-        `name`, `sample_rate_hz` and what `check` knows may change here. Where it raises, no `disconnect` follows.
-        """
+        `name`, `sample_rate_hz` and what `check` knows may change here. Where it raises, no `disconnect` follows."""
 
     async def disconnect(self) -> None:
         """A service is done with this source. What several services share stays open."""
@@ -85,14 +76,13 @@ class SpeechSource(Protocol):
         """A word of a text as it will be heard, as far as that is known: its length stands for its duration."""
         return word
 
-    async def speak(self, text: str, style: Style) -> Speech:
-        """Starts to speak `text`."""
+    async def speak(self, text: str, style: Style) -> Speech: ...
 
     async def open(self, style: Style) -> Speech:
         """Starts an utterance whose text comes later."""
 
 
-class LocalSpeech:
+class LocalSpeech(Speech):
     """A `Stream` or a `Session` as a `Speech`."""
 
     def __init__(self, stream: Stream | Session) -> None:
@@ -116,9 +106,6 @@ class LocalSpeech:
         self._cancelled = True
         self._stream.cancel()
 
-    def __aiter__(self) -> Self:
-        return self
-
     async def __anext__(self) -> bytes:
         try:
             return (await anext(self._stream)).pcm16
@@ -131,8 +118,7 @@ class LocalSpeech:
 class LocalSource(SpeechSource):
     """Speech from a synthesizer in this process. Its worker thread gives every open utterance one frame a turn.
 
-    The caller that loaded the synthesizer closes it; nothing here does.
-    """
+    The caller that loaded the synthesizer closes it; nothing here does."""
 
     sample_rate_hz = SAMPLE_RATE_HZ
 
@@ -196,8 +182,7 @@ def shared_synthesizer(
 
     Blocks while it loads; from an event loop with other work, `await asyncio.to_thread(shared_synthesizer, ...)`.
     A failed load is forgotten. A forked child loads its own, because the worker thread stays in the parent.
-    Do not close what this returns: `close_shared_synthesizers` does. Raises as `Synthesizer.load`.
-    """
+    Do not close what this returns: `close_shared_synthesizers` does. Raises as `Synthesizer.load`."""
     source = checkpoint.folder if isinstance(checkpoint, Checkpoint) else str(checkpoint)
     key = (os.getpid(), source, backend, device, dtype)
     with _loading:

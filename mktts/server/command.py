@@ -82,7 +82,7 @@ def main(arguments: argparse.Namespace) -> int:
     # What can be wrong without the model, before it: a folder, a file, a taken port.
     uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
     files = pairs_of(arguments.voice, "--voice", "NAME=FILE")
-    voices = {name.lower(): Voice.load(Path(file)) for name, file in files.items()}
+    voices = {name: Voice.load(Path(file)) for name, file in files.items()}
     aliases = pairs_of(arguments.voice_alias, "--voice-alias", "ALIAS=NAME")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

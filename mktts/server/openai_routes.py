@@ -15,7 +15,7 @@ from fastapi.responses import Response
 
 from mktts.audio.encoding import STREAM_FORMATS, Encoder
 from mktts.audio.untrusted import decode_untrusted
-from mktts.errors import BackendUnavailable, BusyError, MkttsError, ServerError
+from mktts.errors import BackendUnavailable, MkttsError
 from mktts.model.voice import Voice
 from mktts.server.api_errors import ApiError
 from mktts.server.audio_response import MEDIA_TYPES, AudioResponse, KeptSounds, documented
@@ -170,9 +170,8 @@ def openai_routes(service: SpeechService) -> APIRouter:
         except MkttsError as error:
             raise ApiError(400, "bad_format", str(error), "response_format") from None
         owner, kept = request.state.owner, None
-        voice = None
-        if body.ref_audio or (body.ref_text or "").strip():
-            voice = await references.brought(body, owner)
+        brings = body.ref_audio or (body.ref_text or "").strip()
+        voice = await references.brought(body, owner) if brings else None
         if whole and request.method == "GET":
             named = voice or service.saved_voice(body.speaker or DEFAULT, owner)
             asked = (owner, request.url.query, named and named.digest), request.headers.get("range")
@@ -257,12 +256,7 @@ def openai_routes(service: SpeechService) -> APIRouter:
             ref_text=voice.transcript,
             speaker_description=upload.speaker_description,
         )
-        try:
-            await asyncio.to_thread(kept.keep, owner, voice, record)
-        except BusyError as error:
-            raise ApiError(400, "too_many_voices", str(error)) from None
-        except ServerError as error:
-            raise ApiError(500, "voice_not_kept", str(error)) from None
+        await asyncio.to_thread(kept.keep, owner, voice, record)
         # OpenAI's shape, and under `voice` vLLM-Omni's
         kept_voice = {"object": "audio.voice", "id": name, "name": name, "created_at": now_s}
         return {**kept_voice, "success": True, "voice": record}

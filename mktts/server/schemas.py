@@ -7,12 +7,12 @@ from fastapi import UploadFile
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model, model_validator
 
 from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, StreamFormat
-from mktts.engine.options import Markup, WordTime
+from mktts.engine.options import FinishReason, Markup, WordTime
 from mktts.model.sampling import MAX_SEED, Sampling
 from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
 
 Route = Literal["tts_stream", "openai_speech", "tts_ws"]
-EndReason = Literal["eos", "max_frames", "runaway", "cancelled", "error"]
+EndReason = Literal[FinishReason, "error"]
 DEFAULT = "default"  # the name of the voice that speaks where none is named
 SAMPLE_RATES_HZ = (8_000, 12_000, 16_000, 22_050, SAMPLE_RATE_HZ, 32_000, 44_100, 48_000)
 # Names of upstream and of other servers of this model for keys of ours; a true `do_sample` is a false `greedy`.

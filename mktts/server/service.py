@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, M
 from dataclasses import astuple
 from functools import cache, partial
 from itertools import accumulate, chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -23,20 +23,17 @@ from mktts.engine.admission import AdmissionLimits
 from mktts.engine.metrics import Player
 from mktts.engine.options import Chunk, StreamOptions, Timings
 from mktts.engine.runner import TICK_BOUNDS_S
+from mktts.engine.stream import Session, Stream
 from mktts.errors import MkttsError
+from mktts.model.prompt import Layout
+from mktts.model.voice import Voice
 from mktts.server.access import NO_OWNER
 from mktts.server.api_errors import ApiError, current_id, from_error, new_id
 from mktts.server.schemas import DEFAULT, Health, ModelInfo, Route, StreamState, VoiceParams
 from mktts.server.settings import Limits
-from mktts.server.voices import voice_aliases
+from mktts.server.voices import VoiceFolder, voice_aliases
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, language_named
-
-if TYPE_CHECKING:
-    from mktts.engine.stream import Session, Stream
-    from mktts.model.prompt import Layout
-    from mktts.model.voice import Voice
-    from mktts.server.voices import VoiceFolder
-    from mktts.synth import Synthesizer
+from mktts.synth import Synthesizer
 
 KEPT_LEAD_S = 0.5  # that a listener has to play while something is held back
 MAX_HELD_FRAMES = round(FRAME_RATE_HZ)  # a second
@@ -175,7 +172,7 @@ class SpeechService:
             "voices": self._voices,
             "instruct": params.instruct,
             "seed": params.seed,
-            "sampling": self.synthesizer.sampling.with_flat(params.sampling()),
+            "sampling": self.synthesizer.sampling.with_flat(given) if (given := params.sampling()) else None,
             "max_frames": params.max_frames or limits.max_frames,
             "pronunciations": params.pronunciations,
             "options": StreamOptions(

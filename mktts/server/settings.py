@@ -9,7 +9,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -69,14 +69,13 @@ class Limits:
     voice_days: float = option(30.0, "until an uploaded voice is deleted", metavar="N")
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None:
+        for name, value in vars(self).items():
+            if value is None or (value == 0 and name in ("max_waiting", "wait_s")):
                 continue
-            if not value >= 0 if field.name in ("max_waiting", "wait_s") else not value > 0:
-                raise ServerError(f"{field.name} must be above 0, got {value!r}")
+            if not value > 0:
+                raise ServerError(f"{name} must be above 0, got {value!r}")
             if not math.isfinite(value):
-                raise ServerError(f"{field.name} must be finite, got {value!r}")
+                raise ServerError(f"{name} must be finite, got {value!r}")
         if self.max_duration_s > DAY_S:
             raise ServerError(f"max_duration_s must be at most {DAY_S} (a day), got {self.max_duration_s:g}")
 

@@ -17,8 +17,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from mktts.common import counted
-from mktts.errors import BusyError, ServerError, VoiceError
+from mktts.errors import ServerError, VoiceError
 from mktts.model.voice import Voice
+from mktts.server.api_errors import ApiError
 from mktts.server.schemas import DEFAULT, UploadedVoice
 
 # OpenAI's voices. Clients and user interfaces that were made for them send no other name.
@@ -89,19 +90,20 @@ class VoiceFolder:
             raise ServerError(f"--voice-folder {folder}: expected a folder to read and write: {reason}") from None
 
     def keep(self, owner: str, voice: Voice, record: UploadedVoice) -> None:
-        """Keeps a voice in place of the owner's former one of that name. Raises BusyError where the owner has as many
-        as are allowed, ServerError where it cannot be written."""
+        """Keeps a voice in place of the owner's former one of that name. Raises ApiError where the owner has as many as
+        are allowed, or it cannot be written."""
         path = self._path(owner, record.name)
         with self._lock:
             if sum(other != path for other in self._paths(owner)) >= self.max_voices:
-                raise BusyError(f"a key may keep {counted(self.max_voices, 'voice')}: delete one")
+                message = f"a key may keep {counted(self.max_voices, 'voice')}: delete one"
+                raise ApiError(400, "too_many_voices", message)
             try:
                 path.parent.mkdir(mode=_FOLDER_MODE, exist_ok=True)
                 voice.save(path, record.model_dump_json(), _FILE_MODE)
             except OSError as error:  # its text has the voice's name in it
                 message = f"the voice could not be kept, its folder cannot be written to: {error.strerror}"
                 log.error(message)
-                raise ServerError(message) from None
+                raise ApiError(500, "voice_not_kept", message) from None
         self._record(path)
         log.info("a voice was uploaded, kept until %s", time.strftime("%F %T", time.localtime(record.expires_at)))
 

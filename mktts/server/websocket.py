@@ -10,7 +10,7 @@ import logging
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import WebSocket, WebSocketDisconnect
+from fastapi import WebSocket, WebSocketDisconnect, status
 from pydantic import TypeAdapter, ValidationError
 
 from mktts.engine.options import Chunk
@@ -21,7 +21,6 @@ from mktts.spec import SAMPLE_RATE_HZ
 
 _MESSAGES: TypeAdapter[Any] = TypeAdapter(ClientMessage)
 _MAX_WAITING = 8  # utterances started and cancelled while the client has read none of their ends
-_POLICY_VIOLATION = 1008  # RFC 6455, 7.4.1
 _GONE = (RuntimeError, WebSocketDisconnect, TimeoutError)  # what sending raises where the client is, or reads nothing
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class SpeechSocket:
             self._end()
             with contextlib.suppress(*_GONE):
                 await self._refuse(error)
-                await self._socket.close(_POLICY_VIOLATION, error.code)
+                await self._socket.close(status.WS_1008_POLICY_VIOLATION, error.code)
         finally:
             self._end()
             answering.cancel()
@@ -144,7 +143,7 @@ class SpeechSocket:
             log.warning("stream %s: the client took nothing for %g s", stream.id, self._limits.stall_s)
             with contextlib.suppress(*_GONE):
                 async with asyncio.timeout(1):
-                    await self._socket.close(_POLICY_VIOLATION, "stalled")
+                    await self._socket.close(status.WS_1008_POLICY_VIOLATION, "stalled")
         finally:
             stream.close()
 

@@ -3,8 +3,6 @@
 Random weights: the bot's voice is noise; its text is known.
 """
 
-import wave
-
 import numpy as np
 import pytest
 from absent import needs
@@ -46,11 +44,12 @@ async def test_a_text_that_was_not_recorded_is_told_before_anything_is_loaded():
         await converse(from_environment({}, checkpoint="absent-folder"), [UserTurn("no such text")])
 
 
-async def test_a_conversation_with_an_interruption(tmp_path, checkpoint_cache):
-    order, lines = Order(), []
+async def test_a_conversation_with_an_interruption(checkpoint_cache):
+    """One conversation, in real time, looked at from all sides."""
+    order = Order()
     script = (UserTurn("tell me a story"), UserTurn("stop please", after_s=1.0))
     settings = from_environment({}, checkpoint="random:tiny", turn_end="timeout", greeting="", seed=1)
-    talk = await converse(settings, script, wav=tmp_path / "talk.wav", say=lines.append, observers=[order])
+    talk = await converse(settings, script, observers=[order])
 
     story, stop = talk.turns
     assert [turn.user for turn in talk.turns] == [turn.text for turn in script]
@@ -73,10 +72,6 @@ async def test_a_conversation_with_an_interruption(tmp_path, checkpoint_cache):
     assert "a" in order.log[: order.log.rindex("i")] and "a" in after[after.index("?") :]
     assert talk.stale_frames == 0
 
-    with wave.open(str(talk.wav)) as file:
-        assert (file.getnchannels(), file.getframerate(), file.getnframes()) == (2, SAMPLE_RATE_HZ, len(talk.user))
-        both = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, 2) / 2**15
-    assert np.abs(both[:, 0] - talk.user).max() < 1e-3 and np.abs(both[:, 1] - talk.bot).max() < 1e-3
+    assert len(talk.user) == len(talk.bot) > SAMPLE_RATE_HZ
     assert np.abs(talk.user).max() > 0.3 and np.abs(talk.bot).max() > 0.05
-
-    assert talk.random_weights and any("noise" in line for line in lines)
+    assert talk.random_weights

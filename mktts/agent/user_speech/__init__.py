@@ -4,10 +4,10 @@ They are the output of the synthesizer flite 2.2 (Carnegie Mellon University, BS
 its voice `rms` (`flite -voice rms -t TEXT -o FILE`), cut at the first and the last sample above 1 % of full scale and
 scaled to a peak of 0.6: the end of a file is the end of speech."""
 
-import wave
 from pathlib import Path
 
 import numpy as np
+import soundfile
 
 from mktts.errors import AgentError
 
@@ -21,5 +21,4 @@ def load(text: str) -> np.ndarray:
     among `TEXTS`."""
     if text not in TEXTS:
         raise AgentError(f"expected one of the recorded texts {', '.join(map(repr, TEXTS))}, got {text!r}")
-    with wave.open(str(FOLDER / f"{text.replace(' ', '_')}.wav"), "rb") as file:
-        return np.frombuffer(file.readframes(file.getnframes()), "<i2")
+    return soundfile.read(FOLDER / f"{text.replace(' ', '_')}.wav", dtype="int16")[0]
