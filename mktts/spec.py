@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,12 +141,12 @@ class ModelConfig:
     dialects: dict[str, str | bool]
     speaker_embedding_size: int | None
 
-    @property
+    @cached_property
     def default_speaker(self) -> str | None:
         """Who speaks where no speaker is named: the checkpoint's first; None where it has no built-in speakers."""
         return next(iter(self.speakers), None)
 
-    @property
+    @cached_property
     def spoken_languages(self) -> list[str]:
         """What a request may name, "auto" first. Dialects belong to speakers; upstream refuses them as languages."""
         return ["auto", *sorted(name for name in self.languages if "dialect" not in name)]
