@@ -212,9 +212,9 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
         max_chars = plan.options.max_chars_per_segment or self._fed_chars
-        return Session(
-            self.engine, self.engine.reserve(plan), request, max_chars, *self._readers(request, plan, settings)
-        )
+        readers, utterance = self._readers(request, plan, settings), self.engine.reserve(plan)
+        begin = partial(self.engine.begin_fed, utterance, request, max_chars)
+        return Session(self.engine, utterance, begin, *readers)
 
     def _stream(self, text: str, settings: StreamSettings, paced: bool = False) -> Stream:
         started_s = time.perf_counter()
@@ -249,12 +249,10 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
     def _named(self, request: Request, voices: Mapping[str, Voice], name: str) -> Request | None:
         """`request`, without text, as spoken by the voice or speaker of that name; None where there is none."""
         name = name.lower()
-        voices = {saved.lower(): voice for saved, voice in voices.items()}
-        if name in voices:
-            return self._prompts.check(replace(request, text="", speaker=None, voice=voices[name]))
-        if name in self._prompts.config.speakers:
-            return self._prompts.check(replace(request, text="", speaker=name, voice=None))
-        return None
+        voice = {saved.lower(): voice for saved, voice in voices.items()}.get(name)
+        if voice is None and name not in self._prompts.config.speakers:
+            return None
+        return self._prompts.check(replace(request, text="", speaker=None if voice else name, voice=voice))
 
     @property
     def _room(self) -> int:
