@@ -118,7 +118,6 @@ LANGUAGE_CODES = {
 
 def language_named(word: str) -> str:
     """A checkpoint's name of a language that is called by its name or its code: "English", "en", "en-US" -> "english".
-
     Any other word as it is, in lower case: whether a checkpoint has that language is its own check."""
     word = word.strip().lower()
     return LANGUAGE_CODES.get(word.replace("_", "-").split("-")[0], word)

@@ -96,9 +96,10 @@ class FrontEndFeed(Feed):
             words = text.rstrip(_PAUSES)
             said = joined + words if words else ""
             self._said, self._pause = words[-1:] or self._said, text[len(words) :]
+        if ends and self._said not in _ENDS:
+            self._said, said = ".", said + "."
         if ends:
-            end = "" if self._said in _ENDS else "."
-            self._said, self._pause, said = end or self._said, "", said + end
+            self._pause = ""
         return said
 
 
