@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -117,7 +118,6 @@ LANGUAGE_CODES = {
 
 def language_named(word: str) -> str:
     """A checkpoint's name of a language that is called by its name or its code: "English", "en", "en-US" -> "english".
-
     Any other word as it is, in lower case: whether a checkpoint has that language is its own check."""
     word = word.strip().lower()
     return LANGUAGE_CODES.get(word.replace("_", "-").split("-")[0], word)
@@ -140,12 +140,12 @@ class ModelConfig:
     dialects: dict[str, str | bool]
     speaker_embedding_size: int | None
 
-    @property
+    @cached_property
     def default_speaker(self) -> str | None:
         """Who speaks where no speaker is named: the checkpoint's first; None where it has no built-in speakers."""
         return next(iter(self.speakers), None)
 
-    @property
+    @cached_property
     def spoken_languages(self) -> list[str]:
         """What a request may name, "auto" first. Dialects belong to speakers; upstream refuses them as languages."""
         return ["auto", *sorted(name for name in self.languages if "dialect" not in name)]

@@ -256,10 +256,8 @@ class PrimedStates:
         """Lets go of the state after `reference`. No effect on one that is not kept."""
         self._states.pop(id(reference), None)
 
-    def of(self, reference: Tensor | None) -> CodecState:
-        """The state after the codes `reference` (R, 16), to be copied; None: the state of silence."""
-        if reference is None:
-            return self._codec.start()
+    def of(self, reference: Tensor) -> CodecState:
+        """The state after the codes `reference` (R, 16), to be copied."""
         key = id(reference)
         if key not in self._states:
             state = self._codec.start()

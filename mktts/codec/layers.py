@@ -104,7 +104,7 @@ class Upsampling:
         return [(1, self.c_in)] if len(self.linear.weight) > self.c_in else []
 
     def __call__(self, x: Tensor, history: History) -> Tensor:
-        if self.history_shapes:
+        if len(self.linear.weight) > self.c_in:  # kernel 2s
             whole = extended(x, history)
             # a row and the one before it lie side by side
             x = whole.as_strided((*x.shape[:2], 2 * self.c_in), whole.stride())

@@ -16,8 +16,9 @@ KEPT_LEAD_SAMPLES = SAMPLE_RATE_HZ * 40 // 1_000  # before the first audible 10 
 class Chunker:
     """Collects the frames of one utterance and hands out chunks."""
 
-    def __init__(self, options: StreamOptions, schedule: tuple[int, ...] = SCHEDULE) -> None:
-        """schedule: where the options leave it open."""
+    def __init__(self, options: StreamOptions, started_s: float, schedule: tuple[int, ...] = SCHEDULE) -> None:
+        """started_s: perf_counter of the call that timings count from. schedule: where the options leave it open."""
+        self._started_s = started_s
         self._schedule = options.schedule or schedule
         self._trimming = options.trim_lead
         self.undecoded: list[Any] = []  # of each frame, what `decode` of `take` takes
@@ -40,9 +41,7 @@ class Chunker:
         wanted = self._schedule[min(self._chunks + len(self.decoding), len(self._schedule) - 1)]
         return wanted - len(self.undecoded)
 
-    def take(
-        self, decode: Callable[[list[Any]], Any], started_s: float, flush: bool = False, ahead: bool = False
-    ) -> Chunk | None:
+    def take(self, decode: Callable[[list[Any]], Any], flush: bool = False, ahead: bool = False) -> Chunk | None:
         """The next chunk once the schedule has it whole, or what there is with `flush`; None for nothing to hear.
 
         decode: begins to turn `undecoded` into PCM (T * SAMPLES_PER_FRAME,) float32, which its result waits for. ahead:
@@ -72,9 +71,8 @@ class Chunker:
         if not len(pcm):
             self._silent_frames += frames
             return None
-        timings = Timings(
-            1e3 * (ready_s - started_s), self.prefill_ms, self.talker_ms, self.predictor_ms, self.codec_ms
-        )
+        spent_ms = self.prefill_ms, self.talker_ms, self.predictor_ms, self.codec_ms
+        timings = Timings(1e3 * (ready_s - self._started_s), *spent_ms)
         frames += self._silent_frames
         chunk = Chunk(pcm, (self._samples - len(pcm)) / SAMPLE_RATE_HZ, frames, timings, pcm16)
         self._chunks += 1
@@ -83,12 +81,12 @@ class Chunker:
         self.prefill_ms = self.talker_ms = self.predictor_ms = self.codec_ms = 0.0
         return chunk
 
-    def silence(self, samples: int, started_s: float) -> Iterator[Chunk]:
+    def silence(self, samples: int) -> Iterator[Chunk]:
         """Chunks of exact silence, no longer than those of speech, behind all that was taken so far."""
         longest = SAMPLES_PER_FRAME * SCHEDULE[-1]
         for start in range(0, samples, longest):
             count = min(longest, samples - start)
-            timings = Timings(1e3 * (time.perf_counter() - started_s), 0.0, 0.0, 0.0, 0.0)
+            timings = Timings(1e3 * (time.perf_counter() - self._started_s), 0.0, 0.0, 0.0, 0.0)
             yield Chunk(np.zeros(count, np.float32), self._samples / SAMPLE_RATE_HZ, 0, timings, bytes(2 * count))
             self._samples += count
 

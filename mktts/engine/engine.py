@@ -76,7 +76,8 @@ class Engine:
         self._capacity_key = capacity_key
         self.admission = admission
         self.on_gone: Callable[[], None] | None = None  # never called
-        self.runners: dict[EngineName, Runner] = {}  # the worker clears it at its end
+        # The worker clears it at its end.
+        self.runners: dict[EngineName, Runner] = {one.name: one for one in (single, batch) if one is not None}
         self._later, self._singly = later, SINGLE_STREAMS
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self.notifier = Notifier()
@@ -84,7 +85,6 @@ class Engine:
         self.closed = False
         self._utterances: weakref.WeakSet[Utterance] = weakref.WeakSet()
         self._pid = os.getpid()
-        self.runners.update({runner.name: runner for runner in (single, batch) if runner is not None})
         self._worker = _Worker(self._inbox, self.runners, self.notifier)
         self._thread = threading.Thread(target=self._worker.run, args=(cpu_threads,), name="mktts-worker", daemon=True)
         self._thread.start()
@@ -106,7 +106,7 @@ class Engine:
 
         Raises EngineError after `close` and in a forked child, SamplingError for draws that no lanes make.
         """
-        utterance = self.reserve(plan, sink)
+        utterance = Utterance(plan, self._inbox, self.notifier, sink)
         self._begin(utterance, lambda runner: Script(parts, runner.build, started_s), engine)
         return utterance
 
@@ -134,6 +134,7 @@ class Engine:
     def _begin(self, utterance: Utterance, script_of: Callable[[Runner], Any], engine: str | None = None) -> None:
         with self._lock:
             self._check(utterance.plan.sampling)
+            self._utterances.add(utterance)
             runner = self._choose(utterance.plan.sampling, engine)
             utterance.begin(script_of(runner), runner.name)
             self._inbox.put(utterance)
@@ -304,8 +305,8 @@ class _Worker:
             wake_s = min(map(self._turn, runners))
             self._notifier.flush()
             # Here, not in the runner: behind every turn, also one that failed or ended streams before they had begun.
-            batch = self.runners.get("batch")
-            self._many.count(0 if batch is None else batch.open_streams)
+            if "batch" in self.runners:
+                self._many.count(self.runners["batch"].open_streams)
             self.sleeps = wake_s == math.inf
         for runner in self.runners.values():
             try:

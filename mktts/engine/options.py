@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -52,10 +53,10 @@ class Guard:
     def off(cls) -> Guard:
         return cls(repeat_frames=None, frames_per_text_token=None)
 
-    def limit_frames(self, text_tokens: int) -> int | None:
-        """Frames that a segment with this many text tokens may take."""
+    def limit_frames(self, text_tokens: int) -> float:
+        """Frames that a segment with this many text tokens may take, inf for any number."""
         if self.frames_per_text_token is None:
-            return None
+            return math.inf
         return self.slack_frames + int(self.frames_per_text_token * text_tokens)
 
 
@@ -77,8 +78,7 @@ class GuardState:
         self.last_code0 = code0
         if self.guard.repeat_frames is not None and self.repeats >= self.guard.repeat_frames:
             return "runaway"
-        limit = self.guard.limit_frames(text_tokens)
-        if limit is not None and self.frames >= limit:
+        if self.frames >= self.guard.limit_frames(text_tokens):
             return "runaway"
         return "max_frames" if self.frames >= self.max_frames else None
 

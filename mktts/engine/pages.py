@@ -83,7 +83,7 @@ class Pages:
 
     def find(self, key: Hashable | None) -> int:
         """Rows of the prefix kept under `key`; 0 where none is."""
-        return self._kept[key].rows if key is not None and key in self._kept else 0
+        return self._kept[key].rows if key in self._kept else 0
 
     def fits(self, rows: int, key: Hashable | None = None, beside: int = 0) -> bool:
         """Whether a stream of at most `rows` rows could open now with the prefix `key`, if that is kept, so that

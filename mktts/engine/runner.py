@@ -164,7 +164,7 @@ class Runner:
         if stream.chunker is None or stream in self._textless:
             if stream.chunker is None:
                 stream.positions = self.lanes.positions
-                stream.chunker = Chunker(stream.plan.options, self._settings.chunks)
+                stream.chunker = Chunker(stream.plan.options, stream.script.started_s, self._settings.chunks)
             stream.arrived_s = time.perf_counter()
             self._textless.discard(stream)
             self._arrived.append(stream)
@@ -398,15 +398,22 @@ class Runner:
 
     def _resume(self, slot: int, now_s: float) -> None:
         """Lets a stream go on that waited for text, or for memory between two segments, if they have come."""
-        stream = self._streams[slot]
+        stream, queue, pages = self._streams[slot], self._queue, self._pages
         try:
             if slot in self._begun:
                 if stream.row_known():
                     del self._waiting[slot]
                     self._table.text(slot, True, now_s)
                     return
-            elif stream.next_segment() and self._goes_on(slot, now_s):
-                return
+            elif stream.next_segment():  # it precedes streams that arrive
+                arrival = self._arrival(stream)
+                if pages is None or pages.fits(arrival.max_rows, arrival.key, queue.reserved_pages):
+                    del self._waiting[slot]
+                    self._begin(slot, now_s)
+                    return
+                if queue.held(now_s):
+                    raise self._refusal("held")
+                queue.reserved_pages += pages.count(arrival.max_rows)
             if stream.has_rest and not stream.unread:
                 self._flush(slot, stream, now_s)  # nothing comes for now: the listener gets what there is
             if stream.open and not stream.unread and (stream.segment is None or slot in self._begun):
@@ -415,19 +422,6 @@ class Runner:
                 del self._awake[slot], self._waiting[slot]
         except Exception as error:
             stream.fail(error)
-
-    def _goes_on(self, slot: int, now_s: float) -> bool:
-        """Begins the next segment of the stream in `slot` if its memory is there; it precedes streams that arrive."""
-        queue, pages = self._queue, self._pages
-        arrival = self._arrival(self._streams[slot])
-        if pages is not None and not pages.fits(arrival.max_rows, arrival.key, queue.reserved_pages):
-            if queue.held(now_s):
-                raise self._refusal("held")
-            queue.reserved_pages += pages.count(arrival.max_rows)
-            return False
-        del self._waiting[slot]
-        self._begin(slot, now_s)
-        return True
 
     # ---- ticks
 

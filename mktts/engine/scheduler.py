@@ -86,7 +86,7 @@ class TickModel:
         first ticks only, then `TickFit` knows better."""
         return cls(constant_s=11.5e-3, lane_s=2.0e-3, row_s=85e-6, attention_s=55e-6)
 
-    def predict(self, lanes: int, rows: int = 0, context_rows: float = 0.0) -> float:
+    def predict(self, lanes: int, rows: int, context_rows: float) -> float:
         """Seconds of a tick of so many lanes and prompt rows, whose lanes attend to `context_rows` rows together."""
         attended = context_rows / _CONTEXT_UNIT_ROWS
         return self.constant_s + self.lane_s * lanes + self.row_s * rows + self.attention_s * attended
@@ -310,8 +310,10 @@ class StreamTable:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.open, self.paced, self.text_known, self.full, self.resumed = np.zeros((5, slots), bool)
-        self.prompt_rows, self.context_rows, self.frames_made, self.frames_taken = np.zeros((4, slots), np.int64)
-        self.chunk_start, self.chunk_end, self.serial = np.zeros((3, slots), np.int64)
+        self._counts = np.zeros((6, slots), np.int64)
+        self.prompt_rows, self.context_rows, self.frames_made, self.frames_taken = self._counts[:4]
+        self.chunk_start, self.chunk_end = self._counts[4:]
+        self.serial = np.zeros(slots, np.int64)
         self.arrived_s, self.silent_s, self.newest_s, self.taken_s, self.playing_since_s = np.zeros((5, slots))
 
     # ---- what happens to a stream
@@ -321,11 +323,7 @@ class StreamTable:
         self.open[slot], self.paced[slot] = True, paced
         self.text_known[slot], self.full[slot], self.resumed[slot] = True, False, False
         self.serial[slot] += 1
-        for array in (
-            self.prompt_rows, self.context_rows, self.frames_made, self.frames_taken, self.chunk_start, self.chunk_end,
-            self.silent_s,
-        ):  # fmt: skip
-            array[slot] = 0
+        self._counts[:, slot] = self.silent_s[slot] = 0
         self.arrived_s[slot] = self.newest_s[slot] = self.taken_s[slot] = arrived_s
         self.playing_since_s[slot] = -np.inf
 

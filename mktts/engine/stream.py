@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import threading
 import time
@@ -31,7 +32,6 @@ from mktts.engine.script import Script
 from mktts.engine.words import WordTimes
 from mktts.errors import EngineError, TextError
 from mktts.model.backend import PromptRows
-from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLE_RATE_HZ
 from mktts.text.split import check_length, clean_piece
@@ -226,13 +226,13 @@ class Utterance:
         limit = MAX_SEGMENT_FRAMES if plan.max_frames is None else plan.max_frames - len(self.codes)
         limit = max(1, min(limit, self.positions - len(prompt.embeds)))
         # A key-value cache no longer than the guard allows; the frame that reaches the limit is its runaway.
-        guarded = plan.options.guard.limit_frames(prompt.text_tokens) if prompt.text_ended else None
+        guarded = plan.options.guard.limit_frames(prompt.text_tokens) if prompt.text_ended else math.inf
         self.segment_number += 1
         self.segment = Segment(
             prompt,
             plan.sampling,
             plan.seed + self.segment_number,
-            limit if guarded is None else max(1, min(limit, guarded)),
+            max(1, min(limit, guarded)),
             self,
             None if voice is None else voice.codes,
             GuardState(plan.options.guard, limit),
@@ -253,10 +253,10 @@ class Utterance:
     def add_frame(
         self,
         codes: Tensor | np.ndarray | None,
-        pcm: tuple[bytearray, bytes | None] | None = None,
-        talker_ms: float = 0.0,
-        predictor_ms: float = 0.0,
-        ahead: bool = False,
+        pcm: tuple[bytearray, bytes | None] | None,
+        talker_ms: float,
+        predictor_ms: float,
+        ahead: bool,
     ) -> None:
         """Books a frame of the segment, codes (16,) int64 or None at end of speech, and delivers the chunk that it
         completes. pcm: its samples (1920,) float32, and the same in 16 bits, where that was made too; None where
@@ -287,8 +287,7 @@ class Utterance:
         if self.cancelled:
             self.end(None)
             return
-        started_s = self.script.started_s
-        chunk = self.chunker.take(self.submit or _decoded, started_s, flush, ahead)
+        chunk = self.chunker.take(self.submit or _decoded, flush, ahead)
         if chunk is not None:
             first = not self.made_frames
             self.deliver(chunk)
@@ -296,7 +295,7 @@ class Utterance:
                 self._notifier.flush()  # the consumer takes it now
                 time.sleep(_YIELD_S)
         if self._silent_samples:
-            for silence in self.chunker.silence(self._silent_samples, started_s):
+            for silence in self.chunker.silence(self._silent_samples):
                 self.deliver(silence)
             self.silent_s += self._silent_samples / SAMPLE_RATE_HZ
             self._silent_samples = 0
@@ -480,8 +479,7 @@ class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsy
         except BaseException:
             self._give_up()
             raise
-        if self._words is not None:
-            chunk = self._with_words(chunk)
+        chunk = chunk if self._words is None else self._with_words(chunk)
         if chunk is None:
             raise StopIteration
         return chunk
@@ -526,19 +524,12 @@ class Session(Stream):
     """
 
     def __init__(
-        self,
-        engine: Any,
-        utterance: Utterance,
-        request: Request,
-        max_chars: int,
-        text: TextFeed,
-        words: WordTimes | None = None,
+        self, engine: Any, utterance: Utterance, begin: Callable[..., None], text: TextFeed, words: WordTimes | None
     ) -> None:
-        """request: checked, without text. max_chars: of a segment. text: what the text goes through, before the engine,
-        which knows of the stream from the first visible text on. words: see `Stream`."""
+        """begin: takes the first texts, as `Engine.feed` takes those behind them. text: what the text goes through,
+        before the engine, which knows of the stream from the first visible text on. words: see `Stream`."""
         super().__init__(engine, utterance, words)
-        self._request, self._max_chars = request, max_chars
-        self._text = text
+        self._begin, self._text = begin, text
         self._early: list[Any] = []  # of pieces without anything visible
         self._writing = threading.Lock()
         self._chars = 0
@@ -561,10 +552,14 @@ class Session(Stream):
             self._chars += len(piece)
             if self._utterance.engine is not None:
                 self._engine.feed(self._utterance, parts)
-            elif piece.strip():
-                self._begin((*self._early, *parts))
-            else:
+            elif not piece.strip():
                 self._early += parts
+            else:
+                try:
+                    self._begin([*self._early, *parts])
+                except EngineError:
+                    if not self._utterance.over:  # else the engine was closed meanwhile
+                        raise
 
     def finish(self) -> None:
         """Says that no more text comes; a second call does nothing. Raises TextError where nothing visible was fed, and
@@ -583,10 +578,3 @@ class Session(Stream):
             if self._words is not None:
                 self._words.finish()
             self._engine.feed(self._utterance, [*parts, None])
-
-    def _begin(self, parts: Sequence[Any]) -> None:
-        try:
-            self._engine.begin_fed(self._utterance, self._request, self._max_chars, parts)
-        except EngineError:
-            if not self._utterance.over:  # else the engine was closed meanwhile
-                raise

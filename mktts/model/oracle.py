@@ -191,12 +191,9 @@ class TorchBackend:
     def _later_codes(self, streams: Sequence[TorchStream], code0: Tensor, noise: Tensor | None) -> Tensor:
         """All codes (B, 16) of the frame, which is then made."""
         choose = self._choices(streams, "predictor")
-
-        def draw(book: int, logits: Tensor) -> Tensor:
-            return choose(logits, None if noise is None else noise[:, book - 1])
-
+        of_book = [None] * (NUM_CODEBOOKS - 1) if noise is None else noise.unbind(1)
         hidden = torch.cat([stream.head_rows[-1:] for stream in streams])
-        made = self.predicted(hidden, code0.clamp(min=0), draw)
+        made = self.predicted(hidden, code0.clamp(min=0), lambda book, logits: choose(logits, of_book[book - 1]))
         for stream, codes in zip(streams, made, strict=True):
             stream.codes = codes
             stream.frames += not stream.ended

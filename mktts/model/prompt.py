@@ -216,22 +216,18 @@ class PromptBuilder:
 
     @torch.inference_mode()
     def text_rows(self, ids: Sequence[int]) -> Tensor:
-        """Projected text embeddings (N, H): fc2(SiLU(fc1(embedding))). Another grouping may round differently."""
-        (w1, b1), (w2, b2) = self._projection
-        return F.linear(F.silu(F.linear(self._embedded(ids), w1, b1)), w2, b2)
+        """Projected text embeddings (N, H), N > 0: fc2(SiLU(fc1(embedding))). Another grouping may round differently.
+        Raises IndexError for an id that is not in the table."""
+        table, ((w1, b1), (w2, b2)) = self._table, self._projection
+        if self._uploads:  # through pinned memory, which torch keeps: the copy then waits for no work of other streams
+            pinned = torch.empty(len(ids), table.shape[1], dtype=table.dtype, pin_memory=True)
+            gather(self._numbers, ids, numbers(pinned))
+            rows = pinned.to(self.device, non_blocking=True)
+        else:
+            rows = table[torch.tensor(list(ids), dtype=torch.int64, device=table.device)].to(self.device)
+        return F.linear(F.silu(F.linear(rows.to(self.dtype), w1, b1)), w2, b2)
 
     # ---- parts
-
-    def _embedded(self, ids: Sequence[int]) -> Tensor:
-        """Rows of the text table (N, E), N > 0. Raises IndexError for an id that is not in it."""
-        table = self._table
-        if not self._uploads:
-            x = table[torch.tensor(list(ids), dtype=torch.int64, device=table.device)]
-            return x.to(self.device).to(self.dtype)
-        # Through pinned memory, which torch keeps: the copy then waits for no work of other streams.
-        pinned = torch.empty(len(ids), table.shape[1], dtype=table.dtype, pin_memory=True)
-        gather(self._numbers, ids, numbers(pinned))
-        return pinned.to(self.device, non_blocking=True).to(self.dtype)
 
     def _codec_rows(self, *ids: int) -> Tensor:
         """Rows of tags, speakers and special ids: a few dozen in all, so they are kept."""

@@ -169,15 +169,13 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         """Starts to speak `text` and returns at once; the stream is an iterator and an async iterator of chunks.
         settings: see `StreamSettings`. Raises TextError, PromptError, SamplingError or OptionsError; the stream raises
         what fails later."""
-        return self._stream(text, settings)
+        return self._stream(text, settings, paced=True)
 
-    def astream(self, text: str, **settings: Unpack[StreamSettings]) -> Stream:
-        """`stream`, named for `async for chunk in synth.astream(...)`: the same object serves both."""
-        return self.stream(text, **settings)
+    astream = stream  # named for `async for chunk in synth.astream(...)`: the same object serves both
 
     def say(self, text: str, **settings: Unpack[StreamSettings]) -> np.ndarray:
         """All PCM of `stream(text, ...)`: (S,) float32 in [-1, 1] at SAMPLE_RATE_HZ."""
-        return whole(self._stream_unpaced(text, settings))
+        return whole(self._stream(text, settings))
 
     def say_many(
         self,
@@ -194,7 +192,7 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         """
         if at_once is not None:
             checked_int("at_once", at_once, at_least=1)
-        return say_many(self._stream_unpaced, texts, settings, at_once or self._room)
+        return say_many(self._stream, texts, settings, at_once or self._room)
 
     def say_each(self, ask: Callable[[], SayRequest | None], *, at_once: int | None = None) -> Iterator[SayResult]:
         """As `say_many`, for texts with settings of their own: each as soon as it is over, and its error is its alone.
@@ -205,7 +203,7 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         """
         if at_once is not None:
             checked_int("at_once", at_once, at_least=1)
-        return say_each(self._stream_unpaced, ask, at_once or self._room + self._room // _WAITING)
+        return say_each(self._stream, ask, at_once or self._room + self._room // _WAITING)
 
     def open(self, **settings: Unpack[StreamSettings]) -> Session:
         """A stream whose text comes later, through `Session.feed` and `finish`. Settings and errors as for `stream`;
@@ -214,16 +212,16 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
         max_chars = plan.options.max_chars_per_segment or self._fed_chars
-        return Session(
-            self.engine, self.engine.reserve(plan), request, max_chars, *self._readers(request, plan, settings)
-        )
+        readers, utterance = self._readers(request, plan, settings), self.engine.reserve(plan)
+        begin = partial(self.engine.begin_fed, utterance, request, max_chars)
+        return Session(self.engine, utterance, begin, *readers)
 
-    def _stream(self, text: str, settings: StreamSettings, paced: bool = True) -> Stream:
+    def _stream(self, text: str, settings: StreamSettings, paced: bool = False) -> Stream:
         started_s = time.perf_counter()
         request, plan = self._checked(clean_text(text), settings, paced)
         feed, words = self._readers(request, plan, settings)
         max_chars = plan.options.max_chars_per_segment or self._whole_chars
-        parts = cut(request, (*feed.push(request.text), *feed.finish()), max_chars)
+        parts = cut(request, feed.take(request.text, final=True), max_chars)
         if words is not None:
             words.feed(request.text)
             words.finish()
@@ -251,15 +249,10 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
     def _named(self, request: Request, voices: Mapping[str, Voice], name: str) -> Request | None:
         """`request`, without text, as spoken by the voice or speaker of that name; None where there is none."""
         name = name.lower()
-        voices = {saved.lower(): voice for saved, voice in voices.items()}
-        if name in voices:
-            return self._prompts.check(replace(request, text="", speaker=None, voice=voices[name]))
-        if name in self._prompts.config.speakers:
-            return self._prompts.check(replace(request, text="", speaker=name, voice=None))
-        return None
-
-    def _stream_unpaced(self, text: str, settings: StreamSettings) -> Stream:
-        return self._stream(text, settings, paced=False)
+        voice = {saved.lower(): voice for saved, voice in voices.items()}.get(name)
+        if voice is None and name not in self._prompts.config.speakers:
+            return None
+        return self._prompts.check(replace(request, text="", speaker=None if voice else name, voice=voice))
 
     @property
     def _room(self) -> int:

@@ -64,45 +64,43 @@ class FrontEndFeed(Feed):
                 said += self._complete()
                 self._gap = ""
             self._word += part
-        return said + self._complete() + self._hand_on() + self._end() if final else said
+        return said + self._complete() + self._hand_on(ends=True) if final else said
 
     def _complete(self) -> str:
         """Books the last word. Returns what was held before it, where there is a cut."""
         word, self._word, said = self._word, "", ""
         last_two = (*self._held.split()[-1:], word)
         if self._begins_line and _ITEM.match(word):
-            said = self._hand_on() + self._end()
+            said = self._hand_on(ends=True)
         elif self._held and (all(map(english.is_plain, last_two)) or len(self._held) + len(word) > _LONGEST_CHARS):
             said = self._hand_on()
         self._held += f"{word} "
         self._begins_line = "\n" in self._gap
         if self._gap.count("\n") > 1:
-            said += self._hand_on() + self._end()
+            said += self._hand_on(ends=True)
         elif english.ends_sentence(word):
             said += self._hand_on()
         return said
 
-    def _hand_on(self) -> str:
-        text, self._held = self._held.strip(), ""
+    def _hand_on(self, ends: bool = False) -> str:
+        """What was held. ends: with the mark that ends it, where it has none."""
+        text, said, self._held = self._held.strip(), "", ""
         begins = self._said in _ENDS
         text = english.reading(_BULLET.sub("", text, count=1) if begins else text)
         if begins or self._pause:
             text = text.lstrip(_MARKS + " ")
-        if not text:
-            return ""
-        if begins:
-            text = text[0].upper() + text[1:]
-        joined = self._pause + (" " if self._said and text[0] not in _MARKS else "")
-        words = text.rstrip(_PAUSES)
-        self._pause = text[len(words) :]
-        self._said = words[-1:] or self._said
-        return joined + words if words else ""
-
-    def _end(self) -> str:
-        """The mark that ends what was handed on, where it has none."""
-        ends = "" if self._said in _ENDS else "."
-        self._said, self._pause = ends or self._said, ""
-        return ends
+        if text:
+            if begins:
+                text = text[0].upper() + text[1:]
+            joined = self._pause + (" " if self._said and text[0] not in _MARKS else "")
+            words = text.rstrip(_PAUSES)
+            said = joined + words if words else ""
+            self._said, self._pause = words[-1:] or self._said, text[len(words) :]
+        if ends and self._said not in _ENDS:
+            self._said, said = ".", said + "."
+        if ends:
+            self._pause = ""
+        return said
 
 
 @cache

@@ -105,7 +105,7 @@ class TextFeed(Feed):
             if not any(map(str.isalnum, text)):
                 return ""
             text, self._signs = _MARK.sub("", self._signs) if self._said else self._signs, None
-        return self._reader.push(text)
+        return self._reader.take(text, final=False)
 
     def _end_part(self, last: bool = False) -> str:
         words, signs = "", self._signs

@@ -231,12 +231,12 @@ def test_chunks_of_any_length_are_trimmed_as_the_whole_is(size):
     assert first_audible_sample(whole) == 9 * AUDIBLE_WINDOW_SAMPLES
     pieces = iter([whole[start : start + size] for start in range(0, len(whole), size)])
     decoded = SimpleNamespace(result=lambda: next(pieces), pcm16=None)
-    chunker = Chunker(StreamOptions(schedule=(1,), trim_lead=True))
+    chunker = Chunker(StreamOptions(schedule=(1,), trim_lead=True), time.perf_counter())
     chunks = []
     for _ in range(0, len(whole), size):
         chunker.undecoded.append(None)
         chunker.pending_frames += 1
-        chunks.append(chunker.take(lambda codes: decoded, time.perf_counter()))
+        chunks.append(chunker.take(lambda codes: decoded))
     heard = [chunk for chunk in chunks if chunk]
     kept = 9 * AUDIBLE_WINDOW_SAMPLES - SAMPLE_RATE_HZ * 40 // 1_000
     assert np.array_equal(np.concatenate([chunk.pcm for chunk in heard]), whole[kept:])

@@ -51,8 +51,8 @@ def test_an_error_is_raised_in_its_turn_and_the_others_are_cancelled(make, at_on
     texts = ["Good.", "Good too.", "\x00" if fails == "opening" else "Fails.", "Never said.", "Never said."]
     seeds = iter([10, 20, 70, 30, 40])
     with make(FakeBackend(eos_after=5, fail_at=3, failing_seed=70)) as synth:
-        plain, got = synth._stream_unpaced, []
-        synth._stream_unpaced = lambda text, settings: plain(text, {**settings, "seed": next(seeds)})
+        plain, got = synth._stream, []
+        synth._stream = lambda text, settings, **how: plain(text, {**settings, "seed": next(seeds, 0)}, **how)
         with pytest.raises((TextError, RuntimeError, EngineError)):
             for pcm in synth.say_many(texts, at_once=at_once):
                 got.append(len(pcm))

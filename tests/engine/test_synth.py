@@ -332,9 +332,9 @@ def test_every_type_of_checkpoint_and_setting_gives_many_at_once_what_it_gives_o
     kind = request.getfixturevalue(checkpoint)
     asked = [{"seed": index, **changes} for index, changes in enumerate(OF_A_TYPE[checkpoint])]
     with Synthesizer.load(kind, device="cpu", engine="single") as synth:
-        wanted = [heard(synth._stream_unpaced(SENTENCES, {"max_frames": 8, "options": OFF, **one})) for one in asked]
+        wanted = [heard(synth._stream(SENTENCES, {"max_frames": 8, "options": OFF, **one})) for one in asked]
     with Synthesizer.load(kind, device="cpu", engine="batch") as synth:
-        streams = [synth._stream_unpaced(SENTENCES, {"max_frames": 8, "options": OFF, **one}) for one in asked]
+        streams = [synth._stream(SENTENCES, {"max_frames": 8, "options": OFF, **one}) for one in asked]
         found = [heard(stream) for stream in streams]
     for (pcm, *end, engine), (other_pcm, *other_end, other_engine) in zip(wanted, found, strict=True):
         assert end == other_end and (engine, other_engine) == ("single", "batch")

@@ -63,8 +63,8 @@ def test_an_instruction_to_a_clone_is_a_users_turn_before_the_prompt_it_would_ha
 def test_rows_that_the_first_frame_does_not_need_are_made_when_they_are_asked_for_and_once(tiny, monkeypatch):
     builder = builder_of(tiny)
     expected, ids = rows_of(builder, REQUESTS[1]), builder.tokenizer.encode(REQUESTS[1].text)
-    asked, rows = [], builder._embedded
-    monkeypatch.setattr(builder, "_embedded", lambda ids: asked.append(list(ids)) or rows(ids))
+    asked, rows = [], builder.text_rows
+    monkeypatch.setattr(builder, "text_rows", lambda ids: asked.append(list(ids)) or rows(ids))
     prompt = builder.build(REQUESTS[1])
     assert asked == [ids[:1]]
     assert torch.equal(prompt.row(0), expected[len(prompt.embeds)])
