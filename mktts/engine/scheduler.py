@@ -445,7 +445,7 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     lead_s, ticks_left = table.lead_s(able, now_s, settings.lead_s), _ticks_left(table, able, settings)
     # The time that this tick may take if those until the chunk is whole take as long, and one more.
     share_s = float((lead_s[speaking] / (2 + ticks_left[speaking])).min(initial=np.inf))
-    lead_s = lead_s - longest_s * ticks_left
+    lead_s = lead_s - longest_s * ticks_left  # or, if they take as long as any
     resumed = speaking[table.resumed[able[speaking]]]
     lead_s[resumed] = lead_s[speaking].min(initial=np.inf) - _TOLERANCE_S
     speaking = speaking[np.argsort(lead_s[speaking], kind="stable")]
@@ -457,7 +457,8 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     due = min(int(np.searchsorted(leads_s, limit_s)), most)
     pieces: list[Piece] = []
     if arrivals:
-        budget = _row_budget(min(due + int(waiting.sum()), most), share_s, context_rows, model, settings)
+        time_s = min(settings.max_tick_s, max(share_s, leads_s.min(initial=np.inf)))
+        budget = _row_budget(min(due + int(waiting.sum()), most), time_s, context_rows, model, settings)
         entering = waiting & (lead_s < limit_s)
         order = _order(table, able[entering], lead_s[entering], now_s, settings)
         pieces = _pieces(table, order, budget, max(most - pressed, 1), settings.whole_prompts)
@@ -515,9 +516,7 @@ def lone_tick(table: StreamTable, slot: int, now_s: float) -> Tick:
 
 
 def _row_budget(lanes: int, time_s: float, context_rows: float, model: TickModel, settings: TickSettings) -> int:
-    """Prompt rows that may enter: as many as keep to `max_tick_s` and to `time_s`, which no listener notices, but some
-    always."""
-    time_s = min(settings.max_tick_s, time_s)
+    """Prompt rows that may enter: as many as keep to `time_s`, but some always."""
     levels = sorted({rows for size, rows in settings.buckets if rows >= settings.min_rows and size >= lanes})
     if levels:
         fitting = [
