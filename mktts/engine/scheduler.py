@@ -440,7 +440,10 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     # With as many listeners as the capacity a tick of them all ends in time.
     everyone = max(most, settings.size(len(speaking)))
     longest_s = model.predict(everyone, settings.max_rows if arrivals else 0, len(able) * context_rows)
-    lead_s = _spare_s(table, able, table.lead_s(able, now_s, settings.lead_s), longest_s, settings)
+    lead_s, ticks_left = table.lead_s(able, now_s, settings.lead_s), _ticks_left(table, able, settings)
+    # The time that this tick may take if those until the chunk is whole take as long, and one more.
+    share_s = float((lead_s[speaking] / (2 + ticks_left[speaking])).min(initial=np.inf))
+    lead_s = lead_s - longest_s * ticks_left  # or, if they take as long as any
     resumed = speaking[table.resumed[able[speaking]]]
     lead_s[resumed] = lead_s[speaking].min(initial=np.inf) - _TOLERANCE_S
     speaking = speaking[np.argsort(lead_s[speaking], kind="stable")]
@@ -452,7 +455,8 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     due = min(int(np.searchsorted(leads_s, limit_s)), most)
     pieces: list[Piece] = []
     if arrivals:
-        budget = _row_budget(min(due + int(waiting.sum()), most), leads_s, context_rows, model, settings)
+        time_s = min(settings.max_tick_s, max(share_s, leads_s.min(initial=np.inf)))
+        budget = _row_budget(min(due + int(waiting.sum()), most), time_s, context_rows, model, settings)
         entering = waiting & (lead_s < limit_s)
         order = _order(table, able[entering], lead_s[entering], now_s, settings)
         pieces = _pieces(table, order, budget, max(most - pressed, 1), settings.whole_prompts)
@@ -509,10 +513,8 @@ def lone_tick(table: StreamTable, slot: int, now_s: float) -> Tick:
     )
 
 
-def _row_budget(lanes: int, leads_s: np.ndarray, context_rows: float, model: TickModel, settings: TickSettings) -> int:
-    """Prompt rows that may enter: as many as keep to `max_tick_s` and the most urgent listener waiting for its frame,
-    but some always. `leads_s`: ascending."""
-    time_s = min([settings.max_tick_s, *leads_s[:1]])
+def _row_budget(lanes: int, time_s: float, context_rows: float, model: TickModel, settings: TickSettings) -> int:
+    """Prompt rows that may enter: as many as keep to `time_s`, but some always."""
     levels = sorted({rows for size, rows in settings.buckets if rows >= settings.min_rows and size >= lanes})
     if levels:
         fitting = [
@@ -553,20 +555,19 @@ def _pieces(table: StreamTable, order: np.ndarray, rows: int, most_prompts: int,
     return pieces
 
 
-def _spare_s(
-    table: StreamTable, slots: np.ndarray, lead_s: np.ndarray, longest_s: float, settings: TickSettings
-) -> np.ndarray:
-    """Leads (n,) less the time until the chunk is made: a chunk is heard when its last frame is made, which takes
-    ticks of `longest_s`; one more where the chunk behind it is larger."""
+def _ticks_left(table: StreamTable, slots: np.ndarray, settings: TickSettings) -> np.ndarray:
+    """Ticks (n,) behind the next one until the chunk is whole that is being made: it is heard when its last frame is
+    there; one more where the chunk behind it is larger, none for a prompt."""
     made = table.frames_made[slots]
     ticks = np.maximum(table.chunk_end[slots] - made - 1, 0) + settings.grows.take(made, mode="clip")
-    return lead_s - longest_s * ticks * (table.prompt_rows[slots] == 0)
+    return ticks * (table.prompt_rows[slots] == 0)
 
 
 def _wake_s(table: StreamTable, able: np.ndarray, now_s: float, longest_s: float, settings: TickSettings) -> float:
     """When the first of the streams that are ahead will be wanted if nothing else happens: by waiting, what the reader
     has not taken does not become less."""
     ahead_s = FRAME_S * (table.frames_made[able] - table.frames_taken[able])
-    heard_out = able[_spare_s(table, able, ahead_s, longest_s, settings) <= settings.lead_s]
-    lead_s = table.lead_s(heard_out, now_s, settings.lead_s)
-    return now_s + float(_spare_s(table, heard_out, lead_s, longest_s, settings).min(initial=np.inf)) - settings.lead_s
+    left_s = longest_s * _ticks_left(table, able, settings)
+    heard_out = ahead_s - left_s <= settings.lead_s
+    lead_s = table.lead_s(able, now_s, settings.lead_s) - left_s
+    return now_s + float(lead_s[heard_out].min(initial=np.inf)) - settings.lead_s
