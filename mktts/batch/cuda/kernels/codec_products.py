@@ -54,15 +54,6 @@ def load(at, mask, low, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _operand(at, mask):
-    """fp16 values, zeros outside of the mask, if there is one."""
-    if mask is None:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=mask, other=0.0)
-
-
-@triton.jit
 def snake(y, turns, magnitude):
     """y + sin(pi * turns * y)^2 * magnitude; the sine's period is taken off in half turns, which the square allows."""
     half_turns = y * turns
@@ -168,30 +159,42 @@ def product(
         if EVEN:
             tap = k // CHANNELS
             at = x_row + (tap * (dilation * CHANNELS) + (k - tap * CHANNELS)) + step[None, :]
-            x_mask = None
-            w_mask = None if WHOLE else inside
+            a = tl.load(at)
+            if SPLIT:
+                a_low = tl.load(at + x_low * 8)
         else:
             deep = k + step < DEPTH
             tap = (k + step) // CHANNELS
             at = x_row + (tap * (dilation * CHANNELS) + (k + step - tap * CHANNELS))[None, :]
-            x_mask = deep[None, :]
-            w_mask = inside & deep[:, None]
-        a = _operand(at, x_mask)
-        if SPLIT:
-            a_low = _operand(at + x_low * 8, x_mask)
-        w = _operand(high + w_row + k, w_mask)
-        if SPLIT:
-            w_low = _operand(low + w_row + k, w_mask)
+            a = tl.load(at, mask=deep[None, :], other=0.0)
+            if SPLIT:
+                a_low = tl.load(at + x_low * 8, mask=deep[None, :], other=0.0)
+        if EVEN and WHOLE:
+            w = tl.load(high + w_row + k)
+            if SPLIT:
+                w_low = tl.load(low + w_row + k)
+        elif EVEN:
+            w = tl.load(high + w_row + k, mask=inside, other=0.0)
+            if SPLIT:
+                w_low = tl.load(low + w_row + k, mask=inside, other=0.0)
+        else:
+            w = tl.load(high + w_row + k, mask=inside & deep[:, None], other=0.0)
+            if SPLIT:
+                w_low = tl.load(low + w_row + k, mask=inside & deep[:, None], other=0.0)
         total = tl.dot(a, w, total)
         if SPLIT:
             rest = tl.dot(a_low, w, rest)
             rest = tl.dot(a, w_low, rest)
         if EXTRA:
             tl.static_assert(EVEN)
-            w_mask = None if WHOLE else extra_inside
-            w = _operand(high + extra_row + k, w_mask)
-            if SPLIT:
-                w_low = _operand(low + extra_row + k, w_mask)
+            if WHOLE:
+                w = tl.load(high + extra_row + k)
+                if SPLIT:
+                    w_low = tl.load(low + extra_row + k)
+            else:
+                w = tl.load(high + extra_row + k, mask=extra_inside, other=0.0)
+                if SPLIT:
+                    w_low = tl.load(low + extra_row + k, mask=extra_inside, other=0.0)
             total_extra = tl.dot(a, w, total_extra)
             if SPLIT:
                 rest_extra = tl.dot(a_low, w, rest_extra)
