@@ -15,7 +15,7 @@ from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.engine import capacity
 from mktts.engine.admission import Admission, AdmissionLimits, Capacity
 from mktts.model.tokenizer import TextTokenizer
-from mktts.synth import loading
+from mktts.synth import Synthesizer, loading
 
 pytest_plugins = ["time_limits"]
 
@@ -101,3 +101,9 @@ tiny_base = opened("random:tiny:base")
 tiny_design = opened("random:tiny:voice_design")
 tiny_projected = opened("random:tiny-projected")  # its talker is wider than its predictor; takes an instruction
 tiny_margin = opened("random:tiny:margin")  # greedy choices win by a wide margin
+
+
+@pytest.fixture(scope="module")  # not for longer: a server sets its limits
+def synth(tiny: Checkpoint) -> Iterator[Synthesizer]:
+    with Synthesizer.load(tiny, device="cpu", cpu_threads=1, engine="single") as loaded:
+        yield loaded

@@ -63,7 +63,7 @@ def layer(size: Size, split: bool, biased: bool = True) -> tuple[Tensor, Packed]
     """An input (lanes, history + rows, channels) and a convolution over it."""
     depth = size.taps * size.channels
     bias = random(size.outs, seed=1) if biased else None
-    weight = pack(Linear(random(depth, size.outs, seed=2) / depth**0.5, bias), size.channels, split, size.dilation)
+    weight = pack(Linear(random(depth, size.outs, seed=2) / depth**0.5, bias), split, size.channels, size.dilation)
     return random(size.lanes, (size.taps - 1) * size.dilation + size.rows, size.channels, seed=3), weight
 
 
