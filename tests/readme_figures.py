@@ -32,6 +32,7 @@ SCALE_ROWS = (
     ),
     ("0.6B over sockets", "H200", "h200/serve_load.json", "listeners.value", "{:,.0f}"),
     ("first byte at that load, p99", "H200", "h200/serve_load.json", "ttfb_p99_ms.value", "{:.0f} ms"),
+    ("0.6B over sockets, of 1,100 offered", "H100", "h100/serve_load.json", "capacity_held.value", "{:,.0f}"),
     ("the voice in the box, 45 rows", "two CPU cores", "load_cpu.json", "listeners.playing_mean", "{:.0f}"),
 )
 
@@ -49,7 +50,7 @@ _ENOUGH_FOR_P95 = 10
 
 def scale_table() -> list[str]:
     """Markdown lines: a row of `SCALE_ROWS` each; n: streams of the run, where the figure says it."""
-    lines = ["| listeners at once, each in time | on | |", "|---|---|---|"]
+    lines = ["| listeners at once, each in time | on | | measured |", "|---|---|---|---|"]
     for what, where, name, keys, form in SCALE_ROWS:
         document = _document(f"outputs/reference/{name}")
         value = figure = document["figures"][keys.partition(".")[0]]
@@ -58,7 +59,8 @@ def scale_table() -> list[str]:
         device = figure.get("device") or document["device"]
         on = f"{where}, {device.removesuffix(' Processor')}" if "CPU" in where else where
         streams = f" (n = {figure['n']:,})" if keys.endswith(".value") else ""
-        lines.append(f"| {what} | {on} | {form.format(value)}{streams} |")
+        date = figure.get("date") or max(point["date"] for point in document["points"])
+        lines.append(f"| {what} | {on} | {form.format(value)}{streams} | {date[:10]} |")
     return lines
 
 

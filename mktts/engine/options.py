@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -108,10 +109,13 @@ class StreamOptions:
     word_times: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.guard, Guard):
+            raise OptionsError(f"guard must be a Guard, got {self.guard!r}: Guard.off() sets no limit")
         if self.schedule is not None:
-            object.__setattr__(self, "schedule", tuple(self.schedule))
-            if not self.schedule:
-                raise OptionsError("schedule must name at least one chunk size in frames, got ()")
+            schedule = tuple(self.schedule) if isinstance(self.schedule, Iterable) else ()
+            if not schedule:
+                raise OptionsError(f"schedule must name chunk sizes in frames, as (1, 1, 2), got {self.schedule!r}")
+            object.__setattr__(self, "schedule", schedule)
         one_of("markup", self.markup, get_args(Markup))
         for frames in self.schedule or ():
             checked_int("every entry of schedule", frames, at_least=1)

@@ -138,9 +138,9 @@ class PromptBuilder:
         if not isinstance(request.text, str):
             raise TextError(f"text must be a str, got {type(request.text).__name__}")
         one_of("layout", request.layout, (None, "whole", "streaming"), PromptError)
-        language = (request.language or "auto").lower()
+        language = str(request.language or "auto").lower()
         one_of("language", language, config.spoken_languages, PromptError)
-        speaker = (request.speaker or "").lower() or None
+        speaker = str(request.speaker or "").lower() or None
         if speaker is not None and speaker not in config.speakers:
             known = sorted(config.speakers) or f"none: a {config.type.name} checkpoint has no built-in speakers"
             raise PromptError(f"speaker must be one of {known}, got {request.speaker!r}")

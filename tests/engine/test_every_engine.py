@@ -310,6 +310,8 @@ def test_decoding_beside_the_next_frames_changes_no_sample_and_is_one_step_late(
         lambda: Guard(repeat_frames=1),
         lambda: Guard(frames_per_text_token=0),
         lambda: Guard(slack_frames=0),
+        lambda: StreamOptions(guard=None),
+        lambda: StreamOptions(schedule=3),
         lambda: Plan(Sampling(), 2**63, None, OFF),
     ],
 )

@@ -137,6 +137,7 @@ def test_text_that_cannot_be_spoken_is_refused_at_the_call(synth, text):
         ({"seed": 1.5}, OptionsError, "seed must"),
         ({"max_frames": 0}, OptionsError, "max_frames must"),
         ({"speaker": "nobody"}, PromptError, "speaker must be one of"),
+        ({"speaker": 3}, PromptError, "speaker must be one of .* got 3"),
         ({"language": "klingon"}, PromptError, "language must be"),
         ({"layout": "sideways"}, PromptError, "layout must be"),
         ({"instruct": "Whisper."}, PromptError, "instruct"),
