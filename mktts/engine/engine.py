@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from itertools import islice
@@ -363,56 +363,43 @@ SWITCH_S = 0.5e-3  # between threads that want to run
 YOUNG_OBJECTS = 1_000_000
 MANY, FEW = 16, 8  # open streams of an engine: with more than MANY the process is set for many, until FEW are left
 
-_LOCK = threading.Lock()
-_BEFORE = contextlib.ExitStack()  # closing it puts back what was; under the lock
-_contexts = 0  # that want the settings; under the lock
-
-
-@contextlib.contextmanager
-def many_streams(collect: bool = True) -> Iterator[None]:
-    """For as long as the context lasts, other threads wait SWITCH_S for the interpreter instead of 5 ms, and nothing is
-    collected but where YOUNG_OBJECTS came to what was there: what a stream held is free without the collector, which
-    stops every thread for up to 66 ms. With 1,600 listeners of an engine without a device, on two cores, p99 first PCM
-    was 218 ms with the long interval and 71 ms with this.
-
-    The settings are the process's: the first of several contexts sets them, the last to end puts back what was before.
-    collect: whether the garbage of before is collected first: not where streams play already.
-    """
-    global _contexts
-    if collect:
-        gc.collect()
-    with _LOCK:
-        _contexts += 1
-        if _contexts == 1:
-            switch_s, (young, *older) = sys.getswitchinterval(), gc.get_threshold()
-            _BEFORE.callback(sys.setswitchinterval, switch_s)
-            _BEFORE.callback(gc.set_threshold, young, *older)
-            if not gc.get_freeze_count():  # else what is frozen is somebody else's, who unfreezes it
-                _BEFORE.callback(gc.unfreeze)
-                gc.freeze()
-            if young:  # 0: nothing is collected anyway
-                gc.set_threshold(max(young, YOUNG_OBJECTS), *older)
-            sys.setswitchinterval(min(switch_s, SWITCH_S))
-    try:
-        yield
-    finally:
-        with _LOCK:
-            _contexts -= 1
-            if not _contexts:
-                _BEFORE.close()
-
 
 class ManyStreams:
-    """An engine's part in `many_streams`, by how many of its streams are open. One thread at a time."""
+    """An engine's part in what the process sets, by how many of the engine's streams are open. One thread at a time.
+
+    While any engine has many, other threads wait SWITCH_S for the interpreter instead of 5 ms, and nothing is collected
+    but where YOUNG_OBJECTS came to what was there: what a stream held is free without the collector, which stops every
+    thread for up to 66 ms. With 1,600 listeners of an engine without a device, on two cores, p99 first PCM was 218 ms
+    with the long interval and 71 ms with this. The last engine that has many no longer puts back what was before.
+    """
+
+    _lock = threading.Lock()
+    _before = contextlib.ExitStack()  # closing it puts back what was; under the lock
+    _engines = 0  # that have many; under the lock
 
     def __init__(self) -> None:
-        self._held: contextlib.ExitStack | None = None
+        self._many = False
 
     def count(self, open_streams: int) -> None:
         """So many are open now."""
-        if self._held is None and open_streams > MANY:
-            self._held = contextlib.ExitStack()
-            self._held.enter_context(many_streams(collect=False))
-        elif self._held is not None and open_streams <= FEW:
-            self._held.close()
-            self._held = None
+        many = open_streams > (FEW if self._many else MANY)
+        if many == self._many:
+            return
+        self._many = many
+        with self._lock:
+            ManyStreams._engines += 1 if many else -1
+            if not self._engines:
+                self._before.close()
+            elif many and self._engines == 1:
+                self._set()
+
+    def _set(self) -> None:
+        switch_s, (young, *older) = sys.getswitchinterval(), gc.get_threshold()
+        self._before.callback(sys.setswitchinterval, switch_s)
+        self._before.callback(gc.set_threshold, young, *older)
+        if not gc.get_freeze_count():  # else what is frozen is somebody else's, who unfreezes it
+            self._before.callback(gc.unfreeze)
+            gc.freeze()
+        if young:  # 0: nothing is collected anyway
+            gc.set_threshold(max(young, YOUNG_OBJECTS), *older)
+        sys.setswitchinterval(min(switch_s, SWITCH_S))

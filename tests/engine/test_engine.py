@@ -20,7 +20,7 @@ from fakes import OFF, ONE, WAIT_S, FakeBackend, fake_synthesizer, in_thread, jo
 from served import until
 
 from mktts.engine import stream as streams
-from mktts.engine.engine import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, Engine, many_streams
+from mktts.engine.engine import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, Engine, ManyStreams
 from mktts.engine.runner import Runner
 from mktts.engine.stream import Stream
 from mktts.errors import EngineError, TextError
@@ -343,9 +343,8 @@ def test_the_process_is_set_for_many_streams_while_the_batch_engine_has_them(is_
 
 def test_the_last_of_several_crowds_puts_back_what_was_though_a_failed_turn_ended_it(is_set, monkeypatch):
     first, second = (fake_synthesizer(engine="batch") for _ in range(2))
-    with many_streams():
-        streams = [opened(synth, seed) for synth in (first, second) for seed in range(MANY + 1)]
-        settle(first), settle(second)
+    streams = [opened(synth, seed) for synth in (first, second) for seed in range(MANY + 1)]
+    settle(first), settle(second)
     is_set(True)
     first.close()
     is_set(True)
@@ -363,11 +362,13 @@ def test_what_others_froze_stays_frozen_and_larger_thresholds_stay():
     frozen = gc.get_freeze_count()
     gc.set_threshold(2 * YOUNG_OBJECTS, 11, 12)
     sys.setswitchinterval(SWITCH_S / 2)
+    many = ManyStreams()
     try:
         for _ in range(2):
-            with many_streams():
-                assert gc.get_threshold() == (2 * YOUNG_OBJECTS, 11, 12)
-                assert sys.getswitchinterval() == pytest.approx(SWITCH_S / 2)
+            many.count(MANY + 1)
+            assert gc.get_threshold() == (2 * YOUNG_OBJECTS, 11, 12)
+            assert sys.getswitchinterval() == pytest.approx(SWITCH_S / 2)
+            many.count(FEW)
         assert gc.get_freeze_count() > 0.9 * frozen
     finally:
         sys.setswitchinterval(before[0])

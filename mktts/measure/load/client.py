@@ -4,6 +4,7 @@ A task a listener costs about 12 us a chunk, and hundreds of listeners are a par
 was stands in the result: figures of a late client are not the server's."""
 
 import asyncio
+import gc
 import json
 import math
 import re
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 import numpy as np
 
 from mktts.audio import first_audible_sample, from_pcm16
-from mktts.engine.engine import many_streams
+from mktts.engine.engine import ManyStreams
 from mktts.engine.metrics import Player
 from mktts.errors import BusyError, CapacityError, EngineError, MetricsError
 from mktts.measure.load.settings import HELD_S, LoadSettings, LoadTexts
@@ -117,8 +118,13 @@ def hold(
     Raises MetricsError once another thread has set `stopped`. source: its `stream(text, **settings)` gives an
     asynchronous iterator of chunks: a Synthesizer, or an HttpSource."""
     client = _Client(source, texts, settings, settings.arrivals(listeners), stopped or threading.Event())
-    with many_streams():
+    gc.collect()
+    many = ManyStreams()
+    many.count(listeners)
+    try:
         asyncio.run(client.run())
+    finally:
+        many.count(0)
     return client.seen
 
 
