@@ -22,7 +22,6 @@ CARDS_FILE = "outputs/reference/h100/architectures.json"
 SCALE_ROWS = (
     ("0.6B, 32 rows of prompt", "H200", "h200/load.json", "listeners.by_context.32", "{:,.0f}"),
     ("1.7B, 32 rows", "H200", "h200/load.json", "listeners_1p7b.value", "{:,.0f}"),
-    ("0.6B, 32 rows", "H100", "h100/load.json", "listeners.value", "at least {:,.0f}"),
     (
         "first PCM at 1,024 of 0.6B, 32 rows, p99",
         "H200",
