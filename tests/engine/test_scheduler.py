@@ -163,6 +163,16 @@ def test_with_listeners_pressed_for_time_arrivals_take_few_rows():
     assert (pressed.rows, easy.rows) == (16, 64)
 
 
+def test_prompts_enter_together_beside_listeners_whose_chunks_small_ticks_complete_in_time():
+    """As on an H100, where a tick of a thousand lanes takes 60 ms, and one of those who are pressed 16."""
+    table = table_of(speaking(100, lead_s=0.2) + speaking(900, lead_s=0.8) + new(20), slots=1_100)
+    for slot in range(100):
+        table.chunk(slot, 8, 4)  # two frames behind the next one complete it
+    model = TickModel(constant_s=4.4e-3, lane_s=47e-6, row_s=5.4e-6, attention_s=2.7e-6)
+    tick = next_tick(table, NOW_S, model, TickSettings.h200())
+    assert tick.new_lanes == 20 and set(range(100)) <= set(tick.lanes.tolist()) and 3 * tick.predicted_s < 0.12
+
+
 def test_ticks_keep_to_their_longest_time_while_nobody_would_be_late_for_that():
     limits = TickSettings(max_lanes=24, max_rows=64, max_tick_s=0.05, few_lanes=2, chunks=(1,))
     model = TickModel(constant_s=13e-3, lane_s=3.1e-3, row_s=85e-6, attention_s=55e-6)
