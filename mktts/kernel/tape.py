@@ -29,6 +29,17 @@ def pack(rows: Tensor) -> Tensor:
     return torch.cat([stage.reshape(blocks, -1) for stage in fragments.split(FRAGMENTS, 2)], 1)
 
 
+def unpack(tape: Tensor, rows: int, k: int) -> Tensor:
+    """The inverse of `pack`: (blocks, elements) -> (blocks, rows, k)."""
+    blocks, tiles, steps = len(tape), -(-rows // TILE_ROWS), -(-k // 128)
+    stages = tape.split(WARPS * FRAGMENTS * 256, 1)
+    fragments = torch.cat([stage.reshape(blocks, WARPS, -1, 256) for stage in stages], 2)
+    # block, warp, step, tile, part, lane in part, half, row, value
+    parts = fragments.view(blocks, WARPS, steps, tiles, 8, 4, 2, 2, 2)
+    padded = parts.permute(0, 1, 3, 7, 4, 2, 5, 6, 8).reshape(blocks, TILE_ROWS * tiles, 128 * steps)
+    return padded[:, :rows, :k]
+
+
 def pack_dealt(dealt: Dealt, rows: Tensor) -> Tensor:
     """(groups, total, inputs) bf16 -> (blocks, elements): each block's rows, in one matrix or one after another."""
     groups, _, inputs = rows.shape

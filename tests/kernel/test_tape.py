@@ -16,9 +16,9 @@ from mktts.checkpoint.tensors import expected_tensors
 from mktts.errors import CapacityError
 from mktts.kernel import grid
 from mktts.kernel.build import CSRC
-from mktts.kernel.grid import FRAGMENTS, TILE_ROWS, WARPS, Shape, choose_shape
+from mktts.kernel.grid import Shape, choose_shape
 from mktts.kernel.prefill import Prefill
-from mktts.kernel.tape import model_weights, pack_rows
+from mktts.kernel.tape import model_weights, pack_rows, unpack
 from mktts.kernel.tape_stack import KERNELS, MOST_POSITIONS, ROWS, TapeRows
 from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack
@@ -33,17 +33,6 @@ def stack_of(shape: Shape, weights: dict[str, Tensor], dtype: torch.dtype = torc
 
 def rows_of(shape: Shape, count: int) -> Tensor:
     return prompt(count, dtype=torch.bfloat16, width=shape.talker.hidden_size)
-
-
-def unpack(tape: Tensor, rows: int, k: int) -> Tensor:
-    """The inverse of `pack`: (blocks, elements) -> (blocks, rows, k)."""
-    blocks, tiles, steps = len(tape), -(-rows // TILE_ROWS), -(-k // 128)
-    stages = tape.split(WARPS * FRAGMENTS * 256, 1)
-    fragments = torch.cat([stage.reshape(blocks, WARPS, -1, 256) for stage in stages], 2)
-    # block, warp, step, tile, part, lane in part, half, row, value
-    parts = fragments.view(blocks, WARPS, steps, tiles, 8, 4, 2, 2, 2)
-    padded = parts.permute(0, 1, 3, 7, 4, 2, 5, 6, 8).reshape(blocks, TILE_ROWS * tiles, 128 * steps)
-    return padded[:, :rows, :k]
 
 
 def test_head_rows_are_dealt_out_in_order(tiny):

@@ -47,9 +47,12 @@ def space_shapes(config: ModelConfig, dtype: torch.dtype, lanes: int, prompt_row
     width, heads = talker.hidden_size, talker.num_attention_heads
     cache = (predictor.num_hidden_layers, lanes, predictor.num_key_value_heads, 2, NUM_CODEBOOKS, predictor.head_dim)
     return {
-        **dict.fromkeys(("row_slot", "row_pos"), ((rows,), torch.int32)),
-        **dict.fromkeys(("x", "h"), ((rows, width), dtype)),
-        **dict.fromkeys(("queries", "attended"), ((rows, heads * talker.head_dim), dtype)),
+        "row_slot": ((rows,), torch.int32),
+        "row_pos": ((rows,), torch.int32),
+        "x": ((rows, width), dtype),
+        "h": ((rows, width), dtype),
+        "queries": ((rows, heads * talker.head_dim), dtype),
+        "attended": ((rows, heads * talker.head_dim), dtype),
         "part": ((rows, heads, parts, talker.head_dim), torch.float32),
         "bounds": ((rows, heads, parts, 2), torch.float32),
         "hidden": ((lanes, width), dtype),
