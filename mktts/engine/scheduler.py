@@ -48,7 +48,6 @@ class Tick:
     serials: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     pieces: tuple[Piece, ...] = ()
     context_rows: int = 0
-    predicted_s: float = 0.0
     wake_s: float = np.inf
 
     @property
@@ -440,10 +439,8 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     # With as many listeners as the capacity a tick of them all ends in time.
     everyone = max(most, settings.size(len(speaking)))
     longest_s = model.predict(everyone, settings.max_rows if arrivals else 0, len(able) * context_rows)
-    lead_s, ticks_left = table.lead_s(able, now_s, settings.lead_s), _ticks_left(table, able, settings)
-    # The time that this tick may take if those until the chunk is whole take as long, and one more.
-    share_s = float((lead_s[speaking] / (2 + ticks_left[speaking])).min(initial=np.inf))
-    lead_s = lead_s - longest_s * ticks_left  # or, if they take as long as any
+    wanted_s, ticks_left = table.lead_s(able, now_s, settings.lead_s), _ticks_left(table, able, settings)
+    lead_s = wanted_s - longest_s * ticks_left
     resumed = speaking[table.resumed[able[speaking]]]
     lead_s[resumed] = lead_s[speaking].min(initial=np.inf) - _TOLERANCE_S
     speaking = speaking[np.argsort(lead_s[speaking], kind="stable")]
@@ -455,7 +452,10 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     due = min(int(np.searchsorted(leads_s, limit_s)), most)
     pieces: list[Piece] = []
     if arrivals:
-        time_s = min(settings.max_tick_s, max(share_s, leads_s.min(initial=np.inf)))
+        # What listeners can spare if the ticks until their chunks are whole, and one more, take as long as this one; or
+        # if they take as long as any.
+        shares_s = wanted_s[speaking] / (2 + ticks_left[speaking])
+        time_s = min(settings.max_tick_s, max(shares_s.min(initial=np.inf), leads_s.min(initial=np.inf)))
         budget = _row_budget(min(due + int(waiting.sum()), most), time_s, context_rows, model, settings)
         entering = waiting & (lead_s < limit_s)
         order = _order(table, able[entering], lead_s[entering], now_s, settings)
@@ -490,7 +490,6 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
         serials=table.serial[lanes],
         pieces=tuple(pieces),
         context_rows=context_rows,
-        predicted_s=model.predict(*bucket, context_rows),
         wake_s=now_s,
     )
 
