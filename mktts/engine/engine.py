@@ -365,17 +365,17 @@ MANY, FEW = 16, 8  # open streams of an engine: with more than MANY the process 
 
 
 class ManyStreams:
-    """An engine's part in what the process sets, by how many of the engine's streams are open. One thread at a time.
+    """What the process sets for engines or clients that have many open streams: the part of one, in one thread.
 
-    While any engine has many, other threads wait SWITCH_S for the interpreter instead of 5 ms, and nothing is collected
+    While any has many, other threads wait SWITCH_S for the interpreter instead of 5 ms, and nothing is collected
     but where YOUNG_OBJECTS came to what was there: what a stream held is free without the collector, which stops every
     thread for up to 66 ms. With 1,600 listeners of an engine without a device, on two cores, p99 first PCM was 218 ms
-    with the long interval and 71 ms with this. The last engine that has many no longer puts back what was before.
+    with the long interval and 71 ms with this. When the last has few again, what was before is put back.
     """
 
     _lock = threading.Lock()
     _before = contextlib.ExitStack()  # closing it puts back what was; under the lock
-    _engines = 0  # that have many; under the lock
+    _having = 0  # that have many; under the lock
 
     def __init__(self) -> None:
         self._many = False
@@ -387,10 +387,10 @@ class ManyStreams:
             return
         self._many = many
         with self._lock:
-            ManyStreams._engines += 1 if many else -1
-            if not self._engines:
+            ManyStreams._having += 1 if many else -1
+            if not self._having:
                 self._before.close()
-            elif many and self._engines == 1:
+            elif many and self._having == 1:
                 self._set()
 
     def _set(self) -> None:
