@@ -107,9 +107,9 @@ def run(backend: Backend, prompt: Prompt, frames: int = FRAMES) -> tuple[Tensor,
     return torch.stack(codes), steps_ms
 
 
-def error_ratio(model: Model, seen: Iterable[Observed]) -> float:
+def errors_of(model: Model, seen: Iterable[Observed]) -> tuple[float, float]:
     """Relative rms error to fp32 of logits and residual streams in the first frames, pooled head by head and layer by
-    layer, then averaged: over that of bf16 PyTorch, which takes the same codes."""
+    layer, then averaged; and that of bf16 PyTorch, which takes the same codes."""
     errors = ErrorRatio()
     for *sides, _ in replayed(model.first, seen, *model.oracles):
         for book, logits in enumerate(zip(*(side.logits for side in sides), strict=True)):
@@ -118,7 +118,13 @@ def error_ratio(model: Model, seen: Iterable[Observed]) -> float:
             for layer, hidden in enumerate(zip(*(side.hidden for side in sides), strict=True)):
                 errors.add(*hidden, f"layer {layer}")
     found = errors.found().values()
-    return sum(error["kernel"] for error in found) / sum(error["bf16"] for error in found)
+    return statistics.fmean(error["kernel"] for error in found), statistics.fmean(error["bf16"] for error in found)
+
+
+def error_ratio(model: Model, seen: Iterable[Observed]) -> float:
+    """The first of `errors_of` over the second."""
+    ours, rounded = errors_of(model, seen)
+    return ours / rounded
 
 
 def fingerprint(folder: Path = CSRC) -> str:

@@ -9,6 +9,7 @@ import pytest
 from desk import Desk, alone, chunks_of, fails_at, frames_of
 from fakes import OFF, ONE, SETTINGS, FakeBackend, FakeCodec
 
+from mktts.engine.admission import AdmissionLimits
 from mktts.engine.lanes import SingleLanes
 from mktts.engine.scheduler import FRAME_S
 from mktts.engine.stream import Utterance
@@ -45,6 +46,20 @@ def test_a_stream_that_could_never_have_its_pages_is_refused_at_once(desk):
     with pytest.raises(CapacityError, match="65 positions.*one may have 64: shorten the text"):
         job.take()
     assert at.all_free()
+
+
+def test_who_has_waited_too_long_is_told_without_any_news(desk):
+    at = desk(slots=1, limits=AdmissionLimits(max_wait_s=0.25))
+    at.say(frames=50, options=HELD)
+    at.run(until_s=1.0)
+    late = at.say(seed=2)
+    before = at.turns
+    at.run()  # time alone goes on
+    assert at.turns <= before + 4
+    with pytest.raises(CapacityError, match="no place came free in time"):
+        late.take()
+    assert 1.25 <= at.now_s < 1.3  # woken for this, and not before
+    assert at.turn() == math.inf
 
 
 # ---- who waits for what
@@ -101,9 +116,12 @@ def test_text_after_the_end_of_speech_is_a_new_segment(desk):
 
 
 @pytest.mark.parametrize("rows", [63, 64, 100, 128])
-def test_a_prefix_of_a_page_is_kept_once_and_later_streams_begin_behind_it(together, rows):
+def test_a_prefix_of_a_page_is_kept_once_and_later_streams_begin_behind_it(together, rows, monkeypatch):
     prefix = "p" * rows
     at = together(FakeBackend(eos_after=4), prefix=prefix)
+    kept = []
+    keep = at.pages.keep
+    monkeypatch.setattr(at.pages, "keep", lambda *what: kept.append(what) or keep(*what))
     texts = ["One.", "Two two.", "Three."]
     for seed, text in enumerate(texts):
         job = at.say(text, seed=seed)
@@ -112,7 +130,8 @@ def test_a_prefix_of_a_page_is_kept_once_and_later_streams_begin_behind_it(toget
         assert frames_of(job) == alone([text], seed, 4, prefix=prefix)
         entered = sum(tick.rows for tick in at.lanes.ticks[before:])
         assert entered == len(text) + (rows if seed == 0 or rows < 64 else 0)
-    assert at.pages.find(prefix) == (rows if rows >= 64 else 0) and at.all_free()
+    assert [key for _, key, _ in kept] == ([prefix] if rows >= 64 else [])
+    assert at.pages.find(prefix) == (rows if kept else 0) and at.all_free()
 
 
 FAILED = (EngineError, RuntimeError)  # of many streams and of one

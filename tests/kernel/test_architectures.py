@@ -30,6 +30,7 @@ def test_the_small_voices_shapes_have_margins_wider_than_bf16s_rounding(model):
     assert model.codes.shape == (FRAMES, 16) and len(model.codes[:, 0].unique()) > FRAMES // 2
     codes, steps_ms = run(model.oracles[0], model.prompt)
     assert torch.equal(codes, model.codes) and len(steps_ms) == FRAMES
+    assert 1e-4 < cards.errors_of(model, KernelUnderTest(model.oracles[0]).frames(model.first))[1] < 0.05
 
 
 def test_rows_in_the_wrong_place_show_in_the_error_where_margins_hide_them(model):
