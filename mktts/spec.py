@@ -153,8 +153,12 @@ class ModelConfig:
     @classmethod
     def load(cls, folder: Path) -> ModelConfig:
         """Reads `folder/config.json`. Raises CheckpointError naming the missing or wrong key."""
-        raw = read_object(folder / "config.json", hint=TOP_FOLDER)
-        where = str(folder / "config.json")
+        path = folder / "config.json"
+        return cls.of(read_object(path, hint=TOP_FOLDER), str(path))
+
+    @classmethod
+    def of(cls, raw: dict[str, Any], where: str) -> ModelConfig:
+        """From the content of a config.json, which lies in `where`. Raises CheckpointError as `load` does."""
         talker = _get(raw, "talker_config", dict, where)
         name = _get(raw, "tts_model_type", str, where)
         one_of(f"{where}: tts_model_type", name, MODEL_TYPES, CheckpointError)

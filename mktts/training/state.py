@@ -1,10 +1,10 @@
 """Training that stops and goes on exactly where it was.
 
 About once a minute all that the next step depends on is written: weights, optimizers, averaged weights, curves. Beside
-it, in LIGHT, lies what another session begins with: weights alone in 16 bits, live, averaged, and the best so far.
+it, in LIGHT, lies what another session begins with: weights alone in 16 bits, averaged where there are such.
 """
 
-import hashlib
+import argparse
 import json
 import math
 import time
@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
-from mktts.common import read_json, read_object, write_whole
+from mktts.common import write_whole
 from mktts.errors import CheckpointError
 from mktts.model.cuda_graph import Recorded, record
 
-STATE, CURVES, LIGHT = "state.json", "curves.json", "light"
+STATE, LIGHT = "state.safetensors", "light"
 _AHEAD = ("steps", "joint_steps", "pitch")  # of a recipe: what may change on the way
 _SAVE_S = 60.0  # between writings: what a run that is killed loses at most
 
@@ -32,12 +33,13 @@ class Trainer(ABC):
     """Modules, optimizers, averaged weights and the step they are at; a subclass says what a step is. recipe: a
     dataclass with `seed`, `steps`, `warmup_steps` and `block`. `curves` holds a line for each block."""
 
-    def __init__(self, recipe: Any, sizes: Any) -> None:
-        self.recipe, self.sizes = recipe, sizes
+    def __init__(self, recipe: Any, sizes: Any, device: torch.device | str = "cpu", graphs: bool = False) -> None:
+        """graphs: steps as CUDA graphs (`StepGraphs`)."""
+        self.recipe, self.sizes, self.device = recipe, sizes, torch.device(device)
+        self.steps = StepGraphs(self.device, graphs)
         self.modules: dict[str, nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.average: dict[str, Tensor] = {}  # name in `modules`' state, with the module's name before it
-        self.best: dict[str, Tensor] = {}  # averaged weights in 16 bits, when their held-out losses were least
         self.step = self.begun = 0  # begun: the step that had no moments yet
         self.audio_s = 0.0  # of speech, in a step
         self.curves: list[dict[str, float]] = []
@@ -73,50 +75,36 @@ class Trainer(ABC):
         return live | {k: t.bfloat16() for k, t in self.average.items()}
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Puts `tensors` and the best weights into `folder`, whole or not at all."""
-        stored = {**tensors, **self.best}
-        name, data = f"state-{self.step:08}.safetensors", save({k: t.cpu().contiguous() for k, t in stored.items()})
-        document = {"step": self.step, "begun": self.begun, "files": {name: hashlib.sha256(data).hexdigest()}}
-        document |= {"recipe": asdict(self.recipe), "sizes": asdict(self.sizes)}
-        write_whole(folder / name, data)
-        write_whole(folder / CURVES, json.dumps(self.curves).encode())
-        write_whole(folder / STATE, json.dumps(document, indent=1).encode())
-        for old in folder.glob("state-*.safetensors"):
-            if old.name != name:
-                old.unlink()
+        """Puts `tensors` and where they are into the state of `folder`, whole or not at all."""
+        about = {"step": self.step, "begun": self.begun, "curves": self.curves}
+        about |= {"recipe": asdict(self.recipe), "sizes": asdict(self.sizes)}
+        data = save({k: t.cpu().contiguous() for k, t in tensors.items()}, {"about": json.dumps(about)})
+        write_whole(folder / STATE, data)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Goes on where `write` was; from light weights with a warm-up. What is ahead may be planned otherwise. Raises
         CheckpointError for files that are missing or of another recipe or sizes."""
-        document = read_object(folder / STATE)
+        about, stored = read_state(folder)
         for key, ours in (("recipe", asdict(self.recipe)), ("sizes", asdict(self.sizes))):
             ours = json.loads(json.dumps(ours))
-            found = {k: v for k, v in document[key].items() if ours.get(k, v) != v and k not in _AHEAD}
+            found = {k: v for k, v in about[key].items() if ours.get(k, v) != v and k not in _AHEAD}
             if found:
                 raise CheckpointError(
                     f"{folder}: expected the {key} of this run, found {found}: take the same, or another --out"
                 )
         live = self.weights()
-        stored = {f"average.{name}": live[name] for name in self.average} | read_parts(folder)
-        self.step = self.begun = document["step"]
+        stored = {f"average.{name}": live[name] for name in self.average} | stored
+        self.step, self.begun, self.curves = about["step"], about["step"], about["curves"]
         for name, state, p in self._moments():
             if f"{name}.exp_avg" in stored:  # as the first step begins it; on CUDA all lie there: `adam` is fused
                 state[p] = {"step": torch.zeros((), device=p.device)}
                 state[p] |= {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
-                self.begun = document["begun"]
+                self.begun = about["begun"]
         for name, tensor in self.tensors():
             if name not in stored:
-                raise CheckpointError(f"{folder}: expected {name} in its files, found none: take another --out")
+                raise CheckpointError(f"{folder}: expected {name} in its state, found none: take another --out")
             tensor.copy_(stored[name])
-        self.best = {name: tensor for name, tensor in stored.items() if name.startswith("best.")}
-        self.curves = read_json(folder / CURVES)
-
-    def keep_best(self) -> None:
-        """Keeps the averaged weights where the held-out losses of the newest line sum up to the least of all lines."""
-        sums = [sum(loss for name, loss in line.items() if name.startswith("held_out")) for line in self.curves]
-        if 0 < sums[-1] <= min(sums):
-            self.best = {f"best.{name}": tensor.bfloat16() for name, tensor in self.average.items()}
 
     def schedule(self) -> float:
         """Share of the learning rate at this step: a linear warm-up, then a cosine down to a twentieth."""
@@ -141,30 +129,14 @@ class Trainer(ABC):
         torch._foreach_add_(kept, change)
 
 
-def read_parts(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a state. Raises CheckpointError for a part that is missing or damaged."""
-    stored: dict[str, Tensor] = {}
-    for name, digest in read_object(folder / STATE)["files"].items():
-        path = folder / name
-        data = path.read_bytes() if path.is_file() else b""
-        if hashlib.sha256(data).hexdigest() != digest:
-            raise CheckpointError(f"{path}: expected the part that {STATE} names, found {'other' if data else 'none'}")
-        stored |= load(data)
-    return stored
-
-
-def averaged(folder: Path, module: nn.Module, name: str, best: bool = False) -> nn.Module:
-    """`module`, called `name` in the state in `folder`, with its weights; the averaged ones where there are such. best:
-    those of the least held-out losses, where they are kept. Raises CheckpointError for another module's state."""
-    stored = read_parts(folder)
-    state = {}
-    for key in module.state_dict():
-        kinds = [kind for kind in ("best.", "average.", "")[0 if best else 1 :] if f"{kind}{name}.{key}" in stored]
-        if not kinds:
-            raise CheckpointError(f"{folder}: expected {name}.{key} in its files, found none")
-        state[key] = stored[f"{kinds[0]}{name}.{key}"]
-    module.load_state_dict(state)
-    return module.eval()
+def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What the state in `folder` says of its run (step, curves, recipe, sizes), and its tensors. Raises CheckpointError
+    for a file that is missing or damaged."""
+    try:
+        with safe_open(folder / STATE, "pt") as file:
+            return json.loads(file.metadata()["about"]), {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / STATE}: expected a state that a training stage wrote, but: {error}") from None
 
 
 def train(
@@ -186,7 +158,6 @@ def train(
         pace, spent = (trainer.step - first) / took, clock() - begun
         line |= {"steps_per_s": round(pace, 2), "audio_s_per_s": round(pace * trainer.audio_s)}
         trainer.curves.append(line)
-        trainer.keep_best()
         print(" ".join(f"{k} {v:.4g}" for k, v in line.items()), f"of {trainer.recipe.steps}", flush=True)
         last = trainer.step >= trainer.recipe.steps or spent + 1.1 * took > 60 * minutes
         if plan_minutes and not last:
@@ -198,6 +169,31 @@ def train(
             saved = clock()
         if last:
             return
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, recipe: object) -> None:
+    """What codec and talker have in common, and a flag for each of a recipe's figures."""
+    parser.add_argument("--data", type=Path, required=True, metavar="AUDIO", help="folder of audio shards")
+    parser.add_argument("--out", type=Path, required=True, help="folder for state and result")
+    parser.add_argument("--size", choices=("voice", "tiny"), default="voice", help="tiny is for tests (default: voice)")
+    parser.add_argument("--minutes", type=float, required=True, help="stop before this time is over")
+    parser.add_argument("--plan", type=float, default=0, metavar="MINUTES", help="set --steps to what fits into these")
+    parser.add_argument("--resume", action="store_true", help="go on from the state of --out, where there is one")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
+    parser.add_argument("--graphs", action="store_true", help="steps as CUDA graphs")
+    group = parser.add_argument_group("recipe")
+    for name, value in asdict(recipe).items():
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, type=type(value), default=value, help="(default: %(default)s)")
+
+
+def train_as_asked(trainer: Trainer, arguments: argparse.Namespace, hours: float) -> None:
+    """Trains for --minutes, and prints what was reached. hours: of speech. Raises as `train` and `Trainer.load` do."""
+    if arguments.resume and (arguments.out / STATE).is_file():
+        trainer.load(arguments.out)
+    print(f"{hours:.2f} h of speech, from step {trainer.step}", flush=True)
+    train(trainer, arguments.out, arguments.minutes, plan_minutes=arguments.plan)
+    print(json.dumps({**trainer.curves[-1], "of_steps": trainer.recipe.steps}))
 
 
 Work = Callable[..., dict[str, Tensor]]

@@ -19,9 +19,9 @@ from mktts.common import read_json, write_json
 from mktts.measure.metrics import cell
 from mktts.training.codec.model import Codec, encoded, load_codec
 from mktts.training.data.audio import read_shard, shard_paths
-from mktts.training.state import CURVES
+from mktts.training.state import read_state
 
-EVALUATION, INDEX = "evaluation.json", "index.json"
+CURVES, EVALUATION, INDEX = "curves.json", "evaluation.json", "index.json"
 _CLIPS = {"teacher": "teacher", "the codec's copy": "copy", "voice": "student"}
 NOT_MEASURED = "not measured yet: python -m mktts train evaluate"
 
@@ -77,7 +77,7 @@ def figures(evaluation: Mapping[str, Any] | None, required: bool) -> list[dict[s
 MAX_POINTS = 300  # of a stage's curves
 
 
-def card(voice: Path, evaluation: Mapping[str, Any] | None) -> str:
+def card(voice: Path, evaluation: Mapping[str, Any]) -> str:
     """The checkpoint's README.md. Raises CheckpointError where `voice` is no checkpoint."""
     opened, rows = open_checkpoint(voice), figures(evaluation, required=True)
     talker, decoder = (sum(s.params for s in f.tensors.values()) / 1e6 for f in (opened.files, opened.codec_files))
@@ -90,7 +90,7 @@ def card(voice: Path, evaluation: Mapping[str, Any] | None) -> str:
     return text.format(**given, quality="\n".join(f"| {' | '.join(row)} |" for row in cells))
 
 
-def replace(voice: Path, out: Path, evaluation: Mapping[str, Any] | None = None) -> None:
+def replace(voice: Path, out: Path, evaluation: Mapping[str, Any]) -> None:
     """Puts the checkpoint `voice` with its card in the place of `out`. Raises CheckpointError for what is none."""
     new, text = out.with_name(f".{out.name}.new"), card(voice, evaluation)
     shutil.rmtree(new, ignore_errors=True)  # of a run that was cut
@@ -101,7 +101,7 @@ def replace(voice: Path, out: Path, evaluation: Mapping[str, Any] | None = None)
     new.rename(out)
 
 
-def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path], codec: Codec | None = None) -> None:
+def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path], codec: Codec) -> None:
     """In place of the clips in `folder`, a sentence of each speaker: FLAC of the student (`keep`, of `train
     evaluate`), of the teacher's shards, and of the copy that the codec makes of those."""
     for old in folder.glob("*.flac"):
@@ -113,46 +113,40 @@ def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path], codec: Codec |
         if spoken.is_file() and not any(row["speaker"] == speaker for row in rows):
             write_audio(folder / f"{name}_student.flac", read_audio(spoken)[0])
             write_audio(folder / f"{name}_teacher.flac", from_pcm16(pcm))
-            if codec is not None:
-                codes = encoded(codec, [torch.from_numpy(from_pcm16(pcm))])[0].long()
-                write_audio(folder / f"{name}_copy.flac", codec.decode(codes[None])[0, : len(pcm)].numpy())
+            codes = encoded(codec, [torch.from_numpy(from_pcm16(pcm))])[0].long()
+            write_audio(folder / f"{name}_copy.flac", codec.decode(codes[None])[0, : len(pcm)].numpy())
             rows.append({"name": name, "text": text, "speaker": speaker})
     write_json(folder / INDEX, rows)
 
 
 EXAMPLES = """examples:
-  python -m mktts train ship --voice TALKER/voice --evaluation evaluation.json --curves CODEC TALKER
-  python -m mktts train ship --voice TALKER/voice --keep KEEP --teacher NATURAL
+  python -m mktts train ship --voice TALKER/voice --evaluation evaluation.json --keep KEEP --teacher NATURAL \\
+    --curves CODEC TALKER
 
-Replaces the voice in the package, and what is given of its evidence in outputs/reference/voice. The last line of
-standard output is JSON: the folder and its bytes."""
+Replaces the voice in the package, and its evidence in outputs/reference/voice. The last line of standard output is
+JSON: the folder and its bytes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--voice", type=Path, required=True, help="the checkpoint that `train talker` wrote")
-    parser.add_argument("--evaluation", type=Path, metavar="FILE", help="of `train evaluate --output`")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of `train evaluate`: clips to listen to")
-    parser.add_argument("--teacher", type=Path, nargs="+", default=[], metavar="NATURAL", help="of the same")
-    parser.add_argument("--curves", type=Path, nargs=2, metavar=("CODEC", "TALKER"), help="folders of both stages")
+    parser.add_argument("--evaluation", type=Path, required=True, metavar="FILE", help="of `train evaluate --output`")
+    parser.add_argument("--keep", type=Path, required=True, metavar="FOLDER", help="of the same: clips to listen to")
+    parser.add_argument("--teacher", type=Path, required=True, nargs="+", metavar="NATURAL", help="of the same")
+    parser.add_argument("--curves", type=Path, required=True, nargs=2, metavar=("CODEC", "TALKER"), help="both stages")
     parser.add_argument("--out", type=Path, default=SMALL_FOLDER, help="default: the package's own folder")
     parser.add_argument("--reference", type=Path, help="default: outputs/reference/voice")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Replaces voice and evidence. Raises CheckpointError for what cannot be shipped."""
-    evaluation = read_json(arguments.evaluation) if arguments.evaluation else None
+    evaluation, stages = read_json(arguments.evaluation), arguments.curves
     folder = arguments.reference or reference()
+    lines = {stage: read_state(path)[0]["curves"] for stage, path in zip(("codec", "talker"), stages, strict=True)}
+    codec = load_codec(stages[0])
     replace(arguments.voice, arguments.out, evaluation)
-    folder.mkdir(parents=True, exist_ok=True)
-    if evaluation is not None:
-        write_json(folder / EVALUATION, {**evaluation, "checkpoint": SMALL})
-    if arguments.curves:
-        lines = {stage: read_json(p / CURVES) for stage, p in zip(("codec", "talker"), arguments.curves, strict=True)}
-        thin = {stage: found[:: -(-len(found) // MAX_POINTS)] for stage, found in lines.items()}
-        write_json(folder / CURVES, thin)
-    if arguments.keep:
-        codec = load_codec(arguments.curves[0]) if arguments.curves else None
-        keep_clips(folder, arguments.keep, arguments.teacher, codec)
+    write_json(folder / EVALUATION, {**evaluation, "checkpoint": SMALL})
+    write_json(folder / CURVES, {stage: found[:: -(-len(found) // MAX_POINTS)] for stage, found in lines.items()})
+    keep_clips(folder, arguments.keep, arguments.teacher, codec)
     size = sum(path.stat().st_size for path in arguments.out.rglob("*") if path.is_file())
     print(json.dumps({"folder": str(arguments.out), "size_bytes": size}))
     return 0

@@ -1,7 +1,6 @@
 """State in small files: that a run which was cut goes on exactly, and what another session begins with."""
 
 import itertools
-import json
 from dataclasses import dataclass, replace
 
 import pytest
@@ -58,32 +57,18 @@ def test_a_run_that_was_cut_repeats_the_whole_one(tmp_path):
     assert whole.step == resumed.step == 12 and all(torch.equal(found[name], expected[name]) for name in expected)
     losses = [[line["loss"] for line in trainer.curves] for trainer in (whole, resumed)]
     assert losses[0] == losses[1] and len(losses[0]) == 4 and losses[0][-1] < losses[0][0]
-    averaged = state.averaged(tmp_path / "cut", nn.Linear(70, 3), "line")
-    assert torch.equal(averaged.weight, whole.average["line.weight"]) and not averaged.training
+    written = state.read_state(tmp_path / "cut")[1]
+    assert torch.equal(written["average.line.weight"], whole.average["line.weight"])
 
 
 def test_a_missing_or_damaged_file_is_named(tmp_path):
     state.train(Line(Recipe(steps=3)), tmp_path, 1)
-    (path,) = tmp_path.glob("state-*.safetensors")
-    assert json.loads((tmp_path / "state.json").read_text())["step"] == 3
-    for change in (lambda: path.write_bytes(path.read_bytes()[:-1] + b"!"), path.unlink):
+    path = tmp_path / state.STATE
+    assert state.read_state(tmp_path)[0]["step"] == 3
+    for change in (lambda: path.write_bytes(path.read_bytes()[:-1]), path.unlink):
         change()
         with pytest.raises(CheckpointError, match=path.name):
             Line(Recipe()).load(tmp_path)
-
-
-def test_the_weights_of_the_least_held_out_losses_are_kept_and_travel(tmp_path):
-    line, early = Line(Recipe()), Line(Recipe())
-    line.measured = lambda: {"held_out_a": abs(line.step - 6.0), "held_out_b": 1.0}
-    while early.step < 6:
-        early.train_step()
-    state.train(line, tmp_path, 1)
-    again = Line(Recipe(steps=15))
-    again.load(tmp_path / state.LIGHT)
-    state.train(again, tmp_path, 1)
-    for folder in (tmp_path, tmp_path / state.LIGHT):
-        best, last = (state.averaged(folder, nn.Linear(70, 3), "line", best).weight for best in (True, False))
-        assert torch.equal(best, early.average["line.weight"].bfloat16().float()) and not torch.equal(best, last)
 
 
 def test_another_recipe_is_refused_but_a_longer_schedule_is_not(tmp_path):
@@ -93,20 +78,19 @@ def test_another_recipe_is_refused_but_a_longer_schedule_is_not(tmp_path):
     longer = Line(replace(Recipe(), steps=6))
     longer.load(tmp_path)
     state.train(longer, tmp_path, 1)
-    assert longer.step == 6 and len(list(tmp_path.glob("state-*"))) == 1
+    assert longer.step == 6 and {path.name for path in tmp_path.iterdir()} == {state.STATE, state.LIGHT}
 
 
 def test_another_session_begins_with_light_weights_and_warms_up_again(tmp_path):
     line = Line(Recipe(steps=6))
     state.train(line, tmp_path, 1)
-    size, light = (sum(p.stat().st_size for p in f.glob("*.safetensors")) for f in (tmp_path, tmp_path / state.LIGHT))
+    size, light = ((f / state.STATE).stat().st_size for f in (tmp_path, tmp_path / state.LIGHT))
     assert light < size / 2
     again = Line(Recipe())
     again.load(tmp_path / state.LIGHT)
     assert again.step == again.begun == 6 and again.schedule() < 0.4 and again.curves == line.curves
     assert torch.equal(again.line.weight, line.average["line.weight"].bfloat16().float())
     assert torch.equal(again.average["line.weight"], again.line.weight)
-    assert torch.equal(state.averaged(tmp_path / state.LIGHT, nn.Linear(70, 3), "line").weight, again.line.weight)
     state.train(again, tmp_path, 1)
     longer = Line(replace(Recipe(), steps=15))
     longer.load(tmp_path)
@@ -116,7 +100,7 @@ def test_another_session_begins_with_light_weights_and_warms_up_again(tmp_path):
 def test_the_steps_become_what_fits_into_the_time(tmp_path):
     line = Line(Recipe(steps=100_000))
     state.train(line, tmp_path, 1, itertools.count(0, 5).__next__, plan_minutes=2)
-    assert 3 <= line.step < line.recipe.steps < 60 and json.loads((tmp_path / "state.json").read_text())["step"]
+    assert 3 <= line.step < line.recipe.steps < 60 and state.read_state(tmp_path)[0]["step"] == line.step
 
 
 def test_a_loss_that_is_no_number_is_never_written(tmp_path):

@@ -16,16 +16,18 @@ from mktts.measure.parity.upstream import compare_codes
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.sampling import Sampling
-from mktts.model.tokenizer import TextTokenizer
-from mktts.spec import NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
+from mktts.spec import NUM_CODEBOOKS, SUPPRESSED_TAIL
 from mktts.training import state
 from mktts.training.codec import model as codec_model
 from mktts.training.data.audio import Clip, write_shard
+from mktts.training.talker import model as talker_model
 from mktts.training.talker import train
-from mktts.training.talker.model import TINY, VOICE, TalkerModel, prepare, write_checkpoint
-from mktts.training.talker.train import Clips, Sequences, TalkerRecipe, TalkerTrainer, open_data, write_voice
+from mktts.training.talker.model import VOICE, TalkerModel, model_config, write_checkpoint
+from mktts.training.talker.train import Clips, Sequences, TalkerRecipe, TalkerTrainer
 
 SPEAKERS = ("anna", "bob", "carl")
+TINY = dataclasses.replace(talker_model.TINY, speakers=SPEAKERS)
+CONFIG = model_config(TINY)
 TEXTS = [
     "Anna likes the old boat.", "A cat watches the green window.", "Nobody paints the broken, heavy piano.",
     "The river carries the small garden.", "My brother found the heavy letter.", "Rain covers the quiet road.",
@@ -52,13 +54,6 @@ def small():
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory, small):
-    folder = tmp_path_factory.mktemp("prepared")
-    prepare(folder, small, TINY, SPEAKERS)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def codec():
     """Of the tiny size. Random weights."""
     torch.manual_seed(0)
@@ -66,8 +61,8 @@ def codec():
 
 
 @pytest.fixture
-def data(prepared):
-    return Sequences(synthetic_clips(), ModelConfig.load(prepared), TextTokenizer.load(prepared), "cpu")
+def data(small):
+    return Sequences(synthetic_clips(), CONFIG, small.tokenizer(), "cpu")
 
 
 def peaked(model: TalkerModel) -> TalkerModel:
@@ -82,10 +77,10 @@ def peaked(model: TalkerModel) -> TalkerModel:
 @pytest.mark.parametrize("layout", ["whole", "streaming"])
 @pytest.mark.parametrize("language", ["auto", "english"])
 @pytest.mark.parametrize("predictor_hidden", [64, 32])
-def test_training_logits_are_those_of_inference(tmp_path, small, layout, language, predictor_hidden):
+def test_training_logits_are_those_of_inference(small, layout, language, predictor_hidden):
     sizes = dataclasses.replace(TINY, predictor=TINY.predictor | {"hidden_size": predictor_hidden})
-    config = prepare(tmp_path, small, sizes, SPEAKERS)
-    model, tokenizer = peaked(TalkerModel(config)).eval(), TextTokenizer.load(tmp_path)
+    config = model_config(sizes)
+    model, tokenizer = peaked(TalkerModel(config)).eval(), small.tokenizer()
     data = Sequences(synthetic_clips(), config, tokenizer, "cpu")
     clip = 1
     words, control = data.rows(clip, layout == "whole", language == "english")
@@ -143,9 +138,8 @@ def test_padding_changes_no_loss_and_targets_are_the_next_codes(data):
     assert torch.equal(both.previous.flatten(0, 1)[both.rows + 1], both.codes)
 
 
-def test_batches_have_few_shapes_and_every_clip_once(prepared):
-    config, tokenizer = ModelConfig.load(prepared), TextTokenizer.load(prepared)
-    data = Sequences(synthetic_clips(TEXTS * 20), config, tokenizer, "cpu")
+def test_batches_have_few_shapes_and_every_clip_once(small):
+    data = Sequences(synthetic_clips(TEXTS * 20), CONFIG, small.tokenizer(), "cpu")
     dealt = data.epoch(np.arange(120), 200, np.random.default_rng(0))
     assert set(np.concatenate(dealt)[:, 0]) == set(range(120)) and len(set(np.concatenate(dealt)[:, 1])) > 3
     shapes = {data.batch(clips, np.random.default_rng(0)).text.shape for clips in dealt}
@@ -153,8 +147,8 @@ def test_batches_have_few_shapes_and_every_clip_once(prepared):
     assert len(shapes) == len({longest for _, longest in shapes}), "one number of clips for each length"
 
 
-def test_a_text_is_learnt_in_its_written_forms(data, prepared):
-    tokenizer, written = TextTokenizer.load(prepared), [write(TEXTS[2]) for write, _ in train.FORMS]
+def test_a_text_is_learnt_in_its_written_forms(data, small):
+    tokenizer, written = small.tokenizer(), [write(TEXTS[2]) for write, _ in train.FORMS]
     assert written[1:] == [
         "Nobody paints the broken, heavy piano",
         "nobody paints the broken, heavy piano.",
@@ -190,23 +184,21 @@ def test_loss_falls_and_a_resumed_run_repeats_the_whole_one(tmp_path, data):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_recorded_steps_learn_what_ordinary_ones_do(prepared):
+def test_recorded_steps_learn_what_ordinary_ones_do(small):
     recipe = dataclasses.replace(RECIPE, dropout=0.0, code_noise=0.0, frame_noise=0.0)  # drawn otherwise in a graph
-    data = Sequences(synthetic_clips(), ModelConfig.load(prepared), TextTokenizer.load(prepared), "cuda")
+    data = Sequences(synthetic_clips(), CONFIG, small.tokenizer(), "cuda")
     plain, recorded = TalkerTrainer(recipe, TINY, data), TalkerTrainer(recipe, TINY, data, graphs=True)
     losses = [[float(trainer.train_step()["code0"]) for _ in range(40)] for trainer in (plain, recorded)]
     assert any(step.recorded for step in recorded.steps._steps.values())
     assert np.allclose(losses[0], losses[1], rtol=0.05) and losses[1][-1] < losses[1][0] - 1
 
 
-def test_exported_checkpoint_gives_upstreams_codes(tmp_path, prepared, codec):
-    config = ModelConfig.load(prepared)
-    model = peaked(TalkerModel(config))
-    sampling = {"temperature": 0.5}
-    folder = write_checkpoint(tmp_path / "voice", prepared, model.w.hub(), codec, sampling, torch.float32)
+def test_exported_checkpoint_gives_upstreams_codes(tmp_path, small, codec):
+    model = peaked(TalkerModel(CONFIG))
+    folder = write_checkpoint(tmp_path / "voice", TINY, model.w.hub(), codec, torch.float32)
     checkpoint = open_checkpoint(folder)
-    assert not checkpoint.is_random and checkpoint.sampling().talker.temperature == 0.5
-    assert list(config.speakers) == list(SPEAKERS)
+    assert not checkpoint.is_random and checkpoint.sampling() == small.sampling()
+    assert checkpoint.config == CONFIG and list(CONFIG.speakers) == list(SPEAKERS)
     asked = [Request(TEXTS[2], "english", "bob", layout=layout) for layout in ("whole", "streaming")]
     upstream = load_upstream(folder, torch.float32)
     rows = compare_codes(checkpoint, asked, checkpoint.sampling().greedy(), 0, 5, torch.float32, upstream)
@@ -223,10 +215,9 @@ def test_a_folder_of_speech_becomes_clips_of_codes(tmp_path):
     assert found.codes.shape == (19, 16) and found.codes.dtype == torch.uint8 and len(found.codes.unique()) > 10
 
 
-def test_training_begins_with_another_voices_words_and_none_of_its_codes(tmp_path, small, prepared, codec):
-    given = TalkerModel(ModelConfig.load(prepared), seed=7)
-    other = open_checkpoint(write_checkpoint(tmp_path / "other", prepared, given.w.hub(), codec, dtype=torch.float32))
-    data = open_data(synthetic_clips(), tmp_path / "out", TINY, other, "cpu")
+def test_training_begins_with_another_voices_words_and_none_of_its_codes(tmp_path, small, data, codec):
+    given = TalkerModel(CONFIG, seed=7)
+    other = open_checkpoint(write_checkpoint(tmp_path / "other", TINY, given.w.hub(), codec, dtype=torch.float32))
     trainer = TalkerTrainer(RECIPE, TINY, data)
     random = {name: p.clone() for name, p in trainer.model.w.hub().items()}
     trainer.begin_from(other)
@@ -242,21 +233,15 @@ def test_training_begins_with_another_voices_words_and_none_of_its_codes(tmp_pat
         trainer.begin_from(small)
 
 
-def test_what_does_not_fit_together_is_named(tmp_path, small, data, codec):
-    out = tmp_path / "out"
-    open_data(synthetic_clips(), out, TINY, small, "cpu")
-    with pytest.raises(CheckpointError, match="found dora"):
-        open_data(synthetic_clips()._replace(speakers=["dora"] * 6), out, TINY, small, "cpu")
-    with pytest.raises(CheckpointError, match="codes below 32"):
-        open_data(synthetic_clips(codebook=200), out, TINY, small, "cpu")
-    state.train(TalkerTrainer(dataclasses.replace(RECIPE, steps=1), TINY, data), out, 1)
-    assert open_checkpoint(write_voice(out, codec)).config == data.config
-    with pytest.raises(CheckpointError, match="codec of 32 entries.*found 64"):
-        write_voice(out, codec_model.Codec(dataclasses.replace(codec_model.TINY, codebook_size=64)))
+@pytest.mark.parametrize("other", [{"speakers": ("dora",)}, {"codebook_size": 64}])
+def test_a_state_of_other_speakers_or_another_codec_is_named(tmp_path, data, other):
+    state.train(TalkerTrainer(dataclasses.replace(RECIPE, steps=1), dataclasses.replace(TINY, **other), data), tmp_path, 1)
+    with pytest.raises(CheckpointError, match=f"expected the sizes of this run, found .*{next(iter(other))}"):
+        TalkerTrainer(RECIPE, TINY, data).load(tmp_path)
 
 
-def test_the_voices_dimensions_suit_the_megakernel_and_its_ids_the_codebook(tmp_path, small):
-    config = prepare(tmp_path, small, VOICE, ("heart", "michael"))
+def test_the_voices_dimensions_suit_the_megakernel_and_its_ids_the_codebook():
+    config = model_config(dataclasses.replace(VOICE, speakers=("heart", "michael")))
     assert choose_shape(config, 132).blocks >= 8
     codes = config.talker.vocab_size - SUPPRESSED_TAIL
     ids = [*dataclasses.astuple(config.codec_ids), *config.languages.values(), *config.speakers.values()]

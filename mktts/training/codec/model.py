@@ -15,9 +15,9 @@ from mktts.checkpoint.open import CODEC_FOLDER
 from mktts.checkpoint.random.make import Json, small_files, write_weights
 from mktts.checkpoint.tensors import expected_codec_tensors
 from mktts.codec.layers import CONVNEXT_EPS
-from mktts.common import read_object, write_json
+from mktts.common import write_json
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
-from mktts.training.state import STATE, averaged
+from mktts.training.state import read_state
 from mktts.training.weights import Weights, fused
 
 _LAYER_SCALE = 0.1  # at the start; the released 0.01 suits longer training
@@ -286,10 +286,13 @@ class Codec(nn.Module):
 
 
 def load_codec(folder: Path, device: torch.device | str = "cpu") -> Codec:
-    """The codec of `train codec`'s averaged weights. Raises CheckpointError for a folder without one."""
-    raw = read_object(folder / STATE, hint=" of `train codec`")["sizes"]
-    sizes = CodecSizes(**{key: tuple(v) if isinstance(v, list) else v for key, v in raw.items()})
-    return averaged(folder, Codec(sizes), "codec").to(device)
+    """The codec of `train codec`, of averaged weights where there are such. Raises CheckpointError for a folder without
+    a state."""
+    about, stored = read_state(folder)
+    codec = Codec(CodecSizes(**{k: tuple(v) if isinstance(v, list) else v for k, v in about["sizes"].items()}))
+    named = ((name, stored.get(f"codec.{name}")) for name in codec.state_dict())
+    codec.load_state_dict({name: stored.get(f"average.codec.{name}", live) for name, live in named})
+    return codec.eval().to(device)
 
 
 def encoded(codec: Codec, clips: list[Tensor], batch_frames: int = 8_000) -> list[Tensor]:

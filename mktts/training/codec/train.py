@@ -5,7 +5,6 @@ and codebooks stand still: codes made from then on are final, and talker and dec
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -20,7 +19,7 @@ from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.training.codec.model import SIZES, Codec, CodecSizes
 from mktts.training.data.audio import Crops
 from mktts.training.judge.signal import STEP_SAMPLES
-from mktts.training.state import STATE, StepGraphs, Trainer, adam, train
+from mktts.training.state import Trainer, adam, add_training_arguments, train_as_asked
 from mktts.training.weights import fused
 
 _FLOOR = 1e-5  # of magnitudes before the logarithm, where a full-scale sine is 1: -100 dBFS, below what 16 bits hold
@@ -214,14 +213,13 @@ class CodecTrainer(Trainer):
     def __init__(
         self, recipe: CodecRecipe, sizes: CodecSizes, crops: Crops, device: str = "cpu", graphs: bool = False
     ) -> None:
-        """graphs: steps as CUDA graphs (`StepGraphs`). On CUDA, products are in bf16 but near the waveform."""
-        super().__init__(recipe, sizes)
+        """On CUDA, products are in bf16 but near the waveform."""
+        super().__init__(recipe, sizes, device, graphs)
         torch.manual_seed(recipe.seed)
-        self.device, self.crops = torch.device(device), crops
+        self.crops = crops
         self.audio_s = recipe.batch * recipe.crop_frames / FRAME_RATE_HZ
         self.codec, self.judges = Codec(sizes).to(device), Discriminators(sizes.judges).to(device)
         self.modules = {"codec": self.codec, "judges": self.judges}
-        self.steps = StepGraphs(self.device, graphs)
         for name, module in self.modules.items():
             self.optimizers[name] = adam(module.parameters(), self.device, betas=(0.8, 0.99), weight_decay=0.01)
         self.average = {
@@ -330,23 +328,7 @@ A run can be cut anywhere and go on with --resume. The last line of standard out
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, required=True, metavar="AUDIO", help="folder of audio shards")
-    parser.add_argument("--out", type=Path, required=True, metavar="CODEC", help="folder for state, curves and codec")
-    parser.add_argument("--size", choices=tuple(SIZES), default="voice", help="tiny is for tests (default: voice)")
     add_training_arguments(parser, CodecRecipe())
-
-
-def add_training_arguments(parser: argparse.ArgumentParser, recipe: object) -> None:
-    """What codec and talker have in common, and a flag for each of a recipe's figures."""
-    parser.add_argument("--minutes", type=float, required=True, help="stop before this time is over")
-    parser.add_argument("--plan", type=float, default=0, metavar="MINUTES", help="set --steps to what fits into these")
-    parser.add_argument("--resume", action="store_true", help="go on from the state of --out, where there is one")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
-    parser.add_argument("--graphs", action="store_true", help="steps as CUDA graphs")
-    group = parser.add_argument_group("recipe")
-    for name, value in asdict(recipe).items():
-        flag = f"--{name.replace('_', '-')}"
-        group.add_argument(flag, type=type(value), default=value, help="(default: %(default)s)")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -356,9 +338,5 @@ def main(arguments: argparse.Namespace) -> int:
     torch.backends.cudnn.benchmark = True  # shapes are few
     crops = Crops(arguments.data, recipe.crop_frames, recipe.seed, recipe.onsets)
     trainer = CodecTrainer(recipe, SIZES[arguments.size], crops, device_named(arguments.device), arguments.graphs)
-    if arguments.resume and (arguments.out / STATE).is_file():
-        trainer.load(arguments.out)
-    print(f"{crops.hours:.2f} h of audio, from step {trainer.step}", flush=True)
-    train(trainer, arguments.out, arguments.minutes, plan_minutes=arguments.plan)
-    print(json.dumps({**trainer.curves[-1], "of_steps": trainer.recipe.steps}))
+    train_as_asked(trainer, arguments, crops.hours)
     return 0

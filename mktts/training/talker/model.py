@@ -2,7 +2,7 @@
 row; and the voice's folder in the Hub's layout."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -10,12 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mktts.checkpoint import Checkpoint
-from mktts.checkpoint.open import CODEC_FOLDER
-from mktts.checkpoint.random.make import whole_folder, write_weights
+from mktts.checkpoint.open import CODEC_FOLDER, SMALL_FOLDER
+from mktts.checkpoint.random.make import Json, whole_folder, write_weights
 from mktts.checkpoint.tensors import expected_tensors
 from mktts.common import read_object, write_json
-from mktts.errors import CheckpointError
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.spec import NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig, StackConfig
 from mktts.training.codec.model import Codec, write_codec
@@ -33,6 +31,7 @@ class TalkerSizes:
     predictor: dict[str, int]
     codebook_size: int
     text_hidden: int
+    speakers: tuple[str, ...] = ()  # the first one speaks where none is named
 
 
 def _stack(*sizes: int) -> dict[str, int]:
@@ -47,13 +46,9 @@ TINY = TalkerSizes(_stack(64, 128, 2, 4, 2, 32), _stack(64, 64, 1, 4, 2, 32), 32
 SIZES = {"voice": VOICE, "tiny": TINY}
 
 
-def prepare(folder: Path, begun: Checkpoint, sizes: TalkerSizes, speakers: Sequence[str]) -> ModelConfig:
-    """Everything of a checkpoint that is known before training: the tokenizer of `begun`, and JSON files. The first of
-    the speakers speaks where none is named."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in _TAKEN:
-        shutil.copyfile(begun.folder / name, folder / name)
-    config = read_object(begun.folder / "config.json")
+def config_json(sizes: TalkerSizes) -> Json:
+    """config.json of a voice of these sizes, which has the tokenizer of the voice in the box."""
+    config = read_object(SMALL_FOLDER / "config.json")
     talker = config["talker_config"]
     shift = talker["code_predictor_config"]["vocab_size"] - sizes.codebook_size  # control ids follow the codes
     for key, value in talker.items():
@@ -62,7 +57,7 @@ def prepare(folder: Path, begun: Checkpoint, sizes: TalkerSizes, speakers: Seque
     vocabulary = sizes.codebook_size + SUPPRESSED_TAIL
     half = sizes.talker["head_dim"] // 2
     sections = [half - 2 * (half // 3), half // 3, half // 3]  # equal positions: any split is ordinary rotary embedding
-    ids = {name: vocabulary - 1 - i for i, name in enumerate(speakers)}
+    ids = {name: vocabulary - 1 - i for i, name in enumerate(sizes.speakers)}
     talker |= sizes.talker | {
         "vocab_size": vocabulary,
         "text_hidden_size": sizes.text_hidden,
@@ -75,27 +70,24 @@ def prepare(folder: Path, begun: Checkpoint, sizes: TalkerSizes, speakers: Seque
         "vocab_size": sizes.codebook_size,
         "layer_types": ["full_attention"] * sizes.predictor["num_hidden_layers"],
     }
-    write_json(folder / "config.json", config, sort_keys=False)
-    return ModelConfig.load(folder)
+    return config
+
+
+def model_config(sizes: TalkerSizes) -> ModelConfig:
+    """The dimensions as inference reads them from the file."""
+    return ModelConfig.of(config_json(sizes), "the talker's sizes")
 
 
 def write_checkpoint(
-    folder: Path, prepared: Path, tensors: Mapping[str, Tensor], codec: Codec,
-    sampling: Mapping[str, float] | None = None, dtype: torch.dtype = torch.bfloat16,
-) -> Path:  # fmt: skip
-    """Writes `folder`, whole or not at all: a checkpoint in the Hub's layout. prepared: what `prepare` made. tensors:
-    by Hub name. sampling: what is to differ in generation_config.json. Raises CheckpointError where parts do not fit or
-    `folder` has content already."""
-    found, entries = codec.sizes.codebook_size, ModelConfig.load(prepared).predictor.vocab_size
-    if found != entries:
-        raise CheckpointError(
-            f"expected a codec of {entries} entries, found {found}: train the talker on this codec's codes"
-        )
+    folder: Path, sizes: TalkerSizes, tensors: Mapping[str, Tensor], codec: Codec, dtype: torch.dtype = torch.bfloat16
+) -> Path:
+    """Writes `folder`, whole or not at all: a checkpoint in the Hub's layout. tensors: by Hub name. Raises
+    CheckpointError where `folder` has content already."""
     with whole_folder(folder) as work:
-        shutil.copytree(prepared, work, dirs_exist_ok=True)
+        for name in _TAKEN:
+            shutil.copyfile(SMALL_FOLDER / name, work / name)
+        write_json(work / "config.json", config_json(sizes), sort_keys=False)
         write_codec(work / CODEC_FOLDER, codec, dtype)
-        generation = read_object(prepared / "generation_config.json") | dict(sampling or {})
-        write_json(work / "generation_config.json", generation, sort_keys=False)
         write_weights(work, {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()})
     return folder
 

@@ -3,16 +3,16 @@
 Speech is encoded when a run begins: codes need not travel. Sequences follow the rules of `mktts.model.prompt`; every
 text, in the words of the text front end, is learnt in several forms: people leave out commas, and a long sentence is
 said in segments, of which later ones begin small. Batches, noise and dropout follow from seed and step. OUT holds the
-state (`mktts.training.state`), prepared/, tokenizer and JSON files, and voice/, the whole checkpoint.
+state (`mktts.training.state`) and voice/, the whole checkpoint.
 """
 
 import argparse
-import json
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,18 +23,17 @@ from torch import Tensor
 
 from mktts.audio import from_pcm16
 from mktts.checkpoint import Checkpoint, open_checkpoint
-from mktts.common import read_json
-from mktts.errors import CheckpointError, OptionsError
+from mktts.checkpoint.open import SMALL
+from mktts.errors import CheckpointError
 from mktts.model.backend import device_named
 from mktts.model.prompt import language_tags
 from mktts.model.tokenizer import TextTokenizer
 from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, ModelConfig
 from mktts.training.codec.model import Codec, encoded, load_codec
-from mktts.training.codec.train import add_training_arguments
 from mktts.training.data.audio import read_shard, shard_paths
 from mktts.training.data.texts import is_held_out, normal
-from mktts.training.state import CURVES, STATE, StepGraphs, Trainer, adam, averaged, train
-from mktts.training.talker.model import SIZES, TalkerModel, TalkerSizes, prepare, write_checkpoint
+from mktts.training.state import Trainer, adam, add_training_arguments, train_as_asked
+from mktts.training.talker.model import SIZES, TalkerModel, TalkerSizes, model_config, write_checkpoint
 
 LANGUAGE = "english"
 NO_TARGET = -100  # what cross_entropy ignores
@@ -177,7 +176,6 @@ class Sequences:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
-PREPARED, VOICE_FOLDER = "prepared", "voice"
 _MEASURED_BATCHES = 8
 
 
@@ -204,8 +202,8 @@ class TalkerTrainer(Trainer):
     """Talker and code predictor, and the place in the data."""
 
     def __init__(self, recipe: TalkerRecipe, sizes: TalkerSizes, data: Sequences, graphs: bool = False) -> None:
-        """graphs: steps as CUDA graphs (`StepGraphs`). Raises CheckpointError where all texts are held out."""
-        super().__init__(recipe, sizes)
+        """Raises CheckpointError where all texts are held out."""
+        super().__init__(recipe, sizes, data.device, graphs)
         self.data = data
         self.audio_s = recipe.batch_rows / FRAME_RATE_HZ  # padding and prompts included
         self.model = TalkerModel(data.config, recipe.seed, recipe.dropout).to(data.device)
@@ -214,8 +212,8 @@ class TalkerTrainer(Trainer):
         vectors = [p for p in self.model.parameters() if p.dim() == 1]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizers["adam"] = adam(groups, data.device, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
-        self.average = {name: tensor.clone() for name, tensor in self.weights().items()}
-        self.steps = StepGraphs(data.device, graphs)
+        self.averaged = deepcopy(self.model).eval()
+        self.average = {f"model.{name}": tensor for name, tensor in self.averaged.state_dict().items()}
         apart = np.array([held_out(text) for text in data.clips.texts])
         self.training, self.kept = np.flatnonzero(data.spoken & ~apart), np.flatnonzero(data.spoken & apart)
         if not len(self.training):
@@ -232,7 +230,6 @@ class TalkerTrainer(Trainer):
         generator = np.random.default_rng((recipe.seed, 1, self.step))
         batch = self.data.batch(clips, generator, recipe.predictor_share)
         self.begin_step(recipe.learning_rate)
-        self.model.train()
         found = self.steps.run("step", self._step, *batch)
         self.step += 1
         self.follow(1 - min(recipe.ema, self.step / (self.step + 10)))  # a young average forgets the start quickly
@@ -240,7 +237,7 @@ class TalkerTrainer(Trainer):
 
     def _step(self, *parts: Tensor) -> dict[str, Tensor]:
         """On the tensors of a `Batch`."""
-        first, rest = self.losses(Batch(*parts), noisy=True)
+        first, rest = self.losses(self.model, Batch(*parts))
         optimizer = self.optimizers["adam"]
         optimizer.zero_grad(set_to_none=True)
         (first + self.recipe.predictor_weight * rest).backward()
@@ -248,18 +245,18 @@ class TalkerTrainer(Trainer):
         optimizer.step()
         return {"code0": first.detach(), "codes": rest.detach()}
 
-    def losses(self, batch: Batch, noisy: bool) -> tuple[Tensor, Tensor]:
-        """Cross entropy of code 0 (end of speech included), and mean of codes 1-15. noisy: as in training."""
+    def losses(self, model: TalkerModel, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Cross entropy of code 0 (end of speech included), and mean of codes 1-15; with noise where `model` trains."""
         recipe, size, previous = self.recipe, self.data.config.predictor.vocab_size, batch.previous
-        if noisy:
+        if model.training:
             odds = torch.rand(*previous.shape[:-1], NUM_CODEBOOKS + 1, device=previous.device)
             replaced = (odds[..., 1:] < recipe.code_noise) | (odds[..., :1] < recipe.frame_noise)
             previous = torch.where(replaced & (previous >= 0), torch.randint_like(previous, size), previous)
         with self.steps.cast():
-            hidden = self.model.hidden(batch.text, batch.control, previous).flatten(0, 1)
-            first = self.model.w.linear("talker.codec_head", hidden)
+            hidden = model.hidden(batch.text, batch.control, previous).flatten(0, 1)
+            first = model.w.linear("talker.codec_head", hidden)
             # not hidden[rows], whose gradient is sorted
-            rest = self.model.predictor_logits(torch.index_select(hidden, 0, batch.rows), batch.codes)
+            rest = model.predictor_logits(torch.index_select(hidden, 0, batch.rows), batch.codes)
         return (
             F.cross_entropy(first.float(), batch.target, ignore_index=NO_TARGET),
             F.cross_entropy(rest.float().flatten(0, 1), batch.codes[:, 1:].flatten()),
@@ -268,14 +265,10 @@ class TalkerTrainer(Trainer):
     @torch.no_grad()
     def measured(self) -> dict[str, float]:
         """Losses of the averaged weights on held-out texts (on training ones where none are held out)."""
-        live = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        self.model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in self.average.items()})
-        self.model.eval()
         generator = np.random.default_rng(self.recipe.seed)
         chosen = self.kept if len(self.kept) else self.training
         batches = self.data.epoch(chosen, self.recipe.batch_rows, generator)[:_MEASURED_BATCHES]
-        found = [torch.stack(self.losses(self.data.batch(clips, generator), noisy=False)) for clips in batches]
-        self.model.load_state_dict(live)
+        found = [torch.stack(self.losses(self.averaged, self.data.batch(clips, generator))) for clips in batches]
         first, rest = torch.stack(found).mean(0).tolist()
         return {"held_out_code0": first, "held_out_codes": rest}
 
@@ -291,73 +284,35 @@ class TalkerTrainer(Trainer):
                 raise CheckpointError(f"{voice.folder}: expected {name} of shape {tuple(p.shape)}, found {found}")
             first = size if any(part in name for part in ("codec_embedding", "codec_head", "lm_head")) else 0
             p[first:] = given[first:].to(p)  # what comes behind the codes are control ids
-        self.average = {name: tensor.clone() for name, tensor in self.weights().items()}
-
-
-def open_data(clips: Clips, out: Path, sizes: TalkerSizes, begun: Checkpoint, device: torch.device | str) -> Sequences:
-    """Sequences with the configuration of `out`, which is made where it is not there yet, with the tokenizer of
-    `begun`. Raises CheckpointError for clips that it does not suit."""
-    folder = out / PREPARED
-    if (folder / "config.json").is_file():
-        config = ModelConfig.load(folder)
-    else:
-        config = prepare(folder, begun, sizes, list(dict.fromkeys(clips.speakers)))
-    if strange := set(clips.speakers) - set(config.speakers):
-        known = ", ".join(config.speakers)
-        raise CheckpointError(f"expected the speakers {known}, found {', '.join(sorted(strange))}: use another --out")
-    if int(clips.codes.max()) >= config.predictor.vocab_size:
-        raise CheckpointError(f"expected codes below {config.predictor.vocab_size}, found {int(clips.codes.max())}")
-    return Sequences(clips, config, TextTokenizer.load(folder), device)
-
-
-def write_voice(out: Path, codec: Codec, sampling: Mapping[str, float] | None = None, best: bool = False) -> Path:
-    """`out`/voice anew: the checkpoint of the averaged weights in `out`, the last or the best ones, and a codec. Raises
-    CheckpointError without a state, or for a codec of other codes."""
-    model = averaged(out, TalkerModel(ModelConfig.load(out / PREPARED)), "model", best)
-    shutil.rmtree(out / VOICE_FOLDER, ignore_errors=True)
-    return write_checkpoint(out / VOICE_FOLDER, out / PREPARED, model.w.hub(), codec, sampling)
+        self.averaged.load_state_dict(self.model.state_dict())
 
 
 EXAMPLES = """examples:
-  python -m mktts train talker --data AUDIO --codec CODEC --out TALKER --minutes 8.5 --graphs
   python -m mktts train talker --data AUDIO --codec CODEC --out TALKER --minutes 8.5 --graphs --resume
-  python -m mktts train talker --codec CODEC --out TALKER --minutes 0 --temperature 0.5 --best
 
-A run can be cut anywhere and go on with --resume. TALKER/voice is the checkpoint, with the codec's decoder as it is;
---minutes 0 only writes it anew. The last line of standard output is JSON: what was reached."""
+A run can be cut anywhere and go on with --resume. TALKER/voice is the checkpoint, with the codec's decoder as it is.
+The last line of standard output is JSON: what was reached."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec", type=Path, required=True, help="folder of `train codec`, past its joint steps")
-    parser.add_argument("--data", type=Path, metavar="AUDIO", help="folder of audio shards")
-    parser.add_argument("--out", type=Path, required=True, metavar="TALKER", help="folder for state and checkpoint")
-    parser.add_argument("--begin", default="small", metavar="VOICE", help="whose tokenizer is taken (default: small)")
-    parser.add_argument("--fresh", action="store_true", help="random weights; without it VOICE's, but the codes'")
-    for name in ("--temperature", "--subtalker-temperature"):
-        parser.add_argument(name, type=float, help="that the checkpoint is to name (default: VOICE's)")
-    parser.add_argument("--best", action="store_true", help="write the weights of the least held-out losses")
-    parser.add_argument("--size", choices=tuple(SIZES), default="voice", help="tiny is for tests (default: voice)")
+    parser.add_argument("--fresh", action="store_true", help="random weights; without it the small voice's words")
     add_training_arguments(parser, TalkerRecipe())
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Trains for a while and writes the checkpoint. Raises CheckpointError and AudioError for what does not fit."""
-    out, sizes, device = arguments.out, SIZES[arguments.size], device_named(arguments.device)
+    out, device, begun = arguments.out, device_named(arguments.device), open_checkpoint(SMALL)
     recipe = TalkerRecipe(**{name: getattr(arguments, name) for name in asdict(TalkerRecipe())})
-    if arguments.minutes > 0 and not arguments.data:
-        raise OptionsError("expected --data beside --minutes, found none: add the folder of audio shards")
     codec = load_codec(arguments.codec, device)
-    if arguments.minutes > 0:
-        begun = open_checkpoint(arguments.begin)
-        clips = read_clips(arguments.data, codec)
-        trainer = TalkerTrainer(recipe, sizes, open_data(clips, out, sizes, begun, device), arguments.graphs)
-        if arguments.resume and (out / STATE).is_file():
-            trainer.load(out)
-        elif not arguments.fresh:
-            trainer.begin_from(begun)
-        print(f"{len(clips.codes) / FRAME_RATE_HZ / 3600:.2f} h of speech, from step {trainer.step}", flush=True)
-        train(trainer, out, arguments.minutes, plan_minutes=arguments.plan)
-    names = ("temperature", "subtalker_temperature")
-    write_voice(out, codec, {n: v for n in names if (v := getattr(arguments, n)) is not None}, arguments.best)
-    print(json.dumps({**read_json(out / CURVES)[-1], "of_steps": recipe.steps}))
+    clips = read_clips(arguments.data, codec)
+    speakers = tuple(dict.fromkeys(clips.speakers))
+    sizes = replace(SIZES[arguments.size], codebook_size=codec.sizes.codebook_size, speakers=speakers)
+    data = Sequences(clips, model_config(sizes), begun.tokenizer(), device)
+    trainer = TalkerTrainer(recipe, sizes, data, arguments.graphs)
+    if not arguments.fresh:
+        trainer.begin_from(begun)
+    train_as_asked(trainer, arguments, len(clips.codes) / FRAME_RATE_HZ / 3600)
+    shutil.rmtree(out / "voice", ignore_errors=True)
+    write_checkpoint(out / "voice", sizes, trainer.averaged.w.hub(), codec)
     return 0

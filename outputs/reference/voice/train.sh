@@ -45,7 +45,10 @@ run() {
     local teacher=$!
     if [ ! -f codec/frozen ]; then
         codec $JOINT --plan $(python3 -c "print($JOINT + ${TUNE:-$(left 1) - $JOINT})") --joint-steps 100000000
-        python3 -c "import json; print(json.load(open('codec/state.json'))['step'])" > codec/frozen
+        python3 -c "
+from pathlib import Path
+from mktts.training.state import read_state
+print(read_state(Path('codec'))[0]['step'])" > codec/frozen
     fi
     rm -rf frozen && cp -r codec frozen
     codec ${TUNE:-$(left 1)} --joint-steps $(cat codec/frozen) &
@@ -56,18 +59,10 @@ run() {
     touch done
 }
 
-pack() { # what `train` wrote, once no file of it changes meanwhile
-    for attempt in 1 2 3 4 5; do
-        rm -rf light && mkdir -p light/codec
-        cp codec/light/* light/codec/ && cp codec/frozen light/codec/
-        [ $CLIPS = 0 ] || { mkdir -p light/talker && cp -r talker/light/* talker/prepared light/talker/; }
-        PYTHONPATH=repo python3 -c "
-from pathlib import Path
-from mktts.training.state import read_parts
-for path in Path('light').glob('*/state.json'):
-    read_parts(path.parent)" && break
-        sleep 1
-    done 2> /dev/null
+pack() { # what `train` wrote; a state is one file, replaced as a whole
+    rm -rf light && mkdir -p light/codec
+    cp codec/light/* codec/frozen light/codec/ 2> /dev/null
+    [ $CLIPS = 0 ] || { mkdir -p light/talker && cp talker/light/* light/talker/; }
     cp *.log light/
     tar c -C light . | xz -3 -T0 | split -d -a 1 -b 15000000 - $OUT/voice-state.
     if [ "$1" = start ]; then cp natural/shard0000[${NATURAL:-01}].npz $OUT/; fi # 64 MB come back in all
