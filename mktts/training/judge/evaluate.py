@@ -55,7 +55,7 @@ VOICES = ("student", "teacher")
 BETWEEN = (0.8, 1.25)  # of the teacher's length
 _package = partial(package, instead=", or --only the other sections")
 _DRAWS = 2_000
-_SPEED_STREAMS, _ENDS = 24, 500
+_SPEED_STREAMS = 24
 
 Record = dict[str, Any]
 
@@ -231,16 +231,16 @@ SECTIONS = {
 }  # fmt: skip
 
 
-def spoken(checkpoint: str, teacher: Sequence[Path], keep: Path, device: str, most: int) -> list[Spoken]:
+def spoken(checkpoint: str, teacher: Sequence[Path], keep: Path) -> list[Spoken]:
     """Every sentence of the teacher's shards by both; what `keep` has of these weights is not spoken again."""
     from mktts.synth import Synthesizer
 
     found: list[Spoken] = []
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in _weights(checkpoint))).hexdigest()
-    with Synthesizer.load(checkpoint, backend="torch", device=device) as synthesizer:
+    with Synthesizer.load(checkpoint, backend="torch", device="cpu") as synthesizer:
         synthesizer.warm_up()
         for path in (path for folder in teacher for path in shard_paths(folder)):
-            for text, speaker, pcm in read_shard(path)[:most]:
+            for text, speaker, pcm in read_shard(path):
                 wav, note = (keep / f"{speaker}_{len(found):04}{suffix}" for suffix in (".flac", ".json"))
                 known = read_json(note) if note.is_file() else {}
                 if (known.get("text"), known.get("weights")) != (text, digest):
@@ -255,7 +255,6 @@ def spoken(checkpoint: str, teacher: Sequence[Path], keep: Path, device: str, mo
 
 EXAMPLES = """examples:
   python -m mktts train evaluate --checkpoint TALKER/voice --teacher NATURAL --keep KEEP --output evaluation.json
-  python -m mktts train evaluate --checkpoint small --teacher NATURAL --keep KEEP --output e.json --only sound,ends
 
 NATURAL holds shards of `train teacher` of the list that `train texts --natural` writes. KEEP holds the student's audio:
 a run that was cut goes on there. --only measures some sections and puts them into the record that is there. The last
@@ -270,8 +269,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="A,B", help=f"sections of {','.join(SECTIONS)} (default: all)")
     parser.add_argument("--whisper", default=WHISPER, help="folder of Whisper base, or its name (default: %(default)s)")
     parser.add_argument("--listeners", type=float, help="on two cores, as `mktts bench` found")
-    parser.add_argument("--most", type=int, default=_ENDS, help="sentences of a shard (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="the student's (default: cpu)")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -279,7 +276,7 @@ def main(arguments: argparse.Namespace) -> int:
     chosen = arguments.only.split(",") if arguments.only else list(SECTIONS)
     if unknown := set(chosen) - set(SECTIONS):
         raise MetricsError(f"expected sections of {', '.join(SECTIONS)}, found {', '.join(sorted(unknown))}")
-    utterances = spoken(arguments.checkpoint, arguments.teacher, arguments.keep, arguments.device, arguments.most)
+    utterances = spoken(arguments.checkpoint, arguments.teacher, arguments.keep)
     again = bool(arguments.only) and arguments.output.is_file()
     record: Record = read_json(arguments.output) if again else {"utterances": [u.row() for u in utterances]}
     record["environment"], record["checkpoint"] = environment(), arguments.checkpoint
