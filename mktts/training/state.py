@@ -41,7 +41,6 @@ class Trainer(ABC):
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.average: dict[str, Tensor] = {}  # name in `modules`' state, with the module's name before it
         self.step = self.begun = 0  # begun: the step that had no moments yet
-        self.audio_s = 0.0  # of speech, in a step
         self.curves: list[dict[str, float]] = []
 
     @abstractmethod
@@ -156,7 +155,7 @@ def train(
         line |= {name: round(value, 5) for name, value in trainer.measured().items()}
         took = max(clock() - start, 1e-9)
         pace, spent = (trainer.step - first) / took, clock() - begun
-        line |= {"steps_per_s": round(pace, 2), "audio_s_per_s": round(pace * trainer.audio_s)}
+        line["steps_per_s"] = round(pace, 2)
         trainer.curves.append(line)
         print(" ".join(f"{k} {v:.4g}" for k, v in line.items()), f"of {trainer.recipe.steps}", flush=True)
         last = trainer.step >= trainer.recipe.steps or spent + 1.1 * took > 60 * minutes

@@ -132,9 +132,9 @@ def test_any_program_is_a_teacher_and_its_failure_is_named(tmp_path):
         program("false {text}")([Item("hello", "anna")], 0)
 
 
-def test_lists_are_read_with_phonemes_and_recordings_by_their_names(tmp_path):
-    (tmp_path / "t.xz").write_bytes(lzma.compress(b"One.\t3 4\nTwo.\n"))
-    assert read_texts(tmp_path / "t.xz", ["a", "b"]) == [Item("One.", "a", (3, 4)), Item("Two.", "b")]
+def test_lists_are_read_and_recordings_by_their_names(tmp_path):
+    (tmp_path / "t.xz").write_bytes(lzma.compress(b"One.\nTwo.\n"))
+    assert read_texts(tmp_path / "t.xz", ["a", "b"]) == [Item("One.", "a"), Item("Two.", "b")]
     (tmp_path / "metadata.csv").write_text("r1|Mr. Hill|Mister Hill has 3\nr2|four| \n")
     found = read_texts(tmp_path / "metadata.csv", ["a"])
     assert [(item.name, item.text) for item in found] == [("r1", "Mister hill has three."), ("r2", "Four.")]

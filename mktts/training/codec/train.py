@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mktts.model.backend import device_named
-from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.training.codec.model import SIZES, Codec, CodecSizes
 from mktts.training.data.audio import Crops
 from mktts.training.judge.signal import STEP_SAMPLES
@@ -217,7 +217,6 @@ class CodecTrainer(Trainer):
         super().__init__(recipe, sizes, device, graphs)
         torch.manual_seed(recipe.seed)
         self.crops = crops
-        self.audio_s = recipe.batch * recipe.crop_frames / FRAME_RATE_HZ
         self.codec, self.judges = Codec(sizes).to(device), Discriminators(sizes.judges).to(device)
         self.modules = {"codec": self.codec, "judges": self.judges}
         for name, module in self.modules.items():
@@ -321,8 +320,7 @@ def onset(pcm: Tensor, target: Tensor) -> Tensor:
 
 
 EXAMPLES = """examples:
-  python -m mktts train codec --data AUDIO --out CODEC --minutes 8.5
-  python -m mktts train codec --data AUDIO --out CODEC --minutes 8.5 --resume --graphs
+  python -m mktts train codec --data AUDIO --out CODEC --minutes 8.5 --graphs --resume
 
 A run can be cut anywhere and go on with --resume. The last line of standard output is JSON: what was reached."""
 

@@ -20,7 +20,6 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -317,7 +316,6 @@ def load_kokoro(folder: Path, device: torch.device | str) -> tuple[Kokoro, dict[
     return Kokoro(weights, device), load(_read(folder / _STYLES))
 
 
-@cache
 def load_phonemes(folder: Path) -> Phonemes:
     """The reader of words. Raises CheckpointError for a folder without its lists."""
     lists = json.loads(lzma.decompress(_read(folder / _WORDS)))

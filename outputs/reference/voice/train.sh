@@ -1,8 +1,8 @@
 #!/bin/bash
 # A voice trained on one GPU, in commands of some minutes each. In the root of the repository, on that machine:
-#   train.sh keep FILE...   puts files that travelled with this command into $V: Kokoro's two weights-N.safetensors.xz and
-#                           voices.safetensors (`train teacher --kokoro K --fetch`); texts.xz and natural.xz of `train texts --kokoro
-#                           K`; to go on from another run, its voice-state.N
+#   train.sh keep FILE...   puts files that travelled with this command into $V: all files of `train teacher --kokoro K
+#                           --fetch`; texts.xz and natural.xz of `train texts --kokoro K`; to go on from another run, its
+#                           voice-state.N
 #   train.sh start SECONDS  trains for $MINUTES, for $JOINT of them encoder and codebooks too, then the decoder for $TUNE
 #                           (by default to the end), and the talker for the last $TALK (by default from when there is speech);
 #                           ends after SECONDS at most
