@@ -5,26 +5,26 @@ it, in LIGHT, lies what another session begins with: weights alone in 16 bits, a
 """
 
 import argparse
+import io
 import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from mktts.common import write_whole
 from mktts.errors import CheckpointError
 from mktts.model.cuda_graph import Recorded, record
 
-STATE, LIGHT = "state.safetensors", "light"
+STATE, LIGHT = "state.pt", "light"
 _AHEAD = ("steps", "joint_steps", "pitch")  # of a recipe: what may change on the way
 _SAVE_S = 60.0  # between writings: what a run that is killed loses at most
 
@@ -55,55 +55,42 @@ class Trainer(ABC):
         """Weights of all modules, with the module's name before their own."""
         return {f"{name}.{key}": t for name, module in self.modules.items() for key, t in module.state_dict().items()}
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All that the next step depends on."""
-        yield from self.weights().items()
-        yield from ((f"average.{name}", tensor) for name, tensor in self.average.items())
-        for name, state, p in self._moments():
-            yield from ((f"{name}.{key}", tensor) for key, tensor in state[p].items())
-
-    def _moments(self) -> Iterator[tuple[str, dict, nn.Parameter]]:
-        """Yields for every parameter that is learnt its name, the state of its optimizer, and itself."""
-        for name, optimizer in self.optimizers.items():
-            for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-                yield f"{name}.{i}", optimizer.state, p
-
-    def light(self) -> dict[str, Tensor]:
-        """Weights alone in 16 bits: averaged ones as a checkpoint has them, others finer, as codes depend on them."""
-        live = {k: t.half() if t.is_floating_point() else t for k, t in self.weights().items()}
-        return live | {k: t.bfloat16() for k, t in self.average.items()}
-
-    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Puts `tensors` and where they are into the state of `folder`, whole or not at all."""
+    def state(self, light: bool = False) -> dict[str, Any]:
+        """All that the next step depends on. light: weights alone in 16 bits, averaged ones as a checkpoint has them,
+        others finer, as codes depend on them."""
         about = {"step": self.step, "begun": self.begun, "curves": self.curves}
-        about |= {"recipe": asdict(self.recipe), "sizes": asdict(self.sizes)}
-        data = save({k: t.cpu().contiguous() for k, t in tensors.items()}, {"about": json.dumps(about)})
-        write_whole(folder / STATE, data)
+        about |= {"recipe": asdict(self.recipe), "sizes": asdict(self.sizes), "weights": self.weights()}
+        if not light:
+            moments = {name: optimizer.state_dict()["state"] for name, optimizer in self.optimizers.items()}
+            return about | {"average": self.average, "moments": moments}
+        live = {k: t.half() if t.is_floating_point() else t for k, t in about["weights"].items()}
+        return about | {"weights": live | {k: t.bfloat16() for k, t in self.average.items()}}
+
+    def write(self, out: Path) -> None:
+        """Puts the state into `out`, and the light one into its folder; each of them whole or not at all."""
+        for folder, light in ((out, False), (out / LIGHT, True)):
+            data = io.BytesIO()
+            torch.save(self.state(light), data)
+            write_whole(folder / STATE, data.getvalue())
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Goes on where `write` was; from light weights with a warm-up. What is ahead may be planned otherwise. Raises
-        CheckpointError for files that are missing or of another recipe or sizes."""
-        about, stored = read_state(folder)
+        CheckpointError for a file that is missing or of another recipe or sizes."""
+        stored = read_state(folder)
         for key, ours in (("recipe", asdict(self.recipe)), ("sizes", asdict(self.sizes))):
-            ours = json.loads(json.dumps(ours))
-            found = {k: v for k, v in about[key].items() if ours.get(k, v) != v and k not in _AHEAD}
+            found = {k: v for k, v in stored[key].items() if ours.get(k, v) != v and k not in _AHEAD}
             if found:
                 raise CheckpointError(
                     f"{folder}: expected the {key} of this run, found {found}: take the same, or another --out"
                 )
-        live = self.weights()
-        stored = {f"average.{name}": live[name] for name in self.average} | stored
-        self.step, self.begun, self.curves = about["step"], about["step"], about["curves"]
-        for name, state, p in self._moments():
-            if f"{name}.exp_avg" in stored:  # as the first step begins it; on CUDA all lie there: `adam` is fused
-                state[p] = {"step": torch.zeros((), device=p.device)}
-                state[p] |= {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
-                self.begun = about["begun"]
-        for name, tensor in self.tensors():
-            if name not in stored:
-                raise CheckpointError(f"{folder}: expected {name} in its state, found none: take another --out")
-            tensor.copy_(stored[name])
+        self.step, self.begun, self.curves = stored["step"], stored["step"], stored["curves"]
+        for ours, theirs in ((self.weights(), "weights"), (self.average, "average")):
+            for name, tensor in ours.items():
+                tensor.copy_(stored.get(theirs, stored["weights"])[name])
+        for name, moments in stored.get("moments", {}).items():
+            optimizer, self.begun = self.optimizers[name], stored["begun"]
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
 
     def schedule(self) -> float:
         """Share of the learning rate at this step: a linear warm-up, then a cosine down to a twentieth."""
@@ -128,14 +115,12 @@ class Trainer(ABC):
         torch._foreach_add_(kept, change)
 
 
-def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What the state in `folder` says of its run (step, curves, recipe, sizes), and its tensors. Raises CheckpointError
-    for a file that is missing or damaged."""
+def read_state(folder: Path) -> dict[str, Any]:
+    """The state in `folder`, on the CPU. Raises CheckpointError for a file that is missing or damaged."""
     try:
-        with safe_open(folder / STATE, "pt") as file:
-            return json.loads(file.metadata()["about"]), {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / STATE}: expected a state that a training stage wrote, but: {error}") from None
+        return torch.load(folder / STATE, "cpu", weights_only=True)
+    except (OSError, RuntimeError, UnpicklingError) as error:
+        raise CheckpointError(f"{folder / STATE}: expected the state of a training stage, but: {error}") from None
 
 
 def train(
@@ -163,8 +148,7 @@ def train(
             left = max(1, int(pace * (60 * plan_minutes - spent)))
             trainer.recipe = replace(trainer.recipe, steps=trainer.step + left)
         if last or clock() - saved >= _SAVE_S:
-            trainer.write(out, dict(trainer.tensors()))
-            trainer.write(out / LIGHT, trainer.light())
+            trainer.write(out)
             saved = clock()
         if last:
             return

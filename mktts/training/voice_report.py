@@ -141,7 +141,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Replaces voice and evidence. Raises CheckpointError for what cannot be shipped."""
     evaluation, stages = read_json(arguments.evaluation), arguments.curves
     folder = arguments.reference or reference()
-    lines = {stage: read_state(path)[0]["curves"] for stage, path in zip(("codec", "talker"), stages, strict=True)}
+    lines = {stage: read_state(path)["curves"] for stage, path in zip(("codec", "talker"), stages, strict=True)}
     codec = load_codec(stages[0])
     replace(arguments.voice, arguments.out, evaluation)
     write_json(folder / EVALUATION, {**evaluation, "checkpoint": SMALL})

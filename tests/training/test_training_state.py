@@ -53,19 +53,19 @@ def test_a_run_that_was_cut_repeats_the_whole_one(tmp_path):
     resumed = Line(Recipe())
     resumed.load(tmp_path / "cut")
     state.train(resumed, tmp_path / "cut", 1)
-    found, expected = dict(resumed.tensors()), dict(whole.tensors())
-    assert whole.step == resumed.step == 12 and all(torch.equal(found[name], expected[name]) for name in expected)
+    found, expected = resumed.state(), whole.state()
+    assert whole.step == resumed.step == 12
+    for part in ("weights", "average", "moments"):
+        torch.testing.assert_close(found[part], expected[part], rtol=0, atol=0)
     losses = [[line["loss"] for line in trainer.curves] for trainer in (whole, resumed)]
     assert losses[0] == losses[1] and len(losses[0]) == 4 and losses[0][-1] < losses[0][0]
-    written = state.read_state(tmp_path / "cut")[1]
-    assert torch.equal(written["average.line.weight"], whole.average["line.weight"])
 
 
 def test_a_missing_or_damaged_file_is_named(tmp_path):
     state.train(Line(Recipe(steps=3)), tmp_path, 1)
     path = tmp_path / state.STATE
-    assert state.read_state(tmp_path)[0]["step"] == 3
-    for change in (lambda: path.write_bytes(path.read_bytes()[:-1]), path.unlink):
+    assert state.read_state(tmp_path)["step"] == 3
+    for change in (lambda: path.write_bytes(path.read_bytes()[:-100]), path.unlink):
         change()
         with pytest.raises(CheckpointError, match=path.name):
             Line(Recipe()).load(tmp_path)
@@ -100,7 +100,7 @@ def test_another_session_begins_with_light_weights_and_warms_up_again(tmp_path):
 def test_the_steps_become_what_fits_into_the_time(tmp_path):
     line = Line(Recipe(steps=100_000))
     state.train(line, tmp_path, 1, itertools.count(0, 5).__next__, plan_minutes=2)
-    assert 3 <= line.step < line.recipe.steps < 60 and state.read_state(tmp_path)[0]["step"] == line.step
+    assert 3 <= line.step < line.recipe.steps < 60 and state.read_state(tmp_path)["step"] == line.step
 
 
 def test_a_loss_that_is_no_number_is_never_written(tmp_path):

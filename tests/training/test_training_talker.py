@@ -170,7 +170,7 @@ def test_loss_falls_and_a_resumed_run_repeats_the_whole_one(tmp_path, data):
     cut.recipe = RECIPE  # whose schedule it has, but for where it stops
     while cut.step < 20:
         cut.train_step()
-    cut.write(tmp_path, dict(cut.tensors()))
+    cut.write(tmp_path)
     again = TalkerTrainer(RECIPE, TINY, data)
     again.load(tmp_path)
     state.train(whole, tmp_path / "whole", 1)

@@ -288,10 +288,9 @@ class Codec(nn.Module):
 def load_codec(folder: Path, device: torch.device | str = "cpu") -> Codec:
     """The codec of `train codec`, of averaged weights where there are such. Raises CheckpointError for a folder without
     a state."""
-    about, stored = read_state(folder)
-    codec = Codec(CodecSizes(**{k: tuple(v) if isinstance(v, list) else v for k, v in about["sizes"].items()}))
-    named = ((name, stored.get(f"codec.{name}")) for name in codec.state_dict())
-    codec.load_state_dict({name: stored.get(f"average.codec.{name}", live) for name, live in named})
+    state = read_state(folder)
+    codec, weights = Codec(CodecSizes(**state["sizes"])), state["weights"] | state.get("average", {})
+    codec.load_state_dict({name: weights[f"codec.{name}"] for name in codec.state_dict()})
     return codec.eval().to(device)
 
 

@@ -48,7 +48,7 @@ run() {
         python3 -c "
 from pathlib import Path
 from mktts.training.state import read_state
-print(read_state(Path('codec'))[0]['step'])" > codec/frozen
+print(read_state(Path('codec'))['step'])" > codec/frozen
     fi
     rm -rf frozen && cp -r codec frozen
     codec ${TUNE:-$(left 1)} --joint-steps $(cat codec/frozen) &
