@@ -1,8 +1,7 @@
 """Training that stops and goes on exactly where it was.
 
 About once a minute all that the next step depends on is written: weights, optimizers, averaged weights, curves. Beside
-it, in LIGHT, lies what another session begins with: weights alone in 16 bits, averaged where there are such.
-"""
+it, in LIGHT, lies what another session begins with: weights alone in 16 bits, averaged where there are such."""
 
 import argparse
 import io
@@ -10,8 +9,9 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -30,8 +30,7 @@ _SAVE_S = 60.0  # between writings: what a run that is killed loses at most
 
 
 class Trainer(ABC):
-    """Modules, optimizers, averaged weights and the step they are at; a subclass says what a step is. recipe: a
-    dataclass with `seed`, `steps`, `warmup_steps` and `block`. `curves` holds a line for each block."""
+    """What is trained, and its step. recipe: a dataclass with at least `seed`, `steps`, `warmup_steps` and `block`."""
 
     def __init__(self, recipe: Any, sizes: Any, device: torch.device | str = "cpu", graphs: bool = False) -> None:
         """graphs: steps as CUDA graphs (`StepGraphs`)."""
@@ -41,7 +40,7 @@ class Trainer(ABC):
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.average: dict[str, Tensor] = {}  # name in `modules`' state, with the module's name before it
         self.step = self.begun = 0  # begun: the step that had no moments yet
-        self.curves: list[dict[str, float]] = []
+        self.curves: list[dict[str, float]] = []  # a line for each block
 
     @abstractmethod
     def train_step(self) -> dict[str, Tensor]:
@@ -179,7 +178,6 @@ def train_as_asked(trainer: Trainer, arguments: argparse.Namespace, hours: float
     print(json.dumps({**trainer.curves[-1], "of_steps": trainer.recipe.steps}))
 
 
-Work = Callable[..., dict[str, Tensor]]
 _ORDINARY_RUNS = 3  # before recording: libraries' handles, autotuning, the optimizer's state
 
 
@@ -190,21 +188,15 @@ def adam(parameters: Iterable, device: torch.device, **choices: Any) -> torch.op
     return torch.optim.AdamW(parameters, rate, fused=cuda, capturable=cuda, **choices)
 
 
-@dataclass
-class _Step:
-    inputs: tuple[Tensor, ...]
-    runs: int = 0
-    recorded: Recorded[dict[str, Tensor]] | None = None
-
-
 class StepGraphs:
     """Runs whole steps (forward, backward, optimizer), on CUDA the fourth of a kind and shape and later ones as a graph
     of static copies of their inputs. A step must not look at the values of its tensors; what changes between steps is
-    among its inputs or in tensors it reads. Random numbers come from the device's default generator, which may be
-    seeded between steps."""
+    among its inputs or in tensors it reads. The device's default generator may be seeded between steps."""
 
     def __init__(self, device: torch.device, graphs: bool) -> None:
-        self._device, self._steps = device, dict[Hashable, _Step]()
+        self._device = device
+        self._inputs, self._runs = dict[Hashable, tuple[Tensor, ...]](), Counter[Hashable]()
+        self.recorded: dict[Hashable, Recorded[dict[str, Tensor]]] = {}
         self.recording = graphs and device.type == "cuda"
         self._side = torch.cuda.Stream(device) if self.recording else None
         self._pool = torch.cuda.graph_pool_handle() if self.recording else None  # shared: steps do not overlap
@@ -214,24 +206,24 @@ class StepGraphs:
         cuda = self._device.type == "cuda"
         return torch.autocast(self._device.type, torch.bfloat16, enabled=cuda, cache_enabled=not self.recording)
 
-    def run(self, kind: Hashable, work: Work, *inputs: Tensor) -> dict[str, Tensor]:
+    def run(self, kind: Hashable, work: Callable[..., dict[str, Tensor]], *inputs: Tensor) -> dict[str, Tensor]:
         """What `work(*inputs)` returns; its tensors hold until the next step."""
         if not self.recording:
             return work(*inputs)
         key = (kind, *(tuple(tensor.shape) for tensor in inputs))
-        if key not in self._steps:
-            self._steps[key] = _Step(tuple(torch.empty_like(tensor) for tensor in inputs))
-        step = self._steps[key]
-        for static, given in zip(step.inputs, inputs, strict=True):
-            static.copy_(given)
-        step.runs += 1
-        if step.runs <= _ORDINARY_RUNS:
+        if key not in self._inputs:
+            self._inputs[key] = tuple(map(torch.empty_like, inputs))
+        static = self._inputs[key]
+        for ours, given in zip(static, inputs, strict=True):
+            ours.copy_(given)
+        self._runs[key] += 1
+        if self._runs[key] <= _ORDINARY_RUNS:
             self._side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._side):
-                found = work(*step.inputs)
+                found = work(*static)
             torch.cuda.current_stream().wait_stream(self._side)
             return found
-        if step.recorded is None:
-            step.recorded = record(partial(work, *step.inputs), self._pool, self._side, warm_ups=0)
-        step.recorded.replay()
-        return step.recorded.result
+        if key not in self.recorded:
+            self.recorded[key] = record(partial(work, *static), self._pool, self._side, warm_ups=0)
+        self.recorded[key].replay()
+        return self.recorded[key].result

@@ -9,8 +9,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from mktts.audio import from_pcm16, read_audio, write_audio
 from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.open import SMALL, SMALL_FOLDER
@@ -18,7 +16,7 @@ from mktts.checkpoint.random.make import whole_folder
 from mktts.common import read_json, write_json
 from mktts.measure.metrics import cell
 from mktts.training.codec.model import Codec, encoded, load_codec
-from mktts.training.data.audio import read_shard, shard_paths
+from mktts.training.data.audio import clips_in
 from mktts.training.state import read_state
 
 CURVES, EVALUATION, INDEX = "curves.json", "evaluation.json", "index.json"
@@ -27,8 +25,7 @@ NOT_MEASURED = "not measured yet: python -m mktts train evaluate"
 
 
 class Evidence(NamedTuple):
-    """What lies in the folder. pairs: a sentence each, `text`, `speaker` and `clips`: the files by teacher, the codec's
-    copy and the voice. missing: one line for each thing that is not there."""
+    """pairs: a sentence each, `text`, `speaker` and `clips`: files by who speaks. missing: a line for each thing."""
 
     curves: Mapping[str, list[dict[str, Any]]]
     evaluation: Mapping[str, Any] | None
@@ -92,29 +89,25 @@ def card(voice: Path, evaluation: Mapping[str, Any]) -> str:
 
 def replace(voice: Path, out: Path, evaluation: Mapping[str, Any]) -> None:
     """Puts the checkpoint `voice` with its card in the place of `out`. Raises CheckpointError for what is none."""
-    new, text = out.with_name(f".{out.name}.new"), card(voice, evaluation)
-    shutil.rmtree(new, ignore_errors=True)  # of a run that was cut
-    with whole_folder(new) as work:
+    text = card(voice, evaluation)
+    shutil.rmtree(out, ignore_errors=True)
+    with whole_folder(out) as work:
         shutil.copytree(voice, work, dirs_exist_ok=True)
         (work / "README.md").write_text(text, encoding="utf-8")
-    shutil.rmtree(out, ignore_errors=True)
-    new.rename(out)
 
 
 def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path], codec: Codec) -> None:
-    """In place of the clips in `folder`, a sentence of each speaker: FLAC of the student (`keep`, of `train
-    evaluate`), of the teacher's shards, and of the copy that the codec makes of those."""
+    """Puts a sentence of each speaker into `folder`: of the student, of the teacher, and the codec's copy of that."""
     for old in folder.glob("*.flac"):
         old.unlink()
     rows: list[dict[str, str]] = []
-    clips = [clip for place in teacher for path in shard_paths(place) for clip in read_shard(path)]
-    for number, (text, speaker, pcm) in enumerate(clips):
+    for number, (text, speaker, pcm) in enumerate(clips_in(*teacher)):
         spoken, name = keep / f"{speaker}_{number:04}.flac", f"{len(rows)}_{speaker}"
         if spoken.is_file() and not any(row["speaker"] == speaker for row in rows):
             write_audio(folder / f"{name}_student.flac", read_audio(spoken)[0])
             write_audio(folder / f"{name}_teacher.flac", from_pcm16(pcm))
-            codes = encoded(codec, [torch.from_numpy(from_pcm16(pcm))])[0].long()
-            write_audio(folder / f"{name}_copy.flac", codec.decode(codes[None])[0, : len(pcm)].numpy())
+            (codes,) = encoded(codec, [pcm])
+            write_audio(folder / f"{name}_copy.flac", codec.decode(codes[None].long())[0, : len(pcm)].numpy())
             rows.append({"name": name, "text": text, "speaker": speaker})
     write_json(folder / INDEX, rows)
 

@@ -1,5 +1,4 @@
-"""Trainable tensors by the Hub's names, and the layers that both models have: the arithmetic of `mktts.model.qwen3` and
-`mktts.codec.layers`, for whole sequences of a batch at once."""
+"""Trainable tensors by the Hub's names, and the layers that both models have, for whole sequences at once."""
 
 from collections.abc import Callable, Mapping
 from functools import cache

@@ -88,7 +88,7 @@ def test_inference_and_upstream_give_the_training_decoders_samples_whole_and_str
 
 
 def test_codes_of_a_clip_are_those_of_the_clip_alone_followed_by_silence(codec):
-    clips = [torch.from_numpy(vowels(seconds, i) / np.float32(32768)) for i, seconds in enumerate((2.0, 0.7, 1.33))]
+    clips = [vowels(seconds, i) for i, seconds in enumerate((2.0, 0.7, 1.33))]
     together, alone = encoded(codec, clips), [encoded(codec, [clip])[0] for clip in clips]
     assert [len(codes) for codes in together] == [25, 9, 17]
     for a, b in zip(together, alone, strict=True):
@@ -188,7 +188,7 @@ def test_recorded_steps_learn_what_ordinary_ones_do(crops):
     recipe = replace(RECIPE, joint_steps=8, adversarial_from=4)
     plain, recorded = (CodecTrainer(recipe, TINY, crops, "cuda", graphs=graphs) for graphs in (False, True))
     mels = [[line["mel"] for line in steps(trainer, 24)] for trainer in (plain, recorded)]
-    assert sum(bool(step.recorded) for step in recorded.steps._steps.values()) == 3
+    assert len(recorded.steps.recorded) == 3
     assert np.allclose(*mels, rtol=0.1) and sum(mels[1][-4:]) < sum(mels[1][:4])
 
 

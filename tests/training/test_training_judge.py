@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from commands import run
 
-from mktts.errors import BackendUnavailable, MetricsError
+from mktts.errors import BackendUnavailable
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.training import voice_report
 from mktts.training.judge import evaluate, signal
@@ -82,7 +82,6 @@ def test_loudness_is_of_each_speaker():
     record = {}
     evaluate.levels(said, record)
     assert record["figures"]["loudness_spread_lu"]["value"] == pytest.approx(6.02, abs=0.05)
-    assert record["lufs_teacher"]["a"] == pytest.approx(-23, abs=0.3)
 
 
 def test_a_missing_package_is_named_and_an_unknown_section_too(tmp_path, monkeypatch):
@@ -91,9 +90,9 @@ def test_a_missing_package_is_named_and_an_unknown_section_too(tmp_path, monkeyp
     monkeypatch.setitem(__import__("sys").modules, "distillmos", None)
     words = ["--checkpoint", "small", "--teacher", tmp_path, "--keep", tmp_path, "--output", tmp_path / "e.json"]
     with pytest.raises(BackendUnavailable, match=r"expected the package distillmos.*data/packages\.txt"):
-        run("train evaluate", *words, "--only", "ends,quality")
+        run("train evaluate", *words, "--only", "ends", "quality")
     assert "ends_missed" in json.loads((tmp_path / "e.json").read_text())["figures"]
-    with pytest.raises(MetricsError, match="found taste"):
+    with pytest.raises(SystemExit):
         run("train evaluate", *words, "--only", "taste")
 
 

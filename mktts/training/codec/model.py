@@ -7,11 +7,12 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mktts.checkpoint.open import CODEC_FOLDER
+from mktts.audio import from_pcm16
 from mktts.checkpoint.random.make import Json, small_files, write_weights
 from mktts.checkpoint.tensors import expected_codec_tensors
 from mktts.codec.layers import CONVNEXT_EPS
@@ -84,8 +85,7 @@ class Decoder(nn.Module):
 
 
 def snake(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
-    """x + sin(x * exp(alpha))^2 / (exp(beta) + 1e-9) of x (B, channels, time); in fp32, as the phase does not survive
-    bf16."""
+    """`mktts.codec.layers.SnakeBeta` of x (B, channels, time); in fp32, as the phase does not survive bf16."""
     wide = x.float()
     return (wide + torch.sin(wide * alpha.exp()[:, None]).square() / (beta.exp()[:, None] + 1e-9)).to(x.dtype)
 
@@ -135,8 +135,7 @@ SIZES = {"voice": VOICE, "tiny": TINY}
 
 
 def config_json(sizes: CodecSizes) -> Json:
-    """speech_tokenizer/config.json: the released one with these sizes, and the smallest encoder that upstream builds:
-    the checkpoint has none."""
+    """speech_tokenizer/config.json of these sizes; of the encoder, which the file lacks, the least upstream builds."""
     released = small_files("0.6b", "custom_voice", full_codec=True)["speech_tokenizer/config.json"]
     outer, decoder = 2 * sizes.vector, released["decoder_config"]
     given = json.loads(json.dumps(asdict(sizes)))
@@ -286,16 +285,15 @@ class Codec(nn.Module):
 
 
 def load_codec(folder: Path, device: torch.device | str = "cpu") -> Codec:
-    """The codec of `train codec`, of averaged weights where there are such. Raises CheckpointError for a folder without
-    a state."""
+    """The codec of `train codec`, averaged where it is. Raises CheckpointError for a folder without a state."""
     state = read_state(folder)
     codec, weights = Codec(CodecSizes(**state["sizes"])), state["weights"] | state.get("average", {})
     codec.load_state_dict({name: weights[f"codec.{name}"] for name in codec.state_dict()})
     return codec.eval().to(device)
 
 
-def encoded(codec: Codec, clips: list[Tensor], batch_frames: int = 8_000) -> list[Tensor]:
-    """Clips float32 (n,), each followed by silence -> codes (ceil(n / samples per frame), 16) uint8, on the CPU."""
+def encoded(codec: Codec, clips: list[np.ndarray], batch_frames: int = 8_000) -> list[Tensor]:
+    """Clips int16 (n,), each followed by silence -> codes (ceil(n / samples per frame), 16) uint8, on the CPU."""
     device = next(codec.parameters()).device
     frames = [-(-len(clip) // SAMPLES_PER_FRAME) for clip in clips]
     order = sorted(range(len(clips)), key=lambda i: frames[i])
@@ -303,7 +301,7 @@ def encoded(codec: Codec, clips: list[Tensor], batch_frames: int = 8_000) -> lis
     while order:
         size = max(1, batch_frames // max(1, frames[order[-1]]))
         batch, order = order[-size:], order[:-size]
-        pcm = nn.utils.rnn.pad_sequence([clips[i] for i in batch], batch_first=True)
+        pcm = nn.utils.rnn.pad_sequence([torch.from_numpy(from_pcm16(clips[i])) for i in batch], batch_first=True)
         pcm = F.pad(pcm, (0, (frames[batch[-1]] + _AFTER) * SAMPLES_PER_FRAME - pcm.shape[1]))
         found = codec.encode(pcm.to(device)).to("cpu", torch.uint8)
         for row, i in zip(found, batch, strict=True):
@@ -327,10 +325,7 @@ def hub_tensors(codec: Codec, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
 
 
 def write_codec(folder: Path, codec: Codec, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Writes `folder` as a checkpoint's speech_tokenizer/: configuration, preprocessor and weights."""
-    for name, content in small_files("tiny", "custom_voice", False).items():
-        if name.startswith(f"{CODEC_FOLDER}/"):  # what is beside the configuration has no sizes in it
-            write_json(folder / Path(name).name, content, sort_keys=False)
+    """Writes configuration and weights of a checkpoint's speech_tokenizer/ into `folder`."""
     write_json(folder / "config.json", config_json(codec.sizes), sort_keys=False)
     write_weights(folder, hub_tensors(codec, dtype))
     return folder

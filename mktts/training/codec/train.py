@@ -1,14 +1,12 @@
 """Trains encoder, quantiser and decoder together: `python -m mktts train codec`.
 
 First by spectra and by what repeats, from `adversarial_from` on also by discriminators. From `joint_steps` on encoder
-and codebooks stand still: codes made from then on are final, and talker and decoder can learn side by side.
-"""
+and codebooks stand still: codes made from then on are final, and talker and decoder can learn side by side."""
 
 import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache, partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -64,8 +62,7 @@ def _distance(ours: Tensor, theirs: Tensor) -> Tensor:
 
 def _at_pitch(ours: Tensor, theirs: Tensor) -> Tensor:
     """Mean |difference| of autocorrelations in short windows (B, windows, bands, 1 + lags) after the pitch's period,
-    where the target is voiced: one lag of hundreds, which a difference of all lags hardly sees, and the one that is
-    heard."""
+    where the target is voiced: one lag of hundreds, but the one that is heard."""
     levels, x, y = theirs[..., :1], ours[..., 1:], theirs[..., 1:]
     told = (levels * y)[..., _PITCH_BANDS, :].sum(-2) / (levels[..., _PITCH_BANDS, :].sum(-2) + _FLOOR**2)
     shortest = _SHORTEST - _SHORT[2].start
@@ -97,11 +94,11 @@ def _bands(device: torch.device, transform: int) -> Tensor:
 
 
 class Discriminators(nn.Module):
-    """Judges of spectra at three resolutions and of the waveform folded by five periods (Kong et al. 2020). Spectra
-    have many more places than a folded wave: their judges stay narrow."""
+    """Judges of spectra at three resolutions and of the waveform folded by five periods (Kong et al. 2020)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
+        # spectra have many more places than a folded wave: their judges stay narrow
         narrow, wide = (channels,) * 4, (channels, 4 * channels, 8 * channels, 8 * channels)
         self.spectral = nn.ModuleList(_judge((2, *narrow), (3, 9), (1, 2)) for _ in _DISCRIMINATOR_WINDOWS)
         self.periodic = nn.ModuleList(_judge((1, *wide), (5, 1), (3, 1)) for _ in _PERIODS)
@@ -290,15 +287,13 @@ class CodecTrainer(Trainer):
 
     @torch.no_grad()
     def measured(self) -> dict[str, float]:
-        """Log-mel distance, pitch and comb of the live codec's copy of the same crops every time; and how many numbers
-        the encoder says in a frame: of variances along the principal axes, (sum)^2 / sum of squares."""
+        """Log-mel distance of the live codec's copy of the same crops every time; and how many numbers the encoder says
+        in a frame: of variances along the principal axes, (sum)^2 / sum of squares."""
         rows = self.codec.encoder(self._always)
         copy = self.codec.decode(self.codec.quantizer.encode(rows)).clone()
-        distance, (_, pitch, more) = mel_distance(copy, self._always), repetition(copy, self._always)
         covariance = torch.cov(rows.flatten(0, 1).T)
         numbers = covariance.trace().square() / covariance.square().sum()
-        found = {"fixed_mel": distance, "fixed_pitch": pitch, "fixed_comb": more.max(), "numbers": numbers}
-        return {name: float(value) for name, value in found.items()}
+        return {"fixed_mel": float(mel_distance(copy, self._always)), "numbers": float(numbers)}
 
 
 def spread(rows: Tensor) -> Tensor:
@@ -310,9 +305,8 @@ def spread(rows: Tensor) -> Tensor:
 
 
 def onset(pcm: Tensor, target: Tensor) -> Tensor:
-    """Mean |difference| of levels (natural log, down to -80 dBFS) of parts of the first 21 ms of PCM (B, n). The parts
-    are sample 0, sample 1, and from there each as long as all before it. The first samples count for themselves: layers
-    that begin with a history of zeros, and not of what silence is to them, make a click of one."""
+    """Mean |difference| of levels (natural log, down to -80 dBFS) of parts of the first 21 ms of PCM (B, n): sample 0,
+    sample 1, and from there each as long as all before it. A history of zeros makes a click of one sample."""
     heads = torch.stack((pcm, target))[..., : 2**_DOUBLINGS].square()
     parts = [heads[..., :1], *(heads[..., n : 2 * n] for n in map((2).__pow__, range(_DOUBLINGS)))]
     x, y = ((torch.stack([part.mean(-1) for part in parts]) + _QUIET**2).log() / 2).unbind(1)

@@ -1,8 +1,7 @@
 """Audio shards, and random crops of them.
 
 A shard is an .npz file: `audio` int16 (samples,) at 24 kHz, all clips end to end; `samples` int (clips,), the length
-of each; `speaker` (clips,) names; `text` (clips,), the words of the text front end.
-"""
+of each; `speaker` (clips,) names; `text` (clips,), the words of the text front end."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -33,12 +32,14 @@ class Clip(NamedTuple):
     pcm: np.ndarray
 
 
-def shard_paths(folder: Path) -> list[Path]:
-    """The shards of a folder in order. Raises AudioError where there is none."""
-    paths = sorted(path for path in Path(folder).glob("*.npz") if not path.name.startswith("."))
-    if not paths:
-        raise AudioError(f"{folder}: expected shards (*.npz), found none: make them with `train teacher` first")
-    return paths
+def clips_in(*folders: Path) -> Iterator[Clip]:
+    """What the shards of folders hold, in order. Raises AudioError where there is none."""
+    for folder in folders:
+        paths = sorted(folder.glob("*.npz"))
+        if not paths:
+            raise AudioError(f"{folder}: expected shards (*.npz), found none: make them with `train teacher` first")
+        for path in paths:
+            yield from read_shard(path)
 
 
 def read_shard(path: Path) -> list[Clip]:
@@ -65,8 +66,7 @@ def write_shard(path: Path, clips: Sequence[Clip]) -> Path:
 
 
 def trimmed(pcm: np.ndarray) -> np.ndarray:
-    """24 kHz audio with at most 40 ms below -40 dBFS before its sound and 80 ms after it, faded in and out; nothing
-    where all of it is below."""
+    """24 kHz audio with at most 40 ms below -40 dBFS before its sound and 80 ms after it, faded in and out."""
     loud = np.flatnonzero(np.abs(pcm) > _LOUD)
     if not len(loud):
         return pcm[:0]
@@ -82,10 +82,8 @@ class Crops:
     """A folder's audio in memory; batches of crops that depend on the seed and the step only."""
 
     def __init__(self, folder: Path, frames: int, seed: int, onsets: float = 0.0) -> None:
-        """frames: length of a crop. onsets: share of the crops that begin where a clip does, the first of a batch.
-        Raises AudioError where all is shorter than one crop."""
-        clips = [clip.pcm for path in shard_paths(folder) for clip in read_shard(path)]
-        pcm = [np.pad(clip, (0, -len(clip) % SAMPLES_PER_FRAME)) for clip in clips]
+        """onsets: share of the crops that begin where a clip does. Raises AudioError for less audio than a crop."""
+        pcm = [np.pad(clip.pcm, (0, -len(clip.pcm) % SAMPLES_PER_FRAME)) for clip in clips_in(folder)]
         self.frames, self.seed, self.onsets = frames, seed, onsets
         begins = np.cumsum([0, *(len(clip) // SAMPLES_PER_FRAME for clip in pcm)])
         self.total = int(begins[-1])

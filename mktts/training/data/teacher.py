@@ -1,8 +1,6 @@
 """Shards of a teacher's speech: `python -m mktts train teacher`.
 
-A teacher is Kokoro (--fetch gets it), or any program that makes an audio file of a text; recordings with transcripts
-are a list in LJSpeech's form and a program that prints a file.
-"""
+A teacher is Kokoro (--fetch gets it), or any program that makes an audio file of a text or prints a recording."""
 
 import argparse
 import json
@@ -42,8 +40,7 @@ Speak = Callable[[Sequence[Item], int], list[np.ndarray]]  # items, seed -> floa
 
 
 def kokoro(folder: Path, device: str, voices: dict[str, str]) -> Speak:
-    """Kokoro's voices by our speakers' names. Raises CheckpointError for a folder without it, OptionsError for a voice
-    that it has not."""
+    """voices: Kokoro's, by our speakers' names. Raises CheckpointError without its files, OptionsError for others."""
     (model, styles), read = load_kokoro(folder, device_named(device)), load_phonemes(folder)
     if unknown := set(voices.values()) - set(styles):
         raise OptionsError(f"expected voices of {', '.join(styles)}, found {', '.join(sorted(unknown))}")
@@ -126,7 +123,6 @@ def _write(path: Path, items: Sequence[Item], spoken: list[np.ndarray], gains_db
 EXAMPLES = """examples:
   python -m mktts train teacher --kokoro KOKORO --fetch
   python -m mktts train teacher --kokoro KOKORO --texts texts.xz --speakers heart=af_heart:2 --out AUDIO
-  python -m mktts train teacher --program "flite -t {text} -o {wav}" --texts texts.xz --speakers slt:-7 --out AUDIO
   python -m mktts train teacher --program "cat wavs/{name}.wav" --texts metadata.csv --speakers linda --out AUDIO
 
 Shards that are there are kept, so that a run can be cut anywhere. The last line of standard output is JSON: how many

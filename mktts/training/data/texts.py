@@ -8,7 +8,7 @@ import lzma
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -36,8 +36,8 @@ def normal(text: str) -> str:
 
 
 def as_spoken(text: str) -> str:
-    """The words that the text front end makes of `text`; not of what is words already: "xml" becomes "X M L", and that
-    "ten M L". Raises TextError, which names the text, where the front end cannot read it."""
+    """What the front end makes of `text`, which must not be words already: "xml" becomes "X M L", and that "ten M L".
+    Raises TextError, which names the text, where it cannot."""
     try:
         return spoken(text)
     except TextError as error:
@@ -47,22 +47,17 @@ def as_spoken(text: str) -> str:
 def is_held_out(text: str) -> bool:
     """Whether `text` may not be learned from: one of either list, or with six words in a row of a natural sentence, or
     all of a shorter one. Case and punctuation make no difference."""
-    whole, runs = _kept()
     said = normal(text)
-    return said in whole or any(run in runs for n in range(1, RUN_WORDS + 1) for run in _runs(said, n))
-
-
-@cache
-def _kept() -> tuple[set[str], set[str]]:
-    """Both lists' sentences; every run of six words of a natural one, of a shorter one the whole."""
-    whole = list(map(normal, NATURAL))
-    runs = {run for said in whole for run in _runs(said, min(RUN_WORDS, len(said.split())))}
-    return {*whole, *map(normal, HELD_OUT)}, runs
+    return said in _WHOLE or any(run in _PARTS for n in range(1, RUN_WORDS + 1) for run in _runs(said, n))
 
 
 def _runs(said: str, length: int) -> Iterator[str]:
     words = said.split()
     return (" ".join(words[start : start + length]) for start in range(len(words) - length + 1))
+
+
+_WHOLE = {normal(text) for text in (*NATURAL, *HELD_OUT)}
+_PARTS = {run for said in map(normal, NATURAL) for run in _runs(said, min(RUN_WORDS, len(said.split())))}
 
 
 # Kinds by weight: what an agent says most comes most.

@@ -1,8 +1,7 @@
 """The voice beside its teacher: `python -m mktts train evaluate`.
 
 Both say the held-out sentences of everyday speech, of the teacher as audio shards, and are measured as 16-bit audio
-alike. `figures`: name -> value, n, 95 % interval (percentile bootstrap over sentences), and what must be reached.
-"""
+alike. `figures`: name -> value, n, 95 % interval (percentile bootstrap over sentences), and what must be reached."""
 
 import argparse
 import hashlib
@@ -11,7 +10,6 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,15 +20,14 @@ from tqdm import tqdm
 from mktts.audio import first_audible_sample, from_pcm16, read_audio, to_pcm16, write_audio
 from mktts.checkpoint import open_checkpoint
 from mktts.common import read_json, write_json
-from mktts.errors import MetricsError
 from mktts.measure.environment import environment
 from mktts.measure.recogniser import Recogniser, to_16_khz
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.training.data.audio import read_shard, shard_paths
+from mktts.training.data.audio import clips_in
 from mktts.training.data.kokoro import package
 from mktts.training.judge import signal
 
-WHISPER = "whisper-base"  # folder of a model of faster-whisper, or a name that it knows
+WHISPER = "whisper-base"  # folder of a model of faster-whisper, in the folder that it is run in
 AT_MOST, AT_LEAST = "at most", "at least"
 MUST: Mapping[str, tuple[str, float]] = {
     "distillmos_best": (AT_LEAST, 3.6),
@@ -53,7 +50,6 @@ MUST: Mapping[str, tuple[str, float]] = {
 }
 VOICES = ("student", "teacher")
 BETWEEN = (0.8, 1.25)  # of the teacher's length
-_package = partial(package, instead=", or --only the other sections")
 _DRAWS = 2_000
 _SPEED_STREAMS = 24
 
@@ -109,15 +105,13 @@ def quality(utterances: list[Spoken], record: Record) -> None:
         importlib.import_module("torchaudio")
     except (ImportError, OSError):  # of another torch; distillmos reads files with it, and is given none here
         sys.modules["torchaudio"] = ModuleType("torchaudio")
-    model, dnsmos = _package("distillmos").ConvTransformerSQAModel().eval(), _package("speechmos.dnsmos")
+    model, dnsmos = package("distillmos").ConvTransformerSQAModel().eval(), package("speechmos.dnsmos")
 
     def distilled(pcm: np.ndarray) -> float:
         with torch.inference_mode():
             return float(model(torch.from_numpy(to_16_khz(pcm))[None]))
 
-    student, teacher = scores = both(utterances, distilled)
-    for row, pair in zip(record["utterances"], np.stack(scores, 1).round(3).tolist(), strict=True):
-        row["distillmos"] = dict(zip(VOICES, pair, strict=True))
+    student, teacher = both(utterances, distilled)
     of_speakers = [student[[u.speaker == s for u in utterances]] for s in speakers(utterances)]
     put_rows(record, "distillmos_best", max(of_speakers, key=np.mean))
     put_rows(record, "distillmos_all", student)
@@ -128,24 +122,22 @@ def quality(utterances: list[Spoken], record: Record) -> None:
     put_rows(record, "dnsmos_teacher", teacher)
 
 
-def words(utterances: list[Spoken], record: Record, whisper: str = WHISPER) -> None:
+def words(utterances: list[Spoken], record: Record) -> None:
     """Word errors by Whisper, after its own normaliser, and by pocketsphinx as a second ear."""
-    jiwer, second = _package("jiwer"), Recogniser()
-    normal = _package("whisper_normalizer.english").EnglishTextNormalizer()
-    model = _package("faster_whisper").WhisperModel(whisper, device="cpu")
+    jiwer, second = package("jiwer"), Recogniser()
+    normal = package("whisper_normalizer.english").EnglishTextNormalizer()
+    model = package("faster_whisper").WhisperModel(WHISPER, device="cpu")
 
     def heard(pcm: np.ndarray) -> str:
         return " ".join(part.text for part in model.transcribe(to_16_khz(pcm), language="en", beam_size=1)[0])
 
     for name, hear in (("whisper_base", heard), ("pocketsphinx", second.hear)):
-        rows = []
         for u, row in zip(utterances, record["utterances"], strict=True):
             said = normal(u.text)
             counted = [jiwer.process_words(said, normal(hear(getattr(u, who))) or "-") for who in VOICES]
             errors = [count.substitutions + count.deletions + count.insertions for count in counted]
             row[f"errors_{name}"] = [*errors, len(said.split())]
-            rows.append(row[f"errors_{name}"])
-        counts = np.array(rows, float)
+        counts = np.array([row[f"errors_{name}"] for row in record["utterances"]], float)
         put_rows(record, f"wer_{name}", counts, lambda drawn: drawn[:, 0].sum() / drawn[:, 2].sum())
         put_rows(record, f"wer_{name}_teacher", counts, lambda drawn: drawn[:, 1].sum() / drawn[:, 2].sum())
         ratio = "wer_ratio" if name == "whisper_base" else f"wer_ratio_{name}"
@@ -155,9 +147,6 @@ def words(utterances: list[Spoken], record: Record, whisper: str = WHISPER) -> N
 def sound(utterances: list[Spoken], record: Record) -> None:
     """What repeats after 20 ms in every band, what keeps to the pitch, energy above 8 kHz, clicks, lead."""
     combs = np.stack(both(utterances, signal.comb), 1)  # (sentences, student and teacher, bands)
-    bands = np.nan_to_num(np.nanmean(combs, 0)).round(4).tolist()
-    names = [f"{hz:.0f} Hz" for hz in signal.CENTRES_HZ]
-    record["comb"] = {who: dict(zip(names, row, strict=True)) for who, row in zip(VOICES, bands, strict=True)}
     put_rows(record, "comb_worst_band", combs, lambda drawn: np.subtract(*np.nan_to_num(np.nanmean(drawn, 0))).max())
     kept = np.stack(both(utterances, signal.pitch_band), 1)
     put_rows(record, "pitch_band_ratio", kept, lambda drawn: np.divide(*np.nanmean(drawn, 0)))
@@ -173,23 +162,21 @@ def ends(utterances: list[Spoken], record: Record) -> None:
     missed = sum(not u.ended for u in utterances)
     put(record, "ends_missed", missed, len(utterances))
     ratio = np.array([len(u.student) / len(u.teacher) for u in utterances])
-    record["duration_ratio"] = {"between": list(BETWEEN), "median": float(np.median(ratio))}
+    record["duration_ratio"] = {"between": list(BETWEEN)}
     put_rows(record, "durations_inside", ((ratio > BETWEEN[0]) & (ratio < BETWEEN[1])).astype(float))
 
 
 def levels(utterances: list[Spoken], record: Record) -> None:
-    """Loudness of both voices' speakers, LUFS (ITU-R BS.1770-4)."""
-    meter = _package("pyloudnorm").Meter(SAMPLE_RATE_HZ)
-    for who in VOICES:
-        joined = {s: [getattr(u, who) for u in utterances if u.speaker == s] for s in speakers(utterances)}
-        found = {s: float(meter.integrated_loudness(np.concatenate(pcm, dtype=float))) for s, pcm in joined.items()}
-        record[f"lufs_{who}"] = found
-    put(record, "loudness_spread_lu", np.ptp(list(record["lufs_student"].values())), len(utterances))
+    """How far the student's speakers are apart in loudness, LUFS (ITU-R BS.1770-4)."""
+    meter = package("pyloudnorm").Meter(SAMPLE_RATE_HZ)
+    joined = [[u.student for u in utterances if u.speaker == speaker] for speaker in speakers(utterances)]
+    lufs = [meter.integrated_loudness(np.concatenate(pcm, dtype=float)) for pcm in joined]
+    put(record, "loudness_spread_lu", np.ptp(lufs), len(utterances))
 
 
 def likeness(utterances: list[Spoken], record: Record) -> None:
     """Cosine of resemblyzer's embeddings of both."""
-    encoder = _package("resemblyzer").VoiceEncoder("cpu", verbose=False)
+    encoder = package("resemblyzer").VoiceEncoder("cpu", verbose=False)
     student, teacher = both(utterances, lambda pcm: encoder.embed_utterance(to_16_khz(pcm)))
     put_rows(record, "similarity", (student * teacher).sum(1))
 
@@ -201,13 +188,11 @@ def speed(utterances: list[Spoken], record: Record) -> None:
     from mktts.engine.metrics import summarise
     from mktts.synth import Synthesizer
 
-    threads = torch.get_num_threads()
     with Synthesizer.load(record["checkpoint"], backend="torch", device="cpu") as synthesizer:
         torch.set_num_threads(1)
         synthesizer.warm_up()
         chosen = (utterances * _SPEED_STREAMS)[:_SPEED_STREAMS]
         found = [summarise(synthesizer.stream(u.text, speaker=u.speaker, seed=i)) for i, u in enumerate(chosen)]
-    torch.set_num_threads(threads)
     put_rows(record, "rtf_one_core", np.array([m.rtf for m in found]), np.median)
     put_rows(record, "ttfc_ms", np.array([m.ttfc_ms for m in found]), np.median)
     put(record, "weights_mb", sum(path.stat().st_size for path in _weights(record["checkpoint"])) / 1e6, 1)
@@ -231,17 +216,16 @@ def spoken(checkpoint: str, teacher: Sequence[Path], keep: Path) -> list[Spoken]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in _weights(checkpoint))).hexdigest()
     with Synthesizer.load(checkpoint, backend="torch", device="cpu") as synthesizer:
         synthesizer.warm_up()
-        for path in (path for folder in teacher for path in shard_paths(folder)):
-            for text, speaker, pcm in read_shard(path):
-                wav, note = (keep / f"{speaker}_{len(found):04}{suffix}" for suffix in (".flac", ".json"))
-                known = read_json(note) if note.is_file() else {}
-                if (known.get("text"), known.get("weights")) != (text, digest):
-                    stream = synthesizer.stream(text, speaker=speaker, seed=len(found))
-                    write_audio(wav, stream.read())
-                    known = {"text": text, "weights": digest, "ended": stream.finish_reason == "eos"}
-                    write_json(note, known)
-                student = from_pcm16(to_pcm16(read_audio(wav)[0]))
-                found.append(Spoken(text, speaker, student, from_pcm16(pcm), known["ended"]))
+        for text, speaker, pcm in clips_in(*teacher):
+            wav, note = (keep / f"{speaker}_{len(found):04}{suffix}" for suffix in (".flac", ".json"))
+            known = read_json(note) if note.is_file() else {}
+            if (known.get("text"), known.get("weights")) != (text, digest):
+                stream = synthesizer.stream(text, speaker=speaker, seed=len(found))
+                write_audio(wav, stream.read())
+                known = {"text": text, "weights": digest, "ended": stream.finish_reason == "eos"}
+                write_json(note, known)
+            student = from_pcm16(to_pcm16(read_audio(wav)[0]))
+            found.append(Spoken(text, speaker, student, from_pcm16(pcm), known["ended"]))
     return found
 
 
@@ -249,8 +233,8 @@ EXAMPLES = """examples:
   python -m mktts train evaluate --checkpoint TALKER/voice --teacher NATURAL --keep KEEP --output evaluation.json
 
 NATURAL holds shards of `train teacher` of the list that `train texts --natural` writes. KEEP holds the student's audio:
-a run that was cut goes on there. --only measures some sections and puts them into the record that is there. The last
-line of standard output is JSON: the figures."""
+a run that was cut goes on there. Words are heard by the model of faster-whisper in the folder whisper-base. --only puts
+some sections into the record that is there. The last line of standard output is JSON: the figures."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -258,25 +242,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--teacher", type=Path, required=True, nargs="+", metavar="NATURAL", help="audio shards")
     parser.add_argument("--keep", type=Path, required=True, metavar="FOLDER", help="for the student's audio")
     parser.add_argument("--output", type=Path, required=True, help="JSON, written whole after every section")
-    parser.add_argument("--only", metavar="A,B", help=f"sections of {','.join(SECTIONS)} (default: all)")
-    parser.add_argument("--whisper", default=WHISPER, help="folder of Whisper base, or its name (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections (default: all)")
     parser.add_argument("--listeners", type=float, help="on two cores, as `mktts bench` found")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Measures. Raises BackendUnavailable for a package that is missing, MetricsError for an unknown section."""
-    chosen = arguments.only.split(",") if arguments.only else list(SECTIONS)
-    if unknown := set(chosen) - set(SECTIONS):
-        raise MetricsError(f"expected sections of {', '.join(SECTIONS)}, found {', '.join(sorted(unknown))}")
+    """Measures. Raises BackendUnavailable for a package that is missing."""
     utterances = spoken(arguments.checkpoint, arguments.teacher, arguments.keep)
     again = bool(arguments.only) and arguments.output.is_file()
     record: Record = read_json(arguments.output) if again else {"utterances": [u.row() for u in utterances]}
     record["environment"], record["checkpoint"] = environment(), arguments.checkpoint
-    sections = SECTIONS | {"words": partial(words, whisper=arguments.whisper)}
-    for name in tqdm(chosen):
+    for name in tqdm(arguments.only or list(SECTIONS)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # means of what has no value
-            sections[name](utterances, record)
+            SECTIONS[name](utterances, record)
         if arguments.listeners:
             put(record, "listeners_cpu", arguments.listeners, 1)
         write_json(arguments.output, record)

@@ -51,9 +51,8 @@ def _mean(values: np.ndarray) -> float:
 
 
 def pitch_periods(pcm: np.ndarray) -> np.ndarray:
-    """Samples of the pitch's period in each 60 ms, every 10 ms; 0 where it is unvoiced. Of what lies below 1 kHz, by
-    the autocorrelation less the window's own (Boersma 1993); of the peaks nearly as high as the highest the one of the
-    shortest lag counts."""
+    """Samples of the pitch's period in each 60 ms, every 10 ms; 0 where it is unvoiced. By the autocorrelation below 1
+    kHz less the window's own (Boersma 1993): the first of the peaks that are nearly as high as the highest."""
     if len(pcm) < _WINDOW:
         return np.zeros(0, int)
     windows = np.lib.stride_tricks.sliding_window_view(band_passed(pcm, 0, PITCH_BAND_HZ[0]), _WINDOW)[::_HOP]

@@ -19,8 +19,7 @@ from mktts.spec import NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig, StackConfig
 from mktts.training.codec.model import Codec, write_codec
 from mktts.training.weights import Weights
 
-_TOKENIZER = ("vocab.json", "merges.txt", "tokenizer_config.json")
-_TAKEN = (*_TOKENIZER, "configuration.json", "preprocessor_config.json", "generation_config.json")
+_MADE_ANEW = ("README.md", "*.safetensors")  # of the voice in the box; its other files are taken, but for the sizes
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,7 @@ def write_checkpoint(
     """Writes `folder`, whole or not at all: a checkpoint in the Hub's layout. tensors: by Hub name. Raises
     CheckpointError where `folder` has content already."""
     with whole_folder(folder) as work:
-        for name in _TAKEN:
-            shutil.copyfile(SMALL_FOLDER / name, work / name)
+        shutil.copytree(SMALL_FOLDER, work, ignore=shutil.ignore_patterns(*_MADE_ANEW), dirs_exist_ok=True)
         write_json(work / "config.json", config_json(sizes), sort_keys=False)
         write_codec(work / CODEC_FOLDER, codec, dtype)
         write_weights(work, {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()})

@@ -2,9 +2,7 @@
 
 Speech is encoded when a run begins: codes need not travel. Sequences follow the rules of `mktts.model.prompt`; every
 text, in the words of the text front end, is learnt in several forms: people leave out commas, and a long sentence is
-said in segments, of which later ones begin small. Batches, noise and dropout follow from seed and step. OUT holds the
-state (`mktts.training.state`) and voice/, the whole checkpoint.
-"""
+said in segments, of which later ones begin small. Batches, noise and dropout follow from seed and step."""
 
 import argparse
 import re
@@ -21,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.audio import from_pcm16
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint.open import SMALL
 from mktts.errors import CheckpointError
@@ -30,7 +27,7 @@ from mktts.model.prompt import language_tags
 from mktts.model.tokenizer import TextTokenizer
 from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, ModelConfig
 from mktts.training.codec.model import Codec, encoded, load_codec
-from mktts.training.data.audio import read_shard, shard_paths
+from mktts.training.data.audio import clips_in
 from mktts.training.data.texts import is_held_out, normal
 from mktts.training.state import Trainer, adam, add_training_arguments, train_as_asked
 from mktts.training.talker.model import SIZES, TalkerModel, TalkerSizes, model_config, write_checkpoint
@@ -79,16 +76,10 @@ class Batch(NamedTuple):
 
 def read_clips(folder: Path, codec: Codec) -> Clips:
     """All of a folder's audio shards as codes. Raises AudioError for a folder without any."""
-    texts: list[str] = []
-    speakers: list[str] = []
-    codes: list[Tensor] = []
-    for path in shard_paths(folder):
-        clips = read_shard(path)
-        codes += encoded(codec, [torch.from_numpy(from_pcm16(clip.pcm)) for clip in clips])
-        texts += [clip.text for clip in clips]
-        speakers += [clip.speaker for clip in clips]
+    clips = list(clips_in(folder))
+    codes = encoded(codec, [clip.pcm for clip in clips])
     starts = np.concatenate(([0], np.cumsum([len(clip) for clip in codes], dtype=np.int64)))
-    return Clips(texts, speakers, torch.cat(codes), starts)
+    return Clips([clip.text for clip in clips], [clip.speaker for clip in clips], torch.cat(codes), starts)
 
 
 def held_out(text: str) -> bool:
@@ -104,7 +95,6 @@ class Sequences:
         self.codes, self.frames = clips.codes.to(device), np.diff(clips.starts)
         self._tokens = [tokenizer.encode_all([form(text.strip()) for text in clips.texts]) for form, _ in FORMS]
         self._said = np.array([[len(ids) for ids in texts] for texts in self._tokens])  # (forms, clips)
-        self.spoken = (self.frames > 0) & (self._said[0] > 0)  # those that have both text and frames
         self._role = [config.text_ids.im_start, config.text_ids.assistant, *tokenizer.encode("\n")]
 
     def rows(self, clip: int, whole: bool, language: bool, form: int = 0) -> tuple[list[int], list[int]]:
@@ -151,9 +141,8 @@ class Sequences:
         return Batch(self._put(text), self._put(control), previous, target, chosen - 1, codes)
 
     def epoch(self, clips: np.ndarray, rows: int, generator: np.random.Generator) -> list[np.ndarray]:
-        """`clips` (n,) dealt out to batches of like lengths, in random order: (clips of a batch, 2), clip and form. A
-        batch has as many clips as fit `rows` padded rows at its length; the last one of a length is filled up with
-        others again (where all are too few for one, up to a power of two), so that few shapes occur."""
+        """`clips` (n,) dealt out to batches of like lengths, at random: (clips of a batch, 2), clip and form. So many
+        as `rows` padded rows hold; the last of a length is filled up with others again, so that few shapes occur."""
         forms = generator.choice(len(FORMS), len(clips), p=[share for _, share in FORMS])
         steps, pairs, batches = self._steps(clips, forms), np.stack((clips, forms), 1), []
         for step in np.unique(steps):
@@ -209,7 +198,7 @@ class TalkerTrainer(Trainer):
         self.averaged = deepcopy(self.model).eval()
         self.average = {f"model.{name}": tensor for name, tensor in self.averaged.state_dict().items()}
         apart = np.array([held_out(text) for text in data.clips.texts])
-        self.training, self.kept = np.flatnonzero(data.spoken & ~apart), np.flatnonzero(data.spoken & apart)
+        self.training, self.kept = np.flatnonzero(~apart), np.flatnonzero(apart)
         if not len(self.training):
             raise CheckpointError("expected clips to train on, found none outside the held-out texts")
         self._batches, self._ends = list[np.ndarray](), [0]  # of this epoch; the step that each epoch ends at
@@ -268,14 +257,12 @@ class TalkerTrainer(Trainer):
 
     @torch.no_grad()
     def begin_from(self, voice: Checkpoint) -> None:
-        """Weights of another voice, whose tokenizer the data have, but for its codes: another codec means something
-        else by them. Raises CheckpointError for weights of other sizes."""
+        """Weights of another voice but those of its codes. Raises CheckpointError for weights of other sizes."""
         weights, size = voice.files.map(), self.data.config.predictor.vocab_size
         for name, p in self.model.w.hub().items():
-            given = weights.get(name)
-            if given is None or given.shape != p.shape:
-                found = None if given is None else tuple(given.shape)
-                raise CheckpointError(f"{voice.folder}: expected {name} of shape {tuple(p.shape)}, found {found}")
+            given = weights.get(name, p[:0])
+            if given.shape != p.shape:
+                raise CheckpointError(f"{voice.folder}: expected {name} of shape {p.shape}, found {given.shape}")
             first = size if any(part in name for part in ("codec_embedding", "codec_head", "lm_head")) else 0
             p[first:] = given[first:].to(p)  # what comes behind the codes are control ids
         self.averaged.load_state_dict(self.model.state_dict())
