@@ -83,7 +83,7 @@ class CudaLanes:
         self.pages = Pages(pages, slots, positions)
         self.positions = self.pages.rows_per_slot
         self._memory = PagedMemory(self.pages, config.talker, pages, device, dtype)
-        weights = FrameWeights.load(config, tensors, device, dtype, self._memory.positions)
+        weights = FrameWeights(config, tensors, device, dtype, self._memory.positions)
         self.deterministic = deterministic
         self.precision: Precision = "fast" if codec is not None and codec.name.endswith("fast") else "full"
         self.embeddings = dict(zip(CODE_EMBEDDINGS, weights.embeddings, strict=True))
