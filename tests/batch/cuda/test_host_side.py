@@ -37,7 +37,7 @@ def test_a_tick_stands_in_its_block():
     block = layout.padded(9)
     layout.fill(block, tick, [777], settings, prompts)
     parts = layout.parts(torch.from_numpy(block))
-    assert sum(part.numel() * part.element_size() for part in parts) == 8 * layout.words == block.nbytes
+    assert sum(part.numel() * part.element_size() for part in vars(parts).values()) == 8 * layout.words == block.nbytes
     assert parts.slots.tolist() == [7, 5, 2, 9] and parts.fresh.tolist() == [1, 1, 0, 1]
     assert parts.ends.tolist() == [66, 2, 0, 0] and parts.text.tolist() == [0, 0, 777, 0]
     assert parts.selected.tolist() == [4 + 1, 4 + 6, 2, 3]
