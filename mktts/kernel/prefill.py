@@ -242,7 +242,10 @@ class Prefill:
         self._add_norm(x, None, w.input_norm, normed)
         for layer, (keys, values) in enumerate(self._kv.unbind(1), 1):
             q = self._turned(F.linear(normed, w.qkv), w.q_norm, w.k_norm, index, keys, values)
-            self._add_norm(x, F.linear(_attended(q, keys, values, mask), w.o), w.post_norm, normed)
+            # expanded to the query heads that share them, not copied
+            k, v = (part[:, None, : mask.shape[-1]].expand(-1, q.shape[1], -1, -1) for part in (keys, values))
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).permute(2, 0, 1, 3).flatten(1)
+            self._add_norm(x, F.linear(attended, w.o), w.post_norm, normed)
             delta = F.linear(self._gated(F.linear(normed, w.gate_up)), w.down)
             if layer < layers:
                 w = stack.layer_weights(layer)  # may overwrite the matrices: all products with them are queued by now
@@ -291,14 +294,6 @@ class Prefill:
         keys.index_copy_(1, index, rotate(rms_norm(k, k_norm, c.rms_norm_eps), *turns))
         values.index_copy_(1, index, v)
         return rotate(rms_norm(q, q_norm, c.rms_norm_eps), *turns).unflatten(0, (kv_heads, -1))
-
-
-def _attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """q (kv heads, query heads that share each, rows, head_dim), keys and values (kv heads, positions, head_dim) -> the
-    heads' outputs (rows, heads * head_dim). Keys and values are expanded, not copied."""
-    k, v = (t[:, None, : mask.shape[-1]].expand(-1, q.shape[1], -1, -1) for t in (keys, values))
-    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return attended.permute(2, 0, 1, 3).flatten(1)
 
 
 @torch.inference_mode()
