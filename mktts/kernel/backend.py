@@ -28,7 +28,7 @@ from mktts.kernel.launch import (
 )
 from mktts.kernel.prefill import Prefill
 from mktts.kernel.tape import model_weights
-from mktts.kernel.tape_stack import TapeRows, TapeStack
+from mktts.kernel.tape_stack import TapeStack
 from mktts.model.backend import CODE_EMBEDDINGS, Frame, PromptRows, check_start, no_number
 from mktts.model.sampling import Sampling, checked_seed
 from mktts.model.voice import Voice
@@ -90,8 +90,7 @@ class MegakernelBackend:
         # The layers', one a head, the projection, the host's answer.
         self._tags_per_frame = self._launcher.layer_exchanges * layers + NUM_CODEBOOKS + 2
         self._weights = model_weights(self.shape, lambda name: tensors[name].to(self.device, dtype))
-        few = TapeRows(self.shape, self._weights)
-        self._prefill = Prefill(TapeStack(self.shape, self._weights), few)
+        self._prefill = Prefill(TapeStack(self.shape, self._weights))
         tables = self._weights["embeddings0"], *self._weights["embeddings"]
         self.embeddings = dict(zip(CODE_EMBEDDINGS, tables, strict=True))
         self._fixed = self._fixed_params()
