@@ -119,7 +119,8 @@ class TextKernelState:
 
 
 class TextKernelBackend:
-    """As `TorchTextBackend`. Raises BackendUnavailable where the device, the compiler or the checkpoint's dimensions do not allow it."""
+    """As `TorchTextBackend`. Raises BackendUnavailable where device, compiler or the checkpoint's dimensions forbid
+    it."""
 
     name = "megakernel"
 

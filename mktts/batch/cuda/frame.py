@@ -79,7 +79,7 @@ def _waves(copies: Iterable[Copy]) -> list[list[Copy]]:
 
 
 class FrameStack(Qwen3Stack):
-    """A stack whose layers are fused. cos, sin (positions, head_dim / 2): what the first half of a head is turned by."""
+    """Its layers are fused. cos, sin (positions, head_dim / 2): what the first half of a head is turned by."""
 
     def __init__(self, positions: int, config: StackConfig, *of: Any) -> None:
         """of: what else a Qwen3Stack takes."""
@@ -115,18 +115,12 @@ class FrameWeights:
         self.eos = config.codec_ids.eos
 
 
-_BUSY_PROGRAMS = 264  # with fewer, each part of attention has its own: two for each multiprocessor of a large card
 _QUERIES = 8  # the least columns that a matrix product takes
 # Fixed for all buckets, since they decide the order of sums. 128 registers let four programs share a multiprocessor.
 _ATTENTION = {"num_warps": 4, "num_stages": 3, "maxnreg": 128}
 _PLACED_HEADS = 4  # key-value heads of a program, at most
 _PREDICTED_HEADS = 2
 _OLD_POSITIONS = 4  # the predictor's attention is compiled for multiples of so many
-
-
-def attention_programs(config: ModelConfig, lanes: int) -> int:
-    """Programs that attend for one row and key-value head, in a bucket of so many lanes."""
-    return ATTENTION_PARTS if lanes * config.talker.num_key_value_heads < _BUSY_PROGRAMS else 1
 
 
 class BatchFrame:
@@ -136,7 +130,6 @@ class BatchFrame:
 
     def __init__(
         self,
-        config: ModelConfig,
         weights: FrameWeights,
         slots: SimpleNamespace,
         pages: PagedMemory,
@@ -150,7 +143,8 @@ class BatchFrame:
         self._products, self._nobody = products, len(slots.positions) - 1
         self.layout, self.lane_count, self.padded = layout, layout.lanes, layout.padded(self._nobody)
         self._numbers, self.space = layout.parts(block), space
-        self._programs = attention_programs(config, self.lane_count)
+        self._programs = space.part.shape[2]  # that attend for one row and key-value head
+        self.replay: Callable[[], None] | None = None  # its CUDA graph
 
     def run(self) -> None:
         """Queues kernels only: nothing waits for the device."""

@@ -70,7 +70,7 @@ def test_buckets_share_one_memory_as_large_as_the_largest_needs(tiny):
 
 def test_what_a_page_and_a_slot_take(tiny):
     talker = tiny.config.talker
-    memory = LaneMemory.of(tiny.config, torch.bfloat16, 100, codec_state=1_000, lanes=8, prompt_rows=16)
+    memory = LaneMemory(tiny.config, torch.bfloat16, 100, codec_state=1_000, lanes=8, prompt_rows=16)
     assert memory.page == 64 * talker.kv_bytes_per_position
     numbers, table = 3 * 4, 2 * 4
     assert memory.slot == numbers + talker.vocab_size + 4 * talker.hidden_size + table + 1_000
