@@ -25,17 +25,17 @@ from mktts.kernel.launch import (
     params_of,
     pinned_words,
     set_choice,
-    wait_for_frame,
 )
 from mktts.kernel.prefill import Prefill
 from mktts.kernel.tape import model_weights
-from mktts.kernel.tape_stack import TapeRows, TapeStack
+from mktts.kernel.tape_stack import TapeStack
 from mktts.model.backend import CODE_EMBEDDINGS, Frame, PromptRows, check_start, no_number
 from mktts.model.sampling import Sampling, checked_seed
 from mktts.model.voice import Voice
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
 MAX_FRAMES_A_LAUNCH = 8  # what a stream's pinned memory has room for; the synthesizer asks for fewer
+_POLL_S = 20e-6  # between looks at the count of frames, while more of the same launch are to come
 # Up to here the kernel's own steps (0.34 ms a row at 0.6B, H200) beat one launch of a graph of few rows (0.9 ms).
 _KERNEL_ROWS = 2
 
@@ -90,8 +90,7 @@ class MegakernelBackend:
         # The layers', one a head, the projection, the host's answer.
         self._tags_per_frame = self._launcher.layer_exchanges * layers + NUM_CODEBOOKS + 2
         self._weights = model_weights(self.shape, lambda name: tensors[name].to(self.device, dtype))
-        few = TapeRows(self.shape, self._weights)
-        self._prefill = Prefill(TapeStack(self.shape, self._weights), few)
+        self._prefill = Prefill(TapeStack(self.shape, self._weights))
         tables = self._weights["embeddings0"], *self._weights["embeddings"]
         self.embeddings = dict(zip(CODE_EMBEDDINGS, tables, strict=True))
         self._fixed = self._fixed_params()
@@ -163,10 +162,13 @@ class MegakernelBackend:
             if meanwhile is not None:
                 meanwhile()
             for index in range(len(rows)):
-                more = index + 1 < len(rows)
-                made = wait_for_frame(words, index, done, more)
-                over = not (made and more)  # the launch is known to be: its last frame is here, or one is missing
-                if not made:
+                last = index + 1 == len(rows)
+                if last:
+                    done.synchronize()
+                while words[MADE] <= index and not done.query():  # the making of later frames hides these pauses
+                    time.sleep(_POLL_S)
+                over = last or words[MADE] <= index  # the launch is known to be
+                if words[MADE] <= index:
                     break
                 # Whatever the kernel did not take of the first one's time is launch and hand-over.
                 frame = frame_of(words, index, 0.0 if index else 1e3 * (time.perf_counter() - begun_s))

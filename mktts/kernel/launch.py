@@ -2,11 +2,9 @@
 parameters (csrc/state.cuh in ctypes), exchange area and tags; and why one failed."""
 
 import ctypes
-import time
 from dataclasses import asdict
 from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -156,7 +154,6 @@ class Kernel:
 
 
 _TIMEOUT_NS = 2_000_000_000
-_POLL_S = 20e-6  # between looks at the count of frames, while more of the same launch are to come
 _TAG_LIMIT = 1 << 16  # the exchange words carry 16 bits of the tag
 
 
@@ -231,15 +228,3 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
         raise BackendUnavailable(f"the megakernel needs a CUDA device, got {device}: pass backend='torch'")
     if dtype != torch.bfloat16:
         raise BackendUnavailable(f"the megakernel computes in bfloat16, got {dtype}: pass backend='torch'")
-
-
-def wait_for_frame(words: np.ndarray, index: int, done: torch.cuda.Event, more: bool) -> bool:
-    """Waits until the launch that ends with `done` has made its frame `index`; False where it ended without it. words:
-    the stream's pinned memory. more: whether frames after this one are to come, whose making hides the pauses between
-    looks."""
-    if not more:
-        done.synchronize()
-        return bool(words[MADE] > index)
-    while words[MADE] <= index and not done.query():
-        time.sleep(_POLL_S)
-    return bool(words[MADE] > index)

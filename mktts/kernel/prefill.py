@@ -3,7 +3,7 @@
 Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both static, while the
 position is a device tensor. Rounding is `Qwen3Stack.forward`'s, with q, k, v and gate, up as one product each: what
 lies between products is made by kernels of the project where they fit, elsewhere by operators. A few rows may go
-through the frame kernel's tape as it is instead (`TapeRows`).
+through the frame kernel's tape as it is instead (`TapeStack.run_few`).
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mktts.errors import BackendUnavailable, CapacityError
 from mktts.kernel.build import require_triton
-from mktts.kernel.tape_stack import MOST_POSITIONS, ROWS, TapeRows
+from mktts.kernel.tape_stack import MOST_POSITIONS, ROWS, TapeStack
 from mktts.model.cuda_graph import record
 from mktts.model.prompt import is_of_voice
 from mktts.model.qwen3 import Qwen3Stack, Stack, rms_norm, rotate
@@ -66,12 +66,12 @@ class Prefill:
     Keys and values of prefixes are kept by `Prompt.prefix_key`; the least recently used ones go first when they take
     more than `max_bytes` of device memory."""
 
-    capacity, max_bytes = CAPACITY, 64 << 20
+    max_bytes = 64 << 20
 
-    def __init__(self, stack: Stack, few: TapeRows | None = None) -> None:
-        """few: takes the passes of up to ROWS rows at the first MOST_POSITIONS positions, which then wait for no
-        unpacking."""
-        c, self.stack, self._few = stack.config, stack, few
+    def __init__(self, stack: Stack) -> None:
+        """A TapeStack takes the passes of up to ROWS rows at the first MOST_POSITIONS positions as they are, which then
+        wait for no unpacking."""
+        c, self.stack, self._few = stack.config, stack, isinstance(stack, TapeStack)
         shape = (2, c.num_hidden_layers, c.num_key_value_heads, CAPACITY + 1, c.head_dim)  # the last row is for padding
         self._kv = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
         self.device = self._kv.device
@@ -202,7 +202,7 @@ class Prefill:
         run()
 
     def _takes(self, bucket: int, extent: int) -> bool:
-        return self._few is not None and bucket <= ROWS and extent <= MOST_POSITIONS
+        return self._few and bucket <= ROWS and extent <= MOST_POSITIONS
 
     def _extents_of(self, bucket: int) -> tuple[int, ...]:
         """A kernel that reads only the keys that are there needs one extent for all."""
@@ -219,7 +219,7 @@ class Prefill:
         """Static input to static outputs; the position is on the device only."""
         last = (self._end - self._past - 1)[None]
         if self._takes(bucket, extent):
-            self._few.run(self._input[:ROWS], self._past, self._end, self._kv, self._rotary)
+            self.stack.run_few(self._input[:ROWS], self._past, self._end, self._kv, self._rotary)
             row = self._input.index_select(0, last)[0]
             self._hidden.copy_(rms_norm(row, self.stack.norm, self.stack.config.rms_norm_eps))
             return
@@ -242,7 +242,10 @@ class Prefill:
         self._add_norm(x, None, w.input_norm, normed)
         for layer, (keys, values) in enumerate(self._kv.unbind(1), 1):
             q = self._turned(F.linear(normed, w.qkv), w.q_norm, w.k_norm, index, keys, values)
-            self._add_norm(x, F.linear(_attended(q, keys, values, mask), w.o), w.post_norm, normed)
+            # expanded to the query heads that share them, not copied
+            k, v = (part[:, None, : mask.shape[-1]].expand(-1, q.shape[1], -1, -1) for part in (keys, values))
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).permute(2, 0, 1, 3).flatten(1)
+            self._add_norm(x, F.linear(attended, w.o), w.post_norm, normed)
             delta = F.linear(self._gated(F.linear(normed, w.gate_up)), w.down)
             if layer < layers:
                 w = stack.layer_weights(layer)  # may overwrite the matrices: all products with them are queued by now
@@ -291,14 +294,6 @@ class Prefill:
         keys.index_copy_(1, index, rotate(rms_norm(k, k_norm, c.rms_norm_eps), *turns))
         values.index_copy_(1, index, v)
         return rotate(rms_norm(q, q_norm, c.rms_norm_eps), *turns).unflatten(0, (kv_heads, -1))
-
-
-def _attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """q (kv heads, query heads that share each, rows, head_dim), keys and values (kv heads, positions, head_dim) -> the
-    heads' outputs (rows, heads * head_dim). Keys and values are expanded, not copied."""
-    k, v = (t[:, None, : mask.shape[-1]].expand(-1, q.shape[1], -1, -1) for t in (keys, values))
-    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return attended.permute(2, 0, 1, 3).flatten(1)
 
 
 @torch.inference_mode()

@@ -2,7 +2,7 @@
 rows a layer at a time is unpacked into matrices (csrc/unpack.cu)."""
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -43,42 +43,6 @@ class UnpackParams(ctypes.Structure):
     ]
 
 
-class TapeRows:
-    """Passes of up to ROWS rows through all layers of a tape. One thread and one CUDA stream at a time."""
-
-    def __init__(self, shape: Shape, weights: Mapping[str, Tensor], launch: Launch | None = None) -> None:
-        """shape, weights: as `TapeStack`'s. launch: in place of CUDA's, for tests. Raises BackendUnavailable where
-        csrc/rows.cu cannot be used."""
-        c = shape.talker
-        self._shape, self._tape = shape, weights["talker_tape"]  # (blocks, layers, elements)
-        self._norms, self._heads = weights["talker_norms"], weights["talker_qk"]  # (layers, 2, H), (layers, 2, D)
-        self._launch = launch or _launches("rows.cu", KERNELS, _ROWS_THREADS, shape, self._tape.device)
-        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        widths = {"heads": queries + 2 * keys, "attended": queries, "active": c.intermediate_size}
-        self._work = {name: self._tape.new_empty(ROWS, width) for name, width in widths.items()}
-
-    def run(self, x: Tensor, past: Tensor, end: Tensor, kv: Tensor, rotary: Tensor) -> None:
-        """x (ROWS, H), of positions past.. to end - 1 and padding behind, through all layers, in place: before the
-        last norm. Queued on torch's current stream.
-
-        past, end () int64. kv (2, layers, kv heads, positions, head_dim), contiguous: takes the rows' keys and values.
-        rotary (positions, 2, head_dim): cosines, then sines, whose first half is negated. All but past and end in bf16.
-        """
-        p = RowsParams(block_bytes=self._tape.stride(0) * self._tape.itemsize, positions=kv.shape[3])
-        fill_pointers(p, {"x": x, "rotary": rotary, "past": past, "end": end, **self._work})
-        c, blocks = self._shape.talker, self._shape.blocks
-        tiles = (self._shape.group, -(-c.hidden_size // (self._shape.group * _TILE)))
-        for i in range(c.num_hidden_layers):
-            norms, heads = self._norms[i], self._heads[i]
-            named = {"input_norm": norms[0], "post_norm": norms[1], "q_norm": heads[0], "k_norm": heads[1]}
-            fill_pointers(p, {"tape": self._tape[0, i], "keys": kv[0, i], "values": kv[1, i], **named})
-            self._launch("mktts_rows_qkv", (blocks, 1), p)
-            self._launch("mktts_rows_attend", (c.num_attention_heads, ROWS), p)
-            self._launch("mktts_rows_out", tiles, p)
-            self._launch("mktts_rows_gate_up", (blocks, 1), p)
-            self._launch("mktts_rows_down", tiles, p)
-
-
 class TapeStack(Stack):
     """The talker whose tape, norms and head norms `mktts.kernel.tape.stack_weights` made, with room for one layer (30
     MiB at 0.6B, 96 MiB at 1.7B): `layer_weights` writes its matrices there, in the work queued on the current CUDA
@@ -86,13 +50,16 @@ class TapeStack(Stack):
     One thread and one CUDA stream at a time."""
 
     def __init__(self, shape: Shape, weights: Mapping[str, Tensor], launch: Launch | None = None) -> None:
-        """launch: in place of CUDA's, for tests. Raises BackendUnavailable where csrc/unpack.cu cannot be used."""
+        """launch: in place of CUDA's, for tests. Raises BackendUnavailable where csrc/unpack.cu and csrc/rows.cu cannot
+        be used."""
         super().__init__(shape.talker, weights["talker_final"])
-        self._tape = weights["talker_tape"]  # (blocks, layers, elements)
-        self._launch = launch or _launches("unpack.cu", ["mktts_unpack"], _UNPACK_THREADS, shape, self._tape.device)
+        self._shape, self._tape = shape, weights["talker_tape"]  # (blocks, layers, elements)
+        self._launch = launch or _launches(shape, self._tape.device)
         c = self.config
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         h, inner = c.hidden_size, c.intermediate_size
+        widths = {"heads": queries + 2 * keys, "attended": queries, "active": inner}
+        self._work = {name: self._tape.new_empty(ROWS, width) for name, width in widths.items()}
         shapes = {"qkv": (queries + 2 * keys, h), "o": (h, queries), "gate_up": (2 * inner, h), "down": (h, inner)}
         self._room = {name: self._tape.new_empty(size) for name, size in shapes.items()}
         q, k, v = self._room["qkv"].split((queries, keys, keys))
@@ -110,16 +77,40 @@ class TapeStack(Stack):
         self._launch("mktts_unpack", (len(self._tape), _SHARES), parameters)
         return self._layers[index]
 
+    def run_few(self, x: Tensor, past: Tensor, end: Tensor, kv: Tensor, rotary: Tensor) -> None:
+        """x (ROWS, H), of positions past.. to end - 1 and padding behind, through all layers, in place: before the
+        last norm, without unpacking. Queued on torch's current stream.
 
-def _launches(unit: str, names: Sequence[str], threads: int, shape: Shape, device: torch.device) -> Launch:
-    """Compiles csrc/`unit` for one shape and returns what launches its kernels. Raises BackendUnavailable."""
+        past, end () int64. kv (2, layers, kv heads, positions, head_dim), contiguous: takes the rows' keys and values.
+        rotary (positions, 2, head_dim): cosines, then sines, whose first half is negated. All but past and end in bf16.
+        """
+        p = RowsParams(block_bytes=self._tape.stride(0) * self._tape.itemsize, positions=kv.shape[3])
+        fill_pointers(p, {"x": x, "rotary": rotary, "past": past, "end": end, **self._work})
+        c, blocks = self.config, self._shape.blocks
+        tiles = (self._shape.group, -(-c.hidden_size // (self._shape.group * _TILE)))
+        for i, w in enumerate(self._layers):
+            fill_pointers(p, {name: getattr(w, name) for name in ("input_norm", "post_norm", "q_norm", "k_norm")})
+            fill_pointers(p, {"tape": self._tape[0, i], "keys": kv[0, i], "values": kv[1, i]})
+            self._launch("mktts_rows_qkv", (blocks, 1), p)
+            self._launch("mktts_rows_attend", (c.num_attention_heads, ROWS), p)
+            self._launch("mktts_rows_out", tiles, p)
+            self._launch("mktts_rows_gate_up", (blocks, 1), p)
+            self._launch("mktts_rows_down", tiles, p)
+
+
+def _launches(shape: Shape, device: torch.device) -> Launch:
+    """Compiles csrc/rows.cu and csrc/unpack.cu for one shape and returns what launches their kernels. Raises
+    BackendUnavailable."""
+    early, kernels = torch.cuda.get_device_capability(device) >= (9, 0), {}
+    units = {"unpack.cu": (["mktts_unpack"], _UNPACK_THREADS, False), "rows.cu": (KERNELS, _ROWS_THREADS, early)}
     with torch.cuda.device(device):
-        image = compile_kernel(shape.defines, card_of(device).arch, unit).image
-        kernels = {name: Kernel(image, name) for name in names}
-    early = unit == "rows.cu" and torch.cuda.get_device_capability(device) >= (9, 0)
+        for unit, (names, *how) in units.items():
+            image = compile_kernel(shape.defines, card_of(device).arch, unit).image
+            kernels |= {name: (Kernel(image, name), *how) for name in names}
 
     def launch(name: str, grid: tuple[int, int], parameters: ctypes.Structure) -> None:
+        kernel, threads, early = kernels[name]
         with torch.cuda.device(device):
-            kernels[name].launch_grid(grid, threads, parameters, early)
+            kernel.launch_grid(grid, threads, parameters, early)
 
     return launch

@@ -13,9 +13,9 @@ from mktts.checkpoint.tensors import stack_shapes, tensor_specs
 from mktts.kernel.grid import Shape, choose_shape
 from mktts.kernel.prefill import Prefill
 from mktts.kernel.tape import stack_weights
-from mktts.kernel.tape_stack import TapeStack
+from mktts.kernel.tape_stack import KERNELS, Launch, TapeStack
 from mktts.measure.inspection import config_at
-from mktts.model.qwen3 import Qwen3Stack
+from mktts.model.qwen3 import Qwen3Stack, Stack
 from mktts.spec import StackConfig
 
 FOLDER = tempfile.TemporaryDirectory()  # of what is compiled
@@ -43,10 +43,20 @@ def packed(shape: Shape, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return stack_weights(shape, "talker", shape.talker, weights.__getitem__, "")
 
 
-def tape_of(shape: Shape, weights: dict[str, Tensor]) -> TapeStack:
-    """Unpacked by csrc/unpack.cu, on the CPU too."""
-    folder = None if weights["norm.weight"].is_cuda else Path(tempfile.mkdtemp(dir=FOLDER.name))
-    return TapeStack(shape, packed(shape, weights), folder and unpack_launch(shape, folder))
+def tape_of(shape: Shape, weights: dict[str, Tensor], few: Launch | None = None) -> TapeStack:
+    """Unpacked by csrc/unpack.cu, on the CPU too, where few rows go by `few`."""
+    if weights["norm.weight"].is_cuda:
+        return TapeStack(shape, packed(shape, weights))
+    unpack = unpack_launch(shape, Path(tempfile.mkdtemp(dir=FOLDER.name)))
+    return TapeStack(shape, packed(shape, weights), lambda name, *of: (few if name in KERNELS else unpack)(name, *of))
+
+
+def unpacking(stack: Stack) -> Prefill:
+    """Few rows by operators, too."""
+    prefill = Prefill(stack)
+    prefill._few = False
+    prefill._passes.clear()
+    return prefill
 
 
 def prompt(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32, width: int = SMALL.hidden_size) -> Tensor:

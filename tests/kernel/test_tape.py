@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from csrc_on_cpu import COMPILER, row_launches
-from seeded import in_two_pieces, packed, prompt, rms_error, shape_of, tape_of, weights_of
+from seeded import in_two_pieces, prompt, rms_error, shape_of, tape_of, unpacking, weights_of
 from torch import Tensor
 
 from mktts.checkpoint import open_checkpoint
@@ -19,7 +19,7 @@ from mktts.kernel.build import CSRC
 from mktts.kernel.grid import Shape, choose_shape
 from mktts.kernel.prefill import Prefill
 from mktts.kernel.tape import model_weights, pack_rows, unpack
-from mktts.kernel.tape_stack import KERNELS, MOST_POSITIONS, ROWS, TapeRows
+from mktts.kernel.tape_stack import KERNELS, MOST_POSITIONS, ROWS
 from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack
 
@@ -81,7 +81,7 @@ def test_a_prompt_beyond_the_capacity_is_refused_without_matrices_and_computed_w
     kv = torch.zeros(1, c.num_key_value_heads, shape.group, 200, 2, c.head_dim, dtype=torch.bfloat16)
     x = rows_of(shape, 1025)
     with pytest.raises(CapacityError, match="may have 1024 rows with the megakernel, this one has 1025"):
-        Prefill(tape_of(shape, weights)).fill(x, kv)
+        unpacking(tape_of(shape, weights)).fill(x, kv)
     assert not kv.any()
     assert Prefill(stack_of(shape, weights)).fill(x, kv).shape == (c.hidden_size,)
     assert kv.any()
@@ -93,8 +93,7 @@ def exact(shape: Shape, weights: dict[str, Tensor]) -> Prefill:
 
 
 def on_cpu(shape: Shape, weights: dict[str, Tensor], folder: Path, most_rows: int = grid.MOST_ROWS) -> Prefill:
-    few = TapeRows(shape, packed(shape, weights), launch=row_launches(shape, folder, most_rows))
-    return Prefill(tape_of(shape, weights), few=few)
+    return Prefill(tape_of(shape, weights, row_launches(shape, folder, most_rows)))
 
 
 # Blocks; rows that come at once. A share in several matrices; a remainder; released sizes on two cards.
@@ -143,8 +142,9 @@ def test_many_rows_go_on_where_few_ended_and_few_where_many_did(tmp_path):
 def test_rows_at_more_positions_than_the_kernels_hold_weights_of_go_through_operators():
     shape, launched = shape_of("tiny", 1), []
     weights = weights_of(shape.talker)
-    few = TapeRows(shape, packed(shape, weights), launch=lambda name, grid, parameters: launched.append(name))
-    found, plain = (Prefill(tape_of(shape, weights), few=f) for f in (few, None))
+    stack = tape_of(shape, weights, lambda name, grid, parameters: launched.append(name))
+    found, plain = Prefill(stack), unpacking(stack)
+    launched.clear()
     x = rows_of(shape, MOST_POSITIONS - 3)
     assert torch.equal(found.run(x), Prefill(stack_of(shape, weights)).run(x)) and not launched
     plain.run(x)
@@ -158,7 +158,7 @@ def test_rows_at_more_positions_than_the_kernels_hold_weights_of_go_through_oper
 def test_graphs_from_the_tape_give_the_bits_of_graphs_from_the_stack():
     shape = shape_of("0.6b", 4)
     weights = weights_of(shape.talker, "cuda")
-    ours, theirs = Prefill(tape_of(shape, weights)), Prefill(stack_of(shape, weights))
+    ours, theirs = unpacking(tape_of(shape, weights)), Prefill(stack_of(shape, weights))
     for _ in range(3):  # captured, then replayed back to back
         for count in (1, 10, 64, 100, 500):
             x = rows_of(shape, count).cuda()
@@ -174,7 +174,7 @@ def test_graphs_from_the_tape_give_the_bits_of_graphs_from_the_stack():
 def test_graphs_of_few_rows_are_no_further_from_fp32_than_those_of_operators(size, multiprocessors):
     shape = shape_of(size, 3, multiprocessors)
     weights = weights_of(shape.talker, "cuda")
-    found = Prefill(tape_of(shape, weights), few=TapeRows(shape, packed(shape, weights)))
+    found = Prefill(tape_of(shape, weights))
     plain = Prefill(stack_of(shape, weights))
     for rows in (10, 9 + ROWS):
         x = rows_of(shape, rows)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from mktts.errors import CapacityError
 from mktts.kernel.grid import power_of_two
 from mktts.kernel.rows import add_norm
 from mktts.model.backend import CODE_EMBEDDINGS
-from mktts.model.qwen3 import LayerWeights, Qwen3Stack
+from mktts.model.qwen3 import Qwen3Stack
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig, StackConfig
 
 
@@ -78,79 +78,49 @@ def _waves(copies: Iterable[Copy]) -> list[list[Copy]]:
     return waves
 
 
-@dataclass(frozen=True)
-class StackWeights:
-    """One decoder stack. Its layers are fused; `cos`, `sin` (positions, head_dim / 2) are of the first half."""
+class FrameStack(Qwen3Stack):
+    """Its layers are fused. cos, sin (positions, head_dim / 2): what the first half of a head is turned by."""
 
-    config: StackConfig
-    layers: list[LayerWeights]
-    norm: Tensor
-    cos: Tensor
-    sin: Tensor
-
-    @classmethod
-    def of(cls, stack: Qwen3Stack, positions: int) -> StackWeights:
-        """Takes over the weights of `stack`, which is not to be used afterwards."""
-        layers = [stack.layer_weights(i) for i in range(stack.config.num_hidden_layers)]
-        layers = [replace(w, o=w.o.contiguous(), down=w.down.contiguous()) for w in layers]
-        half = stack.config.head_dim // 2
-        cos, sin = (t[:, :half].contiguous() for t in stack.rotary(positions))
-        return cls(stack.config, layers, stack.norm, cos, sin)
+    def __init__(self, positions: int, config: StackConfig, *of: Any) -> None:
+        """of: what else a Qwen3Stack takes."""
+        super().__init__(config, *of)
+        for index in range(config.num_hidden_layers):
+            self.layer_weights(index)
+        self.cos, self.sin = (part[:, : config.head_dim // 2].contiguous() for part in self.rotary(positions))
 
 
-@dataclass(frozen=True)
 class FrameWeights:
     """All that a frame reads. embeddings[g] holds the rows of codebook g; heads[g] gives codebook g, head 0 being the
-    talker's."""
+    talker's. tensors: by Hub name. positions: of the longest stream."""
 
-    talker: StackWeights
-    predictor: StackWeights
-    heads: list[Tensor]
-    embeddings: list[Tensor]
-    projection: tuple[Tensor, Tensor] | None
-    eos: int
-
-    @classmethod
-    def load(
-        cls,
+    def __init__(
+        self,
         config: ModelConfig,
         tensors: Mapping[str, Tensor],
         device: torch.device,
         dtype: torch.dtype,
         positions: int,
-    ) -> FrameWeights:
-        """`tensors` by Hub name. positions: of the longest stream."""
-
+    ) -> None:
         def get(name: str) -> Tensor:
             return tensors[name].to(device, dtype)
 
-        heads = (f"talker.code_predictor.lm_head.{group}.weight" for group in range(NUM_CODEBOOKS - 1))
-        projection = "talker.code_predictor.small_to_mtp_projection."
-        projected = projection + "weight" in tensors
-        return cls(
-            talker=StackWeights.of(Qwen3Stack(config.talker, tensors, "talker.model.", device, dtype), positions),
-            predictor=StackWeights.of(
-                Qwen3Stack(config.predictor, tensors, "talker.code_predictor.model.", device, dtype), NUM_CODEBOOKS
-            ),
-            heads=[get("talker.codec_head.weight"), *map(get, heads)],
-            embeddings=[get(name) for name in CODE_EMBEDDINGS],
-            projection=(get(projection + "weight"), get(projection + "bias")) if projected else None,
-            eos=config.codec_ids.eos,
-        )
+        predictor = "talker.code_predictor."
+        self.talker = FrameStack(positions, config.talker, tensors, "talker.model.", device, dtype)
+        self.predictor = FrameStack(NUM_CODEBOOKS, config.predictor, tensors, f"{predictor}model.", device, dtype)
+        heads = (f"{predictor}lm_head.{group}.weight" for group in range(NUM_CODEBOOKS - 1))
+        self.heads = [get("talker.codec_head.weight"), *map(get, heads)]
+        self.embeddings = [get(name) for name in CODE_EMBEDDINGS]
+        projection = [f"{predictor}small_to_mtp_projection.{part}" for part in ("weight", "bias")]
+        self.projection = tuple(map(get, projection)) if projection[0] in tensors else None
+        self.eos = config.codec_ids.eos
 
 
-_BUSY_PROGRAMS = 264  # with fewer, each part of attention has its own: two for each multiprocessor of a large card
 _QUERIES = 8  # the least columns that a matrix product takes
 # Fixed for all buckets, since they decide the order of sums. 128 registers let four programs share a multiprocessor.
 _ATTENTION = {"num_warps": 4, "num_stages": 3, "maxnreg": 128}
 _PLACED_HEADS = 4  # key-value heads of a program, at most
 _PREDICTED_HEADS = 2
 _OLD_POSITIONS = 4  # the predictor's attention is compiled for multiples of so many
-
-
-def attention_programs(config: ModelConfig, lanes: int) -> int:
-    """Programs that attend for one row and key-value head, in a bucket of so many lanes."""
-    return ATTENTION_PARTS if lanes * config.talker.num_key_value_heads < _BUSY_PROGRAMS else 1
 
 
 class BatchFrame:
@@ -160,7 +130,6 @@ class BatchFrame:
 
     def __init__(
         self,
-        config: ModelConfig,
         weights: FrameWeights,
         slots: SimpleNamespace,
         pages: PagedMemory,
@@ -174,7 +143,8 @@ class BatchFrame:
         self._products, self._nobody = products, len(slots.positions) - 1
         self.layout, self.lane_count, self.padded = layout, layout.lanes, layout.padded(self._nobody)
         self._numbers, self.space = layout.parts(block), space
-        self._programs = attention_programs(config, self.lane_count)
+        self._programs = space.part.shape[2]  # that attend for one row and key-value head
+        self.replay: Callable[[], None] | None = None  # its CUDA graph
 
     def run(self) -> None:
         """Queues kernels only: nothing waits for the device."""
@@ -274,7 +244,7 @@ class BatchFrame:
 
     # ---- what both stacks share
 
-    def _layer(self, stack: StackWeights, index: int, x: Tensor, h: Tensor, attend: Callable[[Tensor], Tensor]) -> None:
+    def _layer(self, stack: FrameStack, index: int, x: Tensor, h: Tensor, attend: Callable[[Tensor], Tensor]) -> None:
         """x (R, H), the residual stream, is updated; h (R, H), its norm for this layer, becomes that for the next."""
         eps, last = stack.config.rms_norm_eps, index + 1 == stack.config.num_hidden_layers
         products, w = self._products, stack.layers[index]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mktts.batch import BatchSettings
 from mktts.batch.cuda.codec import CudaCodec
-from mktts.batch.cuda.frame import BatchFrame, FrameWeights, PagedMemory, attention_programs
+from mktts.batch.cuda.frame import BatchFrame, FrameWeights, PagedMemory
 from mktts.batch.cuda.kernels import compiling
 from mktts.batch.cuda.kernels.products import CublasProducts, FixedOrderProducts
 from mktts.batch.cuda.memory import LaneMemory, shared_spaces, slot_shapes, space_shapes
@@ -83,7 +83,7 @@ class CudaLanes:
         self.pages = Pages(pages, slots, positions)
         self.positions = self.pages.rows_per_slot
         self._memory = PagedMemory(self.pages, config.talker, pages, device, dtype)
-        weights = FrameWeights.load(config, tensors, device, dtype, self._memory.positions)
+        weights = FrameWeights(config, tensors, device, dtype, self._memory.positions)
         self.deterministic = deterministic
         self.precision: Precision = "fast" if codec is not None and codec.name.endswith("fast") else "full"
         self.embeddings = dict(zip(CODE_EMBEDDINGS, weights.embeddings, strict=True))
@@ -94,17 +94,15 @@ class CudaLanes:
         layouts = [BlockLayout(*size) for size in self.settings.buckets]
         words, most = max(layout.words for layout in layouts), max(layout.lanes for layout in layouts)
         self._block = torch.zeros(words, dtype=torch.int64, device=device)
-        sizes = [(of.lanes, of.prompt_rows, attention_programs(config, of.lanes)) for of in layouts]
-        spaces = shared_spaces([space_shapes(config, dtype, *size) for size in sizes], device)
+        spaces = shared_spaces([space_shapes(config, dtype, of.lanes, of.prompt_rows) for of in layouts], device)
         self._buckets = {
             (layout.lanes, layout.prompt_rows): BatchFrame(
-                config, weights, state, self._memory, layout, self._block, space, products, codec
+                weights, state, self._memory, layout, self._block, space, products, codec
             )
             for layout, space in zip(layouts, spaces, strict=True)
         }
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
-        self._replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._settings = np.zeros((slots, SETTINGS), np.int32)
         self._prompts: dict[int, AddressedRows] = {}
         self._stages = deque(Stage(words, most) for _ in range(_STAGES))
@@ -120,44 +118,34 @@ class CudaLanes:
         seconds, and more where kernels are compiled."""
         if self._pool is None:
             return
-        sizes = sorted(self._buckets, reverse=True)
+        buckets = [self._buckets[size] for size in sorted(self._buckets, reverse=True)]
         with (
             announced("mktts: loading the batch engine's kernels (a new one is compiled, once)"),
             torch.cuda.stream(self._stream),
         ):
             with compiling(_THREADS):
-                for size in sizes:
-                    self._buckets[size].run()
-        with announced(f"mktts: recording {len(sizes)} CUDA graphs of the batch engine"):
-            for size in sizes:
-                self.record(size)
+                for bucket in buckets:
+                    bucket.run()
+        with announced(f"mktts: recording {len(buckets)} CUDA graphs of the batch engine"):
+            for bucket in buckets:
+                self._record(bucket)
 
-    def record(self, size: tuple[int, int]) -> None:
-        """Records the CUDA graph of the bucket `size`, (lanes, prompt rows), once; it runs on padding for that. Raises
-        EngineError for a size that is no bucket."""
-        bucket = self._bucket(size)
-        if size in self._replays or self._pool is None:
+    def _record(self, bucket: BatchFrame) -> None:
+        """Records its CUDA graph, once; it runs on padding for that."""
+        if bucket.replay is not None or self._pool is None:
             return
         with torch.cuda.stream(self._stream):
             self._block[: bucket.layout.words].copy_(torch.from_numpy(bucket.padded))
-        self._replays[size] = record(bucket.run, self._pool, self._stream).replay
-
-    def _bucket(self, size: tuple[int, int]) -> BatchFrame:
-        if size not in self._buckets:
-            raise EngineError(f"{size} (lanes, prompt rows) is none of the buckets {sorted(self._buckets)}")
-        return self._buckets[size]
+        bucket.replay = record(bucket.run, self._pool, self._stream).replay
 
     # ---- streams
 
     def _begin_codec(self, slot: int, reference: Tensor | None) -> None:
-        """Raises EngineError for a reference where the lanes were made without `primed`."""
         if self._codec is None:
             return
         if reference is None:
             self._silent.add(slot)  # those of many arrivals are cleared together
             return
-        if self._make_primed is None:
-            raise EngineError("these lanes cannot hear a reference: make them with primed=")
         if self._primed is None:
             self._primed = self._make_primed()
         state = self._primed.of(reference)
@@ -193,12 +181,14 @@ class CudaLanes:
         """See `Lanes.launch`. Raises EngineError for a tick that does not fit its bucket or what has begun, or a third
         one that waits, PromptError for a row too many, too few or of another shape; then nothing is changed.
         """
-        bucket = self._bucket(tick.bucket)
+        bucket = self._buckets.get(tick.bucket)
+        if bucket is None:
+            raise EngineError(f"{tick.bucket} (lanes, prompt rows) is none of the buckets {sorted(self._buckets)}")
         if len(self._waiting) == _MOST_WAITING:
             raise EngineError(f"{_MOST_WAITING} launched ticks wait already: collect one first")
         prompts = self._entering(bucket.layout, tick)
         text, made_here = self._addresses(tick, rows)
-        self.record(tick.bucket)
+        self._record(bucket)
         stage, words = self._stages.popleft(), bucket.layout.words
         stage.numbers[:words] = bucket.padded
         addresses = [prompt.addresses for prompt in prompts]
@@ -213,7 +203,7 @@ class CudaLanes:
                 self._codec.silence(uploaded(np.array(sorted(self._silent), np.int64), self.device))
                 self._silent.clear()
             self._block[:words].copy_(stage.block[:words], non_blocking=True)
-            self._replays.get(tick.bucket, bucket.run)()
+            (bucket.replay or bucket.run)()
             made, pcm = bucket.space.made, bucket.space.pcm
             stage.end(made, None if self._codec is None else pcm, len(tick.lanes))
         for piece in tick.pieces:
@@ -296,7 +286,7 @@ def cuda_lanes(
     decoder: CodecDecoder | None = plain()
     # A slot holds a state of the decoder, in fp16 with the fast precision, and one more place of keys and values.
     state_bytes = int(1.02 * decoder.start().flat.nbytes) // (1 if settings.codec == "full" else 2)
-    each = LaneMemory.of(config, dtype, settings.positions, state_bytes)
+    each = LaneMemory(config, dtype, settings.positions, state_bytes)
     free = int(_PART * torch.cuda.mem_get_info(device)[0]) - each.tick - _weight_bytes(checkpoint, dtype)
     slots = settings.max_streams or max(1, min(_STREAMS, int(_STATES_PART * free / each.slot)))
     left = free - each.slot * (slots + 1) if settings.memory_bytes is None else settings.memory_bytes

@@ -19,6 +19,7 @@ from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig, StackConfi
 
 # Of a row's positions at most, in attention; its length alone decides them, see mktts.batch.cuda.kernels.attention.
 ATTENTION_PARTS = 8
+_BUSY_PROGRAMS = 264  # with fewer, each part has its own: two for each multiprocessor of a large card
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -36,8 +37,9 @@ def slot_shapes(config: ModelConfig, count: int) -> Shapes:
     }
 
 
-def space_shapes(config: ModelConfig, dtype: torch.dtype, lanes: int, prompt_rows: int, parts: int) -> Shapes:
-    """What one bucket of B lanes and P prompt rows works in, by name; R = B + P rows of the talker.
+def space_shapes(config: ModelConfig, dtype: torch.dtype, lanes: int, prompt_rows: int, parts: int = 0) -> Shapes:
+    """What one bucket of B lanes and P prompt rows works in, by name; R = B + P rows of the talker. parts: of attention
+    by programs of their own; 0: as is best for so many lanes.
 
     row_slot, row_pos: slot and position of every row. x, h: the residual stream and its norm. part, bounds: see
     `kernels.attention`. hidden: of each lane's newest row. px, ph: the predictor's input and its norm. cache: its keys
@@ -45,6 +47,7 @@ def space_shapes(config: ModelConfig, dtype: torch.dtype, lanes: int, prompt_row
     """
     talker, predictor, rows = config.talker, config.predictor, lanes + prompt_rows
     width, heads = talker.hidden_size, talker.num_attention_heads
+    parts = parts or (ATTENTION_PARTS if lanes * talker.num_key_value_heads < _BUSY_PROGRAMS else 1)
     cache = (predictor.num_hidden_layers, lanes, predictor.num_key_value_heads, 2, NUM_CODEBOOKS, predictor.head_dim)
     return {
         "row_slot": ((rows,), torch.int32),
@@ -83,37 +86,29 @@ def shared_spaces(of_buckets: Sequence[Shapes], device: torch.device) -> list[Si
     return [SimpleNamespace(**{name: view(name, *of) for name, of in shapes.items()}) for shapes in of_buckets]
 
 
-@dataclass(frozen=True)
 class LaneMemory:
     """Bytes. page: 64 positions of keys and values of all layers. slot: one stream without its pages: settled numbers,
     codes seen, its row of the page table, its codec state. tick: what the largest tick works in, without the codec's
     own temporaries and without the recorded graphs.
     """
 
-    page: int
-    slot: int
-    tick: int
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         config: ModelConfig,
         dtype: torch.dtype,
         positions: int,
         codec_state: int = 0,
         lanes: int = 1024,
         prompt_rows: int = 1024,
-    ) -> LaneMemory:
+    ) -> None:
         """positions: of the longest stream. codec_state: bytes of one stream's. lanes, prompt_rows: of the largest
         tick."""
         c, rows = config.talker, lanes + prompt_rows
         space = space_bytes(space_shapes(config, dtype, lanes, prompt_rows, ATTENTION_PARTS))
         widest = max(_widest(config.talker) * rows, _widest(config.predictor) * 2 * lanes)
-        return cls(
-            page=PAGE_ROWS * c.num_hidden_layers * c.num_key_value_heads * 2 * c.head_dim * dtype.itemsize,
-            slot=space_bytes(slot_shapes(config, 1)) + 4 * -(-positions // PAGE_ROWS) + codec_state,
-            tick=space + widest * dtype.itemsize,
-        )
+        self.page = PAGE_ROWS * c.num_hidden_layers * c.num_key_value_heads * 2 * c.head_dim * dtype.itemsize
+        self.slot = space_bytes(slot_shapes(config, 1)) + 4 * -(-positions // PAGE_ROWS) + codec_state
+        self.tick = space + widest * dtype.itemsize
 
     def bytes(self, slots: int, pages: int) -> int:
         """Bytes for so many streams, with the slot for padding, and pages."""

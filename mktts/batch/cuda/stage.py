@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,29 +20,9 @@ from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 SETTINGS = 12  # 32-bit words of a lane's settings, see `packed`
 PENALTY = 10
 _CHOICES = (2, 6)  # where the talker's and the predictor's settings begin
-_LANE_WORDS = 5 + SETTINGS // 2
-_ROW_WORDS = 3
+_OF_LANES = ("slots", "fresh", "ends", "selected", "text")  # parts of a block, then the settings
+_OF_ROWS = ("row_slots", "row_positions", "row_addresses")
 _MOST_WHOLE = 2**31 - 1
-
-
-class Parts(NamedTuple):
-    """Views of a block of B lanes and P prompt rows, int64 where not named otherwise.
-
-    Of lanes (B,): slots; fresh, 1 at the first frame behind a prompt; ends, rows of that prompt; selected, the row of
-    the talker whose hidden state counts: a lane's own (its number) or, B further, the last of its prompt; text, the
-    address of the text row, 0 for none. settings (B, 12) int32: `packed`. Of prompt rows (P,): row_slots,
-    row_positions, row_addresses (0: a row that only fills the bucket).
-    """
-
-    slots: Any
-    fresh: Any
-    ends: Any
-    selected: Any
-    text: Any
-    settings: Any
-    row_slots: Any
-    row_positions: Any
-    row_addresses: Any
 
 
 @dataclass(frozen=True)
@@ -54,17 +35,24 @@ class BlockLayout:
     @property
     def words(self) -> int:
         """Words of 64 bits in the block."""
-        return _LANE_WORDS * self.lanes + _ROW_WORDS * self.prompt_rows
+        return (len(_OF_LANES) + SETTINGS // 2) * self.lanes + len(_OF_ROWS) * self.prompt_rows
 
-    def parts(self, block: np.ndarray | Tensor) -> Parts:
-        """Views of `block` (at least `words`,) int64, on the host or on the device."""
-        lanes, rows = self.lanes, self.prompt_rows
-        of_lanes = [block[i * lanes : (i + 1) * lanes] for i in range(5)]
-        start = _LANE_WORDS * lanes
-        words = block[5 * lanes : start]
-        settings = words.view(torch.int32) if isinstance(words, Tensor) else words.view(np.int32)
-        of_rows = [block[start + i * rows : start + (i + 1) * rows] for i in range(_ROW_WORDS)]
-        return Parts(*of_lanes, settings.reshape(lanes, SETTINGS), *of_rows)
+    def parts(self, block: np.ndarray | Tensor) -> SimpleNamespace:
+        """Views of `block` (at least `words`,) int64, on the host or on the device, of B lanes and P prompt rows.
+
+        Of lanes (B,): slots; fresh, 1 at the first frame behind a prompt; ends, rows of that prompt; selected, the row
+        of the talker whose hidden state counts: a lane's own (its number) or, B further, the last of its prompt; text,
+        the address of the text row, 0 for none. settings (B, 12) int32: `packed`. Of prompt rows (P,): row_slots,
+        row_positions, row_addresses (0: a row that only fills the bucket).
+        """
+        sizes = {**dict.fromkeys(_OF_LANES, self.lanes), "settings": SETTINGS // 2 * self.lanes}
+        parts, at = SimpleNamespace(), 0
+        for name, size in (sizes | dict.fromkeys(_OF_ROWS, self.prompt_rows)).items():
+            setattr(parts, name, block[at : at + size])
+            at += size
+        words = parts.settings.view(torch.int32 if isinstance(block, Tensor) else np.int32)
+        parts.settings = words.reshape(self.lanes, SETTINGS)
+        return parts
 
     def padded(self, nobody: int) -> np.ndarray:
         """The block (words,) of a tick without lanes: all of them work on the slot `nobody`, at a first frame."""

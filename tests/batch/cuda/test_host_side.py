@@ -37,7 +37,7 @@ def test_a_tick_stands_in_its_block():
     block = layout.padded(9)
     layout.fill(block, tick, [777], settings, prompts)
     parts = layout.parts(torch.from_numpy(block))
-    assert sum(part.numel() * part.element_size() for part in parts) == 8 * layout.words == block.nbytes
+    assert sum(part.numel() * part.element_size() for part in vars(parts).values()) == 8 * layout.words == block.nbytes
     assert parts.slots.tolist() == [7, 5, 2, 9] and parts.fresh.tolist() == [1, 1, 0, 1]
     assert parts.ends.tolist() == [66, 2, 0, 0] and parts.text.tolist() == [0, 0, 777, 0]
     assert parts.selected.tolist() == [4 + 1, 4 + 6, 2, 3]
@@ -70,7 +70,7 @@ def test_buckets_share_one_memory_as_large_as_the_largest_needs(tiny):
 
 def test_what_a_page_and_a_slot_take(tiny):
     talker = tiny.config.talker
-    memory = LaneMemory.of(tiny.config, torch.bfloat16, 100, codec_state=1_000, lanes=8, prompt_rows=16)
+    memory = LaneMemory(tiny.config, torch.bfloat16, 100, codec_state=1_000, lanes=8, prompt_rows=16)
     assert memory.page == 64 * talker.kv_bytes_per_position
     numbers, table = 3 * 4, 2 * 4
     assert memory.slot == numbers + talker.vocab_size + 4 * talker.hidden_size + table + 1_000
