@@ -27,13 +27,12 @@ from mktts.engine import capacity as capacities
 from mktts.engine.admission import Admission, AdmissionLimits, Capacity
 from mktts.engine.options import SCHEDULE, Guard, Plan, StreamOptions
 from mktts.engine.runner import EngineStats, Runner
-from mktts.engine.script import FedScript, Script
+from mktts.engine.script import Script
 from mktts.engine.stream import FORKED, EngineName, Notifier, Utterance
 from mktts.errors import EngineError, SamplingError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
-from mktts.text.parts import Pause
 
 _LOG = logging.getLogger(__name__)
 _CLOSE = object()
@@ -92,52 +91,31 @@ class Engine:
 
     # ---- streams
 
-    def submit(
-        self,
-        parts: Sequence[Request | Pause],
-        plan: Plan,
-        started_s: float,
-        *,
-        engine: EngineName | None = None,
-        sink: Any = None,
-    ) -> Utterance:
-        """A stream of known text: one checked request a segment, and pauses between them. started_s: of the call
-        that timings count from. engine: the lanes; None chooses. sink: see `Utterance`.
-
-        Raises EngineError after `close` and in a forked child, SamplingError for draws that no lanes make.
-        """
-        utterance = Utterance(plan, self._inbox, self.notifier, sink)
-        self._begin(utterance, lambda runner: Script(parts, runner.build, started_s), engine)
-        return utterance
-
     def reserve(self, plan: Plan, sink: Any = None) -> Utterance:
-        """A stream whose text is to come; the worker knows of it from `begin_fed` on. Raises as `submit`."""
+        """A stream that the worker knows of from `begin` on. sink: see `Utterance`. Raises EngineError after `close`
+        and in a forked child, SamplingError for draws that no lanes make."""
         utterance = Utterance(plan, self._inbox, self.notifier, sink)
         with self._lock:
             self._check(plan.sampling)
             self._utterances.add(utterance)
         return utterance
 
-    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> None:
-        """Begins a reserved stream with `texts`, as `FedScript.feed` takes them. request: checked, without text.
-        max_chars: of a segment. Raises as `submit`."""
-        self._begin(utterance, lambda runner: FedScript(request, runner.open_prompt, max_chars, texts))
+    def begin(self, utterance: Utterance, script: Callable[[Runner], Script], engine: EngineName | None = None) -> None:
+        """Has a reserved stream made. script: its text, for the runner that makes it. engine: the lanes; None chooses.
+        Raises as `reserve`."""
+        with self._lock:
+            self._check(utterance.plan.sampling)
+            runner = self._choose(utterance.plan.sampling, engine)
+            utterance.begin(script(runner), runner.name)
+            self._inbox.put(utterance)
 
     def feed(self, utterance: Utterance, texts: Sequence[Any]) -> None:
-        """More text of a stream that `begin_fed` has begun; without effect where it is over."""
+        """More text of a stream that has begun with a `FedScript`; without effect where it is over."""
         script = utterance.script
         if texts and script is not None:
             for text in texts:
                 script.feed(text)
             utterance.update()
-
-    def _begin(self, utterance: Utterance, script_of: Callable[[Runner], Any], engine: str | None = None) -> None:
-        with self._lock:
-            self._check(utterance.plan.sampling)
-            self._utterances.add(utterance)
-            runner = self._choose(utterance.plan.sampling, engine)
-            utterance.begin(script_of(runner), runner.name)
-            self._inbox.put(utterance)
 
     def _check(self, sampling: Sampling | None = None) -> None:
         """Raises EngineError where nothing can be made, and SamplingError for rng="torch" without single lanes."""
@@ -257,7 +235,8 @@ class Engine:
     def _make_stream(self, runner: Runner, request: Request, frames: int) -> None:
         """Makes an unpaced stream of so many frames on these lanes."""
         plan = Plan(Sampling(), 0, frames, StreamOptions(guard=Guard.off()), paced=False)
-        utterance = self.submit([request], plan, 0.0, engine=runner.name)
+        utterance = self.reserve(plan)
+        self.begin(utterance, partial(Script, [request], started_s=0.0), runner.name)
         while utterance.take() is not None:
             pass
 

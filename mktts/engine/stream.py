@@ -17,6 +17,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -524,12 +525,12 @@ class Session(Stream):
     """
 
     def __init__(
-        self, engine: Any, utterance: Utterance, begin: Callable[..., None], text: TextFeed, words: WordTimes | None
+        self, engine: Any, utterance: Utterance, script: Callable[..., Script], text: TextFeed, words: WordTimes | None
     ) -> None:
-        """begin: takes the first texts, as `Engine.feed` takes those behind them. text: what the text goes through,
-        before the engine, which knows of the stream from the first visible text on. words: see `Stream`."""
+        """script: a `FedScript` but for its first texts. text: what the text goes through, before the engine, which
+        knows of the stream from the first visible text on. words: see `Stream`."""
         super().__init__(engine, utterance, words)
-        self._begin, self._text = begin, text
+        self._script, self._text = script, text
         self._early: list[Any] = []  # of pieces without anything visible
         self._writing = threading.Lock()
         self._chars = 0
@@ -556,7 +557,7 @@ class Session(Stream):
                 self._early += parts
             else:
                 try:
-                    self._begin([*self._early, *parts])
+                    self._engine.begin(self._utterance, partial(self._script, texts=[*self._early, *parts]))
                 except EngineError:
                     if not self._utterance.over:  # else the engine was closed meanwhile
                         raise
