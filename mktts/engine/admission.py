@@ -9,7 +9,7 @@ refused after `max_wait_s`, any stream after `HELD_S` in which no tick has run.
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -148,7 +148,7 @@ class AdmissionQueue:
         On a machine that is slower than real time it may take long until one is looked at, and that is none."""
         if self._paced and len(self._paced) >= self._most_waiting:
             return "queue"
-        most_s = max(PROMPT_WAIT_S, self._max_wait_s("first_pcm"))
+        most_s = max(PROMPT_WAIT_S, self._admission.limits.max_wait_s or 0.0)
         return "" if math.isinf(self._admission.most) or now_s < arrived_s + most_s else "waited"
 
     def __len__(self) -> int:
@@ -186,9 +186,9 @@ class AdmissionQueue:
                 return waiting.popleft(), "held"
         return None
 
-    def cancel(self, name: Any) -> None:
-        self._paced = deque(arrival for arrival in self._paced if arrival.name != name)
-        self._unpaced = deque(arrival for arrival in self._unpaced if arrival.name != name)
+    def cancel(self, names: Collection[Any]) -> None:
+        self._paced = deque(arrival for arrival in self._paced if arrival.name not in names)
+        self._unpaced = deque(arrival for arrival in self._unpaced if arrival.name not in names)
 
     def _max_wait_s(self, reason: Reason) -> float:
         """How long a listener's stream may wait that `reason` keeps out."""

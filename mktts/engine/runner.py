@@ -129,9 +129,9 @@ class Runner:
         self._awake: dict[int, Utterance] = {}  # for frames,        the scheduler takes it; its reader takes a chunk
         self._asleep: dict[Utterance, int] = {}  # for more text,    an update
         self._streams: dict[int, Utterance] = {}  # those of the last two, by slot
-        self._begun: set[int] = set()  # slots that have memory for a segment
         self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[Running] = deque()  # two at most, and one between two turns
+        self._cancelled: set[Utterance] = set()  # since the last tick, of those that were looked at
         self._freed = False  # a stream has ended, or is not read any more, since the queue was looked at
 
     def count_listeners(self, now_s: float) -> int:
@@ -168,6 +168,8 @@ class Runner:
             stream.arrived_s = time.perf_counter()
             self._textless.discard(stream)
             self._arrived.append(stream)
+        elif stream.cancelled:
+            self._cancelled.add(stream)
         elif (slot := self._asleep.pop(stream, None)) is not None:
             stream.set_idle(False)
             self._table.resumed[slot] = True
@@ -185,7 +187,16 @@ class Runner:
             self._decided(*left, now_s)
         if now_s < plan_s:
             return float("-inf") if self._arrived else plan_s
-        self._update_streams(now_s)
+        if self._cancelled:
+            for stream in self._cancelled:
+                stream.end(None)
+            self._queue.cancel(self._cancelled)
+            self._cancelled.clear()
+            self._freed = True  # those behind them may come in
+        self._update_readers(now_s)
+        self._queue.reserved_pages = 0
+        for slot in list(self._waiting):
+            self._resume(slot, now_s)
         begins_s = now_s if running is None else max(now_s, running.ends_s)
         lone = next(iter(self._awake), None) if self._settings.max_lanes == len(self._awake) == 1 else None
         if lone is not None and table.text_known[lone] and not table.full[lone]:
@@ -211,8 +222,6 @@ class Runner:
         """`turn` has raised `error`: every stream ends with an EngineError, those that come later are served."""
         why = f"the engine failed while this stream was open: {type(error).__name__}: {error}"
         self._end_all(lambda stream: stream.fail(EngineError(why)))  # raising writes into it: each has its own
-        for slot in self._begun.copy():
-            self._free_memory(slot)
         self._reset()
 
     def close(self) -> None:
@@ -321,7 +330,7 @@ class Runner:
         rows = len(prompt.embeds)
         if self._pages is not None:
             kept = self._pages.open(slot, rows + segment.max_frames, kept_under(prompt))
-        self._begun.add(slot)
+        segment.begun = True
         self.lanes.begin(slot, segment, anew)
         self._table.prompt(slot, rows - kept, kept)
         self._table.text(slot, True, now_s)
@@ -333,36 +342,17 @@ class Runner:
             self._table.pause(slot, stream.silent_s, now_s)
 
     def _leave(self, slot: int) -> None:
+        if self._pages is not None:
+            self._pages.close(slot)
         self.lanes.leave(slot)
         self._asleep.pop(self._streams.pop(slot), None)
         self._awake.pop(slot, None)
         self._waiting.pop(slot, None)
         self._table.leave(slot)
-        if slot in self._begun:
-            self._free_memory(slot)
         self.free_slots.append(slot)
         self._freed = True
 
-    def _free_memory(self, slot: int) -> None:
-        """The segment in `slot` is over."""
-        self._begun.discard(slot)
-        if self._pages is not None:
-            self._pages.close(slot)
-
     # ---- readers and text
-
-    def _update_streams(self, now_s: float) -> None:
-        """What consumers and writers did since the last tick."""
-        for stream in [stream for stream in self._queue.names if stream.cancelled]:
-            self._queue.cancel(stream)
-            self._freed = True  # those behind it may come in
-            stream.end(None)
-        for stream in [stream for stream in self._awake.values() if stream.cancelled]:
-            stream.end(None)
-        self._update_readers(now_s)
-        self._queue.reserved_pages = 0
-        for slot in list(self._waiting):
-            self._resume(slot, now_s)
 
     def _update_readers(self, now_s: float) -> None:
         """What readers of awake streams have taken, and whose buffer is full: a loop over those with a change only."""
@@ -400,8 +390,10 @@ class Runner:
         """Lets a stream go on that waited for text, or for memory between two segments, if they have come."""
         stream, queue, pages = self._streams[slot], self._queue, self._pages
         try:
-            if slot in self._begun:
-                if stream.row_known():
+            if stream.segment is not None and stream.segment.begun:
+                stream.script.update()
+                stream.segment.row = stream.segment.prompt.row(stream.segment.launched - 1)
+                if stream.segment.row is not None:
                     del self._waiting[slot]
                     self._table.text(slot, True, now_s)
                     return
@@ -416,7 +408,7 @@ class Runner:
                 queue.reserved_pages += pages.count(arrival.max_rows)
             if stream.has_rest and not stream.unread:
                 self._flush(slot, stream, now_s)  # nothing comes for now: the listener gets what there is
-            if stream.open and not stream.unread and (stream.segment is None or slot in self._begun):
+            if stream.open and not stream.unread and (stream.segment is None or stream.segment.begun):
                 stream.set_idle(True)  # without a frame on its way, nor memory to wait for
                 self._asleep[stream] = slot
                 del self._awake[slot], self._waiting[slot]
@@ -518,7 +510,8 @@ class Runner:
             if stream.made_frames != before or not before:
                 table.chunk(slot, stream.made_frames, stream.chunker.next_frames)
             if ended:
-                self._free_memory(slot)
+                if self._pages is not None:
+                    self._pages.close(slot)
                 table.text_known[slot] = False
                 self._waiting[slot] = None
                 self._resume(slot, ended_s)

@@ -72,8 +72,8 @@ class Notifier:
 class Segment:
     """What the frames of one segment are made from, and how far they are. prompt: a `Prompt`, or a `FedPrompt` that is
     ready. max_frames: at most. stream: that it is of; None for measurements and tests of lanes. reference: codes
-    (R, 16) that the codec hears first; None for none. guard: counts the frames that were read. launched: frames in
-    ticks that were launched. row: the text row (H,) of the frame after those, None where it is not known."""
+    (R, 16) that the codec hears first; None for none. guard: counts the frames that were read. begun: its lanes have
+    it, and it has memory. launched: frames in ticks that were launched. row: the text row (H,) of the frame after those, None where it is not known."""
 
     prompt: Any
     sampling: Sampling
@@ -82,6 +82,7 @@ class Segment:
     stream: Utterance | None = None
     reference: Tensor | None = None
     guard: GuardState | None = None
+    begun: bool = False
     launched: int = 0
     row: Tensor | None = None
 
@@ -239,12 +240,6 @@ class Utterance:
             GuardState(plan.options.guard, limit),
         )
         return True
-
-    def row_known(self) -> bool:
-        """Whether the text row of the segment's frame after those launched is known; fetches it."""
-        self.script.update()
-        self.segment.row = self.segment.prompt.row(self.segment.launched - 1)
-        return self.segment.row is not None
 
     @property
     def unread(self) -> bool:

@@ -119,9 +119,9 @@ class Desk:
         for slot, job in batch._streams.items():
             coming = sum(one.stream is job for running in batch._running for _, one in running.lanes)
             assert table.frames_made[slot] == len(job.codes) + coming
-        assert batch._begun <= slots
         if pages is not None:
-            assert batch._begun == set(pages._slots)
+            begun = {slot for slot, job in batch._streams.items() if job.segment is not None and job.segment.begun}
+            assert begun == set(pages._slots)
             held = {page for slot in slots for page in pages.table[slot].tolist()} - {0}
             kept = {page for prefix in pages._kept.values() for page in prefix.pages}
             assert pages.free + len(held | kept) == len(pages._users) - 1
