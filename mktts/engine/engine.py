@@ -74,7 +74,6 @@ class Engine:
         self.backend_name, self.device, self.dtype = (single or batch).lanes.name, device, dtype
         self._capacity_key = capacity_key
         self.admission = admission
-        self.on_gone: Callable[[], None] | None = None  # never called
         # The worker clears it at its end.
         self.runners: dict[EngineName, Runner] = {one.name: one for one in (single, batch) if one is not None}
         self._later, self._singly = later, SINGLE_STREAMS
@@ -154,10 +153,9 @@ class Engine:
             with self._lock:
                 self._check()
                 self.runners[runner.name] = runner
+            self.admission.measured = capacities.kept(self._key(runner), runner)  # that of the single lanes is no more
         except Exception as reason:
             _LOG.warning("streams go on taking turns, the batch engine cannot run: %s", reason)
-        else:
-            self.admission.measured = capacities.kept(self._key(runner), runner)  # that of the single lanes is no more
 
     # ---- all of them
 
@@ -196,18 +194,15 @@ class Engine:
             self.make_batch()
         runner = self.runners.get("batch") or self.runners["single"]
         key = self._key(runner)
-        found = None if renew else capacities.kept(key, runner)
-        if found is not None and not only_kept and runner.name == "batch":
-            self.warm_up(request)
-            if self._on_worker(lambda: capacities.outdated(runner, runner.build(request))):
-                found = None
-        if found is None and not only_kept:
+        before = found = None if renew else capacities.kept(key, runner)
+        if not only_kept and (found is None or runner.name == "batch"):
             self.warm_up(request)
             if runner.name == "single":
                 speak = partial(self._make_stream, runner, request, capacities.FRAMES)
                 found = capacities.measure_single(runner, speak)
             else:
-                found = self._on_worker(lambda: capacities.measure(runner, runner.build(request)))
+                found = self._on_worker(lambda: capacities.measure(runner, runner.build(request), before))
+        if found != before:
             capacities.keep(key, runner, found)
         self.admission.measured = found
         return self.capacity
@@ -281,7 +276,16 @@ class _Worker:
                 runner.lanes.alone = alone
             if runners[0].lanes.decodes_beside and runners[-1].open_streams > MANY:
                 runners += runners[:1]  # those that are made singly: before and behind the long turn of many
-            wake_s = min(map(self._turn, runners))
+            wake_s = math.inf
+            for runner in runners:
+                try:
+                    wake_s = min(wake_s, runner.turn(time.perf_counter()))
+                except BaseException as error:  # its streams are lost, and the worker goes on
+                    _LOG.exception("the streams of the engine %r end: a turn failed", runner.name)
+                    try:
+                        runner.fail_all(error)
+                    except BaseException:
+                        _LOG.exception("its state could not be cleared")
             self._notifier.flush()
             # Here, not in the runner: behind every turn, also one that failed or ended streams before they had begun.
             if "batch" in self.runners:
@@ -315,18 +319,6 @@ class _Worker:
         except Empty:
             return True
         return False
-
-    def _turn(self, runner: Runner) -> float:
-        """A runner's turn; one that fails as a whole loses its streams, and the worker goes on."""
-        try:
-            return runner.turn(time.perf_counter())
-        except BaseException as error:
-            _LOG.exception("the streams of the engine %r end: a turn failed", runner.name)
-            try:
-                runner.fail_all(error)
-            except BaseException:
-                _LOG.exception("its state could not be cleared")
-            return math.inf
 
 
 def _abandon(inbox: SimpleQueue[Any], thread: threading.Thread) -> None:

@@ -255,30 +255,27 @@ class Runner:
             late_s = time.perf_counter() - max(until_s, now_s) if self._streams else -1.0
             if late_s >= _LATE_S or (late_s >= 0 and table.prompt_rows[table.open].sum() >= most_rows):
                 return
-            stream = self._arrived.popleft()
-            settled = self._settled(stream, now_s)
-            stream.set_idle(not settled)
-            if not settled:
-                self._textless.add(stream)
+            self._take_arrival(self._arrived.popleft(), now_s)
 
-    def _settled(self, stream: Utterance, now_s: float) -> bool:
-        """Whether a new stream is over, or its text has come and admission has decided."""
+    def _take_arrival(self, stream: Utterance, now_s: float) -> None:
         try:
             if stream.cancelled:
                 stream.end(None)
-            elif stream.open and stream.plan.paced and (reason := self._queue.refused(stream.arrived_s, now_s)):
+            elif stream.plan.paced and (reason := self._queue.refused(stream.arrived_s, now_s)):
                 raise self._refusal(reason)  # before a prompt is built for nothing: forty may come at once
-            elif stream.open and not stream.next_segment() and stream.has_rest:
+            elif not stream.next_segment() and stream.has_rest:
                 stream.flush()  # it ended without a word
-            if stream.open and stream.segment is not None:
+            if stream.segment is not None:
                 arrival = self._arrival(stream)
                 reason = self._queue.submit(arrival, self.steps.model, now_s)
                 if reason is not None:
                     self._decided(arrival, reason, now_s)
-                return True
         except Exception as error:
             stream.fail(error)
-        return not stream.open
+        textless = stream.open and stream.segment is None
+        stream.set_idle(textless)
+        if textless:
+            self._textless.add(stream)
 
     def _arrival(self, stream: Utterance) -> Arrival:
         """Raises CapacityError for a segment whose keys and values could never have their place."""
@@ -297,7 +294,7 @@ class Runner:
 
     def _decided(self, arrival: Arrival, reason: Reason, now_s: float) -> None:
         stream: Utterance = arrival.name
-        if not stream.open or stream.cancelled:
+        if stream.cancelled:
             stream.end(None)
         elif reason:
             stream.fail(self._refusal(reason))
@@ -355,36 +352,28 @@ class Runner:
     # ---- readers and text
 
     def _update_readers(self, now_s: float) -> None:
-        """What readers of awake streams have taken, and whose buffer is full: a loop over those with a change only."""
-        table, streams = self._table, list(self._awake.values())
-        if not streams:
-            return
-        if len(streams) == 1:  # what looks at many takes a twentieth of a millisecond for one
-            (slot,), (stream,) = self._awake, streams
+        """What readers of awake streams have taken, and whose buffer is full."""
+        table, changed = self._table, list(self._awake.items())
+        if len(changed) > 1:  # a loop over those with a change only; for one it would take a twentieth of a millisecond
+            slots = np.fromiter(self._awake, np.int64, len(changed))
+            taken = np.array([stream.taken_frames for _, stream in changed], np.int64)
+            watched = np.array([stream.watched for _, stream in changed], bool)
+            buffers = np.array([stream.buffer_frames for _, stream in changed], np.int64)
+            looked_at = watched | table.full[slots] | (table.frames_made[slots] - taken >= buffers)
+            changed = [changed[index] for index in np.flatnonzero(looked_at).tolist()]
+            table.read(slots, taken, now_s)
+        for slot, stream in changed:
             taken, frames = stream.taken_frames, int(table.frames_made[slot])
-            at_limit = frames - taken >= stream.buffer_frames
-            if at_limit or stream.watched or table.full[slot]:
-                self._update_reader(slot, stream, frames, at_limit)
             if table.frames_taken[slot] != taken:
                 table.frames_taken[slot], table.taken_s[slot] = taken, now_s
-            return
-        slots = np.fromiter(self._awake, np.int64, len(streams))
-        taken = np.array([stream.taken_frames for stream in streams], np.int64)
-        watched = np.array([stream.watched for stream in streams], bool)
-        frames = table.frames_made[slots]
-        at_limit = frames - taken >= np.array([stream.buffer_frames for stream in streams], np.int64)
-        for index in np.flatnonzero(at_limit | watched | table.full[slots]).tolist():
-            self._update_reader(int(slots[index]), streams[index], int(frames[index]), bool(at_limit[index]))
-        table.read(slots, taken, now_s)
-
-    def _update_reader(self, slot: int, stream: Utterance, frames: int, at_limit: bool) -> None:
-        # A frame on its way may complete a chunk that fills the buffer: it is waited for.
-        full = (at_limit and stream.unread) or (
-            (at_limit or stream.watched) and stream.full(frames - stream.made_frames)
-        )
-        self._freed |= full and not self._table.full[slot]  # it may be no listener any more
-        self._table.full[slot] = full
-        stream.set_idle(full)
+            at_limit = frames - taken >= stream.buffer_frames
+            # A frame on its way may complete a chunk that fills the buffer: it is waited for.
+            full = (at_limit and stream.unread) or (
+                (at_limit or stream.watched) and stream.full(frames - stream.made_frames)
+            )
+            self._freed |= full and not table.full[slot]  # it may be no listener any more
+            table.full[slot] = full
+            stream.set_idle(full)
 
     def _resume(self, slot: int, now_s: float) -> None:
         """Lets a stream go on that waited for text, or for memory between two segments, if they have come."""

@@ -72,8 +72,9 @@ class Notifier:
 class Segment:
     """What the frames of one segment are made from, and how far they are. prompt: a `Prompt`, or a `FedPrompt` that is
     ready. max_frames: at most. stream: that it is of; None for measurements and tests of lanes. reference: codes
-    (R, 16) that the codec hears first; None for none. guard: counts the frames that were read. begun: its lanes have
-    it, and it has memory. launched: frames in ticks that were launched. row: the text row (H,) of the frame after those, None where it is not known."""
+    (R, 16) that the codec hears first; None for none. guard: counts the frames that were read. begun: the lanes have
+    it, and it has memory. launched: frames in ticks that were launched. row: the text row (H,) of the frame after
+    those, None where it is not known."""
 
     prompt: Any
     sampling: Sampling
