@@ -108,9 +108,6 @@ class Admission:
             return Capacity(most, f"lowered: ticks take {self.slowdown:.1f} times what was measured; {measured.basis}")
         return Capacity(most, measured.basis)
 
-    def count(self, now_s: float) -> int:
-        return sum(count(now_s) for count in self.listeners)
-
     def tick(self, ended_s: float, took_s: float, expected_s: float, late: int, frames: int) -> None:
         """A tick of these frames, of which some were late, took so long; expected_s: by the measurement."""
         window = self._window
@@ -218,7 +215,7 @@ class AdmissionQueue:
             return "slots"
         if self._pages is not None and not self._pages.fits(arrival.max_rows, arrival.key, self.reserved_pages):
             return "memory"
-        listeners = admission.count(now_s)
+        listeners = sum(count(now_s) for count in admission.listeners)
         if arrival.paced and listeners >= admission.most:
             return "max_streams" if listeners >= (admission.limits.max_streams or math.inf) else "capacity"
         rows = int(table.prompt_rows[table.open].sum())

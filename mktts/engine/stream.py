@@ -32,7 +32,6 @@ from mktts.engine.options import Chunk, FinishReason, GuardState, Plan, WordTime
 from mktts.engine.script import Script
 from mktts.engine.words import WordTimes
 from mktts.errors import EngineError, TextError
-from mktts.model.backend import PromptRows
 from mktts.model.sampling import Sampling
 from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLE_RATE_HZ
 from mktts.text.split import check_length, clean_piece
@@ -79,18 +78,13 @@ class Segment:
     prompt: Any
     sampling: Sampling
     seed: int
-    max_frames: int
+    max_frames: int = MAX_SEGMENT_FRAMES
     stream: Utterance | None = None
     reference: Tensor | None = None
     guard: GuardState | None = None
     begun: bool = False
     launched: int = 0
     row: Tensor | None = None
-
-    @classmethod
-    def of_rows(cls, rows: Tensor, sampling: Sampling, seed: int) -> Segment:
-        """A segment whose prompt is these rows (L, H), without a stream."""
-        return cls(PromptRows(rows), sampling, seed, MAX_SEGMENT_FRAMES)
 
 
 class Utterance:
