@@ -31,8 +31,8 @@ _KEPT = "capacity.json"
 
 
 def kept(key: str, runner: Runner) -> Capacity | None:
-    """What was measured under this key, for the runner to compare its ticks with; None where nothing was."""
-    found = _read().get(key)
+    """What was measured under this key of such a runner, which compares its ticks with it; None where nothing was."""
+    found = _read().get(f"{key}; {runner.name}")
     try:
         streams, *model_s = map(float, (found["streams"], *found["tick_model_s"]))
         if not (0 < streams < math.inf and min(model_s) >= 0):
@@ -47,7 +47,7 @@ def keep(key: str, runner: Runner, capacity: Capacity) -> None:
     """Writes it beside what is there."""
     found = {**capacity._asdict(), "tick_model_s": astuple(runner.reference_model)}
     try:
-        write_json(cache_folder() / _KEPT, {**_read(), key: found})
+        write_json(cache_folder() / _KEPT, {**_read(), f"{key}; {runner.name}": found})
     except OSError as error:  # a full or read-only cache costs seconds at the next start, not this one
         print(f"mktts: the measured capacity could not be kept: {error}", file=sys.stderr)
 

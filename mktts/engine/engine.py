@@ -153,7 +153,7 @@ class Engine:
             with self._lock:
                 self._check()
                 self.runners[runner.name] = runner
-            self.admission.measured = capacities.kept(self._key(runner), runner)  # that of the single lanes is no more
+            self.admission.measured = capacities.kept(self._capacity_key, runner)  # that of single lanes is no more
         except Exception as reason:
             _LOG.warning("streams go on taking turns, the batch engine cannot run: %s", reason)
 
@@ -193,8 +193,7 @@ class Engine:
         if not only_kept:
             self.make_batch()
         runner = self.runners.get("batch") or self.runners["single"]
-        key = self._key(runner)
-        before = found = None if renew else capacities.kept(key, runner)
+        before = found = None if renew else capacities.kept(self._capacity_key, runner)
         if not only_kept and (found is None or runner.name == "batch"):
             self.warm_up(request)
             if runner.name == "single":
@@ -203,12 +202,9 @@ class Engine:
             else:
                 found = self._on_worker(lambda: capacities.measure(runner, runner.build(request), before))
         if found != before:
-            capacities.keep(key, runner, found)
+            capacities.keep(self._capacity_key, runner, found)
         self.admission.measured = found
         return self.capacity
-
-    def _key(self, runner: Runner) -> str:
-        return f"{self._capacity_key}; {runner.name}"
 
     def _on_worker(self, call: Callable[[], Any]) -> Any:
         """What `call` returns or raises, run between two ticks. Raises EngineError where it has no time."""

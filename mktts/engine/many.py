@@ -44,12 +44,7 @@ def whole(stream: Stream | Exception) -> np.ndarray:
     return pcm
 
 
-def say_many(
-    open_stream: OpenStream,
-    texts: Iterable[str],
-    settings: Any,
-    at_once: int,
-) -> Iterator[np.ndarray]:
+def say_many(open_stream: OpenStream, texts: Iterable[str], settings: Any, at_once: int) -> Iterator[np.ndarray]:
     """The PCM (S,) float32 of each text, in order. A text that cannot be opened ends the opening; its error is raised
     in its turn, so that what comes does not depend on `at_once`."""
     opened: deque[Stream | Exception] = deque()

@@ -163,7 +163,6 @@ class Runner:
         over. A stream that waits is not looked at before."""
         if stream.chunker is None or stream in self._textless:
             if stream.chunker is None:
-                stream.positions = self.lanes.positions
                 stream.chunker = Chunker(stream.plan.options, stream.script.started_s, self._settings.chunks)
             stream.arrived_s = time.perf_counter()
             self._textless.discard(stream)
@@ -263,7 +262,7 @@ class Runner:
                 stream.end(None)
             elif stream.plan.paced and (reason := self._queue.refused(stream.arrived_s, now_s)):
                 raise self._refusal(reason)  # before a prompt is built for nothing: forty may come at once
-            elif not stream.next_segment() and stream.has_rest:
+            elif not stream.next_segment(self.lanes.positions) and stream.has_rest:
                 stream.flush()  # it ended without a word
             if stream.segment is not None:
                 arrival = self._arrival(stream)
@@ -386,7 +385,7 @@ class Runner:
                     del self._waiting[slot]
                     self._table.text(slot, True, now_s)
                     return
-            elif stream.next_segment():  # it precedes streams that arrive
+            elif stream.next_segment(self.lanes.positions):  # it precedes streams that arrive
                 arrival = self._arrival(stream)
                 if pages is None or pages.fits(arrival.max_rows, arrival.key, queue.reserved_pages):
                     del self._waiting[slot]

@@ -93,11 +93,10 @@ class Utterance:
     engine: the lanes that make it, None before it has text. open: frames may be made for it: from `begin` on, until it
     is over. codes: one (16,) int64 tensor or array a frame so far, of all segments. idle: it waits for its text, or for
     its consumer. late_s: by which chunks came behind the place of a listener who plays from the first one on.
-    The worker's: chunker; positions of one segment, prompt and frames together; arrived_s, when the worker got it, or
-    its first text: all three are set when the lanes have it. segment: that is being made, None before the first and
-    between two; segment_number: from 0; begins_anew: a pause stands before the segment, so that the codec begins anew;
-    silent_s: of pauses that were delivered; submit: decodes frames to a pending result where lanes give no PCM;
-    on_close: called once, at the end.
+    The worker's: chunker, and arrived_s, when the worker got it, or its first text: set when the lanes have it.
+    segment: that is being made, None before the first and between two; segment_number: from 0; begins_anew: a pause
+    stands before the segment, so that the codec begins anew; silent_s: of pauses that were delivered; submit: decodes
+    frames to a pending result where lanes give no PCM; on_close: called once, at the end.
     """
 
     def __init__(self, plan: Plan, inbox: SimpleQueue[Any], notifier: Notifier, sink: Any = None) -> None:
@@ -123,7 +122,6 @@ class Utterance:
         self._when_over: Callable[[], None] | None = None
         self.chunker: Chunker | None = None
         self.arrived_s = 0.0
-        self.positions = 0
         self.segment: Segment | None = None
         self.segment_number = -1
         self.begins_anew = False
@@ -208,8 +206,9 @@ class Utterance:
         """Whether there is something to hand on without another frame: sound, a pause, or the end."""
         return self._spoken or bool(self.chunker.undecoded or self.chunker.decoding) or self._silent_samples > 0
 
-    def next_segment(self) -> bool:
-        """Whether the next segment's turn has come and its prompt is known; it is then `segment`."""
+    def next_segment(self, positions: int) -> bool:
+        """Whether the next segment's turn has come and its prompt is known; it is then `segment`. positions: that it
+        may have, prompt and frames together."""
         if self.segment is not None:
             return True
         begun_s = time.perf_counter()
@@ -221,7 +220,7 @@ class Utterance:
             return False
         plan = self.plan
         limit = MAX_SEGMENT_FRAMES if plan.max_frames is None else plan.max_frames - len(self.codes)
-        limit = max(1, min(limit, self.positions - len(prompt.embeds)))
+        limit = max(1, min(limit, positions - len(prompt.embeds)))
         # A key-value cache no longer than the guard allows; the frame that reaches the limit is its runaway.
         guarded = plan.options.guard.limit_frames(prompt.text_tokens) if prompt.text_ended else math.inf
         self.segment_number += 1

@@ -45,12 +45,8 @@ if TYPE_CHECKING:
 _ONLY_25HZ = {"torchaudio": ("compliance", "compliance.kaldi"), "sox": (), "onnxruntime": ()}
 
 
-class _Cancelled(Exception):
-    """Leaves upstream's generation loop from inside the talker."""
-
-
-class _Captured(Exception):
-    """Leaves upstream's generate with the talker's arguments."""
+class _Left(Exception):
+    """Leaves upstream's generation from inside."""
 
 
 def install_shim() -> None:
@@ -103,9 +99,7 @@ def import_upstream() -> types.ModuleType:
 
 
 def load_upstream(
-    checkpoint: Checkpoint | str | Path,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str | torch.device = "cpu",
+    checkpoint: Checkpoint | str | Path, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
 ) -> Any:
     """Loads a checkpoint folder into qwen_tts.Qwen3TTSModel: talker and predictor in `dtype`, codec in float32.
 
@@ -147,7 +141,7 @@ def generate_codes(
 
     def before(module: Any, arguments: Any) -> None:
         if cancelled():
-            raise _Cancelled
+            raise _Left
 
     def after(module: Any, arguments: Any, output: Any) -> None:
         if output.hidden_states[-1] is not None:  # None: the prompt's own pass
@@ -165,7 +159,7 @@ def generate_codes(
         with _quiet(), _no_codec(model), torch.random.fork_rng(devices=cuda):
             torch.seed() if seed is None else torch.manual_seed(seed)
             _call(model, request, settings)
-    except _Cancelled:
+    except _Left:
         pass
     finally:
         for hook in hooks:
@@ -178,14 +172,14 @@ def prompt_embeds(model: Any, request: Request) -> tuple[Tensor, Tensor, Tensor]
     talker = model.model.talker
 
     def capture(**arguments: Any) -> None:
-        raise _Captured(arguments)
+        raise _Left(arguments)
 
     talker.generate = capture
     try:
         with _quiet():
             _call(model, request, {})
-    except _Captured as captured:
-        given = captured.args[0]
+    except _Left as left:
+        given = left.args[0]
         return given["inputs_embeds"][0], given["trailing_text_hidden"][0], given["tts_pad_embed"][0, 0]
     finally:
         del talker.generate

@@ -95,7 +95,7 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         self._whole_chars = segment_chars(longest, fed=False)
         self._fed_chars = segment_chars(longest, fed=True)
         reads = checkpoint and checkpoint.text_front_end()
-        self.front_end = FrontEnd.ready(checkpoint.config.spoken_languages) if reads else None
+        self.front_end = FrontEnd(checkpoint.config.spoken_languages) if reads else None
         self.lexicon = lexicon or Lexicon()
         self._prompts = prompts
 
@@ -178,11 +178,7 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         return whole(self._stream(text, settings))
 
     def say_many(
-        self,
-        texts: Iterable[str],
-        *,
-        at_once: int | None = None,
-        **settings: Unpack[StreamSettings],
+        self, texts: Iterable[str], *, at_once: int | None = None, **settings: Unpack[StreamSettings]
     ) -> Iterator[np.ndarray]:
         """The PCM of `say` for each text, in order. Leaving the iterator, and an error, raised behind the PCM of the
         texts before, end the streams that are open.
