@@ -81,7 +81,7 @@ def patient_admission() -> Iterator[None]:
     machine serves at the moment depends on what else runs here. A test of admission brings its own settings."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "Admission", partial(Admission, AdmissionLimits(max_wait_s=60.0)))
-        patch.setattr(capacity, "measure", lambda runner, speak: Capacity(1_000, "of a test"))
+        patch.setattr(capacity, "measure", lambda runner, prompt, before: Capacity(1_000, "of a test"))
         patch.setattr(capacity, "keep", lambda key, runner, capacity: None)
         yield
 

@@ -14,6 +14,7 @@ from mktts.engine.scheduler import Piece, Tick, TickSettings
 from mktts.engine.stream import Segment
 from mktts.measure.parity.ratio import RowStream
 from mktts.measure.parity.upstream import our_codes
+from mktts.model.backend import PromptRows
 from mktts.model.sampling import Choice, Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
@@ -162,7 +163,7 @@ class Player:
         segment = self._streams[state.index]
         state.entered = self.lanes.pages.open(slot, segment.positions, segment.key)
         self.kept += state.entered > 0
-        begun = Segment.of_rows(segment.embeds, segment.sampling, segment.seed)
+        begun = Segment(PromptRows(segment.embeds), segment.sampling, segment.seed)
         begun.reference = reference
         self.lanes.begin(slot, begun, anew=not state.serial)
         state.launched, state.made, state.serial = 0, [], state.serial + 1

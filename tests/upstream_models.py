@@ -10,7 +10,7 @@ from mktts.engine.upstream import load_upstream
 
 
 @cache
-def loaded(source: str, dtype: torch.dtype = torch.bfloat16, tokenizer: str = "hub") -> tuple[Checkpoint, Any]:
+def loaded(source: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Checkpoint, Any]:
     """The checkpoint and qwen-tts's model of it. Shared: a test must not change either."""
     checkpoint = open_checkpoint(source)
-    return checkpoint, load_upstream(checkpoint, dtype, tokenizer=tokenizer)
+    return checkpoint, load_upstream(checkpoint, dtype)

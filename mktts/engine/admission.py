@@ -9,7 +9,7 @@ refused after `max_wait_s`, any stream after `HELD_S` in which no tick has run.
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -108,9 +108,6 @@ class Admission:
             return Capacity(most, f"lowered: ticks take {self.slowdown:.1f} times what was measured; {measured.basis}")
         return Capacity(most, measured.basis)
 
-    def count(self, now_s: float) -> int:
-        return sum(count(now_s) for count in self.listeners)
-
     def tick(self, ended_s: float, took_s: float, expected_s: float, late: int, frames: int) -> None:
         """A tick of these frames, of which some were late, took so long; expected_s: by the measurement."""
         window = self._window
@@ -148,7 +145,7 @@ class AdmissionQueue:
         On a machine that is slower than real time it may take long until one is looked at, and that is none."""
         if self._paced and len(self._paced) >= self._most_waiting:
             return "queue"
-        most_s = max(PROMPT_WAIT_S, self._max_wait_s("first_pcm"))
+        most_s = max(PROMPT_WAIT_S, self._admission.limits.max_wait_s or 0.0)
         return "" if math.isinf(self._admission.most) or now_s < arrived_s + most_s else "waited"
 
     def __len__(self) -> int:
@@ -186,9 +183,9 @@ class AdmissionQueue:
                 return waiting.popleft(), "held"
         return None
 
-    def cancel(self, name: Any) -> None:
-        self._paced = deque(arrival for arrival in self._paced if arrival.name != name)
-        self._unpaced = deque(arrival for arrival in self._unpaced if arrival.name != name)
+    def cancel(self, names: Collection[Any]) -> None:
+        self._paced = deque(arrival for arrival in self._paced if arrival.name not in names)
+        self._unpaced = deque(arrival for arrival in self._unpaced if arrival.name not in names)
 
     def _max_wait_s(self, reason: Reason) -> float:
         """How long a listener's stream may wait that `reason` keeps out."""
@@ -218,7 +215,7 @@ class AdmissionQueue:
             return "slots"
         if self._pages is not None and not self._pages.fits(arrival.max_rows, arrival.key, self.reserved_pages):
             return "memory"
-        listeners = admission.count(now_s)
+        listeners = sum(count(now_s) for count in admission.listeners)
         if arrival.paced and listeners >= admission.most:
             return "max_streams" if listeners >= (admission.limits.max_streams or math.inf) else "capacity"
         rows = int(table.prompt_rows[table.open].sum())

@@ -31,8 +31,8 @@ _KEPT = "capacity.json"
 
 
 def kept(key: str, runner: Runner) -> Capacity | None:
-    """What was measured under this key, for the runner to compare its ticks with; None where nothing was."""
-    found = _read().get(key)
+    """What was measured under this key of such a runner, which compares its ticks with it; None where nothing was."""
+    found = _read().get(f"{key}; {runner.name}")
     try:
         streams, *model_s = map(float, (found["streams"], *found["tick_model_s"]))
         if not (0 < streams < math.inf and min(model_s) >= 0):
@@ -47,19 +47,27 @@ def keep(key: str, runner: Runner, capacity: Capacity) -> None:
     """Writes it beside what is there."""
     found = {**capacity._asdict(), "tick_model_s": astuple(runner.reference_model)}
     try:
-        write_json(cache_folder() / _KEPT, {**_read(), key: found})
+        write_json(cache_folder() / _KEPT, {**_read(), f"{key}; {runner.name}": found})
     except OSError as error:  # a full or read-only cache costs seconds at the next start, not this one
         print(f"mktts: the measured capacity could not be kept: {error}", file=sys.stderr)
 
 
-def measure(runner: Runner, prompt: Any) -> Capacity:
-    """Measures warm lanes of many streams, in the worker's thread: ticks of several sizes, one behind the other."""
+def measure(runner: Runner, prompt: Any, before: Capacity | None) -> Capacity:
+    """Measures warm lanes of many streams, in the worker's thread: ticks of several sizes, one behind the other. What
+    was kept `before` holds on where ticks of few lanes are not much quicker than it says: else the machine was busy
+    then."""
     settings, fit = runner.lanes.settings, TickFit(runner.lanes.model)
-    sizes = settings.sizes if settings.buckets else [math.ceil(part * settings.max_lanes) for part in _PARTS]
-    found: list[tuple[float, int, float]] = []
     free = len(runner.free_slots)
     if not free:
         raise BusyError("expected a free place to measure the capacity with, and streams are open in all: try later")
+    if before is not None:
+        slots, rows = runner.free_slots[-_FEW:], len(prompt.embeds) + FRAMES // 2
+        bucket = settings.bucket(runner.lanes.model, len(slots), 0)
+        expected_s = runner.reference_model.predict(*bucket, len(slots) * rows)
+        if tick_times(runner.lanes, slots, prompt, fit) >= _QUICKER * expected_s:
+            return before
+    sizes = settings.sizes if settings.buckets else [math.ceil(part * settings.max_lanes) for part in _PARTS]
+    found: list[tuple[float, int, float]] = []
     for count in sorted({min(size, free) for size in sizes}):
         tick_s = tick_times(runner.lanes, runner.free_slots[-count:], prompt, fit)
         found.append(((tick_s + _HOST_S) / count, count, tick_s))
@@ -70,17 +78,6 @@ def measure(runner: Runner, prompt: Any) -> Capacity:
     runner.reference_model = fit.model
     basis = f"measured {date.today().isoformat()}: {count} lanes in {1e3 * tick_s:.3g} ms"
     return Capacity(round(measured_streams(frame_s, fit.model.row_s, settings.margin), 2), basis)
-
-
-def outdated(runner: Runner, prompt: Any) -> bool:
-    """Whether ticks of few lanes are much quicker than the kept measurement says: the machine was busy then. In the
-    worker's thread."""
-    fit, expected = TickFit(runner.lanes.model), runner.reference_model
-    slots = runner.free_slots[-_FEW:]
-    tick_s = tick_times(runner.lanes, slots, prompt, fit)
-    bucket = runner.lanes.settings.bucket(runner.lanes.model, len(slots), 0)
-    context_rows = len(slots) * (len(prompt.embeds) + FRAMES // 2)
-    return tick_s < _QUICKER * expected.predict(*bucket, context_rows)
 
 
 def measure_single(runner: Runner, speak: Callable[[], None]) -> Capacity:

@@ -27,13 +27,12 @@ from mktts.engine import capacity as capacities
 from mktts.engine.admission import Admission, AdmissionLimits, Capacity
 from mktts.engine.options import SCHEDULE, Guard, Plan, StreamOptions
 from mktts.engine.runner import EngineStats, Runner
-from mktts.engine.script import FedScript, Script
+from mktts.engine.script import Script
 from mktts.engine.stream import FORKED, EngineName, Notifier, Utterance
 from mktts.errors import EngineError, SamplingError
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
-from mktts.text.parts import Pause
 
 _LOG = logging.getLogger(__name__)
 _CLOSE = object()
@@ -75,7 +74,6 @@ class Engine:
         self.backend_name, self.device, self.dtype = (single or batch).lanes.name, device, dtype
         self._capacity_key = capacity_key
         self.admission = admission
-        self.on_gone: Callable[[], None] | None = None  # never called
         # The worker clears it at its end.
         self.runners: dict[EngineName, Runner] = {one.name: one for one in (single, batch) if one is not None}
         self._later, self._singly = later, SINGLE_STREAMS
@@ -92,52 +90,31 @@ class Engine:
 
     # ---- streams
 
-    def submit(
-        self,
-        parts: Sequence[Request | Pause],
-        plan: Plan,
-        started_s: float,
-        *,
-        engine: EngineName | None = None,
-        sink: Any = None,
-    ) -> Utterance:
-        """A stream of known text: one checked request a segment, and pauses between them. started_s: of the call
-        that timings count from. engine: the lanes; None chooses. sink: see `Utterance`.
-
-        Raises EngineError after `close` and in a forked child, SamplingError for draws that no lanes make.
-        """
-        utterance = Utterance(plan, self._inbox, self.notifier, sink)
-        self._begin(utterance, lambda runner: Script(parts, runner.build, started_s), engine)
-        return utterance
-
     def reserve(self, plan: Plan, sink: Any = None) -> Utterance:
-        """A stream whose text is to come; the worker knows of it from `begin_fed` on. Raises as `submit`."""
+        """A stream that the worker knows of from `begin` on. sink: see `Utterance`. Raises EngineError after `close`
+        and in a forked child, SamplingError for draws that no lanes make."""
         utterance = Utterance(plan, self._inbox, self.notifier, sink)
         with self._lock:
             self._check(plan.sampling)
             self._utterances.add(utterance)
         return utterance
 
-    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> None:
-        """Begins a reserved stream with `texts`, as `FedScript.feed` takes them. request: checked, without text.
-        max_chars: of a segment. Raises as `submit`."""
-        self._begin(utterance, lambda runner: FedScript(request, runner.open_prompt, max_chars, texts))
+    def begin(self, utterance: Utterance, script: Callable[[Runner], Script], engine: EngineName | None = None) -> None:
+        """Has a reserved stream made. script: its text, for the runner that makes it. engine: the lanes; None chooses.
+        Raises as `reserve`."""
+        with self._lock:
+            self._check(utterance.plan.sampling)
+            runner = self._choose(utterance.plan.sampling, engine)
+            utterance.begin(script(runner), runner.name)
+            self._inbox.put(utterance)
 
     def feed(self, utterance: Utterance, texts: Sequence[Any]) -> None:
-        """More text of a stream that `begin_fed` has begun; without effect where it is over."""
+        """More text of a stream that has begun with a `FedScript`; without effect where it is over."""
         script = utterance.script
         if texts and script is not None:
             for text in texts:
                 script.feed(text)
             utterance.update()
-
-    def _begin(self, utterance: Utterance, script_of: Callable[[Runner], Any], engine: str | None = None) -> None:
-        with self._lock:
-            self._check(utterance.plan.sampling)
-            self._utterances.add(utterance)
-            runner = self._choose(utterance.plan.sampling, engine)
-            utterance.begin(script_of(runner), runner.name)
-            self._inbox.put(utterance)
 
     def _check(self, sampling: Sampling | None = None) -> None:
         """Raises EngineError where nothing can be made, and SamplingError for rng="torch" without single lanes."""
@@ -176,10 +153,9 @@ class Engine:
             with self._lock:
                 self._check()
                 self.runners[runner.name] = runner
+            self.admission.measured = capacities.kept(self._capacity_key, runner)  # that of single lanes is no more
         except Exception as reason:
             _LOG.warning("streams go on taking turns, the batch engine cannot run: %s", reason)
-        else:
-            self.admission.measured = capacities.kept(self._key(runner), runner)  # that of the single lanes is no more
 
     # ---- all of them
 
@@ -217,25 +193,18 @@ class Engine:
         if not only_kept:
             self.make_batch()
         runner = self.runners.get("batch") or self.runners["single"]
-        key = self._key(runner)
-        found = None if renew else capacities.kept(key, runner)
-        if found is not None and not only_kept and runner.name == "batch":
-            self.warm_up(request)
-            if self._on_worker(lambda: capacities.outdated(runner, runner.build(request))):
-                found = None
-        if found is None and not only_kept:
+        before = found = None if renew else capacities.kept(self._capacity_key, runner)
+        if not only_kept and (found is None or runner.name == "batch"):
             self.warm_up(request)
             if runner.name == "single":
                 speak = partial(self._make_stream, runner, request, capacities.FRAMES)
                 found = capacities.measure_single(runner, speak)
             else:
-                found = self._on_worker(lambda: capacities.measure(runner, runner.build(request)))
-            capacities.keep(key, runner, found)
+                found = self._on_worker(lambda: capacities.measure(runner, runner.build(request), before))
+        if found != before:
+            capacities.keep(self._capacity_key, runner, found)
         self.admission.measured = found
         return self.capacity
-
-    def _key(self, runner: Runner) -> str:
-        return f"{self._capacity_key}; {runner.name}"
 
     def _on_worker(self, call: Callable[[], Any]) -> Any:
         """What `call` returns or raises, run between two ticks. Raises EngineError where it has no time."""
@@ -257,7 +226,8 @@ class Engine:
     def _make_stream(self, runner: Runner, request: Request, frames: int) -> None:
         """Makes an unpaced stream of so many frames on these lanes."""
         plan = Plan(Sampling(), 0, frames, StreamOptions(guard=Guard.off()), paced=False)
-        utterance = self.submit([request], plan, 0.0, engine=runner.name)
+        utterance = self.reserve(plan)
+        self.begin(utterance, partial(Script, [request], started_s=0.0), runner.name)
         while utterance.take() is not None:
             pass
 
@@ -302,7 +272,16 @@ class _Worker:
                 runner.lanes.alone = alone
             if runners[0].lanes.decodes_beside and runners[-1].open_streams > MANY:
                 runners += runners[:1]  # those that are made singly: before and behind the long turn of many
-            wake_s = min(map(self._turn, runners))
+            wake_s = math.inf
+            for runner in runners:
+                try:
+                    wake_s = min(wake_s, runner.turn(time.perf_counter()))
+                except BaseException as error:  # its streams are lost, and the worker goes on
+                    _LOG.exception("the streams of the engine %r end: a turn failed", runner.name)
+                    try:
+                        runner.fail_all(error)
+                    except BaseException:
+                        _LOG.exception("its state could not be cleared")
             self._notifier.flush()
             # Here, not in the runner: behind every turn, also one that failed or ended streams before they had begun.
             if "batch" in self.runners:
@@ -336,18 +315,6 @@ class _Worker:
         except Empty:
             return True
         return False
-
-    def _turn(self, runner: Runner) -> float:
-        """A runner's turn; one that fails as a whole loses its streams, and the worker goes on."""
-        try:
-            return runner.turn(time.perf_counter())
-        except BaseException as error:
-            _LOG.exception("the streams of the engine %r end: a turn failed", runner.name)
-            try:
-                runner.fail_all(error)
-            except BaseException:
-                _LOG.exception("its state could not be cleared")
-            return math.inf
 
 
 def _abandon(inbox: SimpleQueue[Any], thread: threading.Thread) -> None:

@@ -33,32 +33,28 @@ class SayResult(NamedTuple):
     error: Exception | None = None
 
 
-def whole(stream: Stream) -> np.ndarray:
-    """All PCM (S,) float32 of a stream. Raises as `Stream.read`, and EngineError where the stream was cut off."""
+def whole(stream: Stream | Exception) -> np.ndarray:
+    """All PCM (S,) float32 of a stream, or raises why there is none. Raises as `Stream.read`, and EngineError where the
+    stream was cut off."""
+    if isinstance(stream, Exception):
+        raise stream
     pcm = stream.read()
     if stream.finish_reason == "cancelled":
         raise EngineError("the synthesizer was closed while this was spoken: load another one")
     return pcm
 
 
-def say_many(
-    open_stream: OpenStream,
-    texts: Iterable[str],
-    settings: Any,
-    at_once: int,
-) -> Iterator[np.ndarray]:
+def say_many(open_stream: OpenStream, texts: Iterable[str], settings: Any, at_once: int) -> Iterator[np.ndarray]:
     """The PCM (S,) float32 of each text, in order. A text that cannot be opened ends the opening; its error is raised
     in its turn, so that what comes does not depend on `at_once`."""
-    opened: deque[Stream] = deque()
-    failed: Exception | None = None
+    opened: deque[Stream | Exception] = deque()
 
-    def opening() -> Iterator[Stream]:
-        nonlocal failed
+    def opening() -> Iterator[Stream | Exception]:
         try:
             for text in texts:
                 yield open_stream(text, settings)
         except Exception as error:
-            failed = error
+            yield error
 
     source = opening()
     try:
@@ -68,11 +64,10 @@ def say_many(
             opened.popleft()
             opened.extend(islice(source, 1))  # before the caller does anything with what it gets
             yield pcm
-        if failed is not None:
-            raise failed
     finally:
         for stream in opened:
-            stream.cancel()
+            if isinstance(stream, Stream):
+                stream.cancel()
 
 
 def say_each(open_stream: OpenStream, ask: Callable[[], SayRequest | None], at_once: int) -> Iterator[SayResult]:

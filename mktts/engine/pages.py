@@ -126,8 +126,8 @@ class Pages:
         return kept_rows
 
     def close(self, slot: int) -> None:
-        """The stream is over: its pages are free, except those that others share."""
-        for page in reversed(self._slots.pop(slot)):
+        """Its pages, where it has any, are free, except those that others share."""
+        for page in reversed(self._slots.pop(slot, ())):
             self._users[page] -= 1
             self._free_if_unheld(page)
         self._write(slot)

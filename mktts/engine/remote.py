@@ -29,10 +29,9 @@ from mktts.engine.admission import Capacity
 from mktts.engine.engine import ManyStreams
 from mktts.engine.options import Chunk, FinishReason, Plan, Timings
 from mktts.engine.runner import EngineStats
+from mktts.engine.script import Script
 from mktts.engine.stream import EngineName, Notifier, Utterance
 from mktts.errors import EngineError, MkttsError
-from mktts.model.prompt import Request
-from mktts.text.parts import Pause
 
 _TOLD_S = 0.01  # what consumers have taken is told together: the engine plans ticks of as much
 _END_S = 10.0  # for the other process to go
@@ -109,35 +108,27 @@ class RemoteEngine:
 
     # ---- streams
 
-    def submit(self, parts: Sequence[Request | Pause], plan: Plan, started_s: float) -> Utterance:
-        """As `Engine.submit`; timings count from when the other process has it."""
-        utterance = self.reserve(plan)
-        self._begin(utterance, "submit", parts, plan)
-        return utterance
-
     def reserve(self, plan: Plan) -> Utterance:
         self._check_open()
         utterance = Utterance(plan, self._inbox, self._notifier)
         utterance.watched = True  # what is taken is told
         return utterance
 
-    def begin_fed(self, utterance: Utterance, request: Request, max_chars: int, texts: Sequence[Any]) -> None:
-        self._begin(utterance, "begin_fed", request, utterance.plan, max_chars, texts)
-
-    def feed(self, utterance: Utterance, texts: Sequence[Any]) -> None:
-        if texts and utterance.number in self._utterances:
-            self._send("feed", utterance.number, texts)
-
-    def _begin(self, utterance: Utterance, method: str, *arguments: Any) -> None:
+    def begin(self, utterance: Utterance, script: Callable[[Any], Script]) -> None:
+        """As `Engine.begin`, with what can be pickled."""
         with self._lock:
             self._check_open()
             id = next(self._numbers)
             self._utterances[id], utterance.number = utterance, id
         utterance.begin(None, "batch")
-        self._send(method, id, *arguments)
+        self._send("begin", id, utterance.plan, script)
         if utterance.cancelled:  # by another thread: what was told before the other process knew of it is lost
             self._utterances[id] = utterance
             utterance.update()
+
+    def feed(self, utterance: Utterance, texts: Sequence[Any]) -> None:
+        if texts and utterance.number in self._utterances:
+            self._send("feed", utterance.number, texts)
 
     # ---- all of them
 
@@ -318,7 +309,7 @@ class Child:
             value = getattr(of, method)(*arguments)
         except Exception as raised:
             error = sendable(raised)
-            if method in ("submit", "begin_fed"):
+            if method == "begin":
                 self._out.put([("_on_over", (arguments[0], None, error), None)])
             elif number is None:
                 _LOG.exception("%s failed", method)
@@ -336,14 +327,9 @@ class Child:
         threading.Thread(target=self._send, daemon=True).start()
         return synthesizer.backend_name, str(synthesizer.device), synthesizer.dtype
 
-    def submit(self, id: int, parts: Sequence[Request | Pause], plan: Plan) -> None:
-        """A stream of known text: see `Engine.submit`."""
-        self._streams[id] = self._engine.submit(parts, plan, time.perf_counter(), sink=partial(self.tell, id))
-
-    def begin_fed(self, id: int, request: Request, plan: Plan, max_chars: int, texts: Sequence[Any]) -> None:
-        """A stream whose text goes on by `feed`: see `Engine.begin_fed`."""
+    def begin(self, id: int, plan: Plan, script: Callable[[Any], Script]) -> None:
         utterance = self._engine.reserve(plan, sink=partial(self.tell, id))
-        self._engine.begin_fed(utterance, request, max_chars, texts)
+        self._engine.begin(utterance, script)
         self._streams[id] = utterance
 
     def feed(self, id: int, texts: Sequence[Any]) -> None:

@@ -129,9 +129,9 @@ class Runner:
         self._awake: dict[int, Utterance] = {}  # for frames,        the scheduler takes it; its reader takes a chunk
         self._asleep: dict[Utterance, int] = {}  # for more text,    an update
         self._streams: dict[int, Utterance] = {}  # those of the last two, by slot
-        self._begun: set[int] = set()  # slots that have memory for a segment
         self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[Running] = deque()  # two at most, and one between two turns
+        self._cancelled: set[Utterance] = set()  # since the last tick, of those that were looked at
         self._freed = False  # a stream has ended, or is not read any more, since the queue was looked at
 
     def count_listeners(self, now_s: float) -> int:
@@ -163,11 +163,12 @@ class Runner:
         over. A stream that waits is not looked at before."""
         if stream.chunker is None or stream in self._textless:
             if stream.chunker is None:
-                stream.positions = self.lanes.positions
                 stream.chunker = Chunker(stream.plan.options, stream.script.started_s, self._settings.chunks)
             stream.arrived_s = time.perf_counter()
             self._textless.discard(stream)
             self._arrived.append(stream)
+        elif stream.cancelled:
+            self._cancelled.add(stream)
         elif (slot := self._asleep.pop(stream, None)) is not None:
             stream.set_idle(False)
             self._table.resumed[slot] = True
@@ -185,7 +186,16 @@ class Runner:
             self._decided(*left, now_s)
         if now_s < plan_s:
             return float("-inf") if self._arrived else plan_s
-        self._update_streams(now_s)
+        if self._cancelled:
+            for stream in self._cancelled:
+                stream.end(None)
+            self._queue.cancel(self._cancelled)
+            self._cancelled.clear()
+            self._freed = True  # those behind them may come in
+        self._update_readers(now_s)
+        self._queue.reserved_pages = 0
+        for slot in list(self._waiting):
+            self._resume(slot, now_s)
         begins_s = now_s if running is None else max(now_s, running.ends_s)
         lone = next(iter(self._awake), None) if self._settings.max_lanes == len(self._awake) == 1 else None
         if lone is not None and table.text_known[lone] and not table.full[lone]:
@@ -211,8 +221,6 @@ class Runner:
         """`turn` has raised `error`: every stream ends with an EngineError, those that come later are served."""
         why = f"the engine failed while this stream was open: {type(error).__name__}: {error}"
         self._end_all(lambda stream: stream.fail(EngineError(why)))  # raising writes into it: each has its own
-        for slot in self._begun.copy():
-            self._free_memory(slot)
         self._reset()
 
     def close(self) -> None:
@@ -246,30 +254,27 @@ class Runner:
             late_s = time.perf_counter() - max(until_s, now_s) if self._streams else -1.0
             if late_s >= _LATE_S or (late_s >= 0 and table.prompt_rows[table.open].sum() >= most_rows):
                 return
-            stream = self._arrived.popleft()
-            settled = self._settled(stream, now_s)
-            stream.set_idle(not settled)
-            if not settled:
-                self._textless.add(stream)
+            self._take_arrival(self._arrived.popleft(), now_s)
 
-    def _settled(self, stream: Utterance, now_s: float) -> bool:
-        """Whether a new stream is over, or its text has come and admission has decided."""
+    def _take_arrival(self, stream: Utterance, now_s: float) -> None:
         try:
             if stream.cancelled:
                 stream.end(None)
-            elif stream.open and stream.plan.paced and (reason := self._queue.refused(stream.arrived_s, now_s)):
+            elif stream.plan.paced and (reason := self._queue.refused(stream.arrived_s, now_s)):
                 raise self._refusal(reason)  # before a prompt is built for nothing: forty may come at once
-            elif stream.open and not stream.next_segment() and stream.has_rest:
+            elif not stream.next_segment(self.lanes.positions) and stream.has_rest:
                 stream.flush()  # it ended without a word
-            if stream.open and stream.segment is not None:
+            if stream.segment is not None:
                 arrival = self._arrival(stream)
                 reason = self._queue.submit(arrival, self.steps.model, now_s)
                 if reason is not None:
                     self._decided(arrival, reason, now_s)
-                return True
         except Exception as error:
             stream.fail(error)
-        return not stream.open
+        textless = stream.open and stream.segment is None
+        stream.set_idle(textless)
+        if textless:
+            self._textless.add(stream)
 
     def _arrival(self, stream: Utterance) -> Arrival:
         """Raises CapacityError for a segment whose keys and values could never have their place."""
@@ -288,7 +293,7 @@ class Runner:
 
     def _decided(self, arrival: Arrival, reason: Reason, now_s: float) -> None:
         stream: Utterance = arrival.name
-        if not stream.open or stream.cancelled:
+        if stream.cancelled:
             stream.end(None)
         elif reason:
             stream.fail(self._refusal(reason))
@@ -321,7 +326,7 @@ class Runner:
         rows = len(prompt.embeds)
         if self._pages is not None:
             kept = self._pages.open(slot, rows + segment.max_frames, kept_under(prompt))
-        self._begun.add(slot)
+        segment.begun = True
         self.lanes.begin(slot, segment, anew)
         self._table.prompt(slot, rows - kept, kept)
         self._table.text(slot, True, now_s)
@@ -333,79 +338,54 @@ class Runner:
             self._table.pause(slot, stream.silent_s, now_s)
 
     def _leave(self, slot: int) -> None:
+        if self._pages is not None:
+            self._pages.close(slot)
         self.lanes.leave(slot)
         self._asleep.pop(self._streams.pop(slot), None)
         self._awake.pop(slot, None)
         self._waiting.pop(slot, None)
         self._table.leave(slot)
-        if slot in self._begun:
-            self._free_memory(slot)
         self.free_slots.append(slot)
         self._freed = True
 
-    def _free_memory(self, slot: int) -> None:
-        """The segment in `slot` is over."""
-        self._begun.discard(slot)
-        if self._pages is not None:
-            self._pages.close(slot)
-
     # ---- readers and text
 
-    def _update_streams(self, now_s: float) -> None:
-        """What consumers and writers did since the last tick."""
-        for stream in [stream for stream in self._queue.names if stream.cancelled]:
-            self._queue.cancel(stream)
-            self._freed = True  # those behind it may come in
-            stream.end(None)
-        for stream in [stream for stream in self._awake.values() if stream.cancelled]:
-            stream.end(None)
-        self._update_readers(now_s)
-        self._queue.reserved_pages = 0
-        for slot in list(self._waiting):
-            self._resume(slot, now_s)
-
     def _update_readers(self, now_s: float) -> None:
-        """What readers of awake streams have taken, and whose buffer is full: a loop over those with a change only."""
-        table, streams = self._table, list(self._awake.values())
-        if not streams:
-            return
-        if len(streams) == 1:  # what looks at many takes a twentieth of a millisecond for one
-            (slot,), (stream,) = self._awake, streams
+        """What readers of awake streams have taken, and whose buffer is full."""
+        table, changed = self._table, list(self._awake.items())
+        if len(changed) > 1:  # a loop over those with a change only; for one it would take a twentieth of a millisecond
+            slots = np.fromiter(self._awake, np.int64, len(changed))
+            taken = np.array([stream.taken_frames for _, stream in changed], np.int64)
+            watched = np.array([stream.watched for _, stream in changed], bool)
+            buffers = np.array([stream.buffer_frames for _, stream in changed], np.int64)
+            looked_at = watched | table.full[slots] | (table.frames_made[slots] - taken >= buffers)
+            changed = [changed[index] for index in np.flatnonzero(looked_at).tolist()]
+            table.read(slots, taken, now_s)
+        for slot, stream in changed:
             taken, frames = stream.taken_frames, int(table.frames_made[slot])
-            at_limit = frames - taken >= stream.buffer_frames
-            if at_limit or stream.watched or table.full[slot]:
-                self._update_reader(slot, stream, frames, at_limit)
             if table.frames_taken[slot] != taken:
                 table.frames_taken[slot], table.taken_s[slot] = taken, now_s
-            return
-        slots = np.fromiter(self._awake, np.int64, len(streams))
-        taken = np.array([stream.taken_frames for stream in streams], np.int64)
-        watched = np.array([stream.watched for stream in streams], bool)
-        frames = table.frames_made[slots]
-        at_limit = frames - taken >= np.array([stream.buffer_frames for stream in streams], np.int64)
-        for index in np.flatnonzero(at_limit | watched | table.full[slots]).tolist():
-            self._update_reader(int(slots[index]), streams[index], int(frames[index]), bool(at_limit[index]))
-        table.read(slots, taken, now_s)
-
-    def _update_reader(self, slot: int, stream: Utterance, frames: int, at_limit: bool) -> None:
-        # A frame on its way may complete a chunk that fills the buffer: it is waited for.
-        full = (at_limit and stream.unread) or (
-            (at_limit or stream.watched) and stream.full(frames - stream.made_frames)
-        )
-        self._freed |= full and not self._table.full[slot]  # it may be no listener any more
-        self._table.full[slot] = full
-        stream.set_idle(full)
+            at_limit = frames - taken >= stream.buffer_frames
+            # A frame on its way may complete a chunk that fills the buffer: it is waited for.
+            full = (at_limit and stream.unread) or (
+                (at_limit or stream.watched) and stream.full(frames - stream.made_frames)
+            )
+            self._freed |= full and not table.full[slot]  # it may be no listener any more
+            table.full[slot] = full
+            stream.set_idle(full)
 
     def _resume(self, slot: int, now_s: float) -> None:
         """Lets a stream go on that waited for text, or for memory between two segments, if they have come."""
         stream, queue, pages = self._streams[slot], self._queue, self._pages
         try:
-            if slot in self._begun:
-                if stream.row_known():
+            if stream.segment is not None and stream.segment.begun:
+                stream.script.update()
+                stream.segment.row = stream.segment.prompt.row(stream.segment.launched - 1)
+                if stream.segment.row is not None:
                     del self._waiting[slot]
                     self._table.text(slot, True, now_s)
                     return
-            elif stream.next_segment():  # it precedes streams that arrive
+            elif stream.next_segment(self.lanes.positions):  # it precedes streams that arrive
                 arrival = self._arrival(stream)
                 if pages is None or pages.fits(arrival.max_rows, arrival.key, queue.reserved_pages):
                     del self._waiting[slot]
@@ -416,7 +396,7 @@ class Runner:
                 queue.reserved_pages += pages.count(arrival.max_rows)
             if stream.has_rest and not stream.unread:
                 self._flush(slot, stream, now_s)  # nothing comes for now: the listener gets what there is
-            if stream.open and not stream.unread and (stream.segment is None or slot in self._begun):
+            if stream.open and not stream.unread and (stream.segment is None or stream.segment.begun):
                 stream.set_idle(True)  # without a frame on its way, nor memory to wait for
                 self._asleep[stream] = slot
                 del self._awake[slot], self._waiting[slot]
@@ -518,7 +498,8 @@ class Runner:
             if stream.made_frames != before or not before:
                 table.chunk(slot, stream.made_frames, stream.chunker.next_frames)
             if ended:
-                self._free_memory(slot)
+                if self._pages is not None:
+                    self._pages.close(slot)
                 table.text_known[slot] = False
                 self._waiting[slot] = None
                 self._resume(slot, ended_s)

@@ -107,11 +107,11 @@ class TickFit:
         self._squares = np.zeros((len(self._parts), len(self._parts)))
         self._right = np.zeros(len(self._parts))
 
-    def observe(self, lanes: int, rows: int, context_rows: float, took_s: float) -> TickModel:
+    def observe(self, lanes: int, rows: int, context_rows: float, took_s: float) -> None:
         """Takes a tick that was run (as `TickModel.predict`) and its measured seconds, no further than a factor of
-        three from what is expected; returns the model from now on."""
+        three from what is expected."""
         if not took_s > 0:
-            return self.model
+            return
         expected_s = self.model.predict(lanes, rows, context_rows)
         took_s = min(max(took_s, expected_s / 3), expected_s * 3)
         shares = self._parts * (1.0, lanes, rows, context_rows / _CONTEXT_UNIT_ROWS)
@@ -121,7 +121,6 @@ class TickFit:
         self._right = _KEEP * self._right + shares * (took_s / total_s)
         factors = np.linalg.solve(self._squares + self._prior_squares, self._right + self._prior_weight)
         self.model = TickModel(*(self._parts * np.clip(factors, 0.02, 50.0)).tolist())
-        return self.model
 
 
 class MeanTick:
@@ -131,12 +130,10 @@ class MeanTick:
         self.model = prior
         self._sum_s, self._ticks = prior.constant_s, 1.0
 
-    def observe(self, lanes: int, rows: int, context_rows: float, took_s: float) -> TickModel:
-        """Takes a tick that was run; returns the model from now on."""
+    def observe(self, lanes: int, rows: int, context_rows: float, took_s: float) -> None:
         self._sum_s = _KEEP * self._sum_s + took_s
         self._ticks = _KEEP * self._ticks + 1
         self.model = TickModel(constant_s=self._sum_s / self._ticks, lane_s=0.0, row_s=0.0, attention_s=0.0)
-        return self.model
 
 
 _COUNTS = ("lanes", "new", "rows", "open", "bucket_lanes", "bucket_rows")
@@ -490,7 +487,6 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
         serials=table.serial[lanes],
         pieces=tuple(pieces),
         context_rows=context_rows,
-        wake_s=now_s,
     )
 
 
@@ -508,7 +504,6 @@ def lone_tick(table: StreamTable, slot: int, now_s: float) -> Tick:
         serials=table.serial[lanes],
         pieces=pieces,
         context_rows=context + rows,
-        wake_s=now_s,
     )
 
 

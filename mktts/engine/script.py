@@ -3,7 +3,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -34,12 +34,12 @@ def cut(request: Request, parts: Iterable[str | Pause | Request], max_chars: int
 class Script:
     """Text that is known: hands out one prompt a segment."""
 
-    def __init__(self, parts: Iterable[Request | Pause], build: Callable[[Any], Any], started_s: float) -> None:
-        """parts: a request a segment, and pauses. build: makes a prompt of a request when its turn comes. started_s:
-        perf_counter of the call that timings count from."""
+    def __init__(self, parts: Iterable[Request | Pause], runner: Any, started_s: float) -> None:
+        """parts: a checked request a segment, and pauses. runner: makes the prompt of each when its turn comes.
+        started_s: perf_counter of the call that timings count from."""
         self.started_s = started_s
         self._parts: deque[Any] = deque(parts)  # whose turn has not come
-        self._build, self._finished = build, True
+        self._build, self._finished = runner.build, True
 
     def next_segment(self) -> tuple[Any | None, Voice | None, int | None]:
         """The next segment's prompt, ready to prefill, and its voice; None: not written yet, or none left (`ended`).
@@ -61,20 +61,17 @@ class Script:
 
 
 class FedScript(Script):
-    """Text that is spoken while it is written: each segment is a prompt that waits for its text. open_prompt: makes a
-    `FedPrompt` of a request with no text yet."""
+    """Text that is spoken while it is written: each segment is a prompt that waits for its text."""
 
-    def __init__(
-        self, request: Request, open_prompt: Callable[[Request], Any], max_chars: int, texts: Iterable[Any] = ()
-    ) -> None:
-        """texts: as `feed` takes them."""
-        prompts: deque[Any] = deque()  # of the requests in `_parts`
-        super().__init__((), lambda _: prompts.popleft() if prompts[0].ready else None, time.perf_counter())
-        self._prompts = prompts
+    def __init__(self, request: Request, runner: Any, max_chars: int, texts: Iterable[Any] = ()) -> None:
+        """request: checked, without text. max_chars: of a segment. texts: as `feed` takes them."""
+        super().__init__((), runner, time.perf_counter())
+        self._prompts = prompts = deque()  # of the requests in `_parts`
+        self._build = lambda _: prompts.popleft() if prompts[0].ready else None
         self._pieces: deque[Any] = deque(texts)  # from the writing thread
         self._finished = False
         self._request = replace(request, text="")
-        self._open_prompt, self._max_chars = open_prompt, max_chars
+        self._open_prompt, self._max_chars = runner.open_prompt, max_chars
         self._splitter = FeedSplitter(max_chars)
         self._written: Any | None = None  # the prompt that text goes to
 

@@ -17,6 +17,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +32,6 @@ from mktts.engine.options import Chunk, FinishReason, GuardState, Plan, WordTime
 from mktts.engine.script import Script
 from mktts.engine.words import WordTimes
 from mktts.errors import EngineError, TextError
-from mktts.model.backend import PromptRows
 from mktts.model.sampling import Sampling
 from mktts.spec import FRAME_RATE_HZ, NUM_CODEBOOKS, SAMPLE_RATE_HZ
 from mktts.text.split import check_length, clean_piece
@@ -71,23 +71,20 @@ class Notifier:
 class Segment:
     """What the frames of one segment are made from, and how far they are. prompt: a `Prompt`, or a `FedPrompt` that is
     ready. max_frames: at most. stream: that it is of; None for measurements and tests of lanes. reference: codes
-    (R, 16) that the codec hears first; None for none. guard: counts the frames that were read. launched: frames in
-    ticks that were launched. row: the text row (H,) of the frame after those, None where it is not known."""
+    (R, 16) that the codec hears first; None for none. guard: counts the frames that were read. begun: the lanes have
+    it, and it has memory. launched: frames in ticks that were launched. row: the text row (H,) of the frame after
+    those, None where it is not known."""
 
     prompt: Any
     sampling: Sampling
     seed: int
-    max_frames: int
+    max_frames: int = MAX_SEGMENT_FRAMES
     stream: Utterance | None = None
     reference: Tensor | None = None
     guard: GuardState | None = None
+    begun: bool = False
     launched: int = 0
     row: Tensor | None = None
-
-    @classmethod
-    def of_rows(cls, rows: Tensor, sampling: Sampling, seed: int) -> Segment:
-        """A segment whose prompt is these rows (L, H), without a stream."""
-        return cls(PromptRows(rows), sampling, seed, MAX_SEGMENT_FRAMES)
 
 
 class Utterance:
@@ -96,11 +93,10 @@ class Utterance:
     engine: the lanes that make it, None before it has text. open: frames may be made for it: from `begin` on, until it
     is over. codes: one (16,) int64 tensor or array a frame so far, of all segments. idle: it waits for its text, or for
     its consumer. late_s: by which chunks came behind the place of a listener who plays from the first one on.
-    The worker's: chunker; positions of one segment, prompt and frames together; arrived_s, when the worker got it, or
-    its first text: all three are set when the lanes have it. segment: that is being made, None before the first and
-    between two; segment_number: from 0; begins_anew: a pause stands before the segment, so that the codec begins anew;
-    silent_s: of pauses that were delivered; submit: decodes frames to a pending result where lanes give no PCM;
-    on_close: called once, at the end.
+    The worker's: chunker, and arrived_s, when the worker got it, or its first text: set when the lanes have it.
+    segment: that is being made, None before the first and between two; segment_number: from 0; begins_anew: a pause
+    stands before the segment, so that the codec begins anew; silent_s: of pauses that were delivered; submit: decodes
+    frames to a pending result where lanes give no PCM; on_close: called once, at the end.
     """
 
     def __init__(self, plan: Plan, inbox: SimpleQueue[Any], notifier: Notifier, sink: Any = None) -> None:
@@ -126,7 +122,6 @@ class Utterance:
         self._when_over: Callable[[], None] | None = None
         self.chunker: Chunker | None = None
         self.arrived_s = 0.0
-        self.positions = 0
         self.segment: Segment | None = None
         self.segment_number = -1
         self.begins_anew = False
@@ -211,8 +206,9 @@ class Utterance:
         """Whether there is something to hand on without another frame: sound, a pause, or the end."""
         return self._spoken or bool(self.chunker.undecoded or self.chunker.decoding) or self._silent_samples > 0
 
-    def next_segment(self) -> bool:
-        """Whether the next segment's turn has come and its prompt is known; it is then `segment`."""
+    def next_segment(self, positions: int) -> bool:
+        """Whether the next segment's turn has come and its prompt is known; it is then `segment`. positions: that it
+        may have, prompt and frames together."""
         if self.segment is not None:
             return True
         begun_s = time.perf_counter()
@@ -224,7 +220,7 @@ class Utterance:
             return False
         plan = self.plan
         limit = MAX_SEGMENT_FRAMES if plan.max_frames is None else plan.max_frames - len(self.codes)
-        limit = max(1, min(limit, self.positions - len(prompt.embeds)))
+        limit = max(1, min(limit, positions - len(prompt.embeds)))
         # A key-value cache no longer than the guard allows; the frame that reaches the limit is its runaway.
         guarded = plan.options.guard.limit_frames(prompt.text_tokens) if prompt.text_ended else math.inf
         self.segment_number += 1
@@ -238,12 +234,6 @@ class Utterance:
             GuardState(plan.options.guard, limit),
         )
         return True
-
-    def row_known(self) -> bool:
-        """Whether the text row of the segment's frame after those launched is known; fetches it."""
-        self.script.update()
-        self.segment.row = self.segment.prompt.row(self.segment.launched - 1)
-        return self.segment.row is not None
 
     @property
     def unread(self) -> bool:
@@ -524,12 +514,12 @@ class Session(Stream):
     """
 
     def __init__(
-        self, engine: Any, utterance: Utterance, begin: Callable[..., None], text: TextFeed, words: WordTimes | None
+        self, engine: Any, utterance: Utterance, script: Callable[..., Script], text: TextFeed, words: WordTimes | None
     ) -> None:
-        """begin: takes the first texts, as `Engine.feed` takes those behind them. text: what the text goes through,
-        before the engine, which knows of the stream from the first visible text on. words: see `Stream`."""
+        """script: a `FedScript` but for its first texts. text: what the text goes through, before the engine, which
+        knows of the stream from the first visible text on. words: see `Stream`."""
         super().__init__(engine, utterance, words)
-        self._begin, self._text = begin, text
+        self._script, self._text = script, text
         self._early: list[Any] = []  # of pieces without anything visible
         self._writing = threading.Lock()
         self._chars = 0
@@ -556,7 +546,7 @@ class Session(Stream):
                 self._early += parts
             else:
                 try:
-                    self._begin([*self._early, *parts])
+                    self._engine.begin(self._utterance, partial(self._script, texts=[*self._early, *parts]))
                 except EngineError:
                     if not self._utterance.over:  # else the engine was closed meanwhile
                         raise

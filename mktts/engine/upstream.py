@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -45,23 +45,15 @@ if TYPE_CHECKING:
 _ONLY_25HZ = {"torchaudio": ("compliance", "compliance.kaldi"), "sox": (), "onnxruntime": ()}
 
 
-class _Cancelled(Exception):
-    """Leaves upstream's generation loop from inside the talker."""
+class _Left(Exception):
+    """Leaves upstream's generation from inside."""
 
 
-class _Captured(Exception):
-    """Leaves upstream's generate with the talker's arguments."""
-
-
-def install_shim() -> dict[str, str]:
+def install_shim() -> None:
     """Puts stand-ins for torchaudio, sox and onnxruntime where the real ones cannot load, so that qwen_tts imports; the
-    12 Hz models use none of them. Returns {module: why it was replaced}; a second call changes nothing. Any use of a
-    stand-in raises AttributeError with that reason."""
-    replaced = {}
+    12 Hz models use none of them. Any use of a stand-in raises AttributeError that says why it is there."""
     for name, children in _ONLY_25HZ.items():
-        present = sys.modules.get(name)
-        if isinstance(present, _StandIn):
-            replaced[name] = present.reason
+        if isinstance(sys.modules.get(name), _StandIn):
             continue
         modules = [name, *(f"{name}.{child}" for child in children)]
         try:
@@ -70,15 +62,13 @@ def install_shim() -> dict[str, str]:
             for module in modules:
                 importlib.import_module(module)
         except Exception as error:  # noqa: BLE001  any failure to load means the same: it cannot be used here
-            replaced[name] = f"{type(error).__name__}: {error}"
             for loaded in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
                 del sys.modules[loaded]
             for module in modules:
-                sys.modules[module] = _StandIn(module, replaced[name])
+                sys.modules[module] = _StandIn(module, f"{type(error).__name__}: {error}")
                 parent, _, leaf = module.rpartition(".")
                 if parent:
                     setattr(sys.modules[parent], leaf, sys.modules[module])
-    return replaced
 
 
 class _StandIn(types.ModuleType):
@@ -109,16 +99,13 @@ def import_upstream() -> types.ModuleType:
 
 
 def load_upstream(
-    checkpoint: Checkpoint | str | Path,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str | torch.device = "cpu",
-    tokenizer: Literal["hub", "local"] = "hub",
+    checkpoint: Checkpoint | str | Path, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
 ) -> Any:
     """Loads a checkpoint folder into qwen_tts.Qwen3TTSModel: talker and predictor in `dtype`, codec in float32.
 
     Of a local folder transformers 4.57.3 takes Mistral's pre-tokenizer for Qwen's ("iPhone" becomes "i", "Phone"),
-    because upstream passes fix_mistral_regex=True. tokenizer: "hub" loads it again without that, so that text becomes
-    the ids of the Hub checkpoint; "local" keeps it. Raises BackendUnavailable without qwen-tts.
+    because upstream passes fix_mistral_regex=True; the tokenizer is loaded again without that, so that text becomes the
+    ids of the Hub checkpoint. Raises BackendUnavailable without qwen-tts.
     """
     qwen_tts = import_upstream()
     folder = str(getattr(checkpoint, "folder", checkpoint))
@@ -130,8 +117,7 @@ def load_upstream(
                 f"{folder}/speech_tokenizer", dtype=torch.float32, **placed
             )
             model.model.load_speech_tokenizer(codec)
-        if tokenizer == "hub":
-            model.processor.tokenizer = type(model.processor.tokenizer).from_pretrained(folder)
+        model.processor.tokenizer = type(model.processor.tokenizer).from_pretrained(folder)
     return model
 
 
@@ -155,7 +141,7 @@ def generate_codes(
 
     def before(module: Any, arguments: Any) -> None:
         if cancelled():
-            raise _Cancelled
+            raise _Left
 
     def after(module: Any, arguments: Any, output: Any) -> None:
         if output.hidden_states[-1] is not None:  # None: the prompt's own pass
@@ -173,7 +159,7 @@ def generate_codes(
         with _quiet(), _no_codec(model), torch.random.fork_rng(devices=cuda):
             torch.seed() if seed is None else torch.manual_seed(seed)
             _call(model, request, settings)
-    except _Cancelled:
+    except _Left:
         pass
     finally:
         for hook in hooks:
@@ -186,14 +172,14 @@ def prompt_embeds(model: Any, request: Request) -> tuple[Tensor, Tensor, Tensor]
     talker = model.model.talker
 
     def capture(**arguments: Any) -> None:
-        raise _Captured(arguments)
+        raise _Left(arguments)
 
     talker.generate = capture
     try:
         with _quiet():
             _call(model, request, {})
-    except _Captured as captured:
-        given = captured.args[0]
+    except _Left as left:
+        given = left.args[0]
         return given["inputs_embeds"][0], given["trailing_text_hidden"][0], given["tts_pad_embed"][0, 0]
     finally:
         del talker.generate

@@ -92,7 +92,9 @@ def read_table(path: Path) -> tuple[list[Sentence], dict[int, str]]:
         try:
             line = data.decode("utf-8").rstrip("\r")
             if kind == "tsv" and number == 1:
-                columns = _columns(line)
+                columns = [name.strip().lower() for name in line.split("\t")]
+                if twice := sorted({name for name in columns if columns.count(name) > 1}):
+                    raise SentencesError(f"column {twice[0]!r} stands twice: name each once")
             elif line.strip():
                 sentence = _sentence(number, _cells(kind, number, line, columns))
                 key = unicodedata.normalize("NFC", sentence.id).casefold()  # file systems that see no difference
@@ -109,13 +111,6 @@ def read_table(path: Path) -> tuple[list[Sentence], dict[int, str]]:
         why = "".join(f"; line {number}: {error}" for number, error in [*bad.items()][:1])
         raise SentencesError(f"{path}: expected sentences with the columns {', '.join(COLUMNS)}, found none{why}")
     return sentences, bad
-
-
-def _columns(line: str) -> list[str]:
-    columns = [name.strip().lower() for name in line.split("\t")]
-    if twice := sorted({name for name in columns if columns.count(name) > 1}):
-        raise SentencesError(f"column {twice[0]!r} stands twice: name each once")
-    return columns
 
 
 def _cells(kind: str, number: int, line: str, columns: list[str]) -> dict[str, Any]:
@@ -150,18 +145,14 @@ def _sentence(number: int, cells: dict[str, Any]) -> Sentence:
         elif not isinstance(value, str | None):
             raise SentencesError(f"{name} must be a string, found {type(value).__name__}")
         values[name] = value
-    _require_name(values["id"])
-    return Sentence(number, **values)
-
-
-def _require_name(name: str) -> None:
-    """Raises SentencesError unless `name`, with an ending, is the name of a file in a folder and of nothing else."""
+    name = values["id"]  # with an ending, that of a file in a folder and of nothing else
     bad_char = any(char in "/\\" or unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in name)
     if not name or name != name.strip() or name[0] in ".-" or bad_char or len(name.encode()) > _MAX_ID_BYTES:
         raise SentencesError(
             "id must be the name of a file: not empty, no dot or hyphen at its start, no blank at its ends, no slash "
             f"or control character, at most {_MAX_ID_BYTES} bytes; found {name[:80]!r}"
         )
+    return Sentence(number, **values)
 
 
 # ---- the files

@@ -21,7 +21,7 @@ from mktts.engine.many import SayRequest, SayResult, say_each, say_many, whole
 from mktts.engine.options import Plan, StreamOptions
 from mktts.engine.runner import EngineStats
 from mktts.engine.scheduler import TICKS
-from mktts.engine.script import cut
+from mktts.engine.script import FedScript, Script, cut
 from mktts.engine.stream import EngineName, Session, Stream
 from mktts.engine.words import WordTimes
 from mktts.errors import OptionsError, PromptError
@@ -95,7 +95,7 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         self._whole_chars = segment_chars(longest, fed=False)
         self._fed_chars = segment_chars(longest, fed=True)
         reads = checkpoint and checkpoint.text_front_end()
-        self.front_end = FrontEnd.ready(checkpoint.config.spoken_languages) if reads else None
+        self.front_end = FrontEnd(checkpoint.config.spoken_languages) if reads else None
         self.lexicon = lexicon or Lexicon()
         self._prompts = prompts
 
@@ -178,11 +178,7 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         return whole(self._stream(text, settings))
 
     def say_many(
-        self,
-        texts: Iterable[str],
-        *,
-        at_once: int | None = None,
-        **settings: Unpack[StreamSettings],
+        self, texts: Iterable[str], *, at_once: int | None = None, **settings: Unpack[StreamSettings]
     ) -> Iterator[np.ndarray]:
         """The PCM of `say` for each text, in order. Leaving the iterator, and an error, raised behind the PCM of the
         texts before, end the streams that are open.
@@ -212,9 +208,8 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
         max_chars = plan.options.max_chars_per_segment or self._fed_chars
-        readers, utterance = self._readers(request, plan, settings), self.engine.reserve(plan)
-        begin = partial(self.engine.begin_fed, utterance, request, max_chars)
-        return Session(self.engine, utterance, begin, *readers)
+        script = partial(FedScript, request, max_chars=max_chars)
+        return Session(self.engine, self.engine.reserve(plan), script, *self._readers(request, plan, settings))
 
     def _stream(self, text: str, settings: StreamSettings, paced: bool = False) -> Stream:
         started_s = time.perf_counter()
@@ -225,7 +220,9 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         if words is not None:
             words.feed(request.text)
             words.finish()
-        return Stream(self.engine, self.engine.submit(parts, plan, started_s), words)
+        utterance = self.engine.reserve(plan)
+        self.engine.begin(utterance, partial(Script, parts, started_s=started_s))
+        return Stream(self.engine, utterance, words)
 
     def spoken(self, word: str, language: str, lexicon: Lexicon | None = None) -> str:
         """A word of a text as it will be heard, apart from its neighbours. lexicon: in place of the synthesizer's."""

@@ -119,13 +119,7 @@ class FrontEnd:
     def __init__(self, languages: Iterable[str] = (ENGLISH,)) -> None:
         """languages: those that the checkpoint speaks; where it is one beside "auto", "auto" means it."""
         self.languages = tuple(language for language in languages if language != AUTO)
-
-    @classmethod
-    def ready(cls, languages: Iterable[str]) -> FrontEnd:
-        """Loaded, so that no text waits for that."""
-        made = cls(languages)
-        made.read("1", ENGLISH)
-        return made
+        self.read("1", ENGLISH)  # its tables are loaded, so that no text waits for that
 
     def feed(self, language: str = AUTO, markup: str = "speak", lexicon: Lexicon | None = None) -> Chain:
         """Reads one text in `language`. markup: of `mktts.engine.options.Markup`. lexicon: what is said for words."""

@@ -16,6 +16,7 @@ from mktts.engine.pages import Copy, Pages
 from mktts.engine.scheduler import Piece, Tick, TickSettings
 from mktts.engine.stream import Segment
 from mktts.errors import EngineError, PromptError, SamplingError
+from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend
 from mktts.model.sampling import Sampling
 
@@ -119,7 +120,7 @@ def test_a_slot_whose_pages_are_full_harms_no_other(tiny):
     others = [[replace(s, text=s.text[:1].expand(FRAMES, -1).contiguous())] for s in segments[:2]]
     long = segments[2].embeds[:1].expand(250, -1).contiguous()
     lanes.pages.open(SLOTS - 1, 250)
-    lanes.begin(SLOTS - 1, Segment.of_rows(long, Sampling().greedy(), 1))
+    lanes.begin(SLOTS - 1, Segment(PromptRows(long), Sampling().greedy(), 1))
     lane = np.array([SLOTS - 1], np.int32)
     lanes.collect(lanes.launch(Tick((16, 256), lane, 1, pieces=(Piece(SLOTS - 1, 0, 250, True),)), [None]))
     player = Player(lanes, others)
@@ -135,13 +136,13 @@ def test_what_cannot_be_begun_or_run_is_named_and_changes_nothing(tiny):
     lanes, (segment, *_) = lanes_of(tiny), segments_of(tiny, 1)
     prompt, width = segment.embeds, segment.embeds.shape[1]
     with pytest.raises(PromptError, match=f"256, {width}"):
-        lanes.begin(0, Segment.of_rows(prompt[:, 1:], Sampling(), 0))
+        lanes.begin(0, Segment(PromptRows(prompt[:, 1:]), Sampling(), 0))
     with pytest.raises(PromptError, match=f"256, {width}"):
-        lanes.begin(0, Segment.of_rows(prompt[:1].expand(257, -1), Sampling(), 0))
+        lanes.begin(0, Segment(PromptRows(prompt[:1].expand(257, -1)), Sampling(), 0))
     with pytest.raises(SamplingError, match="seed"):
-        lanes.begin(0, Segment.of_rows(prompt, Sampling(), -1))
+        lanes.begin(0, Segment(PromptRows(prompt), Sampling(), -1))
     lanes.pages.open(0, len(prompt) + 10)
-    lanes.begin(0, Segment.of_rows(prompt, segment.sampling, segment.seed))
+    lanes.begin(0, Segment(PromptRows(prompt), segment.sampling, segment.seed))
     lane, rows = np.array([0], np.int32), len(prompt)
     first = Tick((16, 256), lane, 1, pieces=(Piece(0, 0, rows, True),))
     for wrong, text, error in (

@@ -19,6 +19,7 @@ from mktts.engine.scheduler import Piece, Tick
 from mktts.engine.stream import Segment
 from mktts.errors import PromptError
 from mktts.measure.parity.ratio import RowStream
+from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend, TorchStream
 from mktts.model.qwen3 import CHUNK_POSITIONS
 from mktts.model.sampling import Choice, ChoiceRows, Sampling, choose
@@ -80,7 +81,7 @@ def entered(lanes: TorchLanes, tiny: Checkpoint, slots: Sequence[int]) -> Tick:
     """A tick that begins a stream in each of the slots."""
     prompt = 0.5 * torch.randn(7, tiny.config.talker.hidden_size, generator=torch.Generator().manual_seed(1))
     for slot in slots:
-        lanes.begin(slot, Segment.of_rows(prompt, Sampling().greedy(), slot))
+        lanes.begin(slot, Segment(PromptRows(prompt), Sampling().greedy(), slot))
     pieces = tuple(Piece(slot, 0, len(prompt), True) for slot in slots)
     return Tick((len(slots), 7 * len(slots)), np.array(slots, np.int32), len(slots), pieces)
 
@@ -217,7 +218,7 @@ def test_memory_grows_with_a_stream_and_goes_with_it(tiny):
     chunk = CHUNK_POSITIONS * 2 * tiny.config.talker.kv_bytes_per_position  # in fp32
     assert sizes == [0, chunk, 2 * chunk]
     lanes = lanes_of(tiny, False)
-    lanes.begin(1, Segment.of_rows(torch.randn(4, width), Sampling(), 0))
+    lanes.begin(1, Segment(PromptRows(torch.randn(4, width)), Sampling(), 0))
     assert list(lanes._streams) == [1]
     lanes.leave(1)
     assert not lanes._streams

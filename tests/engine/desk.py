@@ -63,11 +63,11 @@ class Desk:
     def say(self, *texts: str, engine: str = "batch", **plan: Any) -> Utterance:
         """A stream of these segments. plan: see `plan_of`."""
         requests = [Request(text) for text in texts or ("Hello.",)]
-        return self.begin(Script(requests, self.runners[engine].build, self.now_s), engine, **plan)
+        return self.begin(Script(requests, self.runners[engine], self.now_s), engine, **plan)
 
     def listen(self, engine: str = "batch", max_chars: int = 100, **plan: Any) -> tuple[Utterance, Writer]:
         """A stream whose text is fed to the script."""
-        script = FedScript(Request(""), self.runners[engine].open_prompt, max_chars)
+        script = FedScript(Request(""), self.runners[engine], max_chars)
         job = self.begin(script, engine, **plan)
         return job, Writer(script, job)
 
@@ -119,9 +119,9 @@ class Desk:
         for slot, job in batch._streams.items():
             coming = sum(one.stream is job for running in batch._running for _, one in running.lanes)
             assert table.frames_made[slot] == len(job.codes) + coming
-        assert batch._begun <= slots
         if pages is not None:
-            assert batch._begun == set(pages._slots)
+            begun = {slot for slot, job in batch._streams.items() if job.segment is not None and job.segment.begun}
+            assert begun == set(pages._slots)
             held = {page for slot in slots for page in pages.table[slot].tolist()} - {0}
             kept = {page for prefix in pages._kept.values() for page in prefix.pages}
             assert pages.free + len(held | kept) == len(pages._users) - 1
@@ -204,7 +204,7 @@ def unread(
     """A stream of these segments, that the runner has; it is made to its end, whoever reads it."""
     endless = plan_of(seed, options=replace(options, buffer_frames=10**9), paced=False, **plan)
     job = Utterance(endless, SimpleQueue(), Notifier())
-    job.begin(Script([Request(text) for text in texts or ("Hello.",)], runner.build, started_s), "single")
+    job.begin(Script([Request(text) for text in texts or ("Hello.",)], runner, started_s), "single")
     runner.update(job)
     return job
 

@@ -103,9 +103,9 @@ def test_a_reader_who_is_gone_and_one_who_waits_for_text_hold_no_capacity_and_on
     place.table.frames_taken[1], place.table.full[1] = 5, True
     place.table.read(np.array([0, 1]), np.array([6, 5]), now_s=1.5)
     assert place.queue.wake_s(0.2) == 0.5  # of the one that waits
-    assert [place.admission.count(now_s) for now_s in (1.9, 2.0, 3.4, 3.5)] == [2, 1, 1, 0]
+    assert [place.table.listening(now_s).sum() for now_s in (1.9, 2.0, 3.4, 3.5)] == [2, 1, 1, 0]
     assert place.queue.pop(0.2, MODEL) is None
-    place.queue.cancel(None)
+    place.queue.cancel({None})
     place.table.read(np.array([0, 1]), np.array([7, 7]), now_s=4.0)
     assert place.submit(arrived_s=4.1) == "waits"
     place.table.text(0, False, 4.2)
@@ -141,7 +141,7 @@ def test_listeners_come_before_others_and_of_each_kind_the_first_comes_first(dat
         elif deed == "leaves" and place.inside:
             place.leave()
         elif deed == "cancels" and waiting:
-            place.queue.cancel(waiting.pop(data.draw(st.integers(0, len(waiting) - 1))).name)
+            place.queue.cancel({waiting.pop(data.draw(st.integers(0, len(waiting) - 1))).name})
         elif deed == "waits":
             now_s += data.draw(st.floats(0.0, 0.9))
         while left := place.queue.pop(now_s, MODEL):

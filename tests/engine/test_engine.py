@@ -349,7 +349,7 @@ def test_the_last_of_several_crowds_puts_back_what_was_though_a_failed_turn_ende
     first.close()
     is_set(True)
     assert {stream.finish_reason for stream in streams[: MANY + 1]} == {"cancelled"}
-    monkeypatch.setattr(Runner, "_update_streams", lambda *_: 1 / 0)
+    monkeypatch.setattr(Runner, "_update_readers", lambda *_: 1 / 0)
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         streams[-1].read()
     is_set(False)
@@ -412,7 +412,7 @@ def test_the_streams_of_another_engine_go_on():
         single = [speak(synth, seed, frames=30) for seed in (1, 2)]
         together = speak(synth, seed=3, frames=30)
         broken = synth.engine._worker.runners["batch"]
-        broken._update_streams = lambda now_s: 1 / 0
+        broken._update_readers = lambda now_s: 1 / 0
         backend.release()
         with pytest.raises(EngineError, match="ZeroDivisionError"):
             together.read()

@@ -69,7 +69,7 @@ TICK = '"tick_model_s": [1, 1, 1, 1], "basis": ""'
 def test_a_damaged_record_of_the_capacity_is_none(monkeypatch, tmp_path, kept):
     monkeypatch.setenv("MKTTS_CACHE", str(tmp_path))
     (tmp_path / "capacity.json").write_text(kept)
-    assert capacity.kept("k", SimpleNamespace()) is None
+    assert capacity.kept("k", SimpleNamespace(name="batch")) is None
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_a_voice_of_another_kind_of_checkpoint_is_refused(synth):
 def test_nothing_is_late_because_of_a_pause_and_what_follows_is_made_ahead(monkeypatch, engine):
     desk = Desk(monkeypatch, FakeBackend(eos_after=5), overlaps=engine == "batch")
     parts = cut(Request(""), ["Hello.", Pause(2 * SAMPLE_RATE_HZ), "There."], 100)
-    script = Script(parts, desk.batch.build, desk.now_s)
+    script = Script(parts, desk.batch, desk.now_s)
     desk.say("Beside.")
     job = desk.begin(script)
     heard_s, chunks = 0.0, []

@@ -82,7 +82,7 @@ def test_a_session_that_another_thread_cancels_while_it_begins_is_cancelled_ther
     send, session = far.engine._send, far.open(**LONG)
 
     def cancels_first(method, *arguments, **more):
-        if method == "begin_fed":
+        if method == "begin":
             session.cancel()
             until(lambda: session._utterance.number not in far.engine._utterances, "the cancel is told")
         send(method, *arguments, **more)

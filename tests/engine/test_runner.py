@@ -105,7 +105,7 @@ def test_text_after_the_end_of_speech_is_a_new_segment(desk):
     job, script = at.listen()
     script.feed("Hello there")
     at.run()
-    assert (len(job.codes), job.finish_reason) == (3, None) and not at.batch._begun
+    assert (len(job.codes), job.finish_reason) == (3, None) and job.segment is None
     script.feed(" you")
     script.finish()
     at.run()
@@ -230,7 +230,7 @@ def test_a_prefix_that_a_failed_tick_should_have_filled_is_not_kept(together, mo
 # ---- the runner itself
 
 
-@pytest.mark.parametrize("where", ["_update_streams", "_give", "_take_arrivals", "_launch", "_read"])
+@pytest.mark.parametrize("where", ["_update_readers", "_give", "_take_arrivals", "_launch", "_read"])
 def test_after_a_turn_that_raised_everything_is_free_and_the_next_stream_is_served(desk, monkeypatch, where):
     at = desk()
     jobs = [at.say(seed=seed, frames=20) for seed in range(4)]

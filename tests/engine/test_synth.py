@@ -387,7 +387,7 @@ def test_caches_let_one_voice_go_and_keep_the_others(synthesizer):
 @pytest.fixture(params=["single", "batch"])
 def reading(request):
     with fake_synthesizer(FakeBackend(eos_after=3), engine=request.param) as synthesizer:
-        synthesizer.front_end = FrontEnd.ready(["auto", "english"])
+        synthesizer.front_end = FrontEnd(["auto", "english"])
         yield synthesizer
 
 

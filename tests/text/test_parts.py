@@ -11,7 +11,7 @@ from mktts.text.markup import MarkupFeed
 from mktts.text.parts import Pause, TextFeed, said_as
 from mktts.text.split import Chain
 
-ENGLISH = FrontEnd.ready(["auto", "english"])
+ENGLISH = FrontEnd(["auto", "english"])
 HALF = Pause(12_000)
 CUT = Pause(0)
 

@@ -19,7 +19,7 @@ MIXED = "the cat NASA $1 2.50 , . - ' Jan. 5 km Henry VIII 10:30 am St. James \n
 WORDS = st.one_of(st.sampled_from(MIXED.split(" ")), st.text(alphabet="aBI 15.,:/-$%'\n", max_size=5))
 ENTRY = st.text(alphabet="aAbB.'+重庆 ", min_size=1, max_size=5).filter(str.strip)
 TAGS = "[pause| 1s]|[Ryan]|(x)|<bre|ak/>|a |<|[|.| 3|]| |<spea|k>|<s>hi</s|></speak>".split("|")
-ENGLISH = partial(FrontEnd.ready(["english"]).feed, markup="strip")
+ENGLISH = partial(FrontEnd(["english"]).feed, markup="strip")
 TAGGED = [partial(TextFeed, {"Ryan": ("ryan",)}.get, reader) for reader in (Chain, ENGLISH, MarkupFeed)]
 LEXICONS = st.dictionaries(ENTRY, st.just("X"), max_size=5).map(lambda words: Lexicon(words).feed)
 FEEDS_AND_TEXTS = st.one_of(

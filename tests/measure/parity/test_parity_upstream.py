@@ -8,7 +8,7 @@ import torch
 from upstream_models import loaded
 
 from mktts.checkpoint import open_checkpoint
-from mktts.engine.upstream import prompt_embeds
+from mktts.engine.upstream import import_upstream, prompt_embeds
 from mktts.measure.parity.upstream import (
     DTYPES,
     compare_codes,
@@ -86,7 +86,8 @@ def test_a_local_folder_makes_upstream_swap_the_pre_tokenizer_and_ours_stays_wit
     request = Request(word, speaker="ryan")
     prompt = PromptBuilder(tiny.config, tiny.tensors(), tiny.tokenizer()).build(request)
     on_the_hub = prompt_embeds(loaded("random:tiny", torch.bfloat16)[1], request)[0]
-    in_a_folder = prompt_embeds(loaded("random:tiny", torch.bfloat16, "local")[1], request)[0]
+    local = import_upstream().Qwen3TTSModel.from_pretrained(str(tiny.folder), dtype=torch.bfloat16)
+    in_a_folder = prompt_embeds(local, request)[0]
     assert torch.equal(prompt.embeds, on_the_hub)
     assert len(in_a_folder) != len(on_the_hub)
 
