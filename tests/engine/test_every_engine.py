@@ -15,13 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mktts.audio import first_audible_sample
-from mktts.engine.chunker import Chunker
 from mktts.engine.options import SCHEDULE, TOGETHER_SCHEDULE, Chunk, Guard, Plan, StreamOptions
 from mktts.engine.runner import Runner
 from mktts.engine.stream import MAX_SEGMENT_FRAMES, Stream, Utterance
 from mktts.errors import OptionsError
 from mktts.model.sampling import Sampling
-from mktts.spec import AUDIBLE_WINDOW_SAMPLES, NUM_CODEBOOKS, SAMPLE_RATE_HZ
+from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer
 
 THREE = "The first sentence. And a second one here. The third ends it."
@@ -101,8 +100,11 @@ def test_a_stream_is_the_same_on_every_engine_alone_and_beside_others(make, case
     with fake_synthesizer(**model_of(case)) as synth:
         wanted = {seed: heard(speak(synth, case, seed)) for seed in (3, 4, 5)}
     assert (wanted[3]["reason"], tuple(wanted[3]["frames"])) == (case.reason, case.frames)
-    if wanted[3]["codes"] and case.voice is None and not case.options.trim_lead:
-        assert wanted[3]["pcm"] == FakeCodec().decode(torch.tensor(wanted[3]["codes"]), FakeCodecState()).tolist()
+    if wanted[3]["codes"] and case.voice is None:
+        whole = FakeCodec(case.silent).decode(torch.tensor(wanted[3]["codes"]), FakeCodecState()).numpy()
+        audible = first_audible_sample(whole) if case.options.trim_lead else 0
+        kept = len(whole) if audible is None else max(0, audible - SAMPLE_RATE_HZ * 40 // 1_000)
+        assert wanted[3]["pcm"] == whole[kept:].tolist() and wanted[3]["starts"][:1] == [kept][: len(whole) - kept]
     with make(**model_of(case)) as synth:
         assert heard(speak(synth, case, 3)) == wanted[3]
         streams = {seed: speak(synth, case, seed) for seed in wanted}
@@ -219,29 +221,6 @@ def test_a_first_frame_that_is_a_chunk_is_decoded_behind_its_launch(schedule, qu
     assert model.lanes.codec.unmade == queued
     assert [chunk.frames for chunk in chunks[0]] == [chunk.frames for chunk in chunks[1]]
     assert np.array_equal(*map(pcm_of, chunks))
-
-
-@pytest.mark.parametrize("size", [1, 100, 239, 240, 241, 1_000, 1_920, 5_000])
-def test_chunks_of_any_length_are_trimmed_as_the_whole_is(size):
-    """The sound begins 60 samples before a window ends, too late for that one to be audible."""
-    sound_begins = 9 * AUDIBLE_WINDOW_SAMPLES - 60
-    random = np.random.default_rng(3)
-    whole = np.concatenate((1e-4 * random.normal(size=sound_begins), 0.01 * random.normal(size=3_000)))
-    whole = whole.astype(np.float32)
-    assert first_audible_sample(whole) == 9 * AUDIBLE_WINDOW_SAMPLES
-    pieces = iter([whole[start : start + size] for start in range(0, len(whole), size)])
-    decoded = SimpleNamespace(result=lambda: next(pieces), pcm16=None)
-    chunker = Chunker(StreamOptions(schedule=(1,), trim_lead=True), time.perf_counter())
-    chunks = []
-    for _ in range(0, len(whole), size):
-        chunker.undecoded.append(None)
-        chunker.pending_frames += 1
-        chunks.append(chunker.take(lambda codes: decoded))
-    heard = [chunk for chunk in chunks if chunk]
-    kept = 9 * AUDIBLE_WINDOW_SAMPLES - SAMPLE_RATE_HZ * 40 // 1_000
-    assert np.array_equal(np.concatenate([chunk.pcm for chunk in heard]), whole[kept:])
-    assert heard[0].start_s == pytest.approx(kept / SAMPLE_RATE_HZ)
-    assert sum(chunk.frames for chunk in heard) == len(chunks)
 
 
 def test_timings_add_up_over_the_frames_of_a_chunk():

@@ -1,13 +1,16 @@
-"""Rows that prompts look up: kept ones stay as they were made, and rows read on the host are those of the device."""
+"""Rows that prompts look up: kept ones stay as they were made, those at addresses are those that are computed, and rows
+read on the host are those of the device."""
 
+import ctypes
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from mktts.checkpoint import Checkpoint
+from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.errors import CheckpointError, PromptError
-from mktts.model.prompt import FedPrompt, PromptBuilder, Request, gather, numbers
+from mktts.model.prompt import AddressedRows, FedPrompt, PromptBuilder, Request, SpokenRows, gather, numbers
 from mktts.model.voice import Voice
 
 REQUESTS = [
@@ -84,6 +87,34 @@ def test_rows_are_gathered_bit_by_bit_and_ids_beyond_the_table_are_refused(dtype
     for wrong in ([0, 40], [-1]):
         with pytest.raises(IndexError, match="0 to 39"):
             gather(numbers(table), wrong, numbers(out[: len(wrong)]))
+
+
+def read(rows: AddressedRows) -> torch.Tensor:
+    """What stands at the addresses, as float32."""
+    width = rows.shape[1]
+    return torch.tensor(np.array([(ctypes.c_float * width).from_address(at) for at in rows.addresses.tolist()]))
+
+
+SPOKEN = {
+    "random:tiny": [Request("Hello there, you."), Request("Yes", language="english"), Request("No " * 40)],
+    "random:tiny:voice_design": [Request("Hello you.", instruct="A low voice, slowly."), Request("Hello you.")],
+}
+
+
+@pytest.mark.parametrize("source", SPOKEN)
+def test_rows_at_addresses_are_those_of_the_prompt_that_is_computed_and_a_streaming_one_always_is(source):
+    prompts = builder_of(open_checkpoint(source), dtype=torch.float32)
+    spoken = SpokenRows(prompts)
+    for request in map(prompts.check, SPOKEN[source]):
+        computed, found = prompts.of_checked(request), prompts.of_checked(request, spoken)
+        assert isinstance(found.embeds, AddressedRows) and found.embeds.shape == tuple(computed.embeds.shape)
+        torch.testing.assert_close(read(found.embeds), computed.embeds, rtol=1e-5, atol=1e-6)
+        same = ("prefix_rows", "prefix_key", "text_tokens")
+        assert all(getattr(found, name) == getattr(computed, name) for name in same)
+        assert torch.equal(found.row(3), computed.row(3)) and torch.equal(found.trailing, computed.trailing)
+        assert torch.equal(read(found.embeds)[: found.prefix_rows], computed.embeds[: found.prefix_rows])
+        streaming = replace(request, layout="streaming")
+        assert torch.equal(prompts.of_checked(streaming, spoken).embeds, prompts.of_checked(streaming).embeds)
 
 
 @pytest.mark.gpu
