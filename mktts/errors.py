@@ -40,8 +40,7 @@ class AudioError(MkttsError, ValueError):
 
 
 class CapacityError(MkttsError):
-    """A stream asks for more than there is: more positions than its keys and values may have, or, of the batch engine,
-    a slot, pages or time for one more listener. The message says which."""
+    """A stream asks for more than there is: positions of its keys and values; a slot, pages or time for a listener."""
 
 
 class BusyError(CapacityError):

@@ -1,7 +1,5 @@
-"""Facts of Qwen3-TTS 12 Hz, and the configuration of one checkpoint read from its `config.json`.
-
-The constants are properties of the 12 Hz speech tokenizer (Qwen3-TTS model card and
-`speech_tokenizer/config.json`); nothing else in the package repeats them."""
+"""Facts of Qwen3-TTS 12 Hz (its model card and `speech_tokenizer/config.json`), which nothing else in the package
+repeats, and the configuration of one checkpoint read from its `config.json`."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ class Lexicon:
 
     @classmethod
     def of(cls, source: Mapping[str, str] | str | Path | None) -> Lexicon:
-        """source: a mapping, or a file in UTF-8: a line is a word, a tab, and what is said for it. Raises OptionsError,
-        for a file naming the line of what is none."""
+        """source: a mapping, or a file in UTF-8: a line is a word, a tab, and what is said. Raises OptionsError."""
         if not isinstance(source, str | Path):
             return cls(source)
         if not Path(source).is_file():
