@@ -44,12 +44,10 @@ class CapacityError(MkttsError):
 
 
 class BusyError(CapacityError):
-    """Every place is taken for now, of a server or of the engine in this process: ask again later.
-
-    capacity: listeners that it serves at once, where it knows."""
+    """Every place is taken for now, of a server or of the engine in this process: ask again later."""
 
     exit_status = 1
-    capacity: int | None = None
+    capacity: int | None = None  # listeners served at once, where that is known
 
 
 class BackendUnavailable(MkttsError):

@@ -115,8 +115,7 @@ LANGUAGE_CODES = {
 
 
 def language_named(word: str) -> str:
-    """A checkpoint's name of a language that is called by its name or its code: "English", "en", "en-US" -> "english".
-    Any other word as it is, in lower case: whether a checkpoint has that language is its own check."""
+    """A checkpoint's name of a language: "English", "en", "en-US" -> "english"; any other word in lower case."""
     word = word.strip().lower()
     return LANGUAGE_CODES.get(word.replace("_", "-").split("-")[0], word)
 
@@ -163,9 +162,8 @@ class ModelConfig:
         model_type = MODEL_TYPES[name]
         groups = _get(talker, "num_code_groups", int, where)
         if groups != NUM_CODEBOOKS:
-            raise CheckpointError(
-                f"{where}: num_code_groups must be {NUM_CODEBOOKS}, found {groups}: not a 12 Hz checkpoint"
-            )
+            expected = f"num_code_groups must be {NUM_CODEBOOKS}"
+            raise CheckpointError(f"{where}: {expected}, found {groups}: not a 12 Hz checkpoint")
         encoder = raw.get("speaker_encoder_config") if model_type.clones else None
         codec_keys = {f.name: f"codec_{f.name}_id" for f in fields(CodecIds)} | {"eos": "codec_eos_token_id"}
         return cls(

@@ -95,10 +95,8 @@ def import_av() -> Any:
     try:
         import av
     except ImportError as error:
-        raise BackendUnavailable(
-            f"audio that is encoded while it is made, AAC, and another speed need the package av: {error}; "
-            "pip install av"
-        ) from None
+        what = "audio that is encoded while it is made, AAC, and another speed"
+        raise BackendUnavailable(f"{what} need the package av: {error}; pip install av") from None
     return av
 
 
@@ -253,8 +251,7 @@ def encoded(pcm: np.ndarray, kind: str, sample_rate_hz: int = SAMPLE_RATE_HZ) ->
 
 
 def read_audio(path: Path | str) -> tuple[np.ndarray, int]:
-    """Reads an audio file: mono float32 (S,), channels averaged, and its sample rate in Hz. Raises VoiceError where
-    there is no file or it is not audio."""
+    """Mono float32 (S,), channels averaged, and the sample rate in Hz. Raises VoiceError for what is no audio file."""
     import soundfile
 
     path = Path(path)

@@ -56,8 +56,7 @@ class Checkpoint:
     codec_files: WeightFiles = field(repr=False)
 
     def sampling(self) -> Sampling:
-        """The checkpoint's own settings: generation_config.json, then upstream's defaults for what it leaves out.
-        Raises CheckpointError where the file is missing or a value is out of range."""
+        """Its own settings, and upstream's defaults for others. Raises CheckpointError for a value out of range."""
         path = self.folder / "generation_config.json"
         raw = read_object(path)
         try:
@@ -66,8 +65,8 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {error}") from None
 
     def with_instructions(self) -> Checkpoint:
-        """Experimental: the same checkpoint, whose cloned voices take `instruct`, in the place that CustomVoice and
-        VoiceDesign have for it. Base was not trained on it. Raises CheckpointError for one that clones no voices."""
+        """Experimental: the same, whose cloned voices take `instruct`, on which Base was not trained. Raises
+        CheckpointError for a checkpoint that clones no voices."""
         if not self.config.type.clones:
             kind = self.config.type.name
             raise CheckpointError(f"{self.folder.name}: expected a Base checkpoint, found {kind}: leave the option out")
@@ -157,8 +156,7 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
 def resolve(
     source: str | Path, revision: str | None, make_random: Callable[[str], Path], refusal: str
 ) -> tuple[Path, str | None]:
-    """Folder and revision of `source`: a folder, a Hub id, or "random:...", which goes to `make_random`. Raises
-    CheckpointError: `refusal`, and that there is no such folder."""
+    """Folder and revision of `source`. make_random: for "random:...". Raises CheckpointError: `refusal`, and why."""
     text = str(source)
     if text.startswith("random:"):
         return make_random(text), None

@@ -40,8 +40,7 @@ Json = dict[str, Any]
 
 
 def small_files(size: str, model_type: str, full_codec: bool) -> dict[str, Json]:
-    """Relative path -> content of every JSON file but the tokenizer's. Raises CheckpointError listing the allowed words
-    for an unknown `size` or `model_type`."""
+    """Relative path -> content of every JSON file but the tokenizer's. Raises CheckpointError for an unknown word."""
     one_of("size", size, SIZES, CheckpointError)
     one_of("type", model_type, MODEL_TYPES, CheckpointError)
     names = sorted(path.relative_to(_RELEASED).as_posix() for path in _RELEASED.rglob("*.json"))
@@ -141,7 +140,7 @@ def made_once(folder: Path, make_it: Callable[[], object]) -> Path:
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """A work folder that becomes `folder` when the block ends, and leaves nothing behind when it fails. Raises
-    CheckpointError where `folder` exists and is not empty, or where it cannot be written."""
+    CheckpointError where `folder` has content, or cannot be written."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder}: expected no folder or an empty one to write a checkpoint to, found content")
     work: Path | None = None
