@@ -40,17 +40,14 @@ class AudioError(MkttsError, ValueError):
 
 
 class CapacityError(MkttsError):
-    """A stream asks for more than there is: more positions than its keys and values may have, or, of the batch engine,
-    a slot, pages or time for one more listener. The message says which."""
+    """A stream asks for more than there is: positions of its keys and values; a slot, pages or time for a listener."""
 
 
 class BusyError(CapacityError):
-    """Every place is taken for now, of a server or of the engine in this process: ask again later.
-
-    capacity: listeners that it serves at once, where it knows."""
+    """Every place is taken for now, of a server or of the engine in this process: ask again later."""
 
     exit_status = 1
-    capacity: int | None = None
+    capacity: int | None = None  # listeners served at once, where that is known
 
 
 class BackendUnavailable(MkttsError):

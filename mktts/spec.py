@@ -1,7 +1,5 @@
-"""Facts of Qwen3-TTS 12 Hz, and the configuration of one checkpoint read from its `config.json`.
-
-The constants are properties of the 12 Hz speech tokenizer (Qwen3-TTS model card and
-`speech_tokenizer/config.json`); nothing else in the package repeats them."""
+"""Facts of Qwen3-TTS 12 Hz (its model card and `speech_tokenizer/config.json`), which nothing else in the package
+repeats, and the configuration of one checkpoint read from its `config.json`."""
 
 from __future__ import annotations
 
@@ -117,8 +115,7 @@ LANGUAGE_CODES = {
 
 
 def language_named(word: str) -> str:
-    """A checkpoint's name of a language that is called by its name or its code: "English", "en", "en-US" -> "english".
-    Any other word as it is, in lower case: whether a checkpoint has that language is its own check."""
+    """A checkpoint's name of a language: "English", "en", "en-US" -> "english"; any other word in lower case."""
     word = word.strip().lower()
     return LANGUAGE_CODES.get(word.replace("_", "-").split("-")[0], word)
 
@@ -165,9 +162,8 @@ class ModelConfig:
         model_type = MODEL_TYPES[name]
         groups = _get(talker, "num_code_groups", int, where)
         if groups != NUM_CODEBOOKS:
-            raise CheckpointError(
-                f"{where}: num_code_groups must be {NUM_CODEBOOKS}, found {groups}: not a 12 Hz checkpoint"
-            )
+            expected = f"num_code_groups must be {NUM_CODEBOOKS}"
+            raise CheckpointError(f"{where}: {expected}, found {groups}: not a 12 Hz checkpoint")
         encoder = raw.get("speaker_encoder_config") if model_type.clones else None
         codec_keys = {f.name: f"codec_{f.name}_id" for f in fields(CodecIds)} | {"eos": "codec_eos_token_id"}
         return cls(

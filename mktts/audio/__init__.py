@@ -1,5 +1,4 @@
-"""Sound: samples, levels and files. `mktts.audio.encoding` encodes while speech is made, `mktts.audio.untrusted`
-decodes what anyone may have sent."""
+"""Sound: samples, levels and files; `encoding` encodes while speech is made, `untrusted` decodes what anyone sent."""
 
 from mktts.audio.encoding import encoded, format_of, read_audio, write_audio
 from mktts.audio.pcm import first_audible_sample, from_pcm16, joined, resample, rows_to_pcm16, to_pcm16

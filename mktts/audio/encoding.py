@@ -1,7 +1,5 @@
-"""Audio files, and speech as the bytes of a format while it is made: PCM goes in, what is ready comes out.
-
-`StreamFormat` lists the formats. pcm and wav need nothing; the others are made by PyAV, FFmpeg's libraries. A file that
-is written whole, whose header can say how long it is, is made by `mktts.audio.encoded`."""
+"""Audio files, and speech as the bytes of a format while it is made: PCM goes in, what is ready comes out. pcm and wav
+need nothing; the others are made by PyAV, FFmpeg's libraries."""
 
 import io
 import struct
@@ -42,19 +40,15 @@ _BLOCK_SAMPLES = 2**16
 class Encoder:
     """Bytes of a format from PCM (S,) float32 at SAMPLE_RATE_HZ. One thread at a time; not reusable after `finish`.
 
-    kind, speed, rate_hz: of what comes out.
     takes_pcm16: its samples stay as they are, which is no work; `feed_pcm16` takes those that have 16 bits already."""
 
     def __init__(
         self, kind: StreamFormat, *, speed: float = 1.0, sample_rate_hz: int | None = None, whole: bool = False
     ) -> None:
-        """speed: 0.25 to 4; 2 takes half the time, at the same pitch.
-        sample_rate_hz: of what comes out (Opus is always decoded at 48 kHz: it is then what the encoder is given); None
-            takes G.711's only one, or that of the speech.
-        whole: nothing comes before the end, and then a file that says how long it is, which a stream cannot.
-
-        Raises AudioError for a rate that the format lacks, a speed or a format that there is not; BackendUnavailable
-        where the package av (PyAV) is missing that this needs."""
+        """speed: 0.25 to 4; 2 takes half the time, at the same pitch. sample_rate_hz: of what comes out (for Opus, of
+        what its encoder is given); None takes G.711's only one, or that of the speech. whole: nothing comes before the
+        end, and then a file that says how long it is, which a stream cannot. Raises AudioError for a rate, a speed or a
+        format that there is not, BackendUnavailable without the package av (PyAV) where this needs it."""
         one_of("format", kind, STREAM_FORMATS, AudioError)
         if not MIN_SPEED <= speed <= MAX_SPEED:
             raise AudioError(f"speed must be {MIN_SPEED} to {MAX_SPEED:g}, got {speed!r}")
@@ -101,10 +95,8 @@ def import_av() -> Any:
     try:
         import av
     except ImportError as error:
-        raise BackendUnavailable(
-            f"audio that is encoded while it is made, AAC, and another speed need the package av: {error}; "
-            "pip install av"
-        ) from None
+        what = "audio that is encoded while it is made, AAC, and another speed"
+        raise BackendUnavailable(f"{what} need the package av: {error}; pip install av") from None
     return av
 
 
@@ -123,9 +115,8 @@ _CODECS: dict[str, tuple[str, str, dict[str, str], dict[str, str]]] = {
 
 
 class AvEncoder:
-    """PCM to mp3, opus (in Ogg), aac (as ADTS), flac, mulaw or alaw, with every packet given out at once. Raises
-    BackendUnavailable without the package av or without the codec in it, AudioError for a rate that the codec does not
-    have."""
+    """PCM to one of _CODECS, with every packet given out at once. Raises BackendUnavailable without the package av or
+    the codec in it, AudioError for a rate that the codec does not have."""
 
     def __init__(self, kind: str, sample_rate_hz: int) -> None:
         av, (container, name, options, container_options) = import_av(), _CODECS[kind]
@@ -170,10 +161,8 @@ class AvEncoder:
 
 
 class Tempo:
-    """A filter of PCM (S,) float32 at SAMPLE_RATE_HZ: FFmpeg's atempo (WSOLA), then aresample.
-
-    speed: 0.25 to 4. sample_rate_hz: of what comes out, which is as long as what goes in over `speed`, to a sample. Its
-    windows hold back up to 0.25 s until `finish`. Raises BackendUnavailable without the package av."""
+    """A filter of PCM (S,) float32 at SAMPLE_RATE_HZ: FFmpeg's atempo (WSOLA), then aresample. What comes out is as
+    long as what goes in over `speed`, to a sample; up to 0.25 s of it are held back until `finish`."""
 
     def __init__(self, speed: float, sample_rate_hz: int = SAMPLE_RATE_HZ) -> None:
         self._av = import_av()
@@ -226,11 +215,9 @@ class Tempo:
 
 
 def write_audio(path: Path | str, pcm: np.ndarray, sample_rate_hz: int = SAMPLE_RATE_HZ) -> Path:
-    """Writes `pcm` (S,) float32 as a mono audio file, whole or not at all; returns its path.
-
-    The end of its name is the format: .wav and .flac (16 bits), .ogg (Vorbis), .opus (Opus, at 8, 12, 16, 24 or 48
-    kHz), .mp3, .aac (ADTS). A device or FIFO without one of them gets WAV. Raises AudioError for another name and as
-    `encoded`, BackendUnavailable without PyAV for AAC."""
+    """Writes `pcm` (S,) float32 as a mono audio file, whole or not at all; returns its path. The end of its name is the
+    format: .wav and .flac (16 bits), .ogg (Vorbis), .opus (at 8, 12, 16, 24 or 48 kHz), .mp3, .aac (ADTS). A device or
+    FIFO without one of them gets WAV. Raises AudioError for another name, and as `encoded`."""
     return write_whole(path, encoded(pcm, format_of(path), sample_rate_hz))
 
 
@@ -264,8 +251,7 @@ def encoded(pcm: np.ndarray, kind: str, sample_rate_hz: int = SAMPLE_RATE_HZ) ->
 
 
 def read_audio(path: Path | str) -> tuple[np.ndarray, int]:
-    """Reads an audio file: mono float32 (S,), channels averaged, and its sample rate in Hz. Raises VoiceError where
-    there is no file or it is not audio."""
+    """Mono float32 (S,), channels averaged, and the sample rate in Hz. Raises VoiceError for what is no audio file."""
     import soundfile
 
     path = Path(path)

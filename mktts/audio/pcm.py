@@ -12,8 +12,7 @@ FULL_SCALE = 2**15 - 1  # of 16 bits: samples that are made from these, divided 
 
 
 def to_pcm16(pcm: np.ndarray) -> bytes:
-    """Signed 16-bit little-endian samples of `pcm` (S,) float32; values beyond [-1, 1] are clipped. Raises AudioError
-    unless `pcm` is one-dimensional, float32 and finite."""
+    """Signed 16-bit little-endian samples of `pcm` (S,) float32, clipped. Raises AudioError for other input and NaN."""
     if not isinstance(pcm, np.ndarray) or pcm.ndim != 1 or pcm.dtype != np.float32:
         shape = f"{pcm.dtype} {pcm.shape}" if isinstance(pcm, np.ndarray) else type(pcm).__name__
         raise AudioError(f"PCM must be a float32 array (samples,), got {shape}")
@@ -51,10 +50,8 @@ def from_pcm16(samples: bytes | np.ndarray) -> np.ndarray:
 
 
 def first_audible_sample(pcm: np.ndarray, sample_rate_hz: int = SAMPLE_RATE_HZ) -> int | None:
-    """Where the first audible window of `pcm` (S,) begins; None where there is none.
-
-    A window is 10 ms and is audible if its RMS is above -45 dB of full scale (`spec.AUDIBLE_DBFS`): a click of a few
-    samples is not. Windows stand side by side from sample 0 on; what is left at the end and is shorter is none."""
+    """Where the first audible window of `pcm` (S,) begins; None where there is none. Windows of 10 ms stand side by
+    side from sample 0 on; one is audible if its RMS is above `spec.AUDIBLE_DBFS`: a click of a few samples is not."""
     window = sample_rate_hz * AUDIBLE_WINDOW_MS // 1_000
     windows = pcm[: len(pcm) // window * window].reshape(-1, window)
     (audible,) = np.nonzero(np.mean(np.square(windows, dtype=np.float64), axis=1) > 10 ** (AUDIBLE_DBFS / 10))

@@ -1,8 +1,7 @@
 """Audio that anyone may have sent, decoded in a process of its own: `python -m mktts.audio.untrusted`.
 
-FFmpeg reads many formats, and a file may be made to break it, to fill the memory, or to keep a processor busy. The
-child has limits of all three, no environment of ours, and nothing but its standard input and output: audio in; the
-sample rate and float32 samples out."""
+A file may be made to break FFmpeg, to fill the memory, or to keep a processor busy. The child has limits of all three,
+no environment of ours, and nothing but standard input and output: audio in; the sample rate and float32 samples out."""
 
 import io
 import os
@@ -32,12 +31,11 @@ def decode_untrusted(
     memory_bytes: int = 2**30,
 ) -> tuple[np.ndarray, int]:
     """Mono float32 (S,), channels averaged, and the sample rate in Hz, of a file of audio: WAV, FLAC, MP3, Ogg, AAC,
-    MP4, WebM. Blocks until the child has ended.
+    MP4, WebM.
 
     data_bytes, audio_s: at most, of the encoded audio and of sound in it. time_s: of the clock, and of the processor.
-    memory_bytes: of the child's address space, on Linux.
-
-    Raises VoiceError for what is no such audio or over a limit, BackendUnavailable without the package av."""
+    memory_bytes: of the child's address space, on Linux. Raises VoiceError for what is no such audio or over a limit,
+    BackendUnavailable without the package av."""
     import_av()
     if len(data) > data_bytes:
         raise VoiceError(f"audio may have {data_bytes} bytes, got {len(data)}: send a shorter recording")
@@ -64,8 +62,7 @@ def decode_untrusted(
 
 
 def main(words: list[str]) -> int:
-    """The child. words: seconds of sound, seconds of the processor, bytes of address space. Returns 0, or one of the
-    exit statuses."""
+    """The child. words: seconds of sound, seconds of the processor, bytes of address space. Returns its exit status."""
     import resource
 
     audio_s, time_s, memory_bytes = float(words[0]), float(words[1]), int(words[2])

@@ -35,8 +35,7 @@ class WeightFiles:
 
 
 def find(folder: Path) -> WeightFiles:
-    """Reads the headers of `folder/model.safetensors`, or of the shards its index names. Raises CheckpointError for a
-    missing, torn or foreign file and for a tensor that is not in the shard the index names for it."""
+    """Reads the headers of `folder/model.safetensors`, or of the shards its index names. Raises CheckpointError."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return WeightFiles((single,), read_header(single))
@@ -59,14 +58,6 @@ def find(folder: Path) -> WeightFiles:
             raise CheckpointError(f"{path}: tensor {missing[0]}: the index expects it in this shard, found no such")
         tensors |= header
     return WeightFiles(tuple(folder / shard for shard in shards), tensors)
-
-
-def is_random(folder: Path) -> bool:
-    """Whether a marker says that `folder` holds random weights."""
-    try:
-        return json.loads((folder / MARKER).read_text(encoding="utf-8"))["random"] is True
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def read_header(path: Path) -> TensorSpecs:

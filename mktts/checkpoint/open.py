@@ -1,6 +1,5 @@
 """Opens a checkpoint: the packaged voice, a folder in the Hub layout, a Hub id, or a random one made on demand.
-Everything a file header can tell is checked before `open_checkpoint` returns; the weights themselves are memory-mapped
-when asked for."""
+Everything a file header can tell is checked first; the weights are memory-mapped when asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from mktts.checkpoint import files as weight_files
-from mktts.checkpoint.files import WeightFiles
+from mktts.checkpoint.files import MARKER, WeightFiles
 from mktts.checkpoint.tensors import check, expected_codec_tensors, expected_tensors
 from mktts.common import one_of, read_object
 from mktts.errors import CheckpointError, SamplingError
@@ -57,8 +56,7 @@ class Checkpoint:
     codec_files: WeightFiles = field(repr=False)
 
     def sampling(self) -> Sampling:
-        """The checkpoint's own settings: generation_config.json, then upstream's defaults for what it leaves out.
-        Raises CheckpointError where the file is missing or a value is out of range."""
+        """Its own settings, and upstream's defaults for others. Raises CheckpointError for a value out of range."""
         path = self.folder / "generation_config.json"
         raw = read_object(path)
         try:
@@ -67,8 +65,8 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {error}") from None
 
     def with_instructions(self) -> Checkpoint:
-        """Experimental: the same checkpoint, whose cloned voices take `instruct`, in the place that CustomVoice and
-        VoiceDesign have for it. Base was not trained on it. Raises CheckpointError for one that clones no voices."""
+        """Experimental: the same, whose cloned voices take `instruct`, on which Base was not trained. Raises
+        CheckpointError for a checkpoint that clones no voices."""
         if not self.config.type.clones:
             kind = self.config.type.name
             raise CheckpointError(f"{self.folder.name}: expected a Base checkpoint, found {kind}: leave the option out")
@@ -76,9 +74,8 @@ class Checkpoint:
         return replace(self, config=replace(self.config, type=kind))
 
     def longest_text_chars(self) -> int | None:
-        """The longest text that the checkpoint was trained on: `max_chars_per_segment` of generation_config.json. None
-        where it says nothing, as in released checkpoints. Raises CheckpointError for what is no number of at least
-        MIN_TEXT_CHARS characters."""
+        """The longest text that it was trained on: `max_chars_per_segment` of generation_config.json; None where that
+        says nothing, as in released checkpoints. Raises CheckpointError for less than MIN_TEXT_CHARS."""
         path = self.folder / "generation_config.json"
         longest = read_object(path).get("max_chars_per_segment")
         if longest is not None and (type(longest) is not int or longest < MIN_TEXT_CHARS):
@@ -86,9 +83,8 @@ class Checkpoint:
         return longest
 
     def text_front_end(self) -> str | None:
-        """What makes written text spoken words for this checkpoint: `text_front_end` of generation_config.json. None
-        where it says nothing, as in released checkpoints: text then reaches the model as it stands. Raises
-        CheckpointError for a name that is not one of FRONT_ENDS."""
+        """What makes text spoken words: `text_front_end` of generation_config.json; None where that says nothing, as in
+        released checkpoints: text reaches the model as it stands. Raises CheckpointError for one that there is not."""
         path = self.folder / "generation_config.json"
         name = read_object(path).get("text_front_end")
         if name is not None:
@@ -105,8 +101,7 @@ class Checkpoint:
         return self.codec_files.map("decoder.")
 
     def tokenizer(self) -> TextTokenizer:
-        """The text tokenizer of this checkpoint. Raises CheckpointError where its files are unusable or belong to
-        another model."""
+        """The text tokenizer. Raises CheckpointError where its files are unusable or belong to another model."""
         from mktts.model.tokenizer import TextTokenizer
 
         tokenizer, role = TextTokenizer.load(self.folder), self.config.text_ids.assistant
@@ -123,10 +118,9 @@ class Checkpoint:
 def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
     """Opens and validates a checkpoint.
 
-    `source` is "small" (the trained voice that comes with the package), a folder, a Hub id such as
+    source: "small" (the trained voice that comes with the package), a folder, a Hub id such as
     "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice" (`revision`: a commit, branch or tag; the released checkpoints are pinned),
-    or "random:SIZE[:TYPE][:full-codec][:margin]", which is made in the cache on first use. Raises CheckpointError
-    naming what was expected, what was found and what to do; tensors are named."""
+    or "random:SIZE[:TYPE][:full-codec][:margin]", which is made in the cache on first use. Raises CheckpointError."""
     if str(source) == SMALL:
         if not (SMALL_FOLDER / "config.json").is_file():
             raise CheckpointError(
@@ -151,7 +145,7 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     encoder = config.type.clones or any(name.startswith("encoder.") for name in codec_files.tensors)
     codec_layout = expected_codec_tensors(read_object(codec_folder / "config.json"), encoder=encoder)
     check(codec_files.tensors, codec_layout, str(codec_folder))
-    is_random = weight_files.is_random(folder)
+    is_random = (folder / MARKER).is_file()
     checkpoint = Checkpoint(folder, config, codec_config, revision, is_random, files, codec_files)
     checkpoint.sampling()  # a broken generation_config.json is found now, not at the first sentence
     checkpoint.longest_text_chars()
@@ -162,8 +156,7 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
 def resolve(
     source: str | Path, revision: str | None, make_random: Callable[[str], Path], refusal: str
 ) -> tuple[Path, str | None]:
-    """Folder and revision of `source`: a folder, a Hub id, or "random:...", which goes to `make_random`. Raises
-    CheckpointError: `refusal`, and that there is no such folder."""
+    """Folder and revision of `source`. make_random: for "random:...". Raises CheckpointError: `refusal`, and why."""
     text = str(source)
     if text.startswith("random:"):
         return make_random(text), None
@@ -176,8 +169,7 @@ def resolve(
 
 
 def download(repo_id: str, revision: str | None = None) -> tuple[Path, str]:
-    """Folder and revision of `repo_id`, from the local Hub cache or the Hub. Raises CheckpointError that says so where
-    the Hub is offline or unreachable, or has no such checkpoint."""
+    """Folder and revision of `repo_id`, from the local Hub cache or the Hub. Raises CheckpointError without either."""
     revision = revision or PINNED.get(repo_id, "main")
     from huggingface_hub import errors, snapshot_download
 

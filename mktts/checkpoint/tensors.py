@@ -1,6 +1,5 @@
 """The shape contract: every tensor a Qwen3-TTS 12 Hz checkpoint holds, derived from its configuration. Names and shapes
-are those the qwen-tts 0.1.1 model classes load; the byte totals of the five released checkpoints come out exactly
-(tests/checkpoint/test_checkpoint.py)."""
+are those the qwen-tts 0.1.1 model classes load."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -70,9 +69,8 @@ def expected_tensors(config: ModelConfig) -> TensorSpecs:
 
 
 def expected_codec_tensors(raw: Mapping[str, Any], encoder: bool = True) -> TensorSpecs:
-    """The tensors of `speech_tokenizer/model.safetensors`; `raw` is the parsed `speech_tokenizer/config.json`. encoder:
-    with the half that makes codes of reference audio; speaking needs none of it. Raises CheckpointError naming a
-    configuration key that is missing."""
+    """The tensors of `speech_tokenizer/model.safetensors`. raw: the parsed config.json beside it. encoder: with the
+    half that makes codes of reference audio. Raises CheckpointError naming a configuration key that is missing."""
     try:
         shapes = dict(_codec_encoder(raw["encoder_config"])) if encoder else {}
         shapes |= dict(_codec_decoder(raw["decoder_config"]))

@@ -125,7 +125,7 @@ def open_text_checkpoint(source: str | Path | TextCheckpoint) -> TextCheckpoint:
     if config.tied and HEAD in files.tensors:
         tensors[HEAD] = tensors[EMBEDDING]
     check(files.tensors, tensors, str(folder))
-    return TextCheckpoint(folder, config, revision, weight_files.is_random(folder), files)
+    return TextCheckpoint(folder, config, revision, (folder / MARKER).is_file(), files)
 
 
 def expected_text_tensors(config: TextConfig) -> TensorSpecs:

@@ -7,16 +7,13 @@ table. Left out are activations, and keys and values, of which a frame reads the
 (`StackConfig.kv_bytes_per_position` each). Everything comes from the file headers; no weights are read."""
 
 import argparse
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from mktts.checkpoint import SOURCES, Checkpoint, open_checkpoint
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.checkpoint.random.make import small_files
 from mktts.checkpoint.tensors import TensorSpec, TensorSpecs, expected_codec_tensors, expected_tensors
-from mktts.common import write_json
 from mktts.errors import CheckpointError
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
@@ -83,10 +80,7 @@ def components_at(size: str) -> list[Component]:
 def config_at(size: str) -> ModelConfig:
     """The configuration of a size that `mktts.checkpoint.random.make` makes. Raises CheckpointError for an unknown
     one."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = small_files(size, "custom_voice", full_codec=True)["config.json"]
-        write_json(Path(folder) / "config.json", config, sort_keys=False)
-        return ModelConfig.load(Path(folder))
+    return ModelConfig.of(small_files(size, "custom_voice", full_codec=True)["config.json"], size)
 
 
 def bytes_per_frame(rows: Sequence[Component], parts: Sequence[str] = ("talker", "predictor")) -> int:

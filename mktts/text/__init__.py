@@ -1,5 +1,4 @@
-"""The text front end: what is written becomes what is spoken. English is what there is; other languages pass as they
-are written, and text that a voice cannot speak raises TextError."""
+"""The text front end: what is written becomes what is spoken. English is what there is; other languages pass."""
 
 from mktts.text.front_end import FrontEnd, spoken
 

@@ -24,9 +24,8 @@ _KEPT_CHARS = 2  # of the text before: as far as a word's beginning looks back
 
 
 class Lexicon:
-    """What is said in place of whole words, or of several with a space between; the longest at one place counts. A word
-    with a capital stands for this spelling alone, any other for every case. "'s" may follow a word; Chinese, Japanese
-    and Korean words stand for themselves wherever they are."""
+    """What is said in place of whole words, or of several with a space between; the longest counts. A word with a
+    capital stands for this spelling alone. "'s" may follow a word; East Asian words count wherever they are."""
 
     def __init__(self, words: Mapping[str, str] | None = None, others: Lexicon | None = None) -> None:
         """words: what is said by what is written. others: for words that are not among them. Raises OptionsError."""
@@ -35,8 +34,7 @@ class Lexicon:
 
     @classmethod
     def of(cls, source: Mapping[str, str] | str | Path | None) -> Lexicon:
-        """source: a mapping, or a file in UTF-8: a line is a word, a tab, and what is said for it. Raises OptionsError,
-        for a file naming the line of what is none."""
+        """source: a mapping, or a file in UTF-8: a line is a word, a tab, and what is said. Raises OptionsError."""
         if not isinstance(source, str | Path):
             return cls(source)
         if not Path(source).is_file():

@@ -90,8 +90,7 @@ class Chain(Feed):
 
 
 def segment_chars(longest: int | None, fed: bool) -> int:
-    """Characters of text that one generation is given, where the caller does not say. longest:
-    `Checkpoint.longest_text_chars`. fed: for `FeedSplitter`, whose segments may exceed its `max_chars`."""
+    """Characters that one generation is given. longest: `Checkpoint.longest_text_chars`. fed: for `FeedSplitter`."""
     if longest is None:
         return SEGMENT_CHARS
     return min(SEGMENT_CHARS, int(longest / FeedSplitter.LONGEST) if fed else longest)
@@ -148,8 +147,7 @@ class FeedSplitter:
 
 
 def boundary(before: str, gap: str, after: str) -> Cut:
-    """How well a text can be cut between `before` (not ending in whitespace) and the character `after`. `gap` is the
-    whitespace between the two, which the cut would drop."""
+    """How well a text can be cut between `before` and the character `after`. gap: the whitespace between the two."""
     if gap.count("\n") > 1:
         return Cut.SENTENCE
     before = before[-_LOOK_BACK_CHARS:]

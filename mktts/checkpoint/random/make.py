@@ -1,7 +1,6 @@
-"""Makes random checkpoints in exactly the Hub layout, so that everything can run where no weights are.
-
-Random weights: for timing and parity only. `released/` holds the small files of Qwen3-TTS-12Hz-0.6B-CustomVoice
-(Apache-2.0), with Base's speaker encoder; `sizes.json` what the other sizes change in them."""
+"""Makes random checkpoints in exactly the Hub layout, for timing and parity where no weights are. `released/` holds the
+small files of Qwen3-TTS-12Hz-0.6B-CustomVoice (Apache-2.0), with Base's speaker encoder; `sizes.json` what the other
+sizes change in them."""
 
 import json
 import os
@@ -41,8 +40,7 @@ Json = dict[str, Any]
 
 
 def small_files(size: str, model_type: str, full_codec: bool) -> dict[str, Json]:
-    """Relative path -> content of every JSON file but the tokenizer's. Raises CheckpointError listing the allowed words
-    for an unknown `size` or `model_type`."""
+    """Relative path -> content of every JSON file but the tokenizer's. Raises CheckpointError for an unknown word."""
     one_of("size", size, SIZES, CheckpointError)
     one_of("type", model_type, MODEL_TYPES, CheckpointError)
     names = sorted(path.relative_to(_RELEASED).as_posix() for path in _RELEASED.rglob("*.json"))
@@ -82,12 +80,10 @@ def make(
 ) -> Path:
     """Writes a random checkpoint, bfloat16 with a float32 codec, to `folder` (all of it or nothing) and returns that.
 
-    size: "tiny", "tiny-projected" (talker wider than predictor), "0.6b", "1.7b".
+    size: one of SIZES; in "tiny-projected" the talker is wider than the predictor.
     margin: widely separated logits, so that greedy runs agree code for code between backends.
     eos_after: with `margin`, end-of-speech after that many frames; otherwise end-of-speech is left to chance.
-    full_codec: the released codec's size for a tiny model too, as 0.6b and 1.7b always have it.
-
-    Raises CheckpointError for unknown words, where `folder` exists and is not empty, or where it cannot be written."""
+    full_codec: the released codec's size for a tiny model too. Raises CheckpointError, also as `whole_folder` does."""
     if eos_after is not None and not margin:
         raise CheckpointError(
             "eos_after needs margin=True: with plain random weights the end of speech is left to chance"
@@ -111,9 +107,8 @@ def make(
 
 
 def ensure_named(name: str, cache: str | Path | None = None) -> Path:
-    """The folder of "random:SIZE[:TYPE][:full-codec][:margin[:eosN]]", made in the cache ($MKTTS_CACHE, else
-    ~/.cache/mktts) on first use. Raises CheckpointError listing the allowed words, or where the cache cannot be
-    written."""
+    """The folder of "random:SIZE[:TYPE][:full-codec][:margin[:eosN]]", made in the cache on first use. Raises
+    CheckpointError listing the allowed words, or where the cache cannot be written."""
     size, *rest = name.split(":")[1:] or [""]
     types = [word for word in rest if word in MODEL_TYPES]
     ends = [word for word in rest if re.fullmatch(r"eos[1-9]\d*", word)]
@@ -145,7 +140,7 @@ def made_once(folder: Path, make_it: Callable[[], object]) -> Path:
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """A work folder that becomes `folder` when the block ends, and leaves nothing behind when it fails. Raises
-    CheckpointError where `folder` exists and is not empty, or where it cannot be written."""
+    CheckpointError where `folder` has content, or cannot be written."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder}: expected no folder or an empty one to write a checkpoint to, found content")
     work: Path | None = None
@@ -168,10 +163,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 @cache
 def vocabulary() -> dict[str, int]:
     """Token -> id, without gaps below SPECIAL_START: the byte symbols, the pairs of merges.bpe, unreachable fillers.
-
-    The pairs make some two hundred words one token each, bare and after a space. Among them iPhone, JavaScript and Thai
-    ones, which are whole only for the Qwen pre-tokenizer: they tell it apart from the Mistral one that upstream swaps
-    in for local folders."""
+    The pairs make some two hundred words one token each, iPhone, JavaScript and Thai ones among them, which tell the
+    Qwen pre-tokenizer from the Mistral one that upstream swaps in for local folders."""
     vocab = {symbol: i for i, symbol in enumerate(byte_symbols().values())}
     free = (i for i in range(len(vocab), SPECIAL_START) if i not in FIXED_IDS.values())
     for line in _MERGES.read_text(encoding="utf-8").splitlines()[1:]:

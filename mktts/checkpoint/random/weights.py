@@ -1,5 +1,4 @@
-"""Seeded random tensors for any layout: well-conditioned, never silent, never clipped. Random weights: for timing and
-parity only."""
+"""Seeded random tensors for any layout: well-conditioned, never silent, never clipped."""
 
 import math
 import zlib
@@ -77,10 +76,8 @@ def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, eos_after: in
     A talker code is a pair (step, word): the next step follows the present one in a fixed cycle, the word follows the
     text embedding of this frame, which takes one of TEXT_CLASSES values (token id modulo that). Each later code is a
     permutation of the one before it. Attention and MLPs still add their part, but a small one. Runs that differ in
-    summation order therefore agree code for code, and runs fed other text do not.
-
-    `eos_after`: end-of-speech wins once that many steps of the cycle have passed since the prompt (at least 2). Raises
-    CheckpointError for a smaller value."""
+    summation order therefore agree code for code, and runs fed other text do not. eos_after: end-of-speech wins once
+    that many steps of the cycle have passed since the prompt. Raises CheckpointError for less than 2."""
     if eos_after is not None and eos_after < 2:
         raise CheckpointError(f"eos_after must be at least 2 frames (upstream forbids earlier ends), found {eos_after}")
     generator = _generator("margins", 0)
