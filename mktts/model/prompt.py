@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 Layout = Literal["whole", "streaming"]
 _ROWS_AT_ONCE = 4_096  # of the text table
 _PAGE_BYTES = 4096  # the smallest page of any system: reading more than one value of a larger one does no harm
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numbers of so many bytes, which numpy has
 _HEADS = 64  # instruction and speaker of prompts, kept: 0.7 MB for 300 rows of instruction
 
 
@@ -373,8 +372,8 @@ def language_tags(ids: CodecIds, language: int | None) -> list[int]:
 
 
 def numbers(table: Tensor) -> np.ndarray:
-    """The memory of a table on the CPU, each value as a whole number of the same bits: numpy has no bfloat16."""
-    return table.view(_WHOLE[table.itemsize]).numpy()
+    """The memory of a table (V, E) on the CPU, a row each, in bytes: numpy has no bfloat16."""
+    return table.view(torch.uint8).numpy()
 
 
 def gather(table: np.ndarray, ids: Sequence[int], out: np.ndarray) -> None:
