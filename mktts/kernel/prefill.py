@@ -66,7 +66,7 @@ class Prefill:
     Keys and values of prefixes are kept by `Prompt.prefix_key`; the least recently used ones go first when they take
     more than `max_bytes` of device memory."""
 
-    max_bytes = 64 << 20
+    capacity, max_bytes = CAPACITY, 64 << 20
 
     def __init__(self, stack: Stack) -> None:
         """A TapeStack takes the passes of up to ROWS rows at the first MOST_POSITIONS positions as they are, which then
