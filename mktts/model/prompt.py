@@ -114,7 +114,6 @@ class PromptBuilder:
         self._projection = [(get(f"{projection}{n}.weight"), get(f"{projection}{n}.bias")) for n in (1, 2)]
         self._codec_tables = [get(name) for name in CODE_EMBEDDINGS]
         self._heads: OrderedDict[Hashable, Tensor] = OrderedDict()
-        self._codec_kept: dict[tuple[int, ...], Tensor] = {}
         self._newline = tokenizer.encode("\n")
         if len(self._newline) != 1:
             raise PromptError(f'the tokenizer must encode "\\n" as one token, it gives {self._newline}')
@@ -229,10 +228,8 @@ class PromptBuilder:
     # ---- parts
 
     def _codec_rows(self, *ids: int) -> Tensor:
-        """Rows of tags, speakers and special ids: a few dozen in all, so they are kept."""
-        if ids not in self._codec_kept:
-            self._codec_kept[ids] = self._codec_tables[0][torch.tensor(ids, device=self.device)]
-        return self._codec_kept[ids]
+        """Rows of tags, speakers and special ids, taken one by one: a GPU would wait for an index that is uploaded."""
+        return torch.stack([self._codec_tables[0][id_] for id_ in ids])
 
     def _language_id(self, request: Request) -> int | None:
         dialect = self.config.dialects.get(request.speaker, False) if request.speaker else False
