@@ -83,9 +83,8 @@ class Shape:
     @property
     def defines(self) -> dict[str, int]:
         t, p = self.talker, self.predictor
-        sizes = {"T": t, "P": p}
         defines = {"NQ": t.num_attention_heads, "NKV": t.num_key_value_heads, "HD": t.head_dim, "CTAS": self.blocks}
-        for name, stack in sizes.items():
+        for name, stack in (("T", t), ("P", p)):
             defines |= {
                 f"{name}_H": stack.hidden_size,
                 f"{name}_F": stack.intermediate_size,

@@ -66,7 +66,7 @@ class Prefill:
     Keys and values of prefixes are kept by `Prompt.prefix_key`; the least recently used ones go first when they take
     more than `max_bytes` of device memory."""
 
-    max_bytes = 64 << 20
+    capacity, max_bytes = CAPACITY, 64 << 20
 
     def __init__(self, stack: Stack) -> None:
         """A TapeStack takes the passes of up to ROWS rows at the first MOST_POSITIONS positions as they are, which then
@@ -76,6 +76,7 @@ class Prefill:
         self._kv = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
         self.device = self._kv.device
         self.graphs = self.device.type == "cuda"
+        self._there = torch.cuda.device(self.device) if self.graphs else contextlib.nullcontext()
         self.length = 0  # positions that are filled
         self._input = torch.zeros(ROW_BUCKETS[-1], c.hidden_size, dtype=stack.dtype, device=self.device)
         self._hidden = torch.zeros(c.hidden_size, dtype=stack.dtype, device=self.device)
@@ -105,7 +106,7 @@ class Prefill:
     def run(self, rows: Tensor, past: int = 0) -> Tensor:
         """Prefills `rows` (L, H) behind the `past` filled positions, up to the capacity; returns the normed hidden
         state (H,) of the last row, and waits for nothing. A restored prefix gives the bits of one just made."""
-        with self._on_device():
+        with self._there:
             for piece in rows.split(ROW_BUCKETS[-1]):
                 self._advance(piece, past)
                 past += len(piece)
@@ -113,15 +114,9 @@ class Prefill:
         return self._hidden.clone()
 
     @torch.inference_mode()
-    def restore(self, kept: Tensor) -> None:
-        """Makes the first positions those of `kept`, a copy of `keys_values`, and them the only filled ones."""
-        self.length = kept.shape[3]
-        self.keys_values.copy_(kept)
-
-    @torch.inference_mode()
     def warm_up(self) -> None:
         """Captures every graph that a prompt can need."""
-        with self._on_device():
+        with self._there:
             self._past.fill_(0)
             self._end.fill_(1)
             # The largest first, so that the others fit into the working memory it took.
@@ -165,7 +160,7 @@ class Prefill:
             return hidden
         past = 0 if kept is None else kept.shape[3]
         if past:
-            self.restore(kept)
+            self._kv[:, :, :, :past].copy_(kept)
         hidden = self.run(rows[past:], past)
         copy_into_cache(self.keys_values, kv)
         return hidden
@@ -184,9 +179,6 @@ class Prefill:
             while self.prefix_bytes > self.max_bytes:
                 self.prefix_bytes -= self._prefixes.popitem(last=False)[1].nbytes
         return kept
-
-    def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _advance(self, rows: Tensor, past: int) -> None:
         end = past + len(rows)

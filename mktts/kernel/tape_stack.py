@@ -36,10 +36,10 @@ class RowsParams(ctypes.Structure):
 
 
 class UnpackParams(ctypes.Structure):
-    """csrc/unpack.cu, struct Unpack."""
+    """csrc/unpack.cu, struct Unpack, whose `out` is `o` here as in LayerWeights."""
 
     _fields_ = [("tape", ctypes.c_void_p), ("block_bytes", ctypes.c_ulonglong)] + [
-        (name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")
+        (name, ctypes.c_void_p) for name in ("qkv", "o", "gate_up", "down")
     ]
 
 
@@ -72,8 +72,7 @@ class TapeStack(Stack):
 
     def layer_weights(self, index: int) -> LayerWeights:
         parameters = UnpackParams(block_bytes=self._tape.stride(0) * self._tape.itemsize)
-        named = {"out" if name == "o" else name: matrix for name, matrix in self._room.items()}
-        fill_pointers(parameters, {"tape": self._tape[0, index], **named})
+        fill_pointers(parameters, {"tape": self._tape[0, index], **self._room})
         self._launch("mktts_unpack", (len(self._tape), _SHARES), parameters)
         return self._layers[index]
 

@@ -46,7 +46,8 @@ class TorchStream:
 
     def copy(self) -> TorchStream:
         generator = None if self.generator is None else self.generator.clone_state()
-        return replace(self, cache=self.cache.copy(), seen=self.seen.clone(), generator=generator)
+        cache = replace(self.cache, memory=self.cache.memory.clone())
+        return replace(self, cache=cache, seen=self.seen.clone(), generator=generator)
 
 
 _FAILED = -1  # code 0 where the model gave no number

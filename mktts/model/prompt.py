@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 Layout = Literal["whole", "streaming"]
 _ROWS_AT_ONCE = 4_096  # of the text table
 _PAGE_BYTES = 4096  # the smallest page of any system: reading more than one value of a larger one does no harm
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numbers of so many bytes, which numpy has
 _HEADS = 64  # instruction and speaker of prompts, kept: 0.7 MB for 300 rows of instruction
 
 
@@ -115,7 +114,6 @@ class PromptBuilder:
         self._projection = [(get(f"{projection}{n}.weight"), get(f"{projection}{n}.bias")) for n in (1, 2)]
         self._codec_tables = [get(name) for name in CODE_EMBEDDINGS]
         self._heads: OrderedDict[Hashable, Tensor] = OrderedDict()
-        self._codec_kept: dict[tuple[int, ...], Tensor] = {}
         self._newline = tokenizer.encode("\n")
         if len(self._newline) != 1:
             raise PromptError(f'the tokenizer must encode "\\n" as one token, it gives {self._newline}')
@@ -230,10 +228,8 @@ class PromptBuilder:
     # ---- parts
 
     def _codec_rows(self, *ids: int) -> Tensor:
-        """Rows of tags, speakers and special ids: a few dozen in all, so they are kept."""
-        if ids not in self._codec_kept:
-            self._codec_kept[ids] = self._codec_tables[0][torch.tensor(ids, device=self.device)]
-        return self._codec_kept[ids]
+        """Rows of tags, speakers and special ids, taken one by one: a GPU would wait for an index that is uploaded."""
+        return torch.stack([self._codec_tables[0][id_] for id_ in ids])
 
     def _language_id(self, request: Request) -> int | None:
         dialect = self.config.dialects.get(request.speaker, False) if request.speaker else False
@@ -373,8 +369,8 @@ def language_tags(ids: CodecIds, language: int | None) -> list[int]:
 
 
 def numbers(table: Tensor) -> np.ndarray:
-    """The memory of a table on the CPU, each value as a whole number of the same bits: numpy has no bfloat16."""
-    return table.view(_WHOLE[table.itemsize]).numpy()
+    """The memory of a table (V, E) on the CPU, a row each, in bytes: numpy has no bfloat16."""
+    return table.view(torch.uint8).numpy()
 
 
 def gather(table: np.ndarray, ids: Sequence[int], out: np.ndarray) -> None:

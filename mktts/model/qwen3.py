@@ -7,7 +7,6 @@ Talker M-RoPE has equal temporal, height and width positions, so it is ordinary 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -157,9 +156,6 @@ class KVCache:
     limit: int
     length: int = 0
 
-    def copy(self) -> KVCache:
-        return KVCache(self.memory.clone(), self.limit, self.length)
-
     def places(self, count: int) -> list[Place]:
         """Where every layer writes `count` more rows of each stream. Raises CapacityError when the cache is full."""
         past, end = self.length, self.length + count
@@ -177,8 +173,9 @@ class KVCache:
         return [Place(past, count, *views) for views in zip(new, keys, values, strict=True)]
 
 
-class Stack(ABC):
-    """The arithmetic of one decoder stack, wherever its weights are."""
+class Stack:
+    """The arithmetic of one decoder stack, wherever its weights are: `layer_weights` gives a layer's, fused, on the
+    device, until the next call."""
 
     def __init__(self, config: StackConfig, norm: Tensor) -> None:
         """`norm` (H,): the weight of the final norm; its device and dtype are the stack's."""
@@ -186,10 +183,6 @@ class Stack(ABC):
         self.norm = norm
         self.device, self.dtype = norm.device, norm.dtype
         self._inverse_frequency = inverse_frequency(config.head_dim, config.rope_theta).to(norm.device)
-
-    @abstractmethod
-    def layer_weights(self, index: int) -> LayerWeights:
-        """Fused weights of a layer, on the device. Their matrices may be overwritten by the next call."""
 
     def rotary(self, positions: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the first positions, (positions, head_dim) each."""
@@ -215,7 +208,7 @@ class Qwen3Stack(Stack):
         self._table = self._turn_table(NUM_CODEBOOKS)
 
     def layer_weights(self, index: int) -> LayerWeights:
-        """As `Stack.layer_weights`; the layer is fused in place. Sums may then be ordered otherwise: in fp32 on the CPU
+        """Those of a layer, which is fused in place. Sums may then be ordered otherwise: in fp32 on the CPU
         results stay within 1e-5 of the separate products'."""
         if self.layers[index].qkv is None:
             self.layers[index] = self.layers[index].fused()

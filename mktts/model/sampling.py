@@ -71,17 +71,16 @@ class Choice:
         object.__setattr__(self, "top_p", float(self.top_p))
 
 
-def _places(prefixes: Mapping[str, str], renamed: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Name of a setting -> (part of `Sampling`, field of `Choice`), for a prefix of each part's names."""
+def _places(predictor: str, **renamed: str) -> dict[str, tuple[str, str]]:
+    """Name of a setting -> (part of `Sampling`, field of `Choice`). predictor: before the names of its settings."""
+    prefixes = {"talker": "", "predictor": predictor}
     places = {prefix + f.name: (part, f.name) for part, prefix in prefixes.items() for f in fields(Choice)}
     return {renamed.get(name, name): place for name, place in places.items()}
 
 
 # Names in generation_config.json and of qwen-tts; names in a request, where `greedy` is the opposite of `do_sample`.
-_UPSTREAM = _places({"talker": "", "predictor": "subtalker_"}, {"subtalker_do_sample": "subtalker_dosample"})
-_FLAT = _places(
-    {"talker": "", "predictor": "predictor_"}, {"do_sample": "greedy", "predictor_do_sample": "predictor_greedy"}
-)
+_UPSTREAM = _places("subtalker_", subtalker_do_sample="subtalker_dosample")
+_FLAT = _places("predictor_", do_sample="greedy", predictor_do_sample="predictor_greedy")
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,7 @@ class PagedMemory:
             ) from error
         self.table = torch.full(book.table.shape, NO_OWNER, dtype=torch.int32, device=device)
         self._book, self._device = book, device
-
-    @property
-    def positions(self) -> int:
-        """Rows that the table has room for, of one slot."""
-        return self.table.shape[1] * PAGE_ROWS
+        self.positions = self.table.shape[1] * PAGE_ROWS  # that it has room for, of one slot
 
     def push(self) -> None:
         """Queues the copies, then what changed in the table."""

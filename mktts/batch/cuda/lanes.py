@@ -122,10 +122,10 @@ class CudaLanes:
         with (
             announced("mktts: loading the batch engine's kernels (a new one is compiled, once)"),
             torch.cuda.stream(self._stream),
+            compiling(_THREADS),
         ):
-            with compiling(_THREADS):
-                for bucket in buckets:
-                    bucket.run()
+            for bucket in buckets:
+                bucket.run()
         with announced(f"mktts: recording {len(buckets)} CUDA graphs of the batch engine"):
             for bucket in buckets:
                 self._record(bucket)
@@ -292,8 +292,9 @@ def cuda_lanes(
     left = free - each.slot * (slots + 1) if settings.memory_bytes is None else settings.memory_bytes
     pages = left // each.page
     if pages < 2:
+        needed = each.slot * (slots + 1) + 2 * each.page + each.tick
         raise CapacityError(
-            f"the batch engine needs {each.bytes(slots, 2) >> 20} MiB for {slots} streams and one page of keys and "
+            f"the batch engine needs {needed >> 20} MiB for {slots} streams and one page of keys and "
             f"values, {max(free, 0) >> 20} MiB can be had: lower BatchSettings(max_streams=...), or free the device"
         )
     codec = CudaCodec(lambda: decoder, slots + 1, settings.codec)

@@ -110,10 +110,6 @@ class LaneMemory:
         self.slot = space_bytes(slot_shapes(config, 1)) + 4 * -(-positions // PAGE_ROWS) + codec_state
         self.tick = space + widest * dtype.itemsize
 
-    def bytes(self, slots: int, pages: int) -> int:
-        """Bytes for so many streams, with the slot for padding, and pages."""
-        return self.slot * (slots + 1) + self.page * pages + self.tick
-
 
 def _widest(stack: StackConfig) -> int:
     """Values a row that lie between two products at once: gate and up, and what becomes of them."""

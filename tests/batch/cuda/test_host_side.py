@@ -75,7 +75,6 @@ def test_what_a_page_and_a_slot_take(tiny):
     numbers, table = 3 * 4, 2 * 4
     assert memory.slot == numbers + talker.vocab_size + 4 * talker.hidden_size + table + 1_000
     assert memory.tick > space_bytes(space_shapes(tiny.config, torch.bfloat16, 8, 16, 8))
-    assert memory.bytes(5, 7) == 6 * memory.slot + 7 * memory.page + memory.tick
 
 
 # ---- products

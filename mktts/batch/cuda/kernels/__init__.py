@@ -24,7 +24,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         return
     # Triton knows a kernel only when its compilation is over, which is at the end of `compiling`: until then it would
     # hash source, signature and options again for each of the 36 000 launches of all buckets, of some hundred kernels.
-    binary = id(kernel), *map(_kind, args), *options, *map(_kind_of_option, options.values())
+    constants = ((name, type(value), value) for name, value in options.items())
+    binary = id(kernel), *map(_kind, args), *constants
     if binary not in asked:
         kernel.warmup(*args, grid=grid, **options)
         asked.add(binary)
@@ -56,9 +57,4 @@ def _kind(value: Any) -> Hashable:
         return value.base.dtype, *block, getattr(value, "padding", None)
     if type(value) is int:
         return value.bit_length() // 32, value == 1, value % 16 == 0
-    return _kind_of_option(value)
-
-
-def _kind_of_option(value: Any) -> Hashable:
-    """Options are constants of a binary."""
     return type(value), value

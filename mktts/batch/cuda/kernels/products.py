@@ -156,25 +156,20 @@ class FixedOrderProducts(CublasProducts):
         self._limit, self._described = properties.shared_memory_per_block_optin, properties.major >= 9
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = x.new_empty(len(x), weight.shape[0])
-        self._product(Kind.LINEAR, x, weight, out, bias)
-        return out
+        return self._product(Kind.LINEAR, x, weight, x.new_empty(len(x), weight.shape[0]), bias)
 
     def gated(self, x: Tensor, weight: Tensor) -> Tensor:
-        out = x.new_empty(len(x), weight.shape[0] // 2)
-        self._product(Kind.GATED, x, weight, out)
-        return out
+        return self._product(Kind.GATED, x, weight, x.new_empty(len(x), weight.shape[0] // 2))
 
     def add_norm(self, x: Tensor, h: Tensor, weight: Tensor, norm: Tensor, out: Tensor, eps: float) -> None:
         plan = plan_of(Kind.JOINED, *weight.shape, x.element_size(), self._limit)
         parts = plan.parts if plan.tile(len(x)).split else 1
-        delta = x.new_empty(parts, *x.shape, dtype=torch.float32)
-        self._product(Kind.JOINED, h, weight, delta)
+        delta = self._product(Kind.JOINED, h, weight, x.new_empty(parts, *x.shape, dtype=torch.float32))
         sizes = {"N": x.shape[1], "PARTS": plan.parts, "num_warps": 4}
         launch(add_parts_norm, (len(x),), x, delta, norm, out, eps, len(x), parts, **sizes)
 
-    def _product(self, kind: Kind, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-        """`out`: (..., R, N) contiguous, with each part by itself where the tile is split."""
+    def _product(self, kind: Kind, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns `out` (..., R, N), contiguous, with each part by itself where the tile is split."""
         count, columns, depth = x.shape[0], out.shape[-1], x.shape[1]
         plan = plan_of(kind, columns, depth, x.element_size(), self._limit)
         tile = plan.tile(count).fitted(kind, x.element_size(), self._limit)
@@ -186,6 +181,7 @@ class FixedOrderProducts(CublasProducts):
             GATED=kind is Kind.GATED, TURNED=tile.turned, BIASED=bias is not None, DESCRIBED=self._described,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
+        return out
 
     def _operand(self, matrix: Tensor, rows: int, depth: int) -> TensorDescriptor | Tensor:
         """The matrix as the kernel reads it, by blocks of (rows, depth)."""
