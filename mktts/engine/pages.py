@@ -45,7 +45,7 @@ class Pages:
     ) -> None:
         """`pages`: with page 0. `rows_per_slot`: the most one stream may declare. `max_kept`: pages that prefixes may
         hold; None takes an eighth of all, 256 at most. Raises CapacityError where not even one stream could open."""
-        self.page_rows, self.slots = page_rows, slots
+        self.page_rows = page_rows
         self.rows_per_slot = min(rows_per_slot, (pages - 1) * page_rows)
         if min(page_rows, slots, self.rows_per_slot) < 1:
             raise CapacityError(

@@ -303,7 +303,6 @@ class StreamTable:
     """
 
     def __init__(self, slots: int) -> None:
-        self.slots = slots
         self.open, self.paced, self.text_known, self.full, self.resumed = np.zeros((5, slots), bool)
         self._counts = np.zeros((6, slots), np.int64)
         self.prompt_rows, self.context_rows, self.frames_made, self.frames_taken = self._counts[:4]

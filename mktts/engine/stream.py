@@ -292,7 +292,7 @@ class Utterance:
         self.end(None)
 
     def end(self, reason: FinishReason | None) -> None:
-        """Releases what it was made with and ends the queue of chunks."""
+        """Releases what it was made with and ends the queue of chunks. No effect on one that is over."""
         if not self.open:
             return
         self._reason = reason
