@@ -25,6 +25,7 @@ HELD_S = 10.0  # a fed text may pause for some seconds, and others wait for its 
 _MOST_WAITING = 1_024
 _WINDOW_S = 5.0  # over which ticks are compared with those of the measurement
 _LATE_SHARE = 0.001  # of the frames of a window, one late in twelve utterances: more say that it does not keep up
+_MEAN_ROWS, _MEAN_S = 32.0, 7.0  # of a prompt, and of an utterance, in the load benchmark
 _SLOWER, _AGAIN = 1.15, 1.1  # times what was measured: ticks that lower the capacity, and that raise it again
 
 
@@ -248,9 +249,5 @@ def refusal(reason: Reason, open_streams: int, most: float) -> BusyError:
 
 
 def measured_streams(frame_s: float, row_s: float, margin: float) -> float:
-    """Listeners whose frames (`frame_s` each) and prompts (`row_s` a row) are made in time, in this `margin` of it:
-    utterances of 7 s on average with prompts of 32 rows, as in the load benchmark."""
+    """Listeners whose frames (`frame_s` each) and prompts (`row_s` a row) are made in time, in this `margin` of it."""
     return margin / (frame_s / FRAME_S + row_s * _MEAN_ROWS / _MEAN_S)
-
-
-_MEAN_ROWS, _MEAN_S = 32.0, 7.0

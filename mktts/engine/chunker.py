@@ -31,11 +31,6 @@ class Chunker:
         self.prefill_ms = self.talker_ms = self.predictor_ms = self.codec_ms = 0.0  # since the last chunk
 
     @property
-    def next_frames(self) -> int:
-        """Frames of the chunk that is being made, the silent lead before it included."""
-        return self.pending_frames + self.missing_frames
-
-    @property
     def missing_frames(self) -> int:
         """Frames that make the next chunk whole."""
         wanted = self._schedule[min(self._chunks + len(self.decoding), len(self._schedule) - 1)]

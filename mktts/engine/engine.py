@@ -112,8 +112,7 @@ class Engine:
         """More text of a stream that has begun with a `FedScript`; without effect where it is over."""
         script = utterance.script
         if texts and script is not None:
-            for text in texts:
-                script.feed(text)
+            script.feed(*texts)
             utterance.update()
 
     def _check(self, sampling: Sampling | None = None) -> None:

@@ -58,14 +58,12 @@ def play(ready_ms: Sequence[float], samples: Sequence[int]) -> Playback:
     return Playback(starts_ms, sum(late > 0 for late in late_ms), sum(late_ms), prebuffer_ms)
 
 
+@dataclass(slots=True)
 class Player:
     """A listener's player, which starts with the first PCM and plays in real time, by times of one clock that are
     given. dry_s: when all PCM so far has been played; None before the first."""
 
-    __slots__ = ("dry_s",)
-
-    def __init__(self) -> None:
-        self.dry_s: float | None = None
+    dry_s: float | None = None
 
     def play(self, now_s: float, duration_s: float) -> tuple[float, float]:
         """PCM of so many seconds is there at `now_s`. Returns when it begins to sound, and for how many seconds the

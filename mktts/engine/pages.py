@@ -45,7 +45,7 @@ class Pages:
     ) -> None:
         """`pages`: with page 0. `rows_per_slot`: the most one stream may declare. `max_kept`: pages that prefixes may
         hold; None takes an eighth of all, 256 at most. Raises CapacityError where not even one stream could open."""
-        self.page_rows, self.slots = page_rows, slots
+        self.page_rows = page_rows
         self.rows_per_slot = min(rows_per_slot, (pages - 1) * page_rows)
         if min(page_rows, slots, self.rows_per_slot) < 1:
             raise CapacityError(
@@ -165,11 +165,9 @@ class Pages:
         idle: set[int] = set()
         needed: set[int] = set()
         for key, kept in self._kept.items():
-            (needed if key == but or self._in_use(kept) else idle).update(kept.pages)
+            in_use = any(self._users[page] for page in kept.pages)
+            (needed if key == but or in_use else idle).update(kept.pages)
         return idle - needed
-
-    def _in_use(self, kept: KeptPrefix) -> bool:
-        return any(self._users[page] for page in kept.pages)
 
     def _drop(self, key: Hashable) -> None:
         for page in reversed(self._kept.pop(key).pages):
@@ -179,7 +177,7 @@ class Pages:
     def _forget_one(self, but: Hashable | None = None) -> bool:
         """Lets the prefix go that was used longest ago, of those without a user; False: there is none."""
         for key, kept in self._kept.items():
-            if key != but and not self._in_use(kept):
+            if key != but and not any(self._users[page] for page in kept.pages):
                 self._drop(key)
                 return True
         return False

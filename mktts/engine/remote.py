@@ -37,7 +37,6 @@ _TOLD_S = 0.01  # what consumers have taken is told together: the engine plans t
 _END_S = 10.0  # for the other process to go
 _DEAD_S = 0.5  # until the system says that it is dead
 _STATE_S = 0.1  # between two states of the engine that are told
-_CLOSED = "the synthesizer is closed: load another one"
 _PROGRAM = (
     "import sys; from mktts import Synthesizer; from mktts.engine.remote import run_child; "
     "run_child(int(sys.argv[1]), Synthesizer.load)"
@@ -149,7 +148,7 @@ class RemoteEngine:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise self._death() if self.gone else EngineError(_CLOSED)
+            raise self._end()
 
     # ---- the wire
 
@@ -157,7 +156,7 @@ class RemoteEngine:
         try:
             self._wire.send((method, arguments, number))
         except OSError:
-            raise self._death() from None
+            raise self._end() from None
 
     def _call(self, method: str, *arguments: Any) -> Any:
         number, reply = next(self._numbers), Future()
@@ -201,17 +200,20 @@ class RemoteEngine:
             self.gone, self.closed = not self.closed, True
         self._inbox.put(None)
         for utterance in list(self._utterances.values()):
-            utterance.fail(self._death()) if self.gone else utterance.cancel()
+            utterance.fail(self._end()) if self.gone else utterance.cancel()
         self._utterances.clear()
         for reply in self._replies.values():
-            reply.set_exception(self._death() if self.gone else EngineError(_CLOSED))
+            reply.set_exception(self._end())
         self._notifier.flush()
         if self.gone:
-            _LOG.error("%s", self._death())
+            _LOG.error("%s", self._end())
             if self.on_gone is not None:
                 self.on_gone()
 
-    def _death(self) -> EngineError:
+    def _end(self) -> EngineError:
+        """Why nothing can be asked any more."""
+        if self.closed and not self.gone:
+            return EngineError("the synthesizer is closed: load another one")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_DEAD_S)
         status = self._process.returncode

@@ -334,7 +334,7 @@ class Runner:
     def _flush(self, slot: int, stream: Utterance, now_s: float) -> None:
         stream.flush()
         if stream.open:
-            self._table.chunk(slot, stream.made_frames, stream.chunker.next_frames)
+            self._table.chunk(slot, stream.made_frames, stream.chunker.pending_frames + stream.chunker.missing_frames)
             self._table.pause(slot, stream.silent_s, now_s)
 
     def _leave(self, slot: int) -> None:
@@ -483,6 +483,8 @@ class Runner:
                 stream.fail(no_number())
                 continue
             stream.late_s += float(late_s[index])
+            stream.chunker.talker_ms += talker_ms
+            stream.chunker.predictor_ms += predictor_ms
             # A copy of its own: the stream's codes may be kept for long, and should not keep the whole tick's.
             codes = None if ended else made.codes[index].copy()
             pcm = None
@@ -490,13 +492,13 @@ class Runner:
                 pcm = bytearray(made.pcm[index]), None if pcm16 is None else pcm16[index]
             before = stream.made_frames
             try:
-                stream.add_frame(codes, pcm, talker_ms, predictor_ms, ahead and before > 0)
+                stream.add_frame(codes, pcm, ahead and before > 0)
             except BaseException as error:  # whatever it is belongs to this stream; the worker and the others go on
                 stream.fail(error)
             if not stream.open:
                 continue
             if stream.made_frames != before or not before:
-                table.chunk(slot, stream.made_frames, stream.chunker.next_frames)
+                table.chunk(slot, stream.made_frames, stream.chunker.pending_frames + stream.chunker.missing_frames)
             if ended:
                 if self._pages is not None:
                     self._pages.close(slot)

@@ -20,6 +20,8 @@ import numpy as np
 from mktts.engine.options import SCHEDULE, TOGETHER_SCHEDULE
 from mktts.spec import FRAME_RATE_HZ
 
+_CONTEXT_UNIT_ROWS = 100
+
 
 class Piece(NamedTuple):
     """`rows` of the prompt in `slot` that enter together, from position `start` on; `last`: its first frame is made in
@@ -57,9 +59,6 @@ class Tick:
     @property
     def rows(self) -> int:
         return sum(piece.rows for piece in self.pieces)
-
-
-_CONTEXT_UNIT_ROWS = 100
 
 
 @dataclass(frozen=True)
@@ -304,7 +303,6 @@ class StreamTable:
     """
 
     def __init__(self, slots: int) -> None:
-        self.slots = slots
         self.open, self.paced, self.text_known, self.full, self.resumed = np.zeros((5, slots), bool)
         self._counts = np.zeros((6, slots), np.int64)
         self.prompt_rows, self.context_rows, self.frames_made, self.frames_taken = self._counts[:4]
@@ -348,7 +346,7 @@ class StreamTable:
             self.playing_since_s[slot] = played_s + paused_s
 
     def chunk(self, slot: int, start: int, frames: int) -> None:
-        """The chunk that is being made has so many frames, from frame `start` of the stream on."""
+        """The chunk being made has so many frames, a silent lead included, from frame `start` of the stream on."""
         self.chunk_start[slot], self.chunk_end[slot] = start, start + frames
 
     def read(self, slots: np.ndarray, taken: np.ndarray, now_s: float) -> None:
@@ -479,15 +477,8 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     old = able[speaking[:count]]
     lanes = np.concatenate((np.array(new, np.int64), old))
     context_rows = int(table.context_rows[old].sum()) + sum(piece.start + piece.rows for piece in pieces)
-    return Tick(
-        bucket=bucket,
-        lanes=lanes.astype(np.int32),
-        new_lanes=len(new),
-        frames=table.frames_made[lanes],
-        serials=table.serial[lanes],
-        pieces=tuple(pieces),
-        context_rows=context_rows,
-    )
+    frames, serials = table.frames_made[lanes], table.serial[lanes]
+    return Tick(bucket, lanes.astype(np.int32), len(new), frames, serials, tuple(pieces), context_rows)
 
 
 def lone_tick(table: StreamTable, slot: int, now_s: float) -> Tick:
@@ -496,15 +487,8 @@ def lone_tick(table: StreamTable, slot: int, now_s: float) -> Tick:
     lanes = np.array([slot], np.int32)
     context, rows = int(table.context_rows[slot]), int(table.prompt_rows[slot])
     pieces = (Piece(slot, context, rows, True),) if rows else ()
-    return Tick(
-        bucket=(1, rows),
-        lanes=lanes,
-        new_lanes=len(pieces),
-        frames=table.frames_made[lanes],
-        serials=table.serial[lanes],
-        pieces=pieces,
-        context_rows=context + rows,
-    )
+    frames, serials = table.frames_made[lanes], table.serial[lanes]
+    return Tick((1, rows), lanes, len(pieces), frames, serials, pieces, context + rows)
 
 
 def _row_budget(lanes: int, time_s: float, context_rows: float, model: TickModel, settings: TickSettings) -> int:

@@ -56,9 +56,6 @@ class Script:
         """Whether every segment has been handed out and no more text can come."""
         return self._finished and not self._parts
 
-    def update(self) -> None:
-        """Passes on what has been fed since the last call."""
-
 
 class FedScript(Script):
     """Text that is spoken while it is written: each segment is a prompt that waits for its text."""
@@ -75,10 +72,10 @@ class FedScript(Script):
         self._splitter = FeedSplitter(max_chars)
         self._written: Any | None = None  # the prompt that text goes to
 
-    def feed(self, piece: str | Pause | Request | None) -> None:
+    def feed(self, *pieces: str | Pause | Request | None) -> None:
         """More text, cleaned; a pause; a request, without text, that says how what follows is spoken; or None, where no
         more comes. Any thread."""
-        self._pieces.append(piece)
+        self._pieces.extend(pieces)
 
     def next_segment(self) -> tuple[Any | None, Voice | None, int | None]:
         if not self._parts:  # the prompt that text goes to has been spoken
@@ -87,6 +84,7 @@ class FedScript(Script):
         return super().next_segment()
 
     def update(self) -> None:
+        """Passes on what has been fed since the last call."""
         while self._pieces:
             piece = self._pieces.popleft()
             if isinstance(piece, str):

@@ -204,7 +204,8 @@ class Utterance:
     @property
     def has_rest(self) -> bool:
         """Whether there is something to hand on without another frame: sound, a pause, or the end."""
-        return self._spoken or bool(self.chunker.undecoded or self.chunker.decoding) or self._silent_samples > 0
+        spoken = self.segment is None and self.script.ended
+        return spoken or bool(self.chunker.undecoded or self.chunker.decoding) or self._silent_samples > 0
 
     def next_segment(self, positions: int) -> bool:
         """Whether the next segment's turn has come and its prompt is known; it is then `segment`. positions: that it
@@ -241,36 +242,24 @@ class Utterance:
         return self.segment is not None and self.segment.launched > self.segment.guard.frames
 
     def add_frame(
-        self,
-        codes: Tensor | np.ndarray | None,
-        pcm: tuple[bytearray, bytes | None] | None,
-        talker_ms: float,
-        predictor_ms: float,
-        ahead: bool,
+        self, codes: Tensor | np.ndarray | None, pcm: tuple[bytearray, bytes | None] | None, ahead: bool
     ) -> None:
         """Books a frame of the segment, codes (16,) int64 or None at end of speech, and delivers the chunk that it
         completes. pcm: its samples (1920,) float32, and the same in 16 bits, where that was made too; None where
         `submit` makes them. ahead: see `Chunker.take`."""
-        chunker, over = self.chunker, None
-        chunker.talker_ms += talker_ms
-        chunker.predictor_ms += predictor_ms
         if codes is None:
             self.segment = None
             over = "eos" if self.script.ended else None
         else:
             self.codes.append(codes)
-            chunker.undecoded.append(codes if pcm is None else pcm)
-            chunker.pending_frames += 1
+            self.chunker.undecoded.append(codes if pcm is None else pcm)
+            self.chunker.pending_frames += 1
             over = self.segment.guard.count(codes, self.segment.prompt.text_tokens)
         self._hand_on(over, over is not None, ahead and over is None)
 
     def flush(self) -> None:
         """Without input: the end, or the text has stopped for now, and the listener gets what there is."""
-        self._hand_on("eos" if self._spoken else None, True)
-
-    @property
-    def _spoken(self) -> bool:
-        return self.segment is None and self.script.ended
+        self._hand_on("eos" if self.segment is None and self.script.ended else None, True)
 
     def _hand_on(self, over: FinishReason | None, flush: bool, ahead: bool = False) -> None:
         """over: why it ends with the chunk that is there now."""
@@ -303,7 +292,7 @@ class Utterance:
         self.end(None)
 
     def end(self, reason: FinishReason | None) -> None:
-        """Releases what it was made with and ends the queue of chunks."""
+        """Releases what it was made with and ends the queue of chunks. No effect on one that is over."""
         if not self.open:
             return
         self._reason = reason

@@ -92,9 +92,10 @@ def read_table(path: Path) -> tuple[list[Sentence], dict[int, str]]:
         try:
             line = data.decode("utf-8").rstrip("\r")
             if kind == "tsv" and number == 1:
-                columns = [name.strip().lower() for name in line.split("\t")]
-                if twice := sorted({name for name in columns if columns.count(name) > 1}):
+                names = [name.strip().lower() for name in line.split("\t")]
+                if twice := sorted({name for name in names if names.count(name) > 1}):
                     raise SentencesError(f"column {twice[0]!r} stands twice: name each once")
+                columns = names
             elif line.strip():
                 sentence = _sentence(number, _cells(kind, number, line, columns))
                 key = unicodedata.normalize("NFC", sentence.id).casefold()  # file systems that see no difference
