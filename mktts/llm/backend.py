@@ -1,8 +1,7 @@
-"""The interface between a text model and `TextDecoder`; its oracle in plain PyTorch; and csrc/text.cu, one launch a
+"""What computes a text model's tokens for `TextDecoder`: plain PyTorch, the oracle; and csrc/text.cu, one launch a
 token, on a CUDA device in bfloat16. A backend owns weights; everything about one text lives in the state it returns, so
 any number of texts can take turns on one backend. One thread owns it."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,26 +33,6 @@ TextState = Any  # backend-specific dataclass: KV cache, position, newest token,
 After = tuple[TextState, int] | None  # an earlier text, and how many of its tokens a prompt begins with
 
 
-class TextBackend(ABC):
-    """One text model: embedding, stack, head."""
-
-    name: str
-    config: TextConfig
-
-    @abstractmethod
-    def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int, after: After = None) -> TextState:
-        """Prefills `prompt`, (L,) int64 ids, L >= 1, for up to `max_tokens` new tokens.
-
-        after: a state, which stays as it is, and how many of its tokens (its prompt, then what it made but for the
-        newest) the prompt begins with, 1 to L - 1: those are not computed again. Sums may be ordered otherwise then."""
-
-    @abstractmethod
-    def step(self, state: TextState, debug: Tensor | None = None) -> int:
-        """The next token's id, of at most `max_tokens`. Token i (0 for the first new one) is drawn with Philox's
-        counters for frame i and codebook 0, see mktts.model.sampling. debug: (V,) bf16 on the device, takes the
-        kernel's logits."""
-
-
 @dataclass
 class TorchTextState:
     """Everything one text owns. Overwrite `last` between steps to force a token (teacher forcing)."""
@@ -66,7 +45,7 @@ class TorchTextState:
     tokens: int = 0  # made so far; the next draw's frame
 
 
-class TorchTextBackend(TextBackend):
+class TorchTextBackend:
     """On CPU token for token what transformers' Qwen3ForCausalLM.generate gives, if greedy."""
 
     name = "torch"
@@ -87,6 +66,10 @@ class TorchTextBackend(TextBackend):
 
     @torch.inference_mode()
     def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int, after: After = None) -> TorchTextState:
+        """Prefills `prompt`, (L,) int64 ids, L >= 1, for up to `max_tokens` new tokens.
+
+        after: a state, which stays as it is, and how many of its tokens (its prompt, then what it made but for the
+        newest) the prompt begins with, 1 to L - 1: those are not computed again. Sums may be ordered otherwise then."""
         cache = self.stack.new_cache(len(prompt) + max_tokens)
         if after is not None:
             state, cache.length = after
@@ -96,7 +79,9 @@ class TorchTextBackend(TextBackend):
         return TorchTextState(cache, hidden[:, -1:], None, choice, seed)
 
     @torch.inference_mode()
-    def step(self, state: TorchTextState, debug: Tensor | None = None) -> int:
+    def step(self, state: TorchTextState) -> int:
+        """The next token's id, of at most `max_tokens`. Token i (0 for the first new one) is drawn with Philox's
+        counters for frame i and codebook 0, see mktts.model.sampling."""
         logits, noise = self.logits(state), None
         if state.choice.do_sample:
             (drawn,) = torch.from_numpy(gumbel(state.seed, state.tokens, range(1), len(logits)))
@@ -133,8 +118,9 @@ class TextKernelState:
     done: torch.cuda.Event | None = None  # the end of its newest launch; they never overlap
 
 
-class TextKernelBackend(TextBackend):
-    """Raises BackendUnavailable where the device, the compiler or the checkpoint's dimensions do not allow it."""
+class TextKernelBackend:
+    """As `TorchTextBackend`. Raises BackendUnavailable where the device, the compiler or the checkpoint's dimensions do
+    not allow it."""
 
     name = "megakernel"
 
@@ -182,6 +168,7 @@ class TextKernelBackend(TextBackend):
         return state
 
     def step(self, state: TextKernelState, debug: Tensor | None = None) -> int:
+        """debug: (V,) bf16 on the device, takes the logits."""
         params, words = state.params, state.out.numpy()
         params.debug_logits = None if debug is None else debug.data_ptr()
         stream = params.stream
@@ -194,3 +181,6 @@ class TextKernelBackend(TextBackend):
             raise self._launcher.failure()
         state.tokens, state.last = state.tokens + 1, int(words[STATUS_WORDS])
         return state.last
+
+
+TextBackend = TorchTextBackend | TextKernelBackend

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from mktts.errors import BackendUnavailable, CapacityError, EngineError, OptionsError, PromptError, TextError
-from mktts.llm.backend import TextBackend, TorchTextBackend
+from mktts.llm.backend import TorchTextBackend
 from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
 from mktts.llm.decoder import TextDecoder
 from mktts.model.sampling import Choice, distribution, gumbel
@@ -114,7 +114,7 @@ def test_wide_margins_make_greedy_tokens_independent_of_the_dtype():
     assert runs[0] == runs[1] and len(set(runs[0])) == 16
 
 
-class FakeBackend(TextBackend):
+class FakeBackend:
     """Gives `ids` one after the other, whatever the prompt."""
 
     def __init__(self, ids: Sequence[int], config: Any = None, name: str = "fake") -> None:
@@ -128,7 +128,7 @@ class FakeBackend(TextBackend):
         self.started.append((prompt.tolist(), choice, seed, max_tokens))
         return SimpleNamespace(tokens=0)
 
-    def step(self, state: SimpleNamespace, debug: Tensor | None = None) -> int:
+    def step(self, state: SimpleNamespace) -> int:
         self.calls += 1
         state.tokens += 1
         return self.ids[(state.tokens - 1) % len(self.ids)]
