@@ -140,12 +140,8 @@ class RemoteSource(SpeechSource):
                 "--voice NAME=FILE, and asked for by that name)"
             )
 
-    async def speak(self, text: str, style: Style) -> RemoteSpeech:
-        """Raises ConnectionLost, BusyError, EngineError and AccessError; the rest comes from the speech."""
-        return await self.open(style, text)
-
     async def open(self, style: Style, text: str | None = None) -> RemoteSpeech:
-        """As `SpeechSource.open`; raises as `speak`."""
+        """Raises ConnectionLost, BusyError, EngineError and AccessError; the rest comes from the speech."""
         fields = {
             "text": text,
             "language": style.language,

@@ -122,9 +122,9 @@ def speech_failed(error: Exception, context_id: str) -> SpeechFailedFrame:
 class SpokenText:
     """What a service has in hand between the text of a sentence, or of a turn, and the last of its audio.
 
-    words: when in its audio each is said. made_s: audio so far. over: nothing more comes out of it; text that still
-    arrives goes unspoken. cut_short: it ended before its text did. task: what takes the audio of a fed utterance, None
-    where `run_tts` does."""
+    words: when in its audio each is said. made_s: audio so far. finished: its text is complete. over: nothing more
+    comes out of it; text that still arrives goes unspoken. cut_short: it ended before its text did. task: what takes
+    the audio of a fed utterance, None where `run_tts` does."""
 
     def __init__(self, spoken: Callable[[str], str], sample_rate_hz: int) -> None:
         self.words = WordTimes(TextFeed(lambda name: None), spoken, sample_rate_hz)
@@ -135,7 +135,6 @@ class SpokenText:
         self.finished = False
         self.over = False
         self.cut_short = False
-        self._fed: Speech | None = None
         self._unsent: list[str] = []  # written before the speech was open
 
     def add_audio(self, duration_s: float, begin_s: float) -> None:
@@ -151,20 +150,22 @@ class SpokenText:
     def feed(self, text: str) -> None:
         """Raises as the source's `feed`."""
         self.words.feed(text)
-        if self._fed is None:
+        if self.speech is None:
             self._unsent.append(text)
         elif not self.over:
-            self._fed.feed(text)
+            self.speech.feed(text)
 
     def finish(self) -> None:
+        if self.finished:
+            return
         self.words.finish()
         self.finished = True
-        if self._fed is not None:
-            self._fed.finish()
+        if self.speech is not None:
+            self.speech.finish()
 
     def attach(self, speech: Speech) -> None:
         """From now on text goes straight into `speech`."""
-        self.speech = self._fed = speech
+        self.speech = speech
         for text in self._unsent:
             speech.feed(text)
         self._unsent.clear()
@@ -323,10 +324,11 @@ class MkttsTTSService(TTSService):
         async def speak() -> None:
             # Marks and symbols alone are nothing to say, and a model given nothing to say says something else.
             if any(map(str.isalnum, text)):
-                utterance.speech = await self._source.speak(text, self._settings.style)
+                utterance.speech = await self._source.open(self._settings.style, text)
             # While the first frame is made: when each word is heard, and Pipecat's count of characters.
-            utterance.feed(text)
-            utterance.finish()
+            utterance.words.feed(text)
+            utterance.words.finish()
+            utterance.finished = True
             await self.start_tts_usage_metrics(text)
 
         try:

@@ -123,12 +123,11 @@ class SpeechSocket:
             if begun:
                 await self._send("started", **about)
             try:
-                async with contextlib.aclosing(stream.chunks()) as chunks:
-                    async for chunk in chunks:
-                        if not begun:
-                            begun = True
-                            await self._send("started", **about)
-                        await self._send_chunk(stream, chunk)
+                async for chunk in stream.chunks():
+                    if not begun:
+                        begun = True
+                        await self._send("started", **about)
+                    await self._send_chunk(stream, chunk)
             except ApiError as error:  # what else is wrong the record holds
                 if error.code == "busy":
                     if not begun:
