@@ -17,21 +17,11 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from websockets.frames import CloseCode
 from websockets.protocol import State
 
+from mktts import errors
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import one_of
 from mktts.engine.options import FinishReason
-from mktts.errors import (
-    AccessError,
-    BusyError,
-    ConnectionLost,
-    EngineError,
-    MkttsError,
-    OptionsError,
-    PromptError,
-    SamplingError,
-    TextError,
-    VoiceError,
-)
+from mktts.errors import AccessError, BusyError, ConnectionLost, EngineError, MkttsError, OptionsError, TextError
 from mktts.pipecat.source import Speech, SpeechSource, Style
 from mktts.spec import SAMPLE_RATE_HZ, language_named
 from mktts.text.markup import MarkupFeed
@@ -43,19 +33,19 @@ _CLOSE_S = 1.0
 _MAX_HEALTH_BYTES = 1 << 20
 _SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 _ERRORS: dict[str, type[MkttsError]] = {
-    "busy": BusyError,
-    "stopping": ConnectionLost,
-    "bad_text": TextError,
-    "text_too_long": TextError,
-    "instruct_too_long": PromptError,
-    "idle": TextError,  # it stopped coming; the next utterance may do
-    "bad_prompt": PromptError,
-    "unknown_speaker": PromptError,
-    "bad_voice": VoiceError,
-    "bad_sampling": SamplingError,
-    "bad_option": OptionsError,
-    "duration_too_long": OptionsError,
-    "invalid_value": OptionsError,
+    "busy": errors.BusyError,
+    "stopping": errors.ConnectionLost,
+    "bad_text": errors.TextError,
+    "text_too_long": errors.TextError,
+    "instruct_too_long": errors.PromptError,
+    "idle": errors.TextError,  # it stopped coming; the next utterance may do
+    "bad_prompt": errors.PromptError,
+    "unknown_speaker": errors.PromptError,
+    "bad_voice": errors.VoiceError,
+    "bad_sampling": errors.SamplingError,
+    "bad_option": errors.OptionsError,
+    "duration_too_long": errors.OptionsError,
+    "invalid_value": errors.OptionsError,
 }  # codes of the server's errors; any other is a failure of the server
 
 
@@ -130,12 +120,12 @@ class RemoteSource(SpeechSource):
         """Raises PromptError for a voice or language that the server, once connected, is known not to have."""
         if not self._languages:
             return
-        one_of("language", language_named(style.language), self._languages, PromptError)
+        one_of("language", language_named(style.language), self._languages, errors.PromptError)
         if style.voice is None or self._aliases is None:
             return
         if style.voice.lower() not in (*self._speakers, *self._aliases):
             known = ", ".join(self._speakers) or f"none: a {self._model_type} checkpoint without saved voices"
-            raise PromptError(
+            raise errors.PromptError(
                 f"the server's voices are {known}; got {style.voice!r} (a saved voice is given to the server, "
                 "--voice NAME=FILE, and asked for by that name)"
             )
