@@ -10,7 +10,7 @@ def option(default: Any, text: str, *, name: str | None = None, metavar: str | N
     """A field of a settings dataclass that is a command-line option too.
 
     default: the field's. text: its help, to which a default that says something is added. name: of the option, where
-    it is not the field's with dashes. metavar: what the help calls the value, where not its type's."""
+    it is not the field's with dashes (and without `_s`, of seconds). metavar: what the help calls the value."""
     return dataclasses.field(default=default, metadata={"help": text, "name": name, "metavar": metavar})
 
 
@@ -21,7 +21,7 @@ def add_options(parser: Any, settings: type, *, unset: bool = False) -> None:
     A Literal becomes choices, a bool a switch with its opposite, and None is the default where the type has it."""
     hints = get_type_hints(settings)
     for field in _options(settings):
-        flag = field.metadata["name"] or f"--{field.name.replace('_', '-')}"
+        flag = field.metadata["name"] or f"--{field.name.removesuffix('_s').replace('_', '-')}"
         parser.add_argument(flag, dest=field.name, **_keywords(field, hints[field.name], unset))
 
 
@@ -44,4 +44,5 @@ def _keywords(field: dataclasses.Field, hint: Any, unset: bool) -> dict[str, Any
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction, "default": default, "help": text}
     kind = {"choices": get_args(hint)} if get_origin(hint) is Literal else {"type": hint}
-    return {**kind, "default": default, "help": text, "metavar": field.metadata["metavar"]}
+    metavar = field.metadata["metavar"] or ("S" if field.name.endswith("_s") else None)
+    return {**kind, "default": default, "help": text, "metavar": metavar}

@@ -43,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Serves the page until a signal; 0 after SIGTERM."""
+    from loguru import logger
+
     from mktts.agent.llm import close_shared_models
     from mktts.agent.web import create_server
     from mktts.pipecat import close_shared_synthesizers
@@ -57,7 +59,10 @@ def main(arguments: argparse.Namespace) -> int:
         **loading(arguments),
         **given(AgentSettings, arguments),
     )
-    _log_to_stderr(random_weights=settings.checkpoint.startswith("random:"))
+    # Of random weights every utterance is ended from outside: nothing to warn of.
+    levels = {"": "WARNING", "mktts.pipecat.service": "ERROR"} if settings.checkpoint.startswith("random:") else None
+    logger.remove()
+    logger.add(sys.stderr, level="WARNING", filter=levels)
     for line in settings.describe():
         print(line, file=sys.stderr if arguments.handshake else sys.stdout, flush=True)
     access = access_of(arguments)
@@ -81,12 +86,3 @@ def _end_with_stdin(server: Any) -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     server.should_exit = True
-
-
-def _log_to_stderr(*, random_weights: bool) -> None:
-    from loguru import logger
-
-    # Of random weights every utterance is ended from outside: nothing to warn of.
-    levels = {"": "WARNING", "mktts.pipecat.service": "ERROR"} if random_weights else None
-    logger.remove()
-    logger.add(sys.stderr, level="WARNING", filter=levels)

@@ -131,7 +131,7 @@ class RemoteSource(SpeechSource):
             )
 
     async def open(self, style: Style, text: str | None = None) -> RemoteSpeech:
-        """Raises ConnectionLost, BusyError, EngineError and AccessError; the rest comes from the speech."""
+        """Raises EngineError and AccessError; the rest comes from the speech."""
         fields = {
             "text": text,
             "language": style.language,
@@ -142,7 +142,10 @@ class RemoteSource(SpeechSource):
             **({} if style.sampling is None else style.sampling.flat()),
         }
         speech = RemoteSpeech(self, {key: value for key, value in fields.items() if value is not None})
-        await speech.begin()
+        try:
+            await speech.begin()
+        except (ConnectionLost, BusyError) as error:  # who waits for the first piece tries again
+            speech.fail(error)
         return speech
 
     async def take(self, speech: RemoteSpeech) -> ClientConnection:
@@ -241,12 +244,8 @@ class RemoteSpeech(Speech):
         self._send("start", **start)
 
     async def begin(self) -> None:
-        """Starts on a connection, and sends what was said already. Raises what the last try to find one raised."""
-        while not self._over and self._socket is None:
-            try:
-                self._socket = await self._source.take(self)
-            except (ConnectionLost, BusyError) as error:
-                await self._wait_after(error)
+        """Starts on a connection, and sends what was said already. Raises as `RemoteSource.take`."""
+        self._socket = await self._source.take(self)
         if self._over:  # meanwhile
             self._let_go()
             return
@@ -285,13 +284,16 @@ class RemoteSpeech(Speech):
         try:
             while not self._over:
                 try:
+                    if self._socket is None and self._error is None:
+                        await self.begin()
                     piece = await self._next()
                 except (ConnectionLost, BusyError) as error:
                     self._let_go()
-                    if self._heard:
+                    wait_s = None if self._heard else next(self._waits_s, None)
+                    if wait_s is None:
                         raise
-                    await self._wait_after(error)
-                    await self.begin()
+                    logger.warning(f"{error}; nothing was heard yet: trying again in {wait_s:g} s")
+                    await asyncio.sleep(wait_s)
                     continue
                 if not self._over:
                     if not self._heard:
@@ -354,14 +356,6 @@ class RemoteSpeech(Speech):
                     raise
             async with asyncio.timeout(silence_s):
                 pong = await socket.ping()
-
-    async def _wait_after(self, error: MkttsError) -> None:
-        """Waits before another try. Raises `error` where there is none."""
-        wait_s = next(self._waits_s, None)
-        if wait_s is None:
-            raise error
-        logger.warning(f"{error}; nothing was heard yet: trying again in {wait_s:g} s")
-        await asyncio.sleep(wait_s)
 
     def _send(self, type: str, **fields: Any) -> None:
         self._said.append(json.dumps({"type": type, **fields}))

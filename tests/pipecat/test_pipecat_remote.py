@@ -258,7 +258,7 @@ async def test_a_server_that_is_none_or_stops_is_an_error_at_the_start_and_the_p
         if health is None:
             await running.aclose()
             with pytest.raises(errors.EngineError, match=message):
-                await RemoteSource(url).open(Style(), "Hello.")
+                await taken(await RemoteSource(url).open(Style(), "Hello."))
         with pytest.raises(errors.EngineError, match=message):
             await RemoteSource(url).connect()
         tts = MkttsTTSService(source=RemoteSource(url))
