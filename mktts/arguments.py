@@ -21,8 +21,19 @@ def add_options(parser: Any, settings: type, *, unset: bool = False) -> None:
     A Literal becomes choices, a bool a switch with its opposite, and None is the default where the type has it."""
     hints = get_type_hints(settings)
     for field in _options(settings):
-        flag = field.metadata["name"] or f"--{field.name.removesuffix('_s').replace('_', '-')}"
-        parser.add_argument(flag, dest=field.name, **_keywords(field, hints[field.name], unset))
+        name, hint, default = field.name, hints[field.name], None if unset else field.default
+        text, flag, metavar = (field.metadata[key] for key in ("help", "name", "metavar"))
+        if get_origin(hint) in (Union, types.UnionType):
+            hint = next(part for part in get_args(hint) if part is not type(None))
+        if default is not None and "default" not in text:
+            text = f"{text} (default: %(default)s)"
+        if hint is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        else:
+            how = {"choices": get_args(hint)} if get_origin(hint) is Literal else {"type": hint}
+            how["metavar"] = metavar or ("S" if name.endswith("_s") else None)
+        flag = flag or f"--{name.removesuffix('_s').replace('_', '-')}"
+        parser.add_argument(flag, dest=name, default=default, help=text, **how)
 
 
 def given(settings: type, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -32,17 +43,3 @@ def given(settings: type, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _options(settings: type) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(settings) if "help" in field.metadata]
-
-
-def _keywords(field: dataclasses.Field, hint: Any, unset: bool) -> dict[str, Any]:
-    """What argparse is told of one field. hint: its type."""
-    text, default = field.metadata["help"], None if unset else field.default
-    if get_origin(hint) in (Union, types.UnionType):
-        hint = next(part for part in get_args(hint) if part is not type(None))
-    if default is not None and "default" not in text:
-        text = f"{text} (default: %(default)s)"
-    if hint is bool:
-        return {"action": argparse.BooleanOptionalAction, "default": default, "help": text}
-    kind = {"choices": get_args(hint)} if get_origin(hint) is Literal else {"type": hint}
-    metavar = field.metadata["metavar"] or ("S" if field.name.endswith("_s") else None)
-    return {**kind, "default": default, "help": text, "metavar": metavar}

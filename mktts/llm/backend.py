@@ -164,7 +164,7 @@ class TextKernelBackend:
         stream = params.stream
         stream.frame, stream.token = state.tokens, state.last
         stream.position = state.prompt_tokens + state.tokens - 1
-        words[:launch.STATUS_WORDS] = 0
+        words[: launch.STATUS_WORDS] = 0
         state.done = self._launcher.launch(params, self._tags_per_token, state.done)
         state.done.synchronize()
         if words[launch.MADE] != 1:

@@ -204,9 +204,8 @@ class MkttsTTSService(TTSService):
         checkpoint: As ``Synthesizer.load`` takes it: a folder, a Hub id, a name. With no source either, its default.
         source: Where the speech comes from, in place of a checkpoint.
         backend, device, dtype: Of the shared synthesizer.
-        options: Of every utterance of the shared synthesizer: chunk sizes, limits.
-        layout: Of its sentences' prompts: "streaming" speaks sooner than "whole", the default of CustomVoice
-            checkpoints, because no prompt is computed before the first frame.
+        options, layout: As ``LocalSource`` takes them. "streaming" speaks sooner than "whole", the default of
+            CustomVoice checkpoints.
         settings: Runtime-updatable settings.
         kwargs: Passed to the parent ``TTSService``, such as ``text_aggregation_mode``.
 
