@@ -18,17 +18,20 @@ def add_options(parser: Any, settings: type, *, unset: bool = False) -> None:
     """Adds an option for every field of `settings` that `option` made.
 
     parser: a parser or a group of one. unset: what is not given is None, and the help says what happens then.
-    A Literal becomes choices, a bool a switch with its opposite, and None is the default where the type has it."""
+    A Literal becomes choices, a bool a switch with its opposite, a tuple an option that may come again, and None is the
+    default where the type has it."""
     hints = get_type_hints(settings)
     for field in _options(settings):
         name, hint, default = field.name, hints[field.name], None if unset else field.default
         text, flag, metavar = (field.metadata[key] for key in ("help", "name", "metavar"))
         if get_origin(hint) in (Union, types.UnionType):
             hint = next(part for part in get_args(hint) if part is not type(None))
-        if default is not None and "default" not in text:
+        if default not in (None, ()) and "default" not in text:
             text = f"{text} (default: %(default)s)"
         if hint is bool:
             how = {"action": argparse.BooleanOptionalAction}
+        elif get_origin(hint) is tuple:
+            how, default = {"action": "append", "metavar": metavar}, [*default]
         else:
             how = {"choices": get_args(hint)} if get_origin(hint) is Literal else {"type": hint}
             how["metavar"] = metavar or ("S" if name.endswith("_s") else None)

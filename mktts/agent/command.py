@@ -12,7 +12,7 @@ from mktts.agent.settings import AgentSettings, from_environment
 from mktts.arguments import add_options, given
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.errors import AgentError
-from mktts.server.settings import Limits, access_of, add_address_arguments, listen, url_of
+from mktts.server.settings import Address, Limits, access_of, listen, url_of
 
 EXAMPLES = """examples:
   python -m mktts agent
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, checkpoint=None)
     talk = parser.add_argument_group("conversation")
     add_options(talk, AgentSettings, unset=True)
-    add_address_arguments(parser)
+    add_options(parser.add_argument_group("address"), Address)
     parser.add_argument(
         "--handshake", action="store_true", help="for programs: the address as JSON; ends with its standard input"
     )

@@ -84,21 +84,16 @@ class Limits:
         return max(1, int(self.max_duration_s * FRAME_RATE_HZ))
 
 
-def add_address_arguments(parser: argparse.ArgumentParser) -> None:
-    """--host, --port, --api-key-file, --allow-origin, --allow-host."""
-    where = parser.add_argument_group("address")
-    where.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine alone")
-    where.add_argument("--port", type=int, default=8000, help="0: a free one (default: %(default)s)")
-    where.add_argument("--api-key-file", type=Path, metavar="FILE", help=f"a key a line (default: ${KEY_VARIABLE})")
-    where.add_argument(
-        "--allow-origin", action="append", default=[], metavar="ORIGIN", help="of web pages that may use the server"
-    )
-    where.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="that a server without a key may be called by, besides localhost and numbers",
+@dataclass
+class Address:
+    """Options of every server; `access_of` and `listen` take them."""
+
+    host: str = option("127.0.0.1", "default: %(default)s, this machine alone")
+    port: int = option(8000, "0: a free one")
+    api_key_file: Path | None = option(None, f"a key a line (default: ${KEY_VARIABLE})", metavar="FILE")
+    allow_origin: tuple[str, ...] = option((), "of web pages that may use the server", metavar="ORIGIN")
+    allow_host: tuple[str, ...] = option(
+        (), "that a server without a key may be called by, besides localhost and numbers", metavar="NAME"
     )
 
 
