@@ -128,7 +128,7 @@ def create_server(settings: AgentSettings, **access: Any) -> GracefulServer:
         return FileResponse(SERVERS_PAGE / "base.css")
 
     app.mount("/", StaticFiles(directory=PAGE, html=True, check_dir=False))
-    return GracefulServer(app, Limits(max_body_bytes=_MAX_MESSAGE_BYTES), sessions.close)
+    return GracefulServer(app, Limits(max_body_bytes=_MAX_MESSAGE_BYTES), lambda _: sessions.close())
 
 
 class Sessions:
