@@ -43,8 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Serves the page until a signal; 0 after SIGTERM."""
-    from loguru import logger
-
     from mktts.agent.llm import close_shared_models
     from mktts.agent.web import create_server
     from mktts.pipecat import close_shared_synthesizers
@@ -59,6 +57,8 @@ def main(arguments: argparse.Namespace) -> int:
         **loading(arguments),
         **given(AgentSettings, arguments),
     )
+    from loguru import logger  # a package of Pipecat's, whose absence has been told by now
+
     # Of random weights every utterance is ended from outside: nothing to warn of.
     levels = {"": "WARNING", "mktts.pipecat.service": "ERROR"} if settings.checkpoint.startswith("random:") else None
     logger.remove()
