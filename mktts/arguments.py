@@ -10,7 +10,7 @@ def option(default: Any, text: str, *, name: str | None = None, metavar: str | N
     """A field of a settings dataclass that is a command-line option too.
 
     default: the field's. text: its help, to which a default that says something is added. name: of the option, where
-    it is not the field's with dashes. metavar: what the help calls the value, where not its type's."""
+    it is not the field's with dashes (and without `_s`, of seconds). metavar: what the help calls the value."""
     return dataclasses.field(default=default, metadata={"help": text, "name": name, "metavar": metavar})
 
 
@@ -18,11 +18,25 @@ def add_options(parser: Any, settings: type, *, unset: bool = False) -> None:
     """Adds an option for every field of `settings` that `option` made.
 
     parser: a parser or a group of one. unset: what is not given is None, and the help says what happens then.
-    A Literal becomes choices, a bool a switch with its opposite, and None is the default where the type has it."""
+    A Literal becomes choices, a bool a switch with its opposite, a tuple an option that may come again, and None is the
+    default where the type has it."""
     hints = get_type_hints(settings)
     for field in _options(settings):
-        flag = field.metadata["name"] or f"--{field.name.replace('_', '-')}"
-        parser.add_argument(flag, dest=field.name, **_keywords(field, hints[field.name], unset))
+        name, hint, default = field.name, hints[field.name], None if unset else field.default
+        text, flag, metavar = (field.metadata[key] for key in ("help", "name", "metavar"))
+        if get_origin(hint) in (Union, types.UnionType):
+            hint = next(part for part in get_args(hint) if part is not type(None))
+        if default not in (None, ()) and "default" not in text:
+            text = f"{text} (default: %(default)s)"
+        if hint is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif get_origin(hint) is tuple:
+            how, default = {"action": "append", "metavar": metavar}, [*default]
+        else:
+            how = {"choices": get_args(hint)} if get_origin(hint) is Literal else {"type": hint}
+            how["metavar"] = metavar or ("S" if name.endswith("_s") else None)
+        flag = flag or f"--{name.removesuffix('_s').replace('_', '-')}"
+        parser.add_argument(flag, dest=name, default=default, help=text, **how)
 
 
 def given(settings: type, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -32,16 +46,3 @@ def given(settings: type, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _options(settings: type) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(settings) if "help" in field.metadata]
-
-
-def _keywords(field: dataclasses.Field, hint: Any, unset: bool) -> dict[str, Any]:
-    """What argparse is told of one field. hint: its type."""
-    text, default = field.metadata["help"], None if unset else field.default
-    if get_origin(hint) in (Union, types.UnionType):
-        hint = next(part for part in get_args(hint) if part is not type(None))
-    if default is not None and "default" not in text:
-        text = f"{text} (default: %(default)s)"
-    if hint is bool:
-        return {"action": argparse.BooleanOptionalAction, "default": default, "help": text}
-    kind = {"choices": get_args(hint)} if get_origin(hint) is Literal else {"type": hint}
-    return {**kind, "default": default, "help": text, "metavar": field.metadata["metavar"]}

@@ -110,8 +110,11 @@ def _refuse(words: Sequence[str]) -> NoReturn:
     """Ends the program where `words` name no command: with a list of all, or what may be meant."""
     from mktts import __version__
 
-    lists = [*(_listed(heading, group) for heading, group in GROUPS.items()), EXAMPLES]
-    parser = _parser(_PROGRAM, DESCRIPTION, "\n\n".join(lists), usage=f"{_PROGRAM} COMMAND ...")
+    width, listed = max(map(len, COMMANDS)) + 2, []
+    for heading, commands in GROUPS.items():
+        lines = (f"  {name:{width}}{summary}" for name, (_, summary) in commands.items())
+        listed.append("\n".join([f"{heading}:", *lines]))
+    parser = _parser(_PROGRAM, DESCRIPTION, "\n\n".join([*listed, EXAMPLES]), usage=f"{_PROGRAM} COMMAND ...")
     parser.add_argument("--version", action="version", version=f"mktts {__version__}", help="print the version")
     if words and not words[0].startswith("-"):
         near = [name for count in (2, 1) for name in difflib.get_close_matches(" ".join(words[:count]), COMMANDS, 1)]
@@ -120,11 +123,6 @@ def _refuse(words: Sequence[str]) -> NoReturn:
     parser.parse_args(words)
     parser.print_help(sys.stderr)
     parser.exit(2)
-
-
-def _listed(heading: str, commands: Group) -> str:
-    width = max(map(len, COMMANDS)) + 2
-    return "\n".join([f"{heading}:", *(f"  {name:{width}}{summary}" for name, (_, summary) in commands.items())])
 
 
 def _parser(program: str, description: str, epilog: str, usage: str | None = None) -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from mktts.agent.settings import AgentSettings, from_environment
 from mktts.arguments import add_options, given
 from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.errors import AgentError
-from mktts.server.settings import Limits, access_of, add_address_arguments, listen, url_of
+from mktts.server.settings import Address, Limits, access_of, listen, url_of
 
 EXAMPLES = """examples:
   python -m mktts agent
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, checkpoint=None)
     talk = parser.add_argument_group("conversation")
     add_options(talk, AgentSettings, unset=True)
-    add_address_arguments(parser)
+    add_options(parser.add_argument_group("address"), Address)
     parser.add_argument(
         "--handshake", action="store_true", help="for programs: the address as JSON; ends with its standard input"
     )
@@ -57,7 +57,12 @@ def main(arguments: argparse.Namespace) -> int:
         **loading(arguments),
         **given(AgentSettings, arguments),
     )
-    _log_to_stderr(random_weights=settings.checkpoint.startswith("random:"))
+    from loguru import logger  # a package of Pipecat's, whose absence has been told by now
+
+    # Of random weights every utterance is ended from outside: nothing to warn of.
+    levels = {"": "WARNING", "mktts.pipecat.service": "ERROR"} if settings.checkpoint.startswith("random:") else None
+    logger.remove()
+    logger.add(sys.stderr, level="WARNING", filter=levels)
     for line in settings.describe():
         print(line, file=sys.stderr if arguments.handshake else sys.stdout, flush=True)
     access = access_of(arguments)
@@ -81,12 +86,3 @@ def _end_with_stdin(server: Any) -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     server.should_exit = True
-
-
-def _log_to_stderr(*, random_weights: bool) -> None:
-    from loguru import logger
-
-    # Of random weights every utterance is ended from outside: nothing to warn of.
-    levels = {"": "WARNING", "mktts.pipecat.service": "ERROR"} if random_weights else None
-    logger.remove()
-    logger.add(sys.stderr, level="WARNING", filter=levels)

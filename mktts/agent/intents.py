@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from num2words import num2words
 
@@ -92,11 +91,3 @@ def hints() -> list[str]:
     """One example of each intent, for people."""
     choices = [re.sub(r"\(([^|)]*)\|[^)]*\)", r"\1", intent.phrases[0]) for intent in INTENTS]
     return [" ".join(re.sub(r"\[[^]]*\]", "", choice).split()) for choice in choices]
-
-
-def text_of(message: dict[str, Any]) -> str:
-    """What stands in a context's message, its parts that are text joined."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    return " ".join(part["text"] for part in content or () if isinstance(part, dict) and part.get("type") == "text")

@@ -12,7 +12,6 @@ from typing import Any, get_args
 
 from pipecat.frames import frames
 from pipecat.metrics.metrics import LLMTokenUsage
-from pipecat.processors.aggregators.llm_context import LLMContext
 from pipecat.processors.frame_processor import FrameDirection
 from pipecat.services.llm_service import LLMService
 from pipecat.services.settings import LLMSettings
@@ -68,7 +67,8 @@ class LocalLLMService(LLMService):
             await self.push_frame(frames.LLMFullResponseStartFrame())
             await self.start_processing_metrics()
             await self.start_ttfb_metrics()
-            await self._answer(frame.context)
+            given = [one for one in frame.context.get_messages() if isinstance(one, dict)]
+            await self._answer([Message(one["role"], _text_of(one.get("content"))) for one in given])
         except MkttsError as error:
             permanent = isinstance(error, EngineError)  # after a CUDA error every later call fails too
             await self.push_error(f"the model failed: {error}", exception=error, force_treat_as_permanent=permanent)
@@ -77,8 +77,15 @@ class LocalLLMService(LLMService):
             await self.push_frame(frames.LLMFullResponseEndFrame())
 
     @abstractmethod
-    async def _answer(self, context: LLMContext) -> None:
+    async def _answer(self, messages: list[Message]) -> None:
         """Pushes the reply, token by token; stops the metrics of the first byte at the first one."""
+
+
+def _text_of(content: Any) -> str:
+    """What stands in a message, its parts that are text joined."""
+    if isinstance(content, str):
+        return content
+    return " ".join(part["text"] for part in content or () if isinstance(part, dict) and part.get("type") == "text")
 
 
 class ScriptedLLMService(LocalLLMService):
@@ -87,11 +94,10 @@ class ScriptedLLMService(LocalLLMService):
     def __init__(self) -> None:
         super().__init__("scripted")
 
-    async def _answer(self, context: LLMContext) -> None:
-        messages = [message for message in context.get_messages() if isinstance(message, dict)]
-        said = [intents.text_of(message) for message in messages if message["role"] == "assistant"]
+    async def _answer(self, messages: list[Message]) -> None:
+        said = [message.content for message in messages if message.role == "assistant"]
         # Pipecat asks with a developer's message where the user spoke and was not understood.
-        question = intents.text_of(messages[-1]) if messages and messages[-1]["role"] == "user" else ""
+        question = messages[-1].content if messages and messages[-1].role == "user" else ""
         reply = intents.answer(question, said, datetime.now())
         for number, word in enumerate(reply.split(" ")):
             await asyncio.sleep(1 / SCRIPT_TOKENS_PER_S)
@@ -122,23 +128,17 @@ class TextConversation:
         """The reply, token by token; the reply before it ends here, if it has not ended. Raises TextError for messages
         that are none or too long, and what `TextDecoder.generate` raises."""
         ids, self._left_out = self.template.ids_within(messages, self._prompt_tokens, self._left_out)
-        state, keep = self._kept(ids)
+        said, state, keep = self._said, self._state, 0
         self._state = self._said = None  # a failure below leaves nothing to go on from
+        if said is not None:
+            said.cancel()
+            if not said.failed:
+                held = [*self._read, *said.ids[:-1]]  # the newest token was never computed
+                keep = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, ids[:-1], strict=False)))
         stream = self._decoder.generate(ids, seed=seed, max_tokens=self._reply_tokens, after=(state, keep))
         self.kept_tokens, self.computed_tokens = keep, len(ids) - keep
         self._read, self._said, self._state = ids, stream, stream.state
         return stream
-
-    def _kept(self, ids: list[int]) -> tuple[Any, int]:
-        """The state to go on from, and how many of `ids` it holds."""
-        if self._said is None:
-            return None, 0
-        self._said.cancel()
-        if self._said.failed:
-            return None, 0
-        held = [*self._read, *self._said.ids[:-1]]  # the newest token was never computed
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, ids[:-1], strict=False)))
-        return self._state, same
 
 
 class ThreadedDecoder:
@@ -201,11 +201,13 @@ class Qwen3LLMService(LocalLLMService):
         meaning = ", random weights: its words mean nothing" if decoder.checkpoint.is_random else ""
         return f", {decoder.backend_name} on {decoder.device}{meaning}"
 
-    async def _answer(self, context: LLMContext) -> None:
-        conversation, model = self.conversation, self._model
+    async def _answer(self, messages: list[Message]) -> None:
+        conversation, model, first = self.conversation, self._model, self._settings.system_instruction
+        said = [Message("system", first), *messages] if first else messages
+        said = [Message(_ROLES[role], text) for role, text in said if role in _ROLES and text]
         stream: TokenStream | None = None
         try:
-            stream = await model.run(conversation.reply, self._messages(context), self._settings.seed)
+            stream = await model.run(conversation.reply, said, self._settings.seed)
             silent = False  # inside a thought: a model that is not to think may do so all the same
             while (token := await model.run(next, stream, None)) is not None:
                 await self.stop_ttfb_metrics()
@@ -224,9 +226,3 @@ class Qwen3LLMService(LocalLLMService):
             cache_read_input_tokens=kept,
         )
         await self.start_llm_usage_metrics(usage)
-
-    def _messages(self, context: LLMContext) -> list[Message]:
-        given = [message for message in context.get_messages() if isinstance(message, dict)]
-        said = [Message(_ROLES[m["role"]], intents.text_of(m)) for m in given if m["role"] in _ROLES]
-        first = [Message("system", self._settings.system_instruction)] if self._settings.system_instruction else []
-        return first + [message for message in said if message.content]

@@ -24,15 +24,12 @@ _INSTRUCTIONS = (
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """Everything that decides what an agent is. The keys do not show in its repr.
+    """Everything that decides what an agent is; of what is an option, its help says the rest. The keys do not show in
+    its repr.
 
     checkpoint, revision, backend, device, dtype: of the voice, as `open_checkpoint` and `Synthesizer.load` take them.
     voice, language, instruct, seed: as `MkttsTTSService.Settings` has them; None leaves each to the checkpoint.
-    tokens: the language model's words go into one generation as they are written, not sentence by sentence.
-    layout: of a sentence's prompt; "streaming" computes none of it before the first frame, "whole" all, None takes the
-        checkpoint's.
-    stt_model: of "whisper": a size or a Hub id that the package faster-whisper knows, or a folder.
-    llm_checkpoint: of "qwen3": a folder, a Hub id or random:SIZE, as `open_text_checkpoint` takes it.
+    layout: None takes the checkpoint's.
     turn_end: what decides that the user has finished: the model that ships with Pipecat ("smart"), for people; or a
         fixed silence of `turn_end_s` ("timeout"), the same every time, for scripts.
     greeting: what the bot says first; "" for nothing.

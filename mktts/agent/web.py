@@ -128,7 +128,7 @@ def create_server(settings: AgentSettings, **access: Any) -> GracefulServer:
         return FileResponse(SERVERS_PAGE / "base.css")
 
     app.mount("/", StaticFiles(directory=PAGE, html=True, check_dir=False))
-    return GracefulServer(app, Limits(max_body_bytes=_MAX_MESSAGE_BYTES), sessions.close)
+    return GracefulServer(app, Limits(max_body_bytes=_MAX_MESSAGE_BYTES), lambda _: sessions.close())
 
 
 class Sessions:
@@ -136,8 +136,7 @@ class Sessions:
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
-        self._running: set[asyncio.Task[None]] = set()
-        self._workers: set[PipelineWorker] = set()
+        self._running: dict[asyncio.Task[None], PipelineWorker | None] = {}  # None until it is built
         self._closing = False
 
     @property
@@ -149,20 +148,21 @@ class Sessions:
         """Holds a conversation over `transport`; done when it has ended. arrived: whether the other side is there; if
         it is not within CONNECT_S, the conversation ends, and its place is free."""
         task = asyncio.create_task(self._hold(transport, arrived))
-        self._running.add(task)
+        self._running[task] = None
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
+        del self._running[task]
         if not task.cancelled() and task.exception() is not None:
             logger.opt(exception=task.exception()).error("a conversation failed")
 
     async def close(self) -> None:
         """Ends every conversation, and begins no more."""
         self._closing = True
-        for worker in [*self._workers]:
-            await worker.cancel()
+        for worker in [*self._running.values()]:
+            if worker is not None:
+                await worker.cancel()
         if self._running:
             _, late = await asyncio.wait(self._running, timeout=_CLOSE_S)
             for task in late:
@@ -193,13 +193,12 @@ class Sessions:
                 await conversation.worker.cancel()
 
         logger.info(f"conversation {session} begins")
-        self._workers.add(conversation.worker)
+        self._running[asyncio.current_task()] = conversation.worker
         waiting = asyncio.create_task(give_up())
         try:
             await conversation.run()
         finally:
             waiting.cancel()
-            self._workers.discard(conversation.worker)
             logger.info(f"conversation {session} has ended after {len(conversation.latency.turns)} turns")
 
 

@@ -10,19 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mktts.kernel import launch
 from mktts.kernel.build import card_of
 from mktts.kernel.grid import choose_text_shape
-from mktts.kernel.launch import (
-    MADE,
-    STATUS_WORDS,
-    Launcher,
-    Params,
-    check_device,
-    fill_pointers,
-    params_of,
-    pinned_words,
-    set_choice,
-)
 from mktts.kernel.prefill import Prefill, kept_of_cache
 from mktts.kernel.tape import pack_wide_head, stack_weights
 from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig
@@ -111,7 +101,7 @@ class TextKernelState:
     kv: Tensor  # (layers, kv heads, blocks of a group, slots, 2, head_dim) bf16
     hidden: Tensor  # (H,) bf16: normed state of the newest position
     out: Tensor  # pinned int32: status, then the token
-    params: Params  # of its launches
+    params: launch.Params  # of its launches
     prompt_tokens: int
     tokens: int = 0  # made so far
     last: int = 0  # the newest of them
@@ -132,10 +122,10 @@ class TextKernelBackend:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.config, self.device, self.dtype = config, torch.device(device), dtype
-        check_device(self.device, dtype)
+        launch.check_device(self.device, dtype)
         card = card_of(self.device)
         self.shape = choose_text_shape(config.stack, card.multiprocessors)
-        self._launcher = Launcher("text.cu", "mktts_text", self.shape.defines, self.device, card)
+        self._launcher = launch.Launcher("text.cu", "mktts_text", self.shape.defines, self.device, card)
         self._prefill = Prefill(Qwen3Stack(config.stack, tensors, STACK, self.device, dtype))
 
         def get(name: str) -> Tensor:
@@ -145,8 +135,8 @@ class TextKernelBackend:
         self._weights = {"embeddings0": embedding}
         self._weights["talker_head_tape"] = pack_wide_head(self.shape, embedding if config.tied else get(HEAD))
         self._weights |= stack_weights(self.shape, "talker", config.stack, get, STACK)
-        self._fixed = Params()
-        fill_pointers(self._fixed, self._weights)
+        self._fixed = launch.Params()
+        launch.fill_pointers(self._fixed, self._weights)
         self._fixed.frames, self._fixed.ends[:] = 1, [-1] * 4  # an end id ends a stream of the decoder, no launch
         self._tags_per_token = config.stack.num_hidden_layers * self._launcher.layer_exchanges + 1 + _CHOICE_EXCHANGES
 
@@ -155,10 +145,10 @@ class TextKernelBackend:
         tensors = {
             "kv": torch.empty(self.shape.cache(len(prompt) + max_tokens), dtype=self.dtype, device=self.device),
             "hidden": torch.empty(self.config.stack.hidden_size, dtype=self.dtype, device=self.device),
-            "out": pinned_words(1),
+            "out": launch.pinned_words(1),
         }
-        params = params_of(self._fixed, seed, **tensors)
-        set_choice(params.stream, choice, True)
+        params = launch.params_of(self._fixed, seed, **tensors)
+        launch.set_choice(params.stream, choice, True)
         state = TextKernelState(**tensors, params=params, prompt_tokens=len(prompt))
         rows = self._weights["embeddings0"][prompt.to(self.device)]
         kept = None if after is None else kept_of_cache(after[0].kv, after[1])
@@ -172,12 +162,12 @@ class TextKernelBackend:
         stream = params.stream
         stream.frame, stream.token = state.tokens, state.last
         stream.position = state.prompt_tokens + state.tokens - 1
-        words[:STATUS_WORDS] = 0
+        words[: launch.STATUS_WORDS] = 0
         state.done = self._launcher.launch(params, self._tags_per_token, state.done)
         state.done.synchronize()
-        if words[MADE] != 1:
+        if words[launch.MADE] != 1:
             raise self._launcher.failure()
-        state.tokens, state.last = state.tokens + 1, int(words[STATUS_WORDS])
+        state.tokens, state.last = state.tokens + 1, int(words[launch.STATUS_WORDS])
         return state.last
 
 

@@ -21,24 +21,9 @@ except ModuleNotFoundError:
 
 from mktts.pipecat.remote import RemoteSource
 from mktts.pipecat.service import MkttsTTSService, MkttsTTSSettings, SpeechFailedFrame
-from mktts.pipecat.source import (
-    LocalSource,
-    Speech,
-    SpeechSource,
-    Style,
-    close_shared_synthesizers,
-    shared_synthesizer,
-)
+from mktts.pipecat.source import LocalSource, Speech, SpeechSource, Style, close_shared_synthesizers, shared_synthesizer
 
 __all__ = [
-    "LocalSource",
-    "MkttsTTSService",
-    "MkttsTTSSettings",
-    "RemoteSource",
-    "Speech",
-    "SpeechFailedFrame",
-    "SpeechSource",
-    "Style",
-    "close_shared_synthesizers",
-    "shared_synthesizer",
-]
+    "LocalSource", "MkttsTTSService", "MkttsTTSSettings", "RemoteSource", "Speech", "SpeechFailedFrame", "SpeechSource",
+    "Style", "close_shared_synthesizers", "shared_synthesizer",
+]  # fmt: skip

@@ -17,21 +17,11 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from websockets.frames import CloseCode
 from websockets.protocol import State
 
+from mktts import errors
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import one_of
 from mktts.engine.options import FinishReason
-from mktts.errors import (
-    AccessError,
-    BusyError,
-    ConnectionLost,
-    EngineError,
-    MkttsError,
-    OptionsError,
-    PromptError,
-    SamplingError,
-    TextError,
-    VoiceError,
-)
+from mktts.errors import AccessError, BusyError, ConnectionLost, EngineError, MkttsError, OptionsError, TextError
 from mktts.pipecat.source import Speech, SpeechSource, Style
 from mktts.spec import SAMPLE_RATE_HZ, language_named
 from mktts.text.markup import MarkupFeed
@@ -43,19 +33,19 @@ _CLOSE_S = 1.0
 _MAX_HEALTH_BYTES = 1 << 20
 _SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 _ERRORS: dict[str, type[MkttsError]] = {
-    "busy": BusyError,
-    "stopping": ConnectionLost,
-    "bad_text": TextError,
-    "text_too_long": TextError,
-    "instruct_too_long": PromptError,
-    "idle": TextError,  # it stopped coming; the next utterance may do
-    "bad_prompt": PromptError,
-    "unknown_speaker": PromptError,
-    "bad_voice": VoiceError,
-    "bad_sampling": SamplingError,
-    "bad_option": OptionsError,
-    "duration_too_long": OptionsError,
-    "invalid_value": OptionsError,
+    "busy": errors.BusyError,
+    "stopping": errors.ConnectionLost,
+    "bad_text": errors.TextError,
+    "text_too_long": errors.TextError,
+    "instruct_too_long": errors.PromptError,
+    "idle": errors.TextError,  # it stopped coming; the next utterance may do
+    "bad_prompt": errors.PromptError,
+    "unknown_speaker": errors.PromptError,
+    "bad_voice": errors.VoiceError,
+    "bad_sampling": errors.SamplingError,
+    "bad_option": errors.OptionsError,
+    "duration_too_long": errors.OptionsError,
+    "invalid_value": errors.OptionsError,
 }  # codes of the server's errors; any other is a failure of the server
 
 
@@ -130,22 +120,18 @@ class RemoteSource(SpeechSource):
         """Raises PromptError for a voice or language that the server, once connected, is known not to have."""
         if not self._languages:
             return
-        one_of("language", language_named(style.language), self._languages, PromptError)
+        one_of("language", language_named(style.language), self._languages, errors.PromptError)
         if style.voice is None or self._aliases is None:
             return
         if style.voice.lower() not in (*self._speakers, *self._aliases):
             known = ", ".join(self._speakers) or f"none: a {self._model_type} checkpoint without saved voices"
-            raise PromptError(
+            raise errors.PromptError(
                 f"the server's voices are {known}; got {style.voice!r} (a saved voice is given to the server, "
                 "--voice NAME=FILE, and asked for by that name)"
             )
 
-    async def speak(self, text: str, style: Style) -> RemoteSpeech:
-        """Raises ConnectionLost, BusyError, EngineError and AccessError; the rest comes from the speech."""
-        return await self.open(style, text)
-
     async def open(self, style: Style, text: str | None = None) -> RemoteSpeech:
-        """As `SpeechSource.open`; raises as `speak`."""
+        """Raises EngineError and AccessError; the rest comes from the speech."""
         fields = {
             "text": text,
             "language": style.language,
@@ -156,7 +142,10 @@ class RemoteSource(SpeechSource):
             **({} if style.sampling is None else style.sampling.flat()),
         }
         speech = RemoteSpeech(self, {key: value for key, value in fields.items() if value is not None})
-        await speech.begin()
+        try:
+            await speech.begin()
+        except (ConnectionLost, BusyError) as error:  # who waits for the first piece tries again
+            speech.fail(error)
         return speech
 
     async def take(self, speech: RemoteSpeech) -> ClientConnection:
@@ -255,12 +244,8 @@ class RemoteSpeech(Speech):
         self._send("start", **start)
 
     async def begin(self) -> None:
-        """Starts on a connection, and sends what was said already. Raises what the last try to find one raised."""
-        while not self._over and self._socket is None:
-            try:
-                self._socket = await self._source.take(self)
-            except (ConnectionLost, BusyError) as error:
-                await self._wait_after(error)
+        """Starts on a connection, and sends what was said already. Raises as `RemoteSource.take`."""
+        self._socket = await self._source.take(self)
         if self._over:  # meanwhile
             self._let_go()
             return
@@ -299,13 +284,16 @@ class RemoteSpeech(Speech):
         try:
             while not self._over:
                 try:
+                    if self._socket is None and self._error is None:
+                        await self.begin()
                     piece = await self._next()
                 except (ConnectionLost, BusyError) as error:
                     self._let_go()
-                    if self._heard:
+                    wait_s = None if self._heard else next(self._waits_s, None)
+                    if wait_s is None:
                         raise
-                    await self._wait_after(error)
-                    await self.begin()
+                    logger.warning(f"{error}; nothing was heard yet: trying again in {wait_s:g} s")
+                    await asyncio.sleep(wait_s)
                     continue
                 if not self._over:
                     if not self._heard:
@@ -368,14 +356,6 @@ class RemoteSpeech(Speech):
                     raise
             async with asyncio.timeout(silence_s):
                 pong = await socket.ping()
-
-    async def _wait_after(self, error: MkttsError) -> None:
-        """Waits before another try. Raises `error` where there is none."""
-        wait_s = next(self._waits_s, None)
-        if wait_s is None:
-            raise error
-        logger.warning(f"{error}; nothing was heard yet: trying again in {wait_s:g} s")
-        await asyncio.sleep(wait_s)
 
     def _send(self, type: str, **fields: Any) -> None:
         self._said.append(json.dumps({"type": type, **fields}))

@@ -2,7 +2,7 @@
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,16 +13,7 @@ from typing import Any, ClassVar
 import torch
 from loguru import logger
 from pipecat.audio.utils import create_stream_resampler
-from pipecat.frames.frames import (
-    AggregatedTextProgressFrame,
-    CancelFrame,
-    EndFrame,
-    ErrorFrame,
-    Frame,
-    InterruptionFrame,
-    TTSAudioRawFrame,
-    TTSTextFrame,
-)
+from pipecat.frames import frames
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessorSetup
 from pipecat.services.settings import TTSSettings
 from pipecat.services.tts_service import TTSService
@@ -96,7 +87,7 @@ class MkttsTTSSettings(TTSSettings):
 
 
 @dataclass
-class SpeechFailedFrame(ErrorFrame):
+class SpeechFailedFrame(frames.ErrorFrame):
     """An utterance that ended before its text did. It travels through the audio context after everything that was
     spoken; what follows it was not spoken.
 
@@ -122,9 +113,9 @@ def speech_failed(error: Exception, context_id: str) -> SpeechFailedFrame:
 class SpokenText:
     """What a service has in hand between the text of a sentence, or of a turn, and the last of its audio.
 
-    words: when in its audio each is said. made_s: audio so far. over: nothing more comes out of it; text that still
-    arrives goes unspoken. cut_short: it ended before its text did. task: what takes the audio of a fed utterance, None
-    where `run_tts` does."""
+    words: when in its audio each is said. made_s: audio so far. finished: its text is complete. over: nothing more
+    comes out of it; text that still arrives goes unspoken. cut_short: it ended before its text did. task: what takes
+    the audio of a fed utterance, None where `run_tts` does."""
 
     def __init__(self, spoken: Callable[[str], str], sample_rate_hz: int) -> None:
         self.words = WordTimes(TextFeed(lambda name: None), spoken, sample_rate_hz)
@@ -135,7 +126,6 @@ class SpokenText:
         self.finished = False
         self.over = False
         self.cut_short = False
-        self._fed: Speech | None = None
         self._unsent: list[str] = []  # written before the speech was open
 
     def add_audio(self, duration_s: float, begin_s: float) -> None:
@@ -151,20 +141,22 @@ class SpokenText:
     def feed(self, text: str) -> None:
         """Raises as the source's `feed`."""
         self.words.feed(text)
-        if self._fed is None:
+        if self.speech is None:
             self._unsent.append(text)
         elif not self.over:
-            self._fed.feed(text)
+            self.speech.feed(text)
 
     def finish(self) -> None:
+        if self.finished:
+            return
         self.words.finish()
         self.finished = True
-        if self._fed is not None:
-            self._fed.finish()
+        if self.speech is not None:
+            self.speech.finish()
 
     def attach(self, speech: Speech) -> None:
         """From now on text goes straight into `speech`."""
-        self.speech = self._fed = speech
+        self.speech = speech
         for text in self._unsent:
             speech.feed(text)
         self._unsent.clear()
@@ -206,16 +198,14 @@ class MkttsTTSService(TTSService):
         settings: Settings | None = None,
         **kwargs: Any,
     ) -> None:
-        """Loads the model with the first service of a process; all others share it (``shared_synthesizer``).
-
-        Not in ``setup``: a set-up of more than 20 s makes Pipecat end the run with no exception.
+        """Loads the model with the first service of a process; all others share it (``shared_synthesizer``). Not in
+        ``setup``: a set-up of more than 20 s makes Pipecat end the run with no exception.
 
         checkpoint: As ``Synthesizer.load`` takes it: a folder, a Hub id, a name. With no source either, its default.
         source: Where the speech comes from, in place of a checkpoint.
         backend, device, dtype: Of the shared synthesizer.
-        options: Of every utterance of the shared synthesizer: chunk sizes, limits.
-        layout: Of its sentences' prompts: "streaming" speaks sooner than "whole", the default of CustomVoice
-            checkpoints, because no prompt is computed before the first frame.
+        options, layout: As ``LocalSource`` takes them. "streaming" speaks sooner than "whole", the default of
+            CustomVoice checkpoints.
         settings: Runtime-updatable settings.
         kwargs: Passed to the parent ``TTSService``, such as ``text_aggregation_mode``.
 
@@ -283,13 +273,13 @@ class MkttsTTSService(TTSService):
             self._sync_model_name_to_metrics()
         self._source.check(self._settings.style)
 
-    async def stop(self, frame: EndFrame) -> None:
+    async def stop(self, frame: frames.EndFrame) -> None:
         """Lets what has been written be spoken to its end."""
         for context_id in self.get_audio_contexts():
             await self.flush_audio(context_id)
         await super().stop(frame)
 
-    async def cancel(self, frame: CancelFrame) -> None:
+    async def cancel(self, frame: frames.CancelFrame) -> None:
         await super().cancel(frame)
         await self._end_utterances([*self._speaking])
 
@@ -312,26 +302,16 @@ class MkttsTTSService(TTSService):
         return changed
 
     @traced_tts
-    async def run_tts(self, text: str, context_id: str) -> AsyncGenerator[Frame | None, None]:
+    async def run_tts(self, text: str, context_id: str) -> AsyncGenerator[frames.Frame | None, None]:
         """Speaks a sentence: audio frames as they are made, or an error frame. In token mode, hands a token to the
         turn's generation, and yields None or an error frame."""
         if self._is_streaming_tokens:
             yield self._write(text, context_id)
             return
         utterance = self._speaking[context_id] = self._spoken_text()
-
-        async def speak() -> None:
-            # Marks and symbols alone are nothing to say, and a model given nothing to say says something else.
-            if any(map(str.isalnum, text)):
-                utterance.speech = await self._source.speak(text, self._settings.style)
-            # While the first frame is made: when each word is heard, and Pipecat's count of characters.
-            utterance.feed(text)
-            utterance.finish()
-            await self.start_tts_usage_metrics(text)
-
         try:
-            async with aclosing(self._voice(utterance, speak, context_id)) as frames:
-                async for frame in frames:
+            async with aclosing(self._voice(utterance, context_id, text)) as spoken:
+                async for frame in spoken:
                     yield frame
         finally:
             if self._speaking.get(context_id) is utterance:
@@ -356,16 +336,27 @@ class MkttsTTSService(TTSService):
             await self.remove_audio_context(context_id)
 
     async def _voice(
-        self, utterance: SpokenText, speak: Callable[[], Awaitable[None]], context_id: str
-    ) -> AsyncGenerator[Frame, None]:
-        """All frames of one utterance, whose speech `speak` begins. The word times of a frame are queued once it has
-        been taken."""
-        rate_hz = self._source.sample_rate_hz
+        self, utterance: SpokenText, context_id: str, text: str | None = None
+    ) -> AsyncGenerator[frames.Frame, None]:
+        """All frames of one utterance. text: all of it, where it is not fed. The word times of a frame are queued once
+        it has been taken."""
+        source, style = self._source, self._settings.style
+        rate_hz = source.sample_rate_hz
         # The resampler of Pipecat's services forgets its state after 0.2 s without a call, which is shorter than an
         # engine may take for one chunk: samples would be lost in the middle of a word. This one never does.
         resampler = create_stream_resampler(clear_after_secs=None)
         try:
-            await speak()
+            if text is None:
+                utterance.attach(await source.open(style))
+            else:
+                # Marks and symbols alone are nothing to say, and a model given nothing to say says something else.
+                if any(map(str.isalnum, text)):
+                    utterance.speech = await source.open(style, text)
+                # While the first frame is made: when each word is heard, and Pipecat's count of characters.
+                utterance.words.feed(text)
+                utterance.words.finish()
+                utterance.finished = True
+                await self.start_tts_usage_metrics(text)
             if (speech := utterance.speech) is not None:
                 async for pcm in speech:
                     self._hear(utterance, len(pcm) / _SAMPLE_BYTES / rate_hz, context_id)
@@ -404,8 +395,8 @@ class MkttsTTSService(TTSService):
         """In the style that is set now."""
         return SpokenText(partial(self._source.spoken, style=self._settings.style), self._source.sample_rate_hz)
 
-    def _frame(self, audio: bytes, context_id: str) -> TTSAudioRawFrame:
-        return TTSAudioRawFrame(audio, self.sample_rate, 1, context_id=context_id)
+    def _frame(self, audio: bytes, context_id: str) -> frames.TTSAudioRawFrame:
+        return frames.TTSAudioRawFrame(audio, self.sample_rate, 1, context_id=context_id)
 
     def _hear(self, utterance: SpokenText, duration_s: float, context_id: str) -> None:
         """Notes a piece of audio that is about to be pushed."""
@@ -427,11 +418,11 @@ class MkttsTTSService(TTSService):
         if context_id not in self._cut_short and self.is_usable:
             await super()._apply_force_complete(context_id)
             return
-        frames = self._aggregated_frame_sequencer.force_complete(context_id, self._word_timestamp_tracker.last_pts)
-        unspoken = (TTSTextFrame, AggregatedTextProgressFrame)
-        await self._push_word_frames([frame for frame in frames if not isinstance(frame, unspoken)])
+        left = self._aggregated_frame_sequencer.force_complete(context_id, self._word_timestamp_tracker.last_pts)
+        unspoken = (frames.TTSTextFrame, frames.AggregatedTextProgressFrame)
+        await self._push_word_frames([frame for frame in left if not isinstance(frame, unspoken)])
 
-    async def push_error_frame(self, error: ErrorFrame, force_treat_as_permanent: bool = False) -> None:
+    async def push_error_frame(self, error: frames.ErrorFrame, force_treat_as_permanent: bool = False) -> None:
         """Pushes an error frame upstream; after a failed utterance, drops the words it left unspoken."""
         if isinstance(error, SpeechFailedFrame):
             # All that was spoken is ahead of this frame: the first sentence with words left is the one that failed.
@@ -442,7 +433,7 @@ class MkttsTTSService(TTSService):
             force_treat_as_permanent |= error.permanent
         await super().push_error_frame(error, force_treat_as_permanent)
 
-    def _write(self, text: str, context_id: str) -> Frame | None:
+    def _write(self, text: str, context_id: str) -> frames.Frame | None:
         utterance = self._speaking.get(context_id)
         if utterance is None:
             utterance = self._speaking[context_id] = self._spoken_text()
@@ -457,17 +448,13 @@ class MkttsTTSService(TTSService):
 
     async def _speak_turn(self, utterance: SpokenText, context_id: str) -> None:
         """Takes the audio of a turn whose text is still being written; closes its context when both are complete."""
-
-        async def speak() -> None:
-            utterance.attach(await self._source.open(self._settings.style))
-
-        async with self._generating, aclosing(self._voice(utterance, speak, context_id)) as frames:
-            async for frame in frames:
+        async with self._generating, aclosing(self._voice(utterance, context_id)) as spoken:
+            async for frame in spoken:
                 await self.append_to_audio_context(context_id, frame)
         if utterance.finished:  # otherwise `flush_audio` does this at the end of the text
             await self._close_context(context_id)
 
-    async def _handle_interruption(self, frame: InterruptionFrame, direction: FrameDirection) -> None:
+    async def _handle_interruption(self, frame: frames.InterruptionFrame, direction: FrameDirection) -> None:
         """Stop what speaks into a context that the interruption dropped; uninterruptible contexts are still there.
 
         Not left to the end of `run_tts`: when the task that drives it is cancelled between two frames, Python closes

@@ -221,12 +221,14 @@ class GracefulServer(uvicorn.Server):
     """Serves an ASGI application; leaves signals of the rest of the process to the caller.
 
     stopped_by: the signal that ended it; None while none has. limits: of the head of a request, and of a WebSocket
-    message from a client. stop: ends what the application does, before connections are ended. settings: more of
-    `uvicorn.Config`."""
+    message from a client. stop: ends what the application does, before connections are ended; it is given what tells
+    whether it may end at once. settings: more of `uvicorn.Config`."""
 
     stopped_by: int | None = None
 
-    def __init__(self, app: Any, limits: Limits, stop: Callable[[], Awaitable[None]], **settings: Any) -> None:
+    def __init__(
+        self, app: Any, limits: Limits, stop: Callable[[Callable[[], bool]], Awaitable[None]], **settings: Any
+    ) -> None:
         self._stop = stop
         super().__init__(
             uvicorn.Config(
@@ -254,20 +256,15 @@ class GracefulServer(uvicorn.Server):
         self.stopped_by = number
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._stop()
+        await self._stop(lambda: self.force_exit)
         await super().shutdown(sockets)
 
 
 def speech_server(service: SpeechService, **access: Any) -> GracefulServer:
     """Ends by refusing new streams, letting open ones finish for a while, and cancelling the rest. access: as
     `make_app`."""
-    server = GracefulServer(
-        make_app(service, **access),
-        service.limits,
-        lambda: service.stop(lambda: server.force_exit),
-        ws_ping_timeout=None,  # a client that plays as it reads has its pong behind minutes of audio; stall_s finds it
-    )
-    return server
+    # No pings: a client that plays as it reads has its pong behind minutes of audio; stall_s finds one that is gone.
+    return GracefulServer(make_app(service, **access), service.limits, service.stop, ws_ping_timeout=None)
 
 
 class _TimedHttp(H11Protocol):

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import contextlib
 import json
 import logging
 import re
@@ -115,14 +114,13 @@ class AudioResponse(StreamingResponse):
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         try:
-            async with contextlib.aclosing(self.body_iterator) as chunks:
-                async for chunk in chunks:
-                    data = await self._encoded(chunk)
-                    sound_s += chunk.duration_s / self._encoder.speed
-                    if data:
-                        async with stream.sending(sound_s):
-                            await write(data)
-                        sound_s = 0.0
+            async for chunk in self.body_iterator:
+                data = await self._encoded(chunk)
+                sound_s += chunk.duration_s / self._encoder.speed
+                if data:
+                    async with stream.sending(sound_s):
+                        await write(data)
+                    sound_s = 0.0
             rest = await self._encoded(None)
             stream.close()  # before the last byte: a client that has it all finds the record complete
             if self._kept is not None and not started:

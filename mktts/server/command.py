@@ -16,7 +16,7 @@ from mktts.checkpoint.arguments import add_model_arguments, loading
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import counted
 from mktts.errors import ServerError
-from mktts.server.settings import Limits, access_of, add_address_arguments, listen, url_of
+from mktts.server.settings import Address, Limits, access_of, listen, url_of
 
 if TYPE_CHECKING:
     from mktts.synth import Synthesizer
@@ -30,6 +30,19 @@ EXAMPLES = """examples:
 
 An address that other machines reach needs a key, from --api-key-file or the variable MKTTS_API_KEY; clients send it
 as `Authorization: Bearer KEY`. SIGTERM and Ctrl-C let open streams finish for a while; twice ends at once."""
+
+
+@dataclass
+class _Voices:
+    voice: tuple[str, ...] = option((), "a saved voice, for a base checkpoint", metavar="NAME=FILE")
+    voice_alias: tuple[str, ...] = option(
+        (),
+        "another name for a voice or a speaker; OpenAI's names (alloy, nova, ...) have theirs without it",
+        metavar="ALIAS=NAME",
+    )
+    voice_folder: Path | None = option(
+        None, "keeps voices that callers upload (default: none are kept)", metavar="FOLDER"
+    )
 
 
 @dataclass
@@ -51,23 +64,9 @@ class _Serving:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, lexicon=True)
-    add_address_arguments(parser)
-    voices = parser.add_argument_group("voices")
-    voices.add_argument(
-        "--voice", action="append", default=[], metavar="NAME=FILE", help="a saved voice, for a base checkpoint"
-    )
-    voices.add_argument(
-        "--voice-alias",
-        action="append",
-        default=[],
-        metavar="ALIAS=NAME",
-        help="another name for a voice or a speaker; OpenAI's names (alloy, nova, ...) have theirs without it",
-    )
-    voices.add_argument(
-        "--voice-folder", type=Path, metavar="FOLDER", help="keeps voices that callers upload (default: none are kept)"
-    )
+    for heading, options in (("address", Address), ("voices", _Voices), ("limits", Limits)):
+        add_options(parser.add_argument_group(heading), options)
     add_options(parser, _Serving)
-    add_options(parser.add_argument_group("limits"), Limits)
 
 
 def main(arguments: argparse.Namespace) -> int:

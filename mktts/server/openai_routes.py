@@ -247,14 +247,13 @@ def openai_routes(service: SpeechService) -> APIRouter:
         now_s, longest_s = int(time.time()), limits.voice_days * DAY_S
         lifetime_s = min(upload.expires_in_s or longest_s, longest_s)
         record = UploadedVoice(
+            **upload.model_dump(include={"consent", "speaker_description"}),
             name=name,
-            consent=upload.consent,
             created_at=now_s,
             expires_at=now_s + max(1, int(lifetime_s)),
             mime_type=(upload.audio_sample.content_type or "application/octet-stream")[:100],
             file_size=len(data),
             ref_text=voice.transcript,
-            speaker_description=upload.speaker_description,
         )
         await asyncio.to_thread(kept.keep, owner, voice, record)
         # OpenAI's shape, and under `voice` vLLM-Omni's

@@ -30,9 +30,10 @@ _TASKS = tuple(kind.upstream_name for kind in MODEL_TYPES.values())
 
 
 class StrictModel(BaseModel):
-    """Refuses unknown keys and values of another type: a misspelt setting must not be ignored silently."""
+    """Refuses unknown keys and values of another type: a misspelt setting must not be ignored silently. A text under a
+    field is its description."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def _sampling_field(name: str, value: Any) -> tuple[Any, Any]:
@@ -59,9 +60,8 @@ class VoiceParams(SamplingParams):
     trim_lead: bool = Field(False, description="leave out the silence before the first audible 10 ms, but 40 ms")
     markup: Markup = Field("speak", description="strip: Markdown, HTML and TeX are taken out")
     word_timestamps: bool = Field(False, description="say when each word is said, by an estimate from the sound")
-    pronunciations: dict[str, str] | None = Field(
-        None, max_length=1_000, description='what is said, by the word: {"nginx": "engine X"}; whole words only'
-    )
+    pronunciations: dict[str, str] | None = Field(None, max_length=1_000)
+    """what is said, by the word: {"nginx": "engine X"}; whole words only"""
 
     def sampling(self) -> dict[str, Any]:
         """The settings that are given, by their names in `Sampling.flat`."""
@@ -93,43 +93,32 @@ class OpenAISpeechRequest(VoiceParams):
 
     input: str = Field(min_length=1, description="what to say")
     model: str | None = Field(None, description="any name: the process has one model, which GET /v1/models names")
-    speaker: str | None = Field(
-        None,
-        alias="voice",
-        description="a voice of GET /v1/audio/voices, one of OpenAI's names, or default; left out: default",
-    )
-    instruct: str | None = Field(
-        None, alias="instructions", description="how to say it; what the voice is like (VoiceDesign)"
-    )
+    speaker: str | None = Field(None, alias="voice")
+    """a voice of GET /v1/audio/voices, one of OpenAI's names, or default; left out: default"""
+    instruct: str | None = Field(None, alias="instructions")
+    """how to say it; what the voice is like (VoiceDesign)"""
     response_format: StreamFormat | None = Field(
         None,
         description="left out: mp3. opus comes in Ogg, aac as ADTS; pcm: 16 bits, little endian, one channel; "
         "mulaw (or ulaw) and alaw: G.711 of telephones, 8 bits at 8000 Hz, no header",
     )
-    speed: float | None = Field(
-        None, ge=MIN_SPEED, le=MAX_SPEED, description="2 takes half the time, at the same pitch; left out: 1"
-    )
-    stream_format: Literal["audio", "sse"] | None = Field(
-        None, description="sse: server-sent events speech.audio.delta and speech.audio.done; left out: audio"
-    )
-    stream: bool | None = Field(
-        None, description="false: the whole at once, with its length; left out or true: while it is made"
-    )
+    speed: float | None = Field(None, ge=MIN_SPEED, le=MAX_SPEED)
+    """2 takes half the time, at the same pitch; left out: 1"""
+    stream_format: Literal["audio", "sse"] | None = None
+    """sse: server-sent events speech.audio.delta and speech.audio.done; left out: audio"""
+    stream: bool | None = None
+    """false: the whole at once, with its length; left out or true: while it is made"""
     sample_rate: Literal[SAMPLE_RATES_HZ] | None = Field(
         None, description=f"Hz; left out: {SAMPLE_RATE_HZ}, of G.711 8000"
     )
-    strict: bool | None = Field(
-        None, description="true: what would be ignored is refused; left out: as the server was started"
-    )
+    strict: bool | None = None
+    """true: what would be ignored is refused; left out: as the server was started"""
     max_new_tokens: int | None = Field(None, ge=1, description="as max_frames; beyond the server's limit: the limit")
-    non_streaming_mode: bool | None = Field(
-        None,
-        description="the prompt's layout: the whole text before the speech, or along with it; not how the answer comes",
-    )
+    non_streaming_mode: bool | None = None
+    """the prompt's layout: the whole text before the speech, or along with it; not how the answer comes"""
     task_type: Literal[_TASKS] | None = Field(None, description="must be what the checkpoint is")
-    ref_audio: str | None = Field(
-        None, description="a recording to clone, base64 or a data: URL, or the name of a voice of this server"
-    )
+    ref_audio: str | None = None
+    """a recording to clone, base64 or a data: URL, or the name of a voice of this server"""
     ref_text: str | None = Field(None, description="what is said in ref_audio; left out: its speaker's sound alone")
     x_vector_only_mode: bool | None = Field(None, description="true: the speaker's sound alone, whatever ref_text says")
     temperature: float | None = Field(None, ge=0, le=10, description="of the talker; 0: greedy")
@@ -191,16 +180,12 @@ def _value_of(word: str) -> Any:
 class VoiceUpload(BaseModel):
     """Form of POST /v1/audio/voices."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="letters, digits, _ . and -, in any case"
-    )
-    consent: str = Field(
-        pattern=r"\S",
-        max_length=2_000,
-        description="a statement that the speaker agrees, or the id of one; kept with its time",
-    )
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    """letters, digits, _ . and -, in any case"""
+    consent: str = Field(pattern=r"\S", max_length=2_000)
+    """a statement that the speaker agrees, or the id of one; kept with its time"""
     audio_sample: UploadFile = Field(description="the recording")
     ref_text: str | None = Field(None, description="what is said in it; left out: the speaker's sound alone")
     speaker_description: str | None = Field(None, max_length=2_000)

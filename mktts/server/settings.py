@@ -49,17 +49,17 @@ class Limits:
     max_streams: int | None = option(None, "listened to at once (default: the measured capacity)", metavar="N")
     min_streams: int = option(1, "that are admitted even where the capacity is smaller", metavar="N")
     max_waiting: int | None = option(None, "that wait for a place (default: as many as are served)", metavar="N")
-    wait_s: float | None = option(None, "then it is 429 (default: 0.5, a full GPU 0.05)", name="--wait", metavar="S")
+    wait_s: float | None = option(None, "then it is 429 (default: 0.5, a full GPU 0.05)")
     max_body_bytes: int = 128 * 1024
     max_chars: int = option(5_000, "of one text", metavar="N")
-    max_duration_s: float = option(600.0, "of one stream's audio", name="--max-duration", metavar="S")
+    max_duration_s: float = option(600.0, "of one stream's audio")
     buffer_frames: int = 64
     socket_bytes: int = 128 * 1024
-    stall_s: float = option(60.0, "until a client that reads nothing is dropped", name="--stall", metavar="S")
-    idle_s: float = option(60.0, "until an utterance without text is ended", name="--idle", metavar="S")
-    head_s: float = option(10.0, "for a request's head", name="--head", metavar="S")
-    body_s: float = option(20.0, "for its body, and more for a long one", name="--body", metavar="S")
-    grace_s: float = option(5.0, "for open streams after the signal to stop", name="--grace", metavar="S")
+    stall_s: float = option(60.0, "until a client that reads nothing is dropped")
+    idle_s: float = option(60.0, "until an utterance without text is ended")
+    head_s: float = option(10.0, "for a request's head")
+    body_s: float = option(20.0, "for its body, and more for a long one")
+    grace_s: float = option(5.0, "for open streams after the signal to stop")
     kept_states: int = 1_024
     max_reference_bytes: int = 10 * 2**20
     max_reference_s: float = 60.0
@@ -84,21 +84,16 @@ class Limits:
         return max(1, int(self.max_duration_s * FRAME_RATE_HZ))
 
 
-def add_address_arguments(parser: argparse.ArgumentParser) -> None:
-    """--host, --port, --api-key-file, --allow-origin, --allow-host."""
-    where = parser.add_argument_group("address")
-    where.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine alone")
-    where.add_argument("--port", type=int, default=8000, help="0: a free one (default: %(default)s)")
-    where.add_argument("--api-key-file", type=Path, metavar="FILE", help=f"a key a line (default: ${KEY_VARIABLE})")
-    where.add_argument(
-        "--allow-origin", action="append", default=[], metavar="ORIGIN", help="of web pages that may use the server"
-    )
-    where.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="that a server without a key may be called by, besides localhost and numbers",
+@dataclass
+class Address:
+    """Options of every server; `access_of` and `listen` take them."""
+
+    host: str = option("127.0.0.1", "default: %(default)s, this machine alone")
+    port: int = option(8000, "0: a free one")
+    api_key_file: Path | None = option(None, f"a key a line (default: ${KEY_VARIABLE})", metavar="FILE")
+    allow_origin: tuple[str, ...] = option((), "of web pages that may use the server", metavar="ORIGIN")
+    allow_host: tuple[str, ...] = option(
+        (), "that a server without a key may be called by, besides localhost and numbers", metavar="NAME"
     )
 
 

@@ -72,7 +72,8 @@ class VoiceFolder:
     Several servers may share it: every use of a voice checks that its file is still there and still the same, and
     `sweep` does so for voices that are not asked for.
 
-    max_voices: of one owner. on_gone: called with a loaded voice that was deleted, replaced or has expired."""
+    max_voices: of one owner. on_gone: called with a loaded voice that was deleted, replaced or has expired; it must not
+    wait."""
 
     def __init__(self, folder: Path, max_voices: int) -> None:
         """Makes the folder, where there is none, for this user alone. Raises ServerError where it cannot be used."""
@@ -119,11 +120,9 @@ class VoiceFolder:
                 except (OSError, VoiceError):  # deleted in between
                     return None
             self._loaded.move_to_end(path)
-            found = self._loaded[path][1]
-            dropped = [self._loaded.popitem(last=False)[1][1] for _ in range(len(self._loaded) - _LOADED)]
-        for voice in dropped:
-            self.on_gone(voice)
-        return found
+            while len(self._loaded) > _LOADED:
+                self.on_gone(self._loaded.popitem(last=False)[1][1])
+            return self._loaded[path][1]
 
     def list(self, owner: str) -> list[UploadedVoice]:
         """What the owner has uploaded, by name."""
@@ -159,8 +158,7 @@ class VoiceFolder:
             old_stamp, voice = self._loaded.get(path, (stamp, None))
             if old_stamp != stamp:
                 del self._loaded[path]
-        if old_stamp != stamp:
-            self.on_gone(voice)
+                self.on_gone(voice)
         try:
             record = None if stamp is None else UploadedVoice.model_validate_json(Voice.notes(path))
         except (VoiceError, ValidationError):

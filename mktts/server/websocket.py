@@ -13,7 +13,6 @@ from typing import Any
 from fastapi import WebSocket, WebSocketDisconnect, status
 from pydantic import TypeAdapter, ValidationError
 
-from mktts.engine.options import Chunk
 from mktts.server.api_errors import ApiError, from_validation
 from mktts.server.schemas import ClientMessage, Start, Text
 from mktts.server.service import ServedStream, SpeechService
@@ -123,12 +122,15 @@ class SpeechSocket:
             if begun:
                 await self._send("started", **about)
             try:
-                async with contextlib.aclosing(stream.chunks()) as chunks:
-                    async for chunk in chunks:
-                        if not begun:
-                            begun = True
-                            await self._send("started", **about)
-                        await self._send_chunk(stream, chunk)
+                async for chunk in stream.chunks():
+                    if not begun:
+                        begun = True
+                        await self._send("started", **about)
+                    words = {} if stream.state.words is None else {"words": [asdict(word) for word in chunk.words]}
+                    when = {"start_s": chunk.start_s, "duration_s": chunk.duration_s, "frames": chunk.frames}
+                    async with stream.sending(chunk.duration_s):
+                        await self._send("chunk", id=stream.id, **when, timings=asdict(chunk.timings), **words)
+                        await self._socket.send_bytes(chunk.pcm16)
             except ApiError as error:  # what else is wrong the record holds
                 if error.code == "busy":
                     if not begun:
@@ -146,13 +148,6 @@ class SpeechSocket:
                     await self._socket.close(status.WS_1008_POLICY_VIOLATION, "stalled")
         finally:
             stream.close()
-
-    async def _send_chunk(self, stream: ServedStream, chunk: Chunk) -> None:
-        words = {} if stream.state.words is None else {"words": [asdict(word) for word in chunk.words]}
-        about = {"start_s": chunk.start_s, "duration_s": chunk.duration_s, "frames": chunk.frames}
-        async with stream.sending(chunk.duration_s):
-            await self._send("chunk", id=stream.id, **about, timings=asdict(chunk.timings), **words)
-            await self._socket.send_bytes(chunk.pcm16)
 
     async def _send(self, type: str, **fields: Any) -> None:
         """Sends a message in JSON, in ASCII: what it quotes may have half a surrogate pair in it."""

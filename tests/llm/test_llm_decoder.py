@@ -128,7 +128,7 @@ class FakeBackend:
         self.started.append((prompt.tolist(), choice, seed, max_tokens))
         return SimpleNamespace(tokens=0)
 
-    def step(self, state: SimpleNamespace, debug: Tensor | None = None) -> int:
+    def step(self, state: SimpleNamespace) -> int:
         self.calls += 1
         state.tokens += 1
         return self.ids[(state.tokens - 1) % len(self.ids)]
