@@ -5,7 +5,6 @@ was stands in the result: figures of a late client are not the server's."""
 
 import asyncio
 import gc
-import json
 import math
 import re
 import threading
@@ -29,9 +28,7 @@ PATH = "/v1/audio/speech"
 _CONNECT_S = 10.0
 _REFUSALS = (429, 503)
 _QUOTED_CHARS = 200
-_READ_BYTES = 64 * 1024
 _RATE = re.compile(r"rate=(\d+)")
-_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 _BEAT_S = 0.01  # by which the loop's lateness is seen
 _GOODBYE_S = 30.0  # for streams to end once they were all cancelled; then they hang
 
@@ -321,45 +318,35 @@ class HttpSource:
 
     async def stream(self, text: str, **settings: Any) -> AsyncGenerator[Received, None]:
         """The chunks of one answer; the first, when the answer begins, has no samples. Raises BusyError where the
-        server refuses, EngineError for any other status, for what is no raw PCM, and for an answer that breaks off.
+        server refuses, EngineError for any other status, for what is no raw PCM, and for an answer that breaks off."""
+        import aiohttp  # only a server's loads need it
 
-        HTTP is read here rather than by a client with a pool: one that looks through hundreds of connections for every
-        request makes its listeners wait."""
-        body = json.dumps({**self.body, **{name: settings[name] for name in self.sends}, "input": text}).encode()
-        parts, headers = urlsplit(self.url), {}
-        secure = parts.scheme == "https"
-        address = parts.hostname, parts.port or (443 if secure else 80)
-        lines = [f"POST {parts.path} HTTP/1.1", f"Host: {parts.netloc.rpartition('@')[2]}", "Accept: */*"]
-        lines += ["Connection: close", f"Content-Length: {len(body)}", "Content-Type: application/json"]
-        lines += [f"{name}: {value}" for name, value in credentials(self.key).items()]
-        samples, rest, writer = 0, b"", None
+        body = {**self.body, **{name: settings[name] for name in self.sends}, "input": text}
+        patience, samples, rest = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_S), 0, b""
         try:
-            opening = asyncio.open_connection(*address, ssl=secure or None)
-            reader, writer = await asyncio.wait_for(opening, _CONNECT_S)
-            writer.write("\r\n".join([*lines, "", ""]).encode() + body)
-            status, headers = _head(await reader.readuntil(b"\r\n\r\n"))
-            if status in _REFUSALS:
-                raise BusyError(f"the server answers {status}")
-            if status != 200:
-                said = b"".join([data async for data in _body(reader, headers)]).decode(errors="replace")
-                raise EngineError(f"the server answers {status}: {said[:_QUOTED_CHARS]}")
-            _check_sound(headers)
-            yield Received(np.zeros(0, np.float32), 0)
-            async for data in _body(reader, headers):
-                data = rest + data
-                whole = len(data) // 2 * 2
-                pcm, rest = from_pcm16(data[:whole]), data[whole:]
-                yield Received(pcm, (samples + len(pcm)) // SAMPLES_PER_FRAME - samples // SAMPLES_PER_FRAME)
-                samples += len(pcm)
-        except asyncio.IncompleteReadError as error:
-            raise EngineError("the answer broke off" if headers else f"the answer is no HTTP: {error}") from None
-        except (asyncio.LimitOverrunError, ValueError) as error:
+            async with (
+                aiohttp.ClientSession(timeout=patience, headers=credentials(self.key)) as session,
+                session.post(self.url, json=body, allow_redirects=False) as answer,
+            ):
+                if answer.status in _REFUSALS:
+                    raise BusyError(f"the server answers {answer.status}")
+                if answer.status != 200:
+                    said = (await answer.text(errors="replace"))[:_QUOTED_CHARS]
+                    raise EngineError(f"the server answers {answer.status}: {said}")
+                _check_sound(answer.headers)
+                yield Received(np.zeros(0, np.float32), 0)
+                async for data in answer.content.iter_any():
+                    data = rest + data
+                    whole = len(data) // 2 * 2
+                    pcm, rest = from_pcm16(data[:whole]), data[whole:]
+                    yield Received(pcm, (samples + len(pcm)) // SAMPLES_PER_FRAME - samples // SAMPLES_PER_FRAME)
+                    samples += len(pcm)
+        except aiohttp.ClientPayloadError:
+            raise EngineError("the answer broke off") from None
+        except (aiohttp.ClientResponseError, aiohttp.ServerDisconnectedError) as error:
             raise EngineError(f"the answer is no HTTP: {error}") from None
-        except OSError as error:
+        except (OSError, aiohttp.ClientError) as error:
             raise EngineError(f"the connection failed: {type(error).__name__}") from None
-        finally:
-            if writer is not None:
-                writer.transport.abort()
         if not samples:
             raise EngineError("the answer holds no sound")
 
@@ -385,26 +372,3 @@ def endpoint(url: str) -> str:
 
 def credentials(key: str | None) -> dict[str, str]:
     return {} if key is None else {"Authorization": f"Bearer {key}"}
-
-
-async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
-    """The bytes of an answer as they come. Raises EngineError where it breaks off."""
-    if headers.get("transfer-encoding") == "chunked":
-        while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
-            yield (await reader.readexactly(size + 2))[:size]
-        return
-    left = int(headers.get("content-length", "-1"))
-    while left and (data := await reader.read(_READ_BYTES)):
-        left -= len(data)
-        yield data
-    if left > 0:
-        raise EngineError("the answer broke off")
-
-
-def _head(data: bytes) -> tuple[int, dict[str, str]]:
-    """Status and headers. Raises ValueError."""
-    first, *lines = data.rstrip().split(b"\r\n")
-    if not (status := _STATUS.match(first)):
-        raise ValueError(f"it begins with {first[:40]!r}")
-    pairs = (line.decode("latin-1").partition(":") for line in lines)
-    return int(status[1]), {name.lower(): value.strip() for name, _, value in pairs}
