@@ -114,65 +114,33 @@ def hold(
     """Offers a load and holds it; runs an event loop in the calling thread. Ctrl-C ends the streams and is raised.
     Raises MetricsError once another thread has set `stopped`. source: its `stream(text, **settings)` gives an
     asynchronous iterator of chunks: a Synthesizer, or an HttpSource."""
-    client = _Client(source, texts, settings, settings.arrivals(listeners), stopped or threading.Event())
+    seen, arrivals, many = LoadRun(), settings.arrivals(listeners), ManyStreams()
     gc.collect()
-    many = ManyStreams()
     many.count(listeners)
     try:
-        asyncio.run(client.run())
+        asyncio.run(_held(source, texts, settings, arrivals, stopped or threading.Event(), seen))
     finally:
         many.count(0)
-    return client.seen
+    return seen
 
 
-@dataclass
-class _Client:
-    source: Any
-    texts: LoadTexts
-    settings: LoadSettings
-    arrivals: Sequence[tuple[float, int]]
-    stopped: threading.Event
-    seen: LoadRun = field(default_factory=LoadRun)
-    streams: dict[asyncio.Task[None], Any] = field(default_factory=dict)  # those that are open
+async def _held(
+    source: Any,
+    texts: LoadTexts,
+    settings: LoadSettings,
+    arrivals: Sequence[tuple[float, int]],
+    stopped: threading.Event,
+    seen: LoadRun,
+) -> None:
+    begun_s = time.perf_counter()
+    streams: dict[asyncio.Task[None], Any] = {}  # those that are open
 
-    async def run(self) -> None:
-        begun_s, settings = time.perf_counter(), self.settings
-        work = [self._arrive(begun_s), self._hold(begun_s + settings.warm_s), self._beat()]
-        services = [asyncio.create_task(one) for one in work]
-        lasts_s = settings.warm_s + settings.seconds + settings.tail_s
-        try:
-            done, _ = await asyncio.wait(services, timeout=lasts_s, return_when=asyncio.FIRST_EXCEPTION)
-            for service in done:
-                service.result()
-        finally:
-            for service in services:
-                service.cancel()
-            await self._close()
-
-    async def _close(self) -> None:
-        self.seen.closed_s = time.perf_counter()
-        for task, stream in self.streams.items():
-            getattr(stream, "cancel", task.cancel)()
-        if self.streams:
-            _, pending = await asyncio.wait(list(self.streams), timeout=_GOODBYE_S)
-            self.seen.hung = len(pending)
-
-    async def _arrive(self, begun_s: float) -> None:
-        for index, (at_s, frames) in enumerate(self.arrivals):
-            # Where many come at once, those that play have their turns in between.
-            await asyncio.sleep(max(0.0, begun_s + at_s - time.perf_counter()))
-            one = Listener(begun_s + at_s)
-            self.seen.listeners.append(one)
-            task = asyncio.create_task(self._listen(index, frames, one))
-            self.streams[task] = None
-            task.add_done_callback(self.streams.pop)
-
-    async def _listen(self, index: int, frames: int, one: Listener) -> None:
-        text, settings = self.texts.of(index, frames)
+    async def listen(index: int, frames: int, one: Listener) -> None:
+        text, of_stream = texts.of(index, frames)
         one.opened_s = time.perf_counter()
         try:
-            stream = self.source.stream(text, **settings)
-            self.streams[asyncio.current_task()] = stream
+            stream = source.stream(text, **of_stream)
+            streams[asyncio.current_task()] = stream
             one.engine = getattr(stream, "engine", "server")
             async for chunk in stream:
                 one.receive(time.perf_counter(), chunk.pcm, chunk.frames)
@@ -181,33 +149,43 @@ class _Client:
         except Exception as error:
             one.refused = isinstance(error, CapacityError) and one.first_s == math.inf
             one.error = None if one.refused else f"{type(error).__name__}: {error}"
-        if not self.seen.closed_s:
+        if not seen.closed_s:
             one.ended_s = time.perf_counter()
 
-    async def _beat(self) -> None:
-        while True:
+    async def arrive() -> None:
+        for index, (at_s, frames) in enumerate(arrivals):
+            # Where many come at once, those that play have their turns in between.
+            await asyncio.sleep(max(0.0, begun_s + at_s - time.perf_counter()))
+            seen.listeners.append(Listener(begun_s + at_s))
+            task = asyncio.create_task(listen(index, frames, seen.listeners[-1]))
+            streams[task] = None
+            task.add_done_callback(streams.pop)
+
+    def moment(at_s: float) -> Moment:
+        return Moment(at_s, sum(one.frames for one in seen.listeners), time.process_time(), time.thread_time())
+
+    arriving = asyncio.create_task(arrive())
+    try:
+        while seen.end is None or time.perf_counter() < seen.end.at_s + settings.tail_s:
             wanted_s = time.perf_counter() + _BEAT_S
             await asyncio.sleep(_BEAT_S)
-            if self.stopped.is_set():
+            if stopped.is_set():
                 raise MetricsError("the load was stopped")
-            self.seen.loop_late_s.append(time.perf_counter() - wanted_s)
-
-    async def _hold(self, begin_s: float) -> None:
-        await _until(begin_s)
-        self.seen.loop_late_s.clear()
-        self.seen.begin = self._now()
-        await _until(self.seen.begin.at_s + self.settings.seconds)  # the whole time, also where it began late
-        self.seen.end = self._now()
-
-    def _now(self) -> Moment:
-        frames = sum(one.frames for one in self.seen.listeners)
-        return Moment(time.perf_counter(), frames, time.process_time(), time.thread_time())
-
-
-async def _until(at_s: float) -> None:
-    """Returns at that time of time.perf_counter or later, never before."""
-    while (wait_s := at_s - time.perf_counter()) > 0:
-        await asyncio.sleep(wait_s)
+            now_s = time.perf_counter()
+            seen.loop_late_s.append(now_s - wanted_s)
+            if seen.begin is None and now_s >= begun_s + settings.warm_s:
+                seen.begin = moment(now_s)
+                seen.loop_late_s.clear()
+            elif seen.begin and seen.end is None and now_s >= seen.begin.at_s + settings.seconds:
+                seen.end = moment(now_s)  # the whole time, also where it began late
+    finally:
+        arriving.cancel()
+        seen.closed_s = time.perf_counter()
+        for task, stream in streams.items():
+            getattr(stream, "cancel", task.cancel)()
+        if streams:
+            _, pending = await asyncio.wait(list(streams), timeout=_GOODBYE_S)
+            seen.hung = len(pending)
 
 
 # ---- figures

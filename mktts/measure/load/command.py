@@ -11,7 +11,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from operator import itemgetter
@@ -96,7 +96,8 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             raise MetricsError(f"{least}, got {got}: leave --into out")
         into.parent.mkdir(parents=True, exist_ok=True)
         require_writable(into)
-    with closing(subject or Subject(settings)) as subject:
+    subject = subject or Subject(settings)
+    with nullcontext() if arguments.url else subject.source:
         document: dict[str, Any] = {**head(settings.device), **subject.place}
         document["settings"] = {**asdict(settings), "random_weights": subject.random_weights}
         document |= {"points": [], "figures": {}, "missing": {}}
@@ -107,7 +108,10 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             point, _, _ = subject.met(count)
             document["points"].append(point)
             if settings.burst:
-                more |= burst(count, point)
+                heard = point["arrivals"] - point["refused"] - point["unanswered"]
+                of_all = {"unit": "listeners", "n": point["arrivals"]}
+                more[f"burst_{count}_accepted"] = {"value": heard, **of_all}
+                more[f"burst_{count}_stalled"] = {"value": point["stalled"], **of_all}
                 continue
             if recorded and point["refused"] and point["in_time"] == point["arrivals"] - point["refused"]:
                 # More were offered than it says, and those it let in were in time.
@@ -167,9 +171,6 @@ class Subject:
         found = self.source.measure_capacity(renew=renew)
         return {"value": None if math.isinf(found.streams) else found.streams, "basis": found.basis}
 
-    def close(self) -> None:
-        self.source.close()
-
     def met(self, listeners: int) -> tuple[dict[str, Any], client.LoadRun, np.ndarray]:
         """The point of a load, what its listeners met one by one, and the ticks (n,) of the held time; of a server
         none. Raises MetricsError once another thread has set `stopped`."""
@@ -220,9 +221,6 @@ class Server(Subject):
     def capacity(self, renew: bool) -> dict[str, Any]:
         """As the server says it, where it does."""
         return {"value": self._health.get("streams_max"), "basis": self._health.get("capacity")}
-
-    def close(self) -> None:
-        """Every stream has its own connection: there is nothing to close."""
 
 
 def health_of(url: str, key: str | None) -> dict[str, Any]:
@@ -298,15 +296,6 @@ def merge(
     document |= {"points": kept, "figures": others | carried(kept, gpu) | (more or {})}
     write_json(path, document)
     return document
-
-
-def burst(count: int, point: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The figures of so many listeners that came at once."""
-    heard = point["arrivals"] - point["refused"] - point["unanswered"]
-    return {
-        f"burst_{count}_{name}": {"value": value, "unit": "listeners", "n": point["arrivals"]}
-        for name, value in (("accepted", heard), ("stalled", point["stalled"]))
-    }
 
 
 def conditions(point: dict[str, Any]) -> tuple[Any, ...]:
