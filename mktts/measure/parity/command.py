@@ -33,7 +33,7 @@ from mktts.measure.environment import head, kernel_missing, provided_by, version
 from mktts.measure.parity.codec import codec_section
 from mktts.measure.parity.kernel import MARGIN, Scope, outcome, parity_of
 from mktts.measure.parity.ratio import LIMIT, Budget
-from mktts.measure.parity.upstream import Row, compare_expected, compare_prompts, standard_requests, upstream_codes
+from mktts.measure.parity.upstream import Row, compare_codes, compare_prompts, standard_requests
 from mktts.model.backend import device_named
 
 OUTPUT = Path("mktts-parity.json")
@@ -192,12 +192,10 @@ def prompt_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dic
 def codes_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dict[str, Any]:
     """Greedy codes and drawn ones, in bf16."""
     requests, drawn = standard_requests(checkpoint)[:CODES_REQUESTS], checkpoint.sampling()
-    model, within = upstream(), budget.share(0.4)  # loading and ours take as much again
-    expected = upstream_codes(model, requests, drawn.greedy(), SEED, CODES_FRAMES, within.share(0.5))
-    expected += upstream_codes(model, requests, drawn, SEED, CODES_FRAMES, within)
-    del model
-    upstream.cache_clear()
-    rows = compare_expected(checkpoint, expected, SEED, CODES_FRAMES, torch.bfloat16)
+    rows = []
+    for sampling, share in ((drawn.greedy(), 0.5), (drawn, 1.0)):
+        within = budget.share(share)
+        rows += compare_codes(checkpoint, requests, sampling, SEED, CODES_FRAMES, torch.bfloat16, upstream(), within)
     frames, asked = sum(row["frames"] for row in rows), 2 * len(requests) * CODES_FRAMES
     return {"frames": frames, "asked": asked, "rows": rows} | _reason(rows, "utterances")
 

@@ -75,9 +75,6 @@ def compare_prompts(
     return rows
 
 
-Expected = tuple[Request, Sampling, Tensor]  # upstream's codes (T, 16) of one request
-
-
 def compare_codes(
     checkpoint: Checkpoint,
     requests: Sequence[Request],
@@ -86,32 +83,18 @@ def compare_codes(
     max_frames: int,
     dtype: torch.dtype,
     upstream: Any,
+    budget: Budget = UNLIMITED,
 ) -> list[Row]:
     """One row a request: frames made, whether codes are equal, and the first difference, (frame, codebook) or None. The
-    sampling's rng is set to "torch", the one upstream has. `upstream` is a loaded qwen_tts.Qwen3TTSModel."""
-    expected = upstream_codes(upstream, requests, sampling, seed, max_frames)
-    return compare_expected(checkpoint, expected, seed, max_frames, dtype)
-
-
-def upstream_codes(
-    model: Any, requests: Sequence[Request], sampling: Sampling, seed: int, max_frames: int, budget: Budget = UNLIMITED
-) -> list[Expected]:
-    """Upstream's codes of each request; a budget that is over leaves out those that follow the first."""
-    sampling, found = replace(sampling, rng="torch"), []
-    for request in requests:
-        if not (found and budget.over):
-            found.append((request, sampling, generate_codes(model, request, sampling, seed, max_frames)))
-    return found
-
-
-def compare_expected(
-    checkpoint: Checkpoint, expected: Sequence[Expected], seed: int, max_frames: int, dtype: torch.dtype
-) -> list[Row]:
-    """The rows of `compare_codes`. Apart from upstream's run, so that its model can go before ours is loaded."""
+    sampling's rng is set to "torch", the one upstream has. `upstream` is a loaded qwen_tts.Qwen3TTSModel. A budget that
+    is over leaves out the requests that follow the first."""
     builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), dtype=dtype)
     backend = TorchBackend(checkpoint.config, checkpoint.tensors(), dtype=dtype)
-    rows = []
-    for request, sampling, codes in expected:
+    sampling, rows = replace(sampling, rng="torch"), []
+    for request in requests:
+        if rows and budget.over:
+            break
+        codes = generate_codes(upstream, request, sampling, seed, max_frames)
         mismatch = first_mismatch(our_codes(backend, builder.build(request), sampling, seed, max_frames), codes)
         compared = {"sampled": sampling.talker.do_sample, "frames": len(codes), "equal": mismatch is None}
         rows.append(_labels(checkpoint, request, dtype) | compared | {"first_mismatch": mismatch})
