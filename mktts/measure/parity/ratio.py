@@ -8,7 +8,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +17,6 @@ from torch import Tensor
 from mktts.checkpoint import Checkpoint
 from mktts.model.oracle import TorchBackend, TorchStream
 from mktts.model.prompt import PromptBuilder, Request
-from mktts.model.qwen3 import Qwen3Stack
 from mktts.model.sampling import Sampling, restrict
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
@@ -118,10 +116,20 @@ def spoken_stream(checkpoint: Checkpoint, backend: TorchBackend, frames: int) ->
 @torch.inference_mode()
 def forced(backend: TorchBackend, state: TorchStream, row: Tensor | None, codes: Tensor) -> Observed:
     """The oracle's frame with `codes` (16,) for its choices: as `TorchBackend.step`, with nothing drawn."""
-    with _layers(backend.talker) as layers:
-        if row is not None:
+    layers: list[Tensor] = []  # what each of them returns, (R, H)
+    talker, compute = backend.talker, backend.talker.layer
+
+    def watched(*arguments) -> Tensor:
+        layers.append(compute(*arguments))
+        return layers[-1]
+
+    if row is not None:
+        talker.layer = watched
+        try:
             backend._advance([state], [row])
-        hidden = torch.stack([rows[-1] for rows in layers]).float() if layers else None
+        finally:
+            del talker.layer
+    hidden = torch.stack([rows[-1] for rows in layers]).float() if layers else None
     logits, ids = [backend.code0_logits(state)], codes.to(backend.device)
 
     def draw(book: int, given: Tensor) -> Tensor:
@@ -132,23 +140,6 @@ def forced(backend: TorchBackend, state: TorchStream, row: Tensor | None, codes:
     state.seen[ids[0]] = True
     state.frames += 1
     return Observed(codes, logits, hidden)
-
-
-@contextmanager
-def _layers(stack: Qwen3Stack) -> Iterator[list[Tensor]]:
-    """Collects what every layer of a pass returns, (R, H) each."""
-    seen: list[Tensor] = []
-    compute = stack.layer
-
-    def watched(*arguments) -> Tensor:
-        seen.append(compute(*arguments))
-        return seen[-1]
-
-    stack.layer = watched
-    try:
-        yield seen
-    finally:
-        del stack.layer
 
 
 def vocabularies(config: ModelConfig) -> list[int]:
