@@ -31,8 +31,7 @@ from mktts.engine.upstream import load_upstream
 from mktts.errors import BackendUnavailable, MetricsError
 from mktts.measure.environment import head, kernel_missing, provided_by, versions
 from mktts.measure.parity.codec import codec_section
-from mktts.measure.parity.kernel import MARGIN, Scope, outcome, parity_of
-from mktts.measure.parity.ratio import LIMIT, Budget
+from mktts.measure.parity.kernel import LIMIT, MARGIN, Scope, outcome, parity_of, share
 from mktts.measure.parity.upstream import Row, compare_codes, compare_prompts, standard_requests
 from mktts.model.backend import device_named
 
@@ -123,14 +122,14 @@ def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
     """What is found of a checkpoint, section by section, within the minutes given."""
     revision = settings.revision
     checkpoint = open_checkpoint(source, revision)
-    files = {name: checkpoint.folder / name for name in _CONFIGS}
-    digests = {name: sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
+    files = [name for name in _CONFIGS if (checkpoint.folder / name).is_file()]
+    digests = {name: sha256((checkpoint.folder / name).read_bytes()).hexdigest() for name in files}
     about = {
         "source": name,
         "revision": checkpoint.revision,
         "model": f"{checkpoint.config.model_size} {checkpoint.config.type.name}",
         "weights": RANDOM_WEIGHTS if checkpoint.is_random else str(checkpoint.revision or "of a folder"),
-        "sha256": dict.fromkeys(_CONFIGS) | digests,
+        "sha256": digests,
     }
     result: dict[str, Any] = {"checkpoint": about, "sections": {}}
     upstream, why_not = lru_cache(1)(partial(load_upstream, checkpoint, torch.bfloat16)), None
@@ -138,14 +137,14 @@ def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
         on_gpu = settings.device.startswith("cuda")
         why_not = kernel_missing() or (None if on_gpu else f"the megakernel does not run on {settings.device}")
 
-    def kernel_section(within: Budget) -> dict[str, Any]:
+    def kernel_section(until_s: float) -> dict[str, Any]:
         if why_not is not None:
             raise BackendUnavailable(why_not)
         upstream.cache_clear()
-        result.update(parity_of(source, SCOPE, settings.kernel, settings.device, revision=revision, budget=within))
+        result.update(parity_of(source, SCOPE, settings.kernel, settings.device, revision=revision, until_s=until_s))
         return outcome(result)
 
-    work: dict[str, Callable[[Budget], dict[str, Any]]] = {
+    work: dict[str, Callable[[float], dict[str, Any]]] = {
         "prompt": partial(prompt_section, checkpoint, upstream),
         "codec": partial(codec_section, checkpoint, upstream, settings.device),
         "codes": partial(codes_section, checkpoint, upstream),
@@ -155,12 +154,12 @@ def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
     shares = {part: 0 if part == "kernel" and why_not else _SHARES[part] for part in parts}
     if source.startswith("random:") and shares.get("kernel"):
         open_checkpoint(source + MARGIN)  # made here, where it takes no minutes of the comparison's
-    budget, left = Budget(60 * settings.minutes), sum(shares.values())
-    for part, share in shares.items():
+    until_s, left = time.perf_counter() + 60 * settings.minutes, sum(shares.values())
+    for part, mine in shares.items():
         print(f"{name}: {part} ...", file=sys.stderr, flush=True)
-        within = budget.share(share / max(1, left))
-        left -= share
-        result["sections"][part] = section(partial(work[part], within))
+        within_s = share(until_s, mine / max(1, left))
+        left -= mine
+        result["sections"][part] = section(partial(work[part], within_s))
     states = {found["status"] for found in result["sections"].values()}
     return {**result, "passed": "passed" in states and "failed" not in states}
 
@@ -183,19 +182,19 @@ def section(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 # ---- prompt and codes
 
 
-def prompt_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dict[str, Any]:
-    """Every mode that the checkpoint has, in bf16: a prompt takes milliseconds, whatever the budget."""
+def prompt_section(checkpoint: Checkpoint, upstream: Any, until_s: float) -> dict[str, Any]:
+    """Every mode that the checkpoint has, in bf16: a prompt takes milliseconds, whenever it has to end."""
     rows = compare_prompts(checkpoint, standard_requests(checkpoint), torch.bfloat16, upstream())
     return {"prompts": len(rows), "equal": sum(row["equal"] for row in rows), "rows": rows} | _reason(rows, "prompts")
 
 
-def codes_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dict[str, Any]:
+def codes_section(checkpoint: Checkpoint, upstream: Any, until_s: float) -> dict[str, Any]:
     """Greedy codes and drawn ones, in bf16."""
     requests, drawn = standard_requests(checkpoint)[:CODES_REQUESTS], checkpoint.sampling()
     rows = []
-    for sampling, share in ((drawn.greedy(), 0.5), (drawn, 1.0)):
-        within = budget.share(share)
-        rows += compare_codes(checkpoint, requests, sampling, SEED, CODES_FRAMES, torch.bfloat16, upstream(), within)
+    for sampling, part in ((drawn.greedy(), 0.5), (drawn, 1.0)):
+        asked = requests, sampling, SEED, CODES_FRAMES, torch.bfloat16, upstream()
+        rows += compare_codes(checkpoint, *asked, share(until_s, part))
     frames, asked = sum(row["frames"] for row in rows), 2 * len(requests) * CODES_FRAMES
     return {"frames": frames, "asked": asked, "rows": rows} | _reason(rows, "utterances")
 
