@@ -205,9 +205,8 @@ class Controls:
     def draws(self, draw: Callable[[], Any]) -> None:
         """Shows what `draw()` displays where the cell stands, and again in its place after every run that Start began.
         A cell that is run again replaces what it drew before."""
-        ids: list[str] = []
-        self._drawings[draw.__name__] = (draw, ids)
-        self._draw(draw, ids)
+        self._drawings[draw.__name__] = (draw, [])
+        self._draw(*self._drawings[draw.__name__])
 
     @staticmethod
     def _draw(draw: Callable[[], Any], ids: list[str]) -> None:
@@ -237,33 +236,29 @@ class Controls:
             self.start_button.disabled, self.stop_button.disabled = False, True
 
     async def _pressed(self) -> None:
-        try:
-            await self._until_interrupted(asyncio.create_task(self.run()))
-            for draw, ids in list(self._drawings.values()):
-                self._draw(draw, ids)
-        except asyncio.CancelledError:
-            self.message.value = "stopped"
-        except Exception as error:  # nobody awaits a button's task: the panel is where its error can be read
-            self.message.value = html.escape(f"{type(error).__name__}: {error}")
-
-    async def _until_interrupted(self, task: asyncio.Task[None]) -> None:
-        """Awaits `task`, cancelled where the kernel is interrupted. ipykernel ignores an interrupt where no cell runs,
-        and sets its own handlers around every message, so ours is set again and again."""
-        loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
+        """Runs, cancelled where the kernel is interrupted. ipykernel ignores an interrupt where no cell runs, and sets
+        its own handlers around every message, so ours is set again and again."""
+        task, before = asyncio.create_task(self.run()), signal.getsignal(signal.SIGINT)
+        in_main_thread = threading.current_thread() is threading.main_thread()
 
         def interrupt(*_: Any) -> None:
-            loop.call_soon_threadsafe(self._cancel)
+            self._loop.call_soon_threadsafe(self._cancel)
 
-        in_main_thread = threading.current_thread() is threading.main_thread()
         try:
             while not task.done():
                 if in_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
                     signal.signal(signal.SIGINT, interrupt)
                 await asyncio.wait([task], timeout=INTERRUPT_STEP_S)
+            await task
+            for drawing in list(self._drawings.values()):
+                self._draw(*drawing)
+        except asyncio.CancelledError:
+            self.message.value = "stopped"
+        except Exception as error:  # nobody awaits a button's task: the panel is where its error can be read
+            self.message.value = html.escape(f"{type(error).__name__}: {error}")
         finally:
             if in_main_thread and signal.getsignal(signal.SIGINT) is interrupt:
                 signal.signal(signal.SIGINT, before)
-        task.result()
 
     def _cancel(self) -> None:
         if self._running is not None:
