@@ -62,9 +62,8 @@ async def test_play_passes_every_chunk_on_and_a_stop_cancels_the_stream(live):
     stream, heard = FakeStream(), 0
     async for _ in widget.play(stream):
         heard += 1
-        asyncio.get_running_loop().call_soon(
-            widget.set_trait, "stop_requested", True
-        )  # as a button's message: seen when the loop yields
+        stop = widget.set_trait, "stop_requested", True
+        asyncio.get_running_loop().call_soon(*stop)  # as a button's message: seen when the loop yields
     assert stream.cancelled and heard < 5 and sent[-1][0] == "end"
 
 

@@ -285,12 +285,12 @@ class Received(NamedTuple):
 class HttpSource:
     """Opens streams of a server, each over a connection of its own.
 
-    url: of the route. key: the server's
+    url: of the route. headers: of every request
     body: the keys that every request has
     sends: names of a stream's settings that are sent as keys of the request"""
 
     url: str
-    key: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
     body: Mapping[str, Any] = field(default_factory=dict)
     sends: tuple[str, ...] = ()
 
@@ -303,7 +303,7 @@ class HttpSource:
         patience, samples, rest = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_S), 0, b""
         try:
             async with (
-                aiohttp.ClientSession(timeout=patience, headers=credentials(self.key)) as session,
+                aiohttp.ClientSession(timeout=patience, headers=self.headers) as session,
                 session.post(self.url, json=body, allow_redirects=False) as answer,
             ):
                 if answer.status in _REFUSALS:
@@ -346,7 +346,3 @@ def endpoint(url: str) -> str:
     path = parts.path.rstrip("/")
     path = path if path.endswith(PATH) else f"{path.removesuffix('/v1')}{PATH}"
     return urlunsplit((parts.scheme, parts.netloc, path, "", ""))
-
-
-def credentials(key: str | None) -> dict[str, str]:
-    return {} if key is None else {"Authorization": f"Bearer {key}"}

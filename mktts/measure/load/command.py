@@ -82,8 +82,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Holds the loads; each is merged into --into as soon as it is there. Returns document and table. Raises
     MetricsError where no server answers, and where loads that are to be kept are not held long enough."""
-    subject = Server(arguments) if arguments.url else None
-    settings, into = subject.settings if subject else settings_of(arguments), arguments.into
+    into, subject = arguments.into, None
+    if arguments.url:
+        subject = Server(arguments)
+        settings = subject.settings
+    else:
+        model = model_of(arguments)
+        own = _GPU_CHECKPOINT if "cuda" in model["device"] else DEFAULT_CHECKPOINT
+        settings = LoadSettings(**model | {"checkpoint": model["checkpoint"] or own}, **given(LoadSettings, arguments))
     gpu = settings.device.startswith("cuda")
     default = _GPU_LISTENERS if gpu else _CPU_LISTENERS
     listeners = whole_numbers("--listeners", default if arguments.listeners is None else arguments.listeners)
@@ -127,13 +133,6 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if into is not None:
         merge(into, beside, gpu, [], more)
     return document, table(document)
-
-
-def settings_of(arguments: argparse.Namespace) -> LoadSettings:
-    """Settings of a load on a synthesizer in this process."""
-    model = model_of(arguments)
-    model["checkpoint"] = model["checkpoint"] or (_GPU_CHECKPOINT if "cuda" in model["device"] else DEFAULT_CHECKPOINT)
-    return LoadSettings(**model, **given(LoadSettings, arguments))
 
 
 def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -189,15 +188,16 @@ class Server(Subject):
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         url = client.endpoint(arguments.url)
-        key = next(iter(read_keys(arguments.api_key_file)), None)
-        health = health_of(url, key)
+        keys = read_keys(arguments.api_key_file)
+        headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+        health = health_of(url, headers)
         if not (isinstance(health.get("model"), dict) and "random_weights" in health["model"]):
             health = {"model": {}}  # it is not ours
         self._health, model = health, health["model"]
-        if (keys := object_of(arguments.keys)) is None:
+        if (of_all := object_of(arguments.keys)) is None:
             raise MetricsError(f"--keys takes a JSON object, got {arguments.keys!r}")
         voice = next(iter(health.get("speakers") or ()), "alloy")
-        body = {"model": "tts-1", "voice": voice, "response_format": "pcm", **keys}
+        body = {"model": "tts-1", "voice": voice, "response_format": "pcm", **of_all}
         # Of another server: "cuda" where this machine has a GPU.
         device, host = health.get("device") or ("cuda" if head("cuda")["device"] else "cpu"), urlsplit(url).hostname
         is_here = host in ("localhost", "127.0.0.1", "::1")
@@ -207,7 +207,7 @@ class Server(Subject):
         given_here = {name: value for name, value in given(LoadSettings, arguments).items() if name in chosen}
         self.settings = LoadSettings(checkpoint=checkpoint, device=device, **given_here)
         # Random weights have no end of their own: max_frames is the length, whatever is said.
-        self.source = client.HttpSource(url, key, body, ("max_frames", "seed") if self.random_weights else ())
+        self.source = client.HttpSource(url, headers, body, ("max_frames", "seed") if self.random_weights else ())
         self.texts = LoadTexts(0, f"{WORDS}." if self.random_weights else None, {})
         self.engine = {
             "codec": "the server's",
@@ -223,7 +223,7 @@ class Server(Subject):
         return {"value": self._health.get("streams_max"), "basis": self._health.get("capacity")}
 
 
-def health_of(url: str, key: str | None) -> dict[str, Any]:
+def health_of(url: str, headers: dict[str, str]) -> dict[str, Any]:
     """GET /health of the server of this route: the JSON object there, an empty one where there is something else, or
     nothing. Raises MetricsError where no server answers."""
     parts = urlsplit(url)
@@ -231,7 +231,7 @@ def health_of(url: str, key: str | None) -> dict[str, Any]:
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     try:
         with closing(kind(parts.hostname, parts.port, timeout=_ASK_S)) as connection:
-            connection.request("GET", f"{root}/health", headers=client.credentials(key))
+            connection.request("GET", f"{root}/health", headers=headers)
             return object_of(connection.getresponse().read()) or {}
     except (OSError, HTTPException) as error:
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{root}"  # without a password
