@@ -32,7 +32,7 @@ from mktts.measure.load import client
 from mktts.measure.load.settings import HELD_S, LoadSettings, LoadTexts, texts_for
 from mktts.measure.metrics import cell, object_of
 from mktts.model.backend import device_named
-from mktts.server.settings import read_keys
+from mktts.server.settings import is_loopback, read_keys
 from mktts.synth import Synthesizer
 
 FIRST_PCM_MS = 100.0  # p99, of a load that counts as carried on a GPU
@@ -105,7 +105,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     subject = subject or Subject(settings)
     with nullcontext() if arguments.url else subject.source:
         document: dict[str, Any] = {**head(settings.device), **subject.place}
-        document["settings"] = {**asdict(settings), "random_weights": subject.random_weights}
+        document["settings"] = {**asdict(settings), "random_weights": subject.about["random_weights"]}
         document |= {"points": [], "figures": {}, "missing": {}}
         beside = {name: document[name] for name in PROVENANCE} | {"command": _command(sys.argv[1:])}
         said = subject.capacity(arguments.capacity)
@@ -144,7 +144,7 @@ def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
 class Subject:
     """A synthesizer in this process, loaded and warmed up; raises what Synthesizer.load raises.
 
-    engine: what speaks, as it stands in a point."""
+    about: what speaks, as it stands in a point."""
 
     place: dict[str, Any] = {}
 
@@ -152,12 +152,13 @@ class Subject:
         self.settings = settings
         self.stopped = threading.Event()  # ends the load that is held
         checkpoint = settings.open()
-        self.random_weights = checkpoint.is_random
         self.texts = texts_for(checkpoint, settings.context_rows)
         self.source = Synthesizer.load(checkpoint, **settings.loading())
         self.source.warm_up()
         lanes = self.source.lanes  # None: one stream's codec, and nothing promised
-        self.engine = {
+        self.about = {
+            "checkpoint": settings.checkpoint,
+            "random_weights": checkpoint.is_random,
             "codec": lanes.precision if lanes else "full",
             "deterministic": bool(lanes and lanes.deterministic),
             "model_size": checkpoint.config.model_size,
@@ -179,8 +180,7 @@ class Subject:
         ticks, engine = client.held_ticks(seen, getattr(self.source, "ticks", np.zeros(0)))
         kind = "text" if self.texts.text else "natural"
         offered = {"listeners": listeners, "context_rows": self.texts.rows, "context": kind}
-        weights = {"checkpoint": self.settings.checkpoint, "random_weights": self.random_weights}
-        return point | engine | offered | weights | self.engine, seen, ticks
+        return point | engine | offered | self.about, seen, ticks
 
 
 class Server(Subject):
@@ -200,16 +200,17 @@ class Server(Subject):
         body = {"model": "tts-1", "voice": voice, "response_format": "pcm", **of_all}
         # Of another server: "cuda" where this machine has a GPU.
         device, host = health.get("device") or ("cuda" if head("cuda")["device"] else "cpu"), urlsplit(url).hostname
-        is_here = host in ("localhost", "127.0.0.1", "::1")
-        self.place = {} if is_here else {"device": f"{device} at {host}", "driver": None}
-        self.stopped, self.random_weights = threading.Event(), bool(model.get("random_weights"))
+        self.place = {} if is_loopback(host) else {"device": f"{device} at {host}", "driver": None}
+        self.stopped, is_random = threading.Event(), bool(model.get("random_weights"))
         checkpoint, chosen = model.get("checkpoint") or body["model"], ("seconds", "warm_s", "seed")
         given_here = {name: value for name, value in given(LoadSettings, arguments).items() if name in chosen}
         self.settings = LoadSettings(checkpoint=checkpoint, device=device, **given_here)
         # Random weights have no end of their own: max_frames is the length, whatever is said.
-        self.source = client.HttpSource(url, headers, body, ("max_frames", "seed") if self.random_weights else ())
-        self.texts = LoadTexts(0, f"{WORDS}." if self.random_weights else None, {})
-        self.engine = {
+        self.source = client.HttpSource(url, headers, body, ("max_frames", "seed") if is_random else ())
+        self.texts = LoadTexts(0, f"{WORDS}." if is_random else None, {})
+        self.about = {
+            "checkpoint": checkpoint,
+            "random_weights": is_random,
             "codec": "the server's",
             "deterministic": False,
             "model_size": model.get("size", ""),

@@ -41,9 +41,6 @@ CODES_FRAMES = 24  # of one request
 CODES_REQUESTS = 3  # greedy, and as many drawn
 SEED = 7
 SCOPE = Scope()  # where time allows
-# How the minutes are shared; what is missing leaves its own to the others. They run in this order: the codec uses the
-# upstream model that the prompts left loaded.
-_SHARES = {"prompt": 1, "codec": 2, "codes": 5, "kernel": 12}
 _PACKAGES = ("mktts", "qwen-tts", "qwen-tts-hf", "transformers", "tokenizers")
 _CONFIGS = ("config.json", "generation_config.json", "speech_tokenizer/config.json")
 # A path from the root: its folders, as far as the last separator. Addresses (https://...) are none.
@@ -144,32 +141,32 @@ def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
         result.update(parity_of(source, SCOPE, settings.kernel, settings.device, revision=revision, until_s=until_s))
         return outcome(result)
 
-    work: dict[str, Callable[[float], dict[str, Any]]] = {
-        "prompt": partial(prompt_section, checkpoint, upstream),
-        "codec": partial(codec_section, checkpoint, upstream, settings.device),
-        "codes": partial(codes_section, checkpoint, upstream),
-        "kernel": kernel_section,
+    # How the minutes are shared; what is missing leaves its own to the others. The codec uses the upstream model that
+    # the prompts left loaded.
+    work = {
+        "prompt": (1, partial(prompt_section, checkpoint, upstream)),
+        "codec": (2, partial(codec_section, checkpoint, upstream, settings.device)),
+        "codes": (5, partial(codes_section, checkpoint, upstream)),
+        "kernel": (0 if why_not else 12, kernel_section),
     }
-    parts = [part for part in _SHARES if part in settings.parts.split(",")]
-    shares = {part: 0 if part == "kernel" and why_not else _SHARES[part] for part in parts}
-    if source.startswith("random:") and shares.get("kernel"):
+    wanted = {part: work[part] for part in work if part in settings.parts.split(",")}
+    if source.startswith("random:") and "kernel" in wanted and not why_not:
         open_checkpoint(source + MARGIN)  # made here, where it takes no minutes of the comparison's
-    until_s, left = time.perf_counter() + 60 * settings.minutes, sum(shares.values())
-    for part, mine in shares.items():
+    until_s, left = time.perf_counter() + 60 * settings.minutes, sum(mine for mine, _ in wanted.values())
+    for part, (mine, compare) in wanted.items():
         print(f"{name}: {part} ...", file=sys.stderr, flush=True)
-        within_s = share(until_s, mine / max(1, left))
+        result["sections"][part] = section(compare, share(until_s, mine / max(1, left)))
         left -= mine
-        result["sections"][part] = section(partial(work[part], within_s))
     states = {found["status"] for found in result["sections"].values()}
     return {**result, "passed": "passed" in states and "failed" not in states}
 
 
-def section(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The outcome of `work`, which returns its figures, with a `reason` where it failed: BackendUnavailable skips, any
-    other error fails."""
+def section(compare: Callable[[float], dict[str, Any]], until_s: float) -> dict[str, Any]:
+    """The outcome of `compare`, which returns its figures, with a `reason` where it failed: BackendUnavailable skips,
+    any other error fails."""
     begun_s = time.perf_counter()
     try:
-        found = work()
+        found = compare(until_s)
         outcome = {"status": "failed" if found.get("reason") else "passed", **found}
     except BackendUnavailable as error:
         outcome = {"status": "skipped", "reason": str(error)}
