@@ -46,9 +46,7 @@ def repository() -> Path:
     for folder in (start, *start.parents, Path(__file__).resolve().parents[2]):
         if (folder / "pyproject.toml").is_file() and (folder / "notebooks").is_dir():
             return folder
-    raise MkttsError(
-        f"expected {start} to lie inside the repository, found no pyproject.toml beside a notebooks/ above it"
-    )
+    raise MkttsError(f"expected {start} inside the repository, found no pyproject.toml beside a notebooks/ above it")
 
 
 def run_dir(path: str, notebook: str) -> Path:

@@ -185,9 +185,7 @@ def _typed(path: Path, known: Parameters, name: str, text: str) -> Any:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("notebooks", nargs="+", type=Path, metavar="NOTEBOOK", help="run in the order given")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=a,b,c", help="values of a parameter")
-    parser.add_argument(
-        "--out", type=Path, default=Path("outputs/runs"), help="folder of run folders (default: %(default)s)"
-    )
+    parser.add_argument("--out", type=Path, default=Path("outputs/runs"), help="where runs go (default: %(default)s)")
     parser.add_argument("--publish", type=Path, metavar="DIR", help="copy runs without --set here, to be read")
 
 

@@ -62,9 +62,7 @@ Without --checkpoint: {CHECKPOINT}, with --peers {BenchSettings.checkpoint}."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, checkpoint=None)
-    parser.add_argument(
-        "--only", metavar="SECTION,...", help=f"of {', '.join(SECTIONS)} (default: {', '.join(BY_ITSELF)})"
-    )
+    parser.add_argument("--only", metavar="NAME,...", help=f"{', '.join(SECTIONS)} (default: {', '.join(BY_ITSELF)})")
     parser.add_argument("--peers", action="store_true", help="all timings: ours, faster-qwen3-tts and upstream")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the document there")
     load.add_arguments(parser)

@@ -281,9 +281,7 @@ def merge(
     if not isinstance(document.get("figures"), dict) or not isinstance(document.get("points"), list):
         raise MetricsError(f"{path}: expected figures and points, found {sorted(document)}: name another file")
     if document.get("device", beside["device"]) != beside["device"]:
-        raise MetricsError(
-            f"{path}: figures of {document['device']}, and this is {beside['device']}: name another file"
-        )
+        raise MetricsError(f"{path}: figures of {document['device']}, not of {beside['device']}: name another file")
     for point in points:
         if point["held"] is not True:
             raise MetricsError(

@@ -74,9 +74,7 @@ class ParitySettings:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", nargs="+", help=SOURCES)
     add_options(parser, ParitySettings)
-    parser.add_argument(
-        "--output", type=Path, default=OUTPUT, metavar="FILE", help="the document (default: %(default)s)"
-    )
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FILE", help="document (default: %(default)s)")
 
 
 def main(arguments: argparse.Namespace) -> int:
