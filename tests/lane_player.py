@@ -12,7 +12,7 @@ from mktts.engine.lanes import Lanes
 from mktts.engine.pages import PAGE_ROWS
 from mktts.engine.scheduler import Piece, Tick, TickSettings
 from mktts.engine.stream import Segment
-from mktts.measure.parity.ratio import RowStream
+from mktts.measure.parity.kernel import RowStream
 from mktts.measure.parity.upstream import our_codes
 from mktts.model.backend import PromptRows
 from mktts.model.sampling import Choice, Sampling

@@ -29,8 +29,7 @@ from mktts.checkpoint.tensors import expected_tensors
 from mktts.common import write_json
 from mktts.kernel.build import CSRC, TARGETS, Card
 from mktts.measure.environment import head
-from mktts.measure.parity.kernel import KernelUnderTest, Oracles
-from mktts.measure.parity.ratio import ErrorRatio, Observed, RowStream, replayed
+from mktts.measure.parity.kernel import ErrorRatio, KernelUnderTest, Observed, Oracles, RowStream, replayed
 from mktts.model.backend import Backend
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import Prompt, PromptBuilder, Request

@@ -30,37 +30,27 @@ class Component(NamedTuple):
     reads: str  # how often one frame reads it, in words
 
 
-class _Rule(NamedTuple):
-    """weight_reads: of whole tensors, a frame. row_reads: of single rows, over all tables of the component."""
-
-    name: str
-    part: str
-    reads: str
-    weight_reads: int
-    row_reads: int
-    prefixes: tuple[str, ...]
-
-
 _PREDICTOR = "talker.code_predictor."
 _N = NUM_CODEBOOKS - 1  # predictor passes: one per code after the talker's; the first takes two positions
 _STACK = (_PREDICTOR + "model.layers.", _PREDICTOR + "model.norm.")
 _CODEBOOKS = ("decoder.quantizer.rvq_first.vq.", "decoder.quantizer.rvq_rest.vq.")
+# Name, part, how often a frame reads it in words, as a whole and in rows of any of its tables; its tensors' prefixes.
 _MODEL_RULES = (
-    _Rule("talker layers", "talker", "once", 1, 0, ("talker.model.layers.", "talker.model.norm.")),
-    _Rule("codec_embedding", "talker", "1 row", 0, 1, ("talker.model.codec_embedding.",)),
-    _Rule("codec_head", "talker", "once", 1, 0, ("talker.codec_head.",)),
-    _Rule("text_embedding", "text", "per text token", 0, 0, ("talker.model.text_embedding.",)),
-    _Rule("text_projection", "text", "per text token", 0, 0, ("talker.text_projection.",)),
-    _Rule("predictor layers", "predictor", f"{_N} passes", _N, 0, _STACK),
-    _Rule("predictor embeddings", "predictor", f"{_N} rows", 0, _N, (_PREDICTOR + "model.codec_embedding.",)),
-    _Rule("lm_heads", "predictor", "each once", 1, 0, (_PREDICTOR + "lm_head.",)),
-    _Rule("small_to_mtp_projection", "predictor", f"{_N} passes", _N, 0, (_PREDICTOR + "small_to_mtp_projection.",)),
-    _Rule("speaker_encoder", "voice", "per voice", 0, 0, ("speaker_encoder.",)),
+    ("talker layers", "talker", "once", 1, 0, ("talker.model.layers.", "talker.model.norm.")),
+    ("codec_embedding", "talker", "1 row", 0, 1, ("talker.model.codec_embedding.",)),
+    ("codec_head", "talker", "once", 1, 0, ("talker.codec_head.",)),
+    ("text_embedding", "text", "per text token", 0, 0, ("talker.model.text_embedding.",)),
+    ("text_projection", "text", "per text token", 0, 0, ("talker.text_projection.",)),
+    ("predictor layers", "predictor", f"{_N} passes", _N, 0, _STACK),
+    ("predictor embeddings", "predictor", f"{_N} rows", 0, _N, (_PREDICTOR + "model.codec_embedding.",)),
+    ("lm_heads", "predictor", "each once", 1, 0, (_PREDICTOR + "lm_head.",)),
+    ("small_to_mtp_projection", "predictor", f"{_N} passes", _N, 0, (_PREDICTOR + "small_to_mtp_projection.",)),
+    ("speaker_encoder", "voice", "per voice", 0, 0, ("speaker_encoder.",)),
 )
 _CODEC_RULES = (
-    _Rule("codec codebooks", "codec", f"{NUM_CODEBOOKS} rows", 0, NUM_CODEBOOKS, _CODEBOOKS),
-    _Rule("codec decoder", "codec", "once per chunk", 1, 0, ("decoder.",)),
-    _Rule("codec encoder", "voice", "per voice", 0, 0, ("encoder.",)),
+    ("codec codebooks", "codec", f"{NUM_CODEBOOKS} rows", 0, NUM_CODEBOOKS, _CODEBOOKS),
+    ("codec decoder", "codec", "once per chunk", 1, 0, ("decoder.",)),
+    ("codec encoder", "voice", "per voice", 0, 0, ("encoder.",)),
 )
 
 
@@ -88,20 +78,20 @@ def bytes_per_frame(rows: Sequence[Component], parts: Sequence[str] = ("talker",
     return sum(row.bytes_per_frame for row in rows if row.part in parts)
 
 
-def _rows(tensors: TensorSpecs, rules: Sequence[_Rule]) -> list[Component]:
+def _rows(tensors: TensorSpecs, rules: Sequence[tuple]) -> list[Component]:
     """Each tensor goes to the first rule that has its prefix."""
-    members: dict[_Rule, list[TensorSpec]] = {rule: [] for rule in rules}
+    members: dict[tuple, list[TensorSpec]] = {rule: [] for rule in rules}
     for name, spec in tensors.items():
-        owner = next((rule for rule in rules if name.startswith(rule.prefixes)), None)
+        owner = next((rule for rule in rules if name.startswith(rule[-1])), None)
         if owner is None:
             raise CheckpointError(f"tensor {name}: expected a part of Qwen3-TTS 12 Hz, found none it belongs to")
         members[owner].append(spec)
     rows = []
-    for rule, specs in members.items():
+    for (name, part, reads, whole, single, _), specs in members.items():
         size, tables = sum(spec.nbytes() for spec in specs), [spec for spec in specs if len(spec.shape) == 2]
         row_bytes = sum(spec.nbytes() // spec.shape[0] for spec in tables) // max(1, len(tables))
-        read, params = rule.weight_reads * size + rule.row_reads * row_bytes, sum(spec.params for spec in specs)
-        rows += [Component(rule.name, rule.part, len(specs), params, size, read, rule.reads)] if specs else []
+        read, params = whole * size + single * row_bytes, sum(spec.params for spec in specs)
+        rows += [Component(name, part, len(specs), params, size, read, reads)] if specs else []
     return rows
 
 

@@ -31,13 +31,13 @@ from mktts.errors import MetricsError
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """Median, 95th and 99th percentile (linear interpolation), smallest, largest and count of `values`. Raises
+    """Median, 95th and 99th percentile (linear interpolation), smallest, largest, mean and count of `values`. Raises
     MetricsError where there is none, or one is not finite."""
     array = np.asarray(list(values), dtype=np.float64)
     if array.size == 0 or not np.isfinite(array).all():
         raise MetricsError(f"expected at least one finite number, found {array.tolist()}")
-    found = np.percentile(array, (50, 95, 99, 0, 100)).tolist()
-    return {**dict(zip(("median", "p95", "p99", "min", "max"), found, strict=True)), "n": array.size}
+    found = [*np.percentile(array, (50, 95, 99, 0, 100)).tolist(), float(array.mean())]
+    return {**dict(zip(("median", "p95", "p99", "min", "max", "mean"), found, strict=True)), "n": array.size}
 
 
 def record(run_dir: str | Path, **metrics: Any) -> dict[str, Any]:

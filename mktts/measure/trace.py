@@ -24,7 +24,6 @@ from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.sampling import Sampling
 
 BUILDS = ("beside the stream", "alone")  # of the marking builds: as they are kept in the document
-_PERCENTS = (50, 10, 90)
 _TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."
 EXAMPLES = """examples:
   python -m mktts lab trace --output trace.json
@@ -115,20 +114,18 @@ def document(made: Mapping[str, Sequence[Launch]], layers: tuple[int, int]) -> d
     spans, _ = kept[BUILDS[0]]
     took_ms = sum(frame.talker_ms + frame.predictor_ms for launch in made[BUILDS[0]] for frame in launch.frames[1:-1])
     ghz = float(spans[:, 0].sum() / took_ms / 1e6)  # block 0 notes both, and its frames follow one another at once
+    frame_us = {}
+    for build, launches in made.items():  # a launch's first frame begins with an empty ring
+        times_ms = [frame.talker_ms + frame.predictor_ms for launch in launches for frame in launch.frames[1:]]
+        frame_us[build or "without marks"] = round(1e3 * float(np.median(times_ms)), 2)
     typical = spans[np.argsort(spans.sum(2).mean(1))[len(spans) // 2]]
     return {
         "settings": {"talker_layers": layers[0], "predictor_layers": layers[1], "marks": len(points)},
         "clock_ghz": ghz,
-        "frame_us": {build or "without marks": _frame_us(launches) for build, launches in made.items()},
+        "frame_us": frame_us,
         "phases": {build: _phases(*of_build, points, layers[0], ghz) for build, of_build in kept.items()},
         "steps": " ".join(f"{us:.3f}" for us in typical.mean(0) / ghz / 1e3),
     }
-
-
-def _frame_us(launches: Sequence[Launch]) -> float:
-    """Median of the kernel's own time of a frame; a launch's first frame begins with an empty ring, so without it."""
-    times_ms = [frame.talker_ms + frame.predictor_ms for launch in launches for frame in launch.frames[1:]]
-    return round(1e3 * float(np.median(times_ms)), 2)
 
 
 def _phases(
@@ -140,7 +137,7 @@ def _phases(
     rows = []
     for stack, phase in dict.fromkeys(labels):
         mine = np.array([label == (stack, phase) for label in labels])
-        one = np.percentile(spans[:, :, mine], _PERCENTS) / ghz / 1e3
+        one = np.percentile(spans[:, :, mine], (50, 10, 90)) / ghz / 1e3
         whole, waited = (np.median(a[:, :, mine].sum(2).mean(1)) / ghz / 1e3 for a in (spans, starved))
         row = {"stack": stack, "phase": phase.name, "kind": phase.kind, "count": int(mine.sum())}
         row |= dict(zip(("us", "us_p10", "us_p90"), one.round(3).tolist(), strict=True))

@@ -46,9 +46,7 @@ def repository() -> Path:
     for folder in (start, *start.parents, Path(__file__).resolve().parents[2]):
         if (folder / "pyproject.toml").is_file() and (folder / "notebooks").is_dir():
             return folder
-    raise MkttsError(
-        f"expected {start} to lie inside the repository, found no pyproject.toml beside a notebooks/ above it"
-    )
+    raise MkttsError(f"expected {start} inside the repository, found no pyproject.toml beside a notebooks/ above it")
 
 
 def run_dir(path: str, notebook: str) -> Path:
@@ -205,9 +203,8 @@ class Controls:
     def draws(self, draw: Callable[[], Any]) -> None:
         """Shows what `draw()` displays where the cell stands, and again in its place after every run that Start began.
         A cell that is run again replaces what it drew before."""
-        ids: list[str] = []
-        self._drawings[draw.__name__] = (draw, ids)
-        self._draw(draw, ids)
+        self._drawings[draw.__name__] = (draw, [])
+        self._draw(*self._drawings[draw.__name__])
 
     @staticmethod
     def _draw(draw: Callable[[], Any], ids: list[str]) -> None:
@@ -218,11 +215,9 @@ class Controls:
             if (shown := draw()) is not None:
                 display(shown)
         for index, output in enumerate(captured.outputs):
-            if index < len(ids):
-                update_display(output.data, display_id=ids[index], metadata=output.metadata, raw=True)
-            else:
-                ids.append(uuid.uuid4().hex)
-                display(output.data, display_id=ids[-1], metadata=output.metadata, raw=True)
+            put = update_display if index < len(ids) else display
+            ids += [] if index < len(ids) else [uuid.uuid4().hex]
+            put(output.data, display_id=ids[index], metadata=output.metadata, raw=True)
 
     async def run(self) -> None:
         """What Start does, awaited by a cell: an error ends the cell instead of standing in the panel."""
@@ -237,33 +232,29 @@ class Controls:
             self.start_button.disabled, self.stop_button.disabled = False, True
 
     async def _pressed(self) -> None:
-        try:
-            await self._until_interrupted(asyncio.create_task(self.run()))
-            for draw, ids in list(self._drawings.values()):
-                self._draw(draw, ids)
-        except asyncio.CancelledError:
-            self.message.value = "stopped"
-        except Exception as error:  # nobody awaits a button's task: the panel is where its error can be read
-            self.message.value = html.escape(f"{type(error).__name__}: {error}")
-
-    async def _until_interrupted(self, task: asyncio.Task[None]) -> None:
-        """Awaits `task`, cancelled where the kernel is interrupted. ipykernel ignores an interrupt where no cell runs,
-        and sets its own handlers around every message, so ours is set again and again."""
-        loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
+        """Runs, cancelled where the kernel is interrupted. ipykernel ignores an interrupt where no cell runs, and sets
+        its own handlers around every message, so ours is set again and again."""
+        task, before = asyncio.create_task(self.run()), signal.getsignal(signal.SIGINT)
+        in_main_thread = threading.current_thread() is threading.main_thread()
 
         def interrupt(*_: Any) -> None:
-            loop.call_soon_threadsafe(self._cancel)
+            self._loop.call_soon_threadsafe(self._cancel)
 
-        in_main_thread = threading.current_thread() is threading.main_thread()
         try:
             while not task.done():
                 if in_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
                     signal.signal(signal.SIGINT, interrupt)
                 await asyncio.wait([task], timeout=INTERRUPT_STEP_S)
+            await task
+            for drawing in list(self._drawings.values()):
+                self._draw(*drawing)
+        except asyncio.CancelledError:
+            self.message.value = "stopped"
+        except Exception as error:  # nobody awaits a button's task: the panel is where its error can be read
+            self.message.value = html.escape(f"{type(error).__name__}: {error}")
         finally:
             if in_main_thread and signal.getsignal(signal.SIGINT) is interrupt:
                 signal.signal(signal.SIGINT, before)
-        task.result()
 
     def _cancel(self) -> None:
         if self._running is not None:

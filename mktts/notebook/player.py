@@ -1,5 +1,5 @@
 """Live PCM in a notebook page: a widget that plays each chunk the moment the kernel has made it. Nothing here needs a
-browser. Without a front end (papermill, pytest) the messages go nowhere, `write` costs microseconds, and
+browser. Without a front end (papermill, pytest) the messages go nowhere, at the cost of microseconds, and
 `stop_requested` stays false."""
 
 import asyncio
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import anywidget
-import numpy as np
 import traitlets
 
 from mktts.audio import to_pcm16
@@ -16,7 +15,7 @@ from mktts.spec import SAMPLE_RATE_HZ
 
 
 class LivePlayer(anywidget.AnyWidget):
-    """Display it, then `async for chunk in player.play(stream)`; or `begin()`, `write(pcm)` for every chunk, `end()`.
+    """Display it, then `async for chunk in player.play(stream)`.
 
     Use it from `async` cells only: a button pressed while a synchronous loop runs is not seen before the loop ends.
     `stop_requested` turns true when Stop is pressed (playback stops in the page at once, whatever the kernel does).
@@ -35,43 +34,26 @@ class LivePlayer(anywidget.AnyWidget):
         self.report: dict[str, Any] = {}
         self.on_msg(self._on_report)
 
-    def begin(self) -> None:
-        """Starts an utterance: clears the stop flag and the counters of the page."""
-        self.stop_requested = False
-        self.report = {}
-        self.send({"kind": "begin"})
-
-    def write(self, pcm: np.ndarray) -> None:
-        """Queues `pcm` (S,) float32 behind what is already queued; empty PCM is ignored. Raises AudioError."""
-        data = to_pcm16(pcm)
-        if data:
-            self.send({"kind": "pcm"}, buffers=[data])
-
     async def play(self, stream: Any) -> AsyncIterator[Any]:
         """Plays a stream of chunks while it is made and passes the chunks on; Stop cancels the stream. So does an
-        interrupt of the kernel, or a loop that is left early: the page falls silent, too."""
-        self.begin()
+        interrupt of the kernel, or a loop that is left early: the page falls silent, too. Raises AudioError for what is
+        no PCM."""
+        self.stop_requested, self.report = False, {}
+        self.send({"kind": "begin"})
         try:
             async for chunk in stream:
-                self.write(chunk.pcm)
+                if data := to_pcm16(chunk.pcm):
+                    self.send({"kind": "pcm"}, buffers=[data])
                 yield chunk
                 await asyncio.sleep(0)  # lets the kernel see the Stop button even where chunks are waiting
                 if self.stop_requested:
                     stream.cancel()
         except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
-            self.stop()
+            self.stop_requested = True
             stream.cancel()
             raise
         finally:
-            self.end()
-
-    def end(self) -> None:
-        """Ends the utterance; the page answers with its counters and plays out what is queued."""
-        self.send({"kind": "end"})
-
-    def stop(self) -> None:
-        """Asks for a stop, as the button does."""
-        self.stop_requested = True
+            self.send({"kind": "end"})  # the page answers with its counters and plays out what is queued
 
     def _on_report(self, _widget: Any, message: dict[str, Any], _buffers: list[Any]) -> None:
         self.report = dict(message)

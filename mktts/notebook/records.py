@@ -81,17 +81,14 @@ def runs(folder: Path) -> list[dict[str, Any]]:
     own name; of a headless one `param.NAME` and `env.NAME` too. Raises MetricsError where a file cannot be read."""
     rows = []
     for path in sorted(folder.glob("*/metrics.json")):
-        run = path.parent
+        run, found = path.parent, read_object(path, MetricsError)
         about = stored("parameters", run)
-        row = {"run": run.name} | read_object(path, MetricsError)
         if about is None:  # by hand
-            row = {"notebook": run.name.partition(MANUAL)[0], "status": "ok"} | row
-        elif "status" not in row:
-            continue  # it was killed
-        else:
-            row |= {"notebook": about["notebook"], **{f"param.{k}": value for k, value in about["parameters"].items()}}
-            row |= {f"env.{name}": value for name, value in (stored("environment", run) or {}).items()}
-        rows.append(row)
+            rows.append({"run": run.name, "notebook": run.name.partition(MANUAL)[0], "status": "ok", **found})
+        elif "status" in found:  # else it was killed
+            known = {f"param.{name}": value for name, value in about["parameters"].items()}
+            known |= {f"env.{name}": value for name, value in (stored("environment", run) or {}).items()}
+            rows.append({"run": run.name, **found, "notebook": about["notebook"], **known})
     return rows
 
 

@@ -185,9 +185,7 @@ def _typed(path: Path, known: Parameters, name: str, text: str) -> Any:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("notebooks", nargs="+", type=Path, metavar="NOTEBOOK", help="run in the order given")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=a,b,c", help="values of a parameter")
-    parser.add_argument(
-        "--out", type=Path, default=Path("outputs/runs"), help="folder of run folders (default: %(default)s)"
-    )
+    parser.add_argument("--out", type=Path, default=Path("outputs/runs"), help="where runs go (default: %(default)s)")
     parser.add_argument("--publish", type=Path, metavar="DIR", help="copy runs without --set here, to be read")
 
 
@@ -196,15 +194,15 @@ def main(arguments: argparse.Namespace) -> int:
     runs, out = plan(arguments.notebooks, arguments.set), arguments.out
     if arguments.publish and arguments.set:
         raise BatchError("--publish keeps the runs of the notebooks' own parameters: expected no --set beside it")
-    machine, statuses = environment(), {}
+    machine, named = environment(), {"ok": [], "skipped": [], "error": []}
     for number, run in enumerate(runs, 1):
         print(f"[{number}/{len(runs)}] {run.name}", end="  ", flush=True)
         metrics = execute(run, out, machine)
-        statuses[run.name], line = metrics["status"], f"{metrics['status']}  {metrics['duration_s']:.1f} s"
+        named[metrics["status"]].append(run.name)
+        line = f"{metrics['status']}  {metrics['duration_s']:.1f} s"
         if metrics["status"] != "ok":
             line += f"  {metrics['ename']}: {str(metrics['evalue']).partition(chr(10))[0][:200]}"
         print(line, flush=True)
-    named = {status: [name for name, its in statuses.items() if its == status] for status in ("ok", "skipped", "error")}
     left_out = f", {len(named['skipped'])} skipped" if named["skipped"] else ""
     print(f"{len(named['ok'])} of {len(runs)} runs succeeded{left_out}; folders in {out}")
     if arguments.publish:
@@ -225,8 +223,8 @@ def execute(run: NotebookRun, out: Path, machine: dict[str, Any]) -> dict[str, A
     folder.mkdir(parents=True)
     write_json(folder / "environment.json", machine)
     defaults = {name: default for name, (_, default) in run.known.items() if name != RUN_DIR}
-    about = {"notebook": run.path.stem, "set": run.parameters}
-    write_json(folder / "parameters.json", {**about, "parameters": {**defaults, **run.parameters}})
+    about = {"notebook": run.path.stem, "parameters": {**defaults, **run.parameters}}
+    write_json(folder / "parameters.json", about)
     logging.getLogger("papermill").setLevel(logging.ERROR)  # its warnings guess at parameters; `plan` has checked them
     cwd = run.path.parent.resolve()  # as in JupyterLab: a notebook runs in its own folder
     parameters = dict(run.parameters)

@@ -1,6 +1,5 @@
 """From a notebook's parameters to utterances: arguments of `Synthesizer.stream`, a panel that shows them, texts."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -57,20 +56,15 @@ def stream_arguments(checkpoint: Checkpoint, **parameters: Any) -> dict[str, Any
     Knows TEXT, LANGUAGE, SPEAKER (default: the first built-in one), INSTRUCT, VOICE (a saved voice's path), SEED,
     MAX_FRAMES, SCHEDULE ("1,1,2,4,8"), and TEMPERATURE, TOP_K and GREEDY, which hold for all sixteen codes of a frame.
     Raises MkttsError for another name, or what the value is refused with."""
-    convert: dict[str, Callable[[Any], Any]] = {
-        "TEXT": str,
-        "LANGUAGE": str,
-        "SPEAKER": lambda name: name or checkpoint.config.default_speaker,
-        "INSTRUCT": lambda text: text or None,
-        "VOICE": lambda path: Voice.load(path) if path else None,
-        "SEED": int,
-        "MAX_FRAMES": int,
-    }
+    own = {"SPEAKER": checkpoint.config.default_speaker, "INSTRUCT": None, "VOICE": None}  # where they are empty
+    known = ("TEXT", "LANGUAGE", "SEED", "MAX_FRAMES", *own)
     drawing = {name: parameters.pop(name) for name in ("TEMPERATURE", "TOP_K", "GREEDY") if name in parameters}
     frames = parameters.pop("SCHEDULE", None)
-    if unknown := sorted(set(parameters) - set(convert)):
-        raise MkttsError(f"expected parameters among {', '.join(convert)}, found {', '.join(unknown)}")
-    arguments = {name.lower(): convert[name](value) for name, value in parameters.items()}
+    if unknown := sorted(set(parameters) - set(known)):
+        raise MkttsError(f"expected parameters among {', '.join(known)}, found {', '.join(unknown)}")
+    arguments = {name.lower(): value or own.get(name, value) for name, value in parameters.items()}
+    if path := arguments.get("voice"):
+        arguments["voice"] = Voice.load(path)
     if frames is not None:
         arguments["options"] = StreamOptions(schedule=whole_numbers("SCHEDULE", frames))
     if drawing:

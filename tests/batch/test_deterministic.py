@@ -15,7 +15,7 @@ from torch import Tensor
 from mktts.batch import BatchSettings
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.engine.lanes import Lanes
-from mktts.measure.parity.ratio import RowStream
+from mktts.measure.parity.kernel import RowStream
 from mktts.model.sampling import Choice, Sampling
 from mktts.spec import ModelConfig
 from mktts.synth import Synthesizer

@@ -18,7 +18,7 @@ from mktts.engine.lanes import Made
 from mktts.engine.scheduler import Piece, Tick
 from mktts.engine.stream import Segment
 from mktts.errors import PromptError
-from mktts.measure.parity.ratio import RowStream
+from mktts.measure.parity.kernel import RowStream
 from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend, TorchStream
 from mktts.model.qwen3 import CHUNK_POSITIONS

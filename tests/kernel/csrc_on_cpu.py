@@ -21,7 +21,7 @@ from mktts.kernel.grid import MOST_ROWS, Shape
 from mktts.kernel.launch import WAITS, Params
 from mktts.kernel.tape import model_weights
 from mktts.kernel.tape_stack import Launch, RowsParams
-from mktts.measure.parity.ratio import Observed, vocabularies
+from mktts.measure.parity.kernel import Observed, vocabularies
 from mktts.model.backend import PromptRows
 from mktts.model.prompt import Prompt
 from mktts.model.sampling import Sampling

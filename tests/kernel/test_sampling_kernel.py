@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mktts.checkpoint import open_checkpoint
-from mktts.measure.parity.ratio import forced
+from mktts.measure.parity.kernel import forced
 from mktts.model.oracle import TorchBackend
 from mktts.model.prompt import PromptBuilder
 from mktts.model.sampling import Choice, Sampling, choose, gumbel, restrict

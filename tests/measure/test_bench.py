@@ -147,10 +147,10 @@ def test_word_times_are_measured_on_a_trained_voice(tmp_path, monkeypatch):
     texts = "Good evening, and welcome.", "Never say blorptang.", "He forgot his keys again."
     (tmp_path / "sentences.json").write_text(json.dumps(texts))
     monkeypatch.setattr(sections, "files", lambda package: tmp_path)
-    starts, ends, document = sections.words(replace(TINY, checkpoint="small"))
+    starts, ends, notes = sections.words(replace(TINY, checkpoint="small"))
     assert len(starts[1]) == len(ends[1]) == 9  # not of the sentence with a word that the aligner does not know
-    assert document["document"] | {"n": 9, "sentences": 2} == document["document"]
-    assert document["document"]["mean_error_s"] == pytest.approx(sum(starts[1]) / 9) and sum(starts[1]) < 9 * 0.1
+    assert notes["sentences"] == 2 and "pocketsphinx" in notes["tool"]
+    assert sum(starts[1]) < 9 * 0.1
     with pytest.raises(MetricsError, match="trained"):
         list(sections.words(TINY))
 
@@ -159,7 +159,7 @@ def test_a_run_gives_the_document_and_names_what_is_missing(tiny, tmp_path, monk
     """tests/test_cli.py runs a section in its process."""
     figure = {"median": 1.0, "p95": 2.0, "n": 3, "unit": "ms"}
     ran = {
-        "codec": ({"codec_1_ms": figure}, {"codec_variant": "plain", "document": {"tool": "a"}}, None),
+        "codec": ({"codec_1_ms": figure}, {"codec_variant": "plain"}, None),
         "text": ({}, {}, "exit status 1: why"),
     }
     monkeypatch.setattr(command, "run_section", lambda words: ran[words[-2]])
@@ -167,7 +167,6 @@ def test_a_run_gives_the_document_and_names_what_is_missing(tiny, tmp_path, monk
     document = measure(TINY, ["codec", "text"], path)
     assert json.loads(path.read_text()) == document
     assert {"device", "driver", "torch", "revision", "date", "settings", "packages"} <= set(document)
-    assert document["tool"] == "a" and "document" not in document["settings"]
     assert document["figures"] == {"codec_1_ms": figure} and document["settings"]["codec_variant"] == "plain"
     missing = {"codec_8_ms": "the section gave no such figure", "text_tok_s": "exit status 1: why"}
     assert document["missing"] == missing

@@ -85,7 +85,7 @@ def test_prebuffer_is_just_enough_to_never_run_dry(steps):
 
 def test_percentiles_of_known_values_and_of_nothing():
     found = metrics.percentiles(range(101))
-    assert found == {"median": 50.0, "p95": 95.0, "p99": 99.0, "min": 0.0, "max": 100.0, "n": 101}
+    assert found == {"median": 50.0, "p95": 95.0, "p99": 99.0, "min": 0.0, "max": 100.0, "mean": 50.0, "n": 101}
     for values in ([], [1.0, float("nan")], [float("inf")]):
         with pytest.raises(MetricsError):
             metrics.percentiles(values)

@@ -39,16 +39,19 @@ class FakeStream:
             yield SimpleNamespace(pcm=np.full(4, value / 10, np.float32))
 
 
-def test_writes_carry_one_binary_buffer_each_and_unusable_pcm_is_refused_by_name(live):
+async def test_chunks_are_one_binary_buffer_each_and_unusable_pcm_is_refused_by_name(live):
     widget, sent = live
-    widget.begin()
-    widget.write(np.full(3, 0.25, np.float32))
-    widget.write(np.zeros(0, np.float32))
-    widget.end()
+
+    async def stream(*dtypes):
+        for dtype in dtypes:
+            yield SimpleNamespace(pcm=np.full(3, 0.25).astype(dtype))
+            yield SimpleNamespace(pcm=np.zeros(0, np.float32))
+
+    assert len([chunk async for chunk in widget.play(stream(np.float32))]) == 2
     assert [kind for kind, _ in sent] == ["begin", "pcm", "end"]
     assert np.frombuffer(sent[1][1], "<i2").tolist() == [8192] * 3
     with pytest.raises(MkttsError, match="int16"):
-        widget.write(np.zeros(3, np.int16))
+        [chunk async for chunk in widget.play(stream(np.int16))]
 
 
 async def test_play_passes_every_chunk_on_and_a_stop_cancels_the_stream(live):
@@ -59,7 +62,8 @@ async def test_play_passes_every_chunk_on_and_a_stop_cancels_the_stream(live):
     stream, heard = FakeStream(), 0
     async for _ in widget.play(stream):
         heard += 1
-        asyncio.get_running_loop().call_soon(widget.stop)  # as a button's message: seen when the loop yields
+        stop = widget.set_trait, "stop_requested", True
+        asyncio.get_running_loop().call_soon(*stop)  # as a button's message: seen when the loop yields
     assert stream.cancelled and heard < 5 and sent[-1][0] == "end"
 
 

@@ -62,9 +62,7 @@ Without --checkpoint: {CHECKPOINT}, with --peers {BenchSettings.checkpoint}."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, checkpoint=None)
-    parser.add_argument(
-        "--only", metavar="SECTION,...", help=f"of {', '.join(SECTIONS)} (default: {', '.join(BY_ITSELF)})"
-    )
+    parser.add_argument("--only", metavar="NAME,...", help=f"{', '.join(SECTIONS)} (default: {', '.join(BY_ITSELF)})")
     parser.add_argument("--peers", action="store_true", help="all timings: ours, faster-qwen3-tts and upstream")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the document there")
     load.add_arguments(parser)
@@ -77,21 +75,18 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.load or arguments.capacity or arguments.url:
         document, shown = load.measure(arguments)
     else:
-        document = measure(*_asked(arguments), arguments.output)
+        names = arguments.only.split(",") if arguments.only else list(TIMED if arguments.peers else BY_ITSELF)
+        if unknown := [name for name in names if name not in SECTIONS]:
+            raise MetricsError(f"--only names sections of {', '.join(SECTIONS)}, found {', '.join(unknown)}")
+        quick = {} if arguments.peers else {"frames": 50, "samples": 20, "utterances": 5}
+        settings = BenchSettings(**load.model_of(arguments), **quick)
+        if settings.checkpoint is None:
+            settings = replace(settings, checkpoint=BenchSettings.checkpoint if arguments.peers else CHECKPOINT)
+        document = measure(settings, names, arguments.output)
         shown = table(document)
     print(shown)
     print(json.dumps(document, sort_keys=True, allow_nan=False, separators=(",", ":")))
     return 1 if document["missing"] else 0
-
-
-def _asked(arguments: argparse.Namespace) -> tuple[BenchSettings, list[str]]:
-    names = arguments.only.split(",") if arguments.only else list(TIMED if arguments.peers else BY_ITSELF)
-    if unknown := [name for name in names if name not in SECTIONS]:
-        raise MetricsError(f"--only names sections of {', '.join(SECTIONS)}, found {', '.join(unknown)}")
-    settings = BenchSettings(**load.model_of(arguments))
-    default = BenchSettings.checkpoint if arguments.peers else CHECKPOINT
-    settings = replace(settings, checkpoint=arguments.checkpoint or default)
-    return settings if arguments.peers else replace(settings, frames=50, samples=20, utterances=5), names
 
 
 def measure(settings: BenchSettings, names: Sequence[str], output: Path | None = None) -> dict[str, Any]:
@@ -115,7 +110,6 @@ def measure(settings: BenchSettings, names: Sequence[str], output: Path | None =
         program = [sys.executable, "-m", "mktts.measure.bench.command", name, json.dumps(asdict(settings))]
         figures, notes, reason = run_section(program)
         document["figures"] |= figures
-        document |= notes.pop("document", {})
         document["settings"] |= notes
         missing = [figure for figure in SECTIONS[name][1] if figure not in figures]
         document["missing"] |= dict.fromkeys(missing, reason or "the section gave no such figure")

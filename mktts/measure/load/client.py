@@ -5,7 +5,6 @@ was stands in the result: figures of a late client are not the server's."""
 
 import asyncio
 import gc
-import json
 import math
 import re
 import threading
@@ -29,9 +28,7 @@ PATH = "/v1/audio/speech"
 _CONNECT_S = 10.0
 _REFUSALS = (429, 503)
 _QUOTED_CHARS = 200
-_READ_BYTES = 64 * 1024
 _RATE = re.compile(r"rate=(\d+)")
-_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 _BEAT_S = 0.01  # by which the loop's lateness is seen
 _GOODBYE_S = 30.0  # for streams to end once they were all cancelled; then they hang
 
@@ -117,65 +114,33 @@ def hold(
     """Offers a load and holds it; runs an event loop in the calling thread. Ctrl-C ends the streams and is raised.
     Raises MetricsError once another thread has set `stopped`. source: its `stream(text, **settings)` gives an
     asynchronous iterator of chunks: a Synthesizer, or an HttpSource."""
-    client = _Client(source, texts, settings, settings.arrivals(listeners), stopped or threading.Event())
+    seen, arrivals, many = LoadRun(), settings.arrivals(listeners), ManyStreams()
     gc.collect()
-    many = ManyStreams()
     many.count(listeners)
     try:
-        asyncio.run(client.run())
+        asyncio.run(_held(source, texts, settings, arrivals, stopped or threading.Event(), seen))
     finally:
         many.count(0)
-    return client.seen
+    return seen
 
 
-@dataclass
-class _Client:
-    source: Any
-    texts: LoadTexts
-    settings: LoadSettings
-    arrivals: Sequence[tuple[float, int]]
-    stopped: threading.Event
-    seen: LoadRun = field(default_factory=LoadRun)
-    streams: dict[asyncio.Task[None], Any] = field(default_factory=dict)  # those that are open
+async def _held(
+    source: Any,
+    texts: LoadTexts,
+    settings: LoadSettings,
+    arrivals: Sequence[tuple[float, int]],
+    stopped: threading.Event,
+    seen: LoadRun,
+) -> None:
+    begun_s = time.perf_counter()
+    streams: dict[asyncio.Task[None], Any] = {}  # those that are open
 
-    async def run(self) -> None:
-        begun_s, settings = time.perf_counter(), self.settings
-        work = [self._arrive(begun_s), self._hold(begun_s + settings.warm_s), self._beat()]
-        services = [asyncio.create_task(one) for one in work]
-        lasts_s = settings.warm_s + settings.seconds + settings.tail_s
-        try:
-            done, _ = await asyncio.wait(services, timeout=lasts_s, return_when=asyncio.FIRST_EXCEPTION)
-            for service in done:
-                service.result()
-        finally:
-            for service in services:
-                service.cancel()
-            await self._close()
-
-    async def _close(self) -> None:
-        self.seen.closed_s = time.perf_counter()
-        for task, stream in self.streams.items():
-            getattr(stream, "cancel", task.cancel)()
-        if self.streams:
-            _, pending = await asyncio.wait(list(self.streams), timeout=_GOODBYE_S)
-            self.seen.hung = len(pending)
-
-    async def _arrive(self, begun_s: float) -> None:
-        for index, (at_s, frames) in enumerate(self.arrivals):
-            # Where many come at once, those that play have their turns in between.
-            await asyncio.sleep(max(0.0, begun_s + at_s - time.perf_counter()))
-            one = Listener(begun_s + at_s)
-            self.seen.listeners.append(one)
-            task = asyncio.create_task(self._listen(index, frames, one))
-            self.streams[task] = None
-            task.add_done_callback(self.streams.pop)
-
-    async def _listen(self, index: int, frames: int, one: Listener) -> None:
-        text, settings = self.texts.of(index, frames)
+    async def listen(index: int, frames: int, one: Listener) -> None:
+        text, of_stream = texts.of(index, frames)
         one.opened_s = time.perf_counter()
         try:
-            stream = self.source.stream(text, **settings)
-            self.streams[asyncio.current_task()] = stream
+            stream = source.stream(text, **of_stream)
+            streams[asyncio.current_task()] = stream
             one.engine = getattr(stream, "engine", "server")
             async for chunk in stream:
                 one.receive(time.perf_counter(), chunk.pcm, chunk.frames)
@@ -184,33 +149,43 @@ class _Client:
         except Exception as error:
             one.refused = isinstance(error, CapacityError) and one.first_s == math.inf
             one.error = None if one.refused else f"{type(error).__name__}: {error}"
-        if not self.seen.closed_s:
+        if not seen.closed_s:
             one.ended_s = time.perf_counter()
 
-    async def _beat(self) -> None:
-        while True:
+    async def arrive() -> None:
+        for index, (at_s, frames) in enumerate(arrivals):
+            # Where many come at once, those that play have their turns in between.
+            await asyncio.sleep(max(0.0, begun_s + at_s - time.perf_counter()))
+            seen.listeners.append(Listener(begun_s + at_s))
+            task = asyncio.create_task(listen(index, frames, seen.listeners[-1]))
+            streams[task] = None
+            task.add_done_callback(streams.pop)
+
+    def moment(at_s: float) -> Moment:
+        return Moment(at_s, sum(one.frames for one in seen.listeners), time.process_time(), time.thread_time())
+
+    arriving = asyncio.create_task(arrive())
+    try:
+        while seen.end is None or time.perf_counter() < seen.end.at_s + settings.tail_s:
             wanted_s = time.perf_counter() + _BEAT_S
             await asyncio.sleep(_BEAT_S)
-            if self.stopped.is_set():
+            if stopped.is_set():
                 raise MetricsError("the load was stopped")
-            self.seen.loop_late_s.append(time.perf_counter() - wanted_s)
-
-    async def _hold(self, begin_s: float) -> None:
-        await _until(begin_s)
-        self.seen.loop_late_s.clear()
-        self.seen.begin = self._now()
-        await _until(self.seen.begin.at_s + self.settings.seconds)  # the whole time, also where it began late
-        self.seen.end = self._now()
-
-    def _now(self) -> Moment:
-        frames = sum(one.frames for one in self.seen.listeners)
-        return Moment(time.perf_counter(), frames, time.process_time(), time.thread_time())
-
-
-async def _until(at_s: float) -> None:
-    """Returns at that time of time.perf_counter or later, never before."""
-    while (wait_s := at_s - time.perf_counter()) > 0:
-        await asyncio.sleep(wait_s)
+            now_s = time.perf_counter()
+            seen.loop_late_s.append(now_s - wanted_s)
+            if seen.begin is None and now_s >= begun_s + settings.warm_s:
+                seen.begin = moment(now_s)
+                seen.loop_late_s.clear()
+            elif seen.begin and seen.end is None and now_s >= seen.begin.at_s + settings.seconds:
+                seen.end = moment(now_s)  # the whole time, also where it began late
+    finally:
+        arriving.cancel()
+        seen.closed_s = time.perf_counter()
+        for task, stream in streams.items():
+            getattr(stream, "cancel", task.cancel)()
+        if streams:
+            _, pending = await asyncio.wait(list(streams), timeout=_GOODBYE_S)
+            seen.hung = len(pending)
 
 
 # ---- figures
@@ -310,56 +285,46 @@ class Received(NamedTuple):
 class HttpSource:
     """Opens streams of a server, each over a connection of its own.
 
-    url: of the route. key: the server's
+    url: of the route. headers: of every request
     body: the keys that every request has
     sends: names of a stream's settings that are sent as keys of the request"""
 
     url: str
-    key: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
     body: Mapping[str, Any] = field(default_factory=dict)
     sends: tuple[str, ...] = ()
 
     async def stream(self, text: str, **settings: Any) -> AsyncGenerator[Received, None]:
         """The chunks of one answer; the first, when the answer begins, has no samples. Raises BusyError where the
-        server refuses, EngineError for any other status, for what is no raw PCM, and for an answer that breaks off.
+        server refuses, EngineError for any other status, for what is no raw PCM, and for an answer that breaks off."""
+        import aiohttp  # only a server's loads need it
 
-        HTTP is read here rather than by a client with a pool: one that looks through hundreds of connections for every
-        request makes its listeners wait."""
-        body = json.dumps({**self.body, **{name: settings[name] for name in self.sends}, "input": text}).encode()
-        parts, headers = urlsplit(self.url), {}
-        secure = parts.scheme == "https"
-        address = parts.hostname, parts.port or (443 if secure else 80)
-        lines = [f"POST {parts.path} HTTP/1.1", f"Host: {parts.netloc.rpartition('@')[2]}", "Accept: */*"]
-        lines += ["Connection: close", f"Content-Length: {len(body)}", "Content-Type: application/json"]
-        lines += [f"{name}: {value}" for name, value in credentials(self.key).items()]
-        samples, rest, writer = 0, b"", None
+        body = {**self.body, **{name: settings[name] for name in self.sends}, "input": text}
+        patience, samples, rest = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_S), 0, b""
         try:
-            opening = asyncio.open_connection(*address, ssl=secure or None)
-            reader, writer = await asyncio.wait_for(opening, _CONNECT_S)
-            writer.write("\r\n".join([*lines, "", ""]).encode() + body)
-            status, headers = _head(await reader.readuntil(b"\r\n\r\n"))
-            if status in _REFUSALS:
-                raise BusyError(f"the server answers {status}")
-            if status != 200:
-                said = b"".join([data async for data in _body(reader, headers)]).decode(errors="replace")
-                raise EngineError(f"the server answers {status}: {said[:_QUOTED_CHARS]}")
-            _check_sound(headers)
-            yield Received(np.zeros(0, np.float32), 0)
-            async for data in _body(reader, headers):
-                data = rest + data
-                whole = len(data) // 2 * 2
-                pcm, rest = from_pcm16(data[:whole]), data[whole:]
-                yield Received(pcm, (samples + len(pcm)) // SAMPLES_PER_FRAME - samples // SAMPLES_PER_FRAME)
-                samples += len(pcm)
-        except asyncio.IncompleteReadError as error:
-            raise EngineError("the answer broke off" if headers else f"the answer is no HTTP: {error}") from None
-        except (asyncio.LimitOverrunError, ValueError) as error:
+            async with (
+                aiohttp.ClientSession(timeout=patience, headers=self.headers) as session,
+                session.post(self.url, json=body, allow_redirects=False) as answer,
+            ):
+                if answer.status in _REFUSALS:
+                    raise BusyError(f"the server answers {answer.status}")
+                if answer.status != 200:
+                    said = (await answer.text(errors="replace"))[:_QUOTED_CHARS]
+                    raise EngineError(f"the server answers {answer.status}: {said}")
+                _check_sound(answer.headers)
+                yield Received(np.zeros(0, np.float32), 0)
+                async for data in answer.content.iter_any():
+                    data = rest + data
+                    whole = len(data) // 2 * 2
+                    pcm, rest = from_pcm16(data[:whole]), data[whole:]
+                    yield Received(pcm, (samples + len(pcm)) // SAMPLES_PER_FRAME - samples // SAMPLES_PER_FRAME)
+                    samples += len(pcm)
+        except aiohttp.ClientPayloadError:
+            raise EngineError("the answer broke off") from None
+        except (aiohttp.ClientResponseError, aiohttp.ServerDisconnectedError) as error:
             raise EngineError(f"the answer is no HTTP: {error}") from None
-        except OSError as error:
+        except (OSError, aiohttp.ClientError) as error:
             raise EngineError(f"the connection failed: {type(error).__name__}") from None
-        finally:
-            if writer is not None:
-                writer.transport.abort()
         if not samples:
             raise EngineError("the answer holds no sound")
 
@@ -381,30 +346,3 @@ def endpoint(url: str) -> str:
     path = parts.path.rstrip("/")
     path = path if path.endswith(PATH) else f"{path.removesuffix('/v1')}{PATH}"
     return urlunsplit((parts.scheme, parts.netloc, path, "", ""))
-
-
-def credentials(key: str | None) -> dict[str, str]:
-    return {} if key is None else {"Authorization": f"Bearer {key}"}
-
-
-async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
-    """The bytes of an answer as they come. Raises EngineError where it breaks off."""
-    if headers.get("transfer-encoding") == "chunked":
-        while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
-            yield (await reader.readexactly(size + 2))[:size]
-        return
-    left = int(headers.get("content-length", "-1"))
-    while left and (data := await reader.read(_READ_BYTES)):
-        left -= len(data)
-        yield data
-    if left > 0:
-        raise EngineError("the answer broke off")
-
-
-def _head(data: bytes) -> tuple[int, dict[str, str]]:
-    """Status and headers. Raises ValueError."""
-    first, *lines = data.rstrip().split(b"\r\n")
-    if not (status := _STATUS.match(first)):
-        raise ValueError(f"it begins with {first[:40]!r}")
-    pairs = (line.decode("latin-1").partition(":") for line in lines)
-    return int(status[1]), {name.lower(): value.strip() for name, _, value in pairs}

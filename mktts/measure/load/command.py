@@ -11,7 +11,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from operator import itemgetter
@@ -32,7 +32,7 @@ from mktts.measure.load import client
 from mktts.measure.load.settings import HELD_S, LoadSettings, LoadTexts, texts_for
 from mktts.measure.metrics import cell, object_of
 from mktts.model.backend import device_named
-from mktts.server.settings import read_keys
+from mktts.server.settings import is_loopback, read_keys
 from mktts.synth import Synthesizer
 
 FIRST_PCM_MS = 100.0  # p99, of a load that counts as carried on a GPU
@@ -82,8 +82,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Holds the loads; each is merged into --into as soon as it is there. Returns document and table. Raises
     MetricsError where no server answers, and where loads that are to be kept are not held long enough."""
-    subject = Server(arguments) if arguments.url else None
-    settings, into = subject.settings if subject else settings_of(arguments), arguments.into
+    into, subject = arguments.into, None
+    if arguments.url:
+        subject = Server(arguments)
+        settings = subject.settings
+    else:
+        model = model_of(arguments)
+        own = _GPU_CHECKPOINT if "cuda" in model["device"] else DEFAULT_CHECKPOINT
+        settings = LoadSettings(**model | {"checkpoint": model["checkpoint"] or own}, **given(LoadSettings, arguments))
     gpu = settings.device.startswith("cuda")
     default = _GPU_LISTENERS if gpu else _CPU_LISTENERS
     listeners = whole_numbers("--listeners", default if arguments.listeners is None else arguments.listeners)
@@ -96,9 +102,10 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             raise MetricsError(f"{least}, got {got}: leave --into out")
         into.parent.mkdir(parents=True, exist_ok=True)
         require_writable(into)
-    with closing(subject or Subject(settings)) as subject:
+    subject = subject or Subject(settings)
+    with nullcontext() if arguments.url else subject.source:
         document: dict[str, Any] = {**head(settings.device), **subject.place}
-        document["settings"] = {**asdict(settings), "random_weights": subject.random_weights}
+        document["settings"] = {**asdict(settings), "random_weights": subject.about["random_weights"]}
         document |= {"points": [], "figures": {}, "missing": {}}
         beside = {name: document[name] for name in PROVENANCE} | {"command": _command(sys.argv[1:])}
         said = subject.capacity(arguments.capacity)
@@ -107,7 +114,10 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             point, _, _ = subject.met(count)
             document["points"].append(point)
             if settings.burst:
-                more |= burst(count, point)
+                heard = point["arrivals"] - point["refused"] - point["unanswered"]
+                of_all = {"unit": "listeners", "n": point["arrivals"]}
+                more[f"burst_{count}_accepted"] = {"value": heard, **of_all}
+                more[f"burst_{count}_stalled"] = {"value": point["stalled"], **of_all}
                 continue
             if recorded and point["refused"] and point["in_time"] == point["arrivals"] - point["refused"]:
                 # More were offered than it says, and those it let in were in time.
@@ -125,13 +135,6 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return document, table(document)
 
 
-def settings_of(arguments: argparse.Namespace) -> LoadSettings:
-    """Settings of a load on a synthesizer in this process."""
-    model = model_of(arguments)
-    model["checkpoint"] = model["checkpoint"] or (_GPU_CHECKPOINT if "cuda" in model["device"] else DEFAULT_CHECKPOINT)
-    return LoadSettings(**model, **given(LoadSettings, arguments))
-
-
 def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What the model arguments stand for, with the device's name."""
     names = ("checkpoint", "revision", "backend", "dtype")
@@ -141,7 +144,7 @@ def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
 class Subject:
     """A synthesizer in this process, loaded and warmed up; raises what Synthesizer.load raises.
 
-    engine: what speaks, as it stands in a point."""
+    about: what speaks, as it stands in a point."""
 
     place: dict[str, Any] = {}
 
@@ -149,12 +152,13 @@ class Subject:
         self.settings = settings
         self.stopped = threading.Event()  # ends the load that is held
         checkpoint = settings.open()
-        self.random_weights = checkpoint.is_random
         self.texts = texts_for(checkpoint, settings.context_rows)
         self.source = Synthesizer.load(checkpoint, **settings.loading())
         self.source.warm_up()
         lanes = self.source.lanes  # None: one stream's codec, and nothing promised
-        self.engine = {
+        self.about = {
+            "checkpoint": settings.checkpoint,
+            "random_weights": checkpoint.is_random,
             "codec": lanes.precision if lanes else "full",
             "deterministic": bool(lanes and lanes.deterministic),
             "model_size": checkpoint.config.model_size,
@@ -167,9 +171,6 @@ class Subject:
         found = self.source.measure_capacity(renew=renew)
         return {"value": None if math.isinf(found.streams) else found.streams, "basis": found.basis}
 
-    def close(self) -> None:
-        self.source.close()
-
     def met(self, listeners: int) -> tuple[dict[str, Any], client.LoadRun, np.ndarray]:
         """The point of a load, what its listeners met one by one, and the ticks (n,) of the held time; of a server
         none. Raises MetricsError once another thread has set `stopped`."""
@@ -179,8 +180,7 @@ class Subject:
         ticks, engine = client.held_ticks(seen, getattr(self.source, "ticks", np.zeros(0)))
         kind = "text" if self.texts.text else "natural"
         offered = {"listeners": listeners, "context_rows": self.texts.rows, "context": kind}
-        weights = {"checkpoint": self.settings.checkpoint, "random_weights": self.random_weights}
-        return point | engine | offered | weights | self.engine, seen, ticks
+        return point | engine | offered | self.about, seen, ticks
 
 
 class Server(Subject):
@@ -188,27 +188,29 @@ class Server(Subject):
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         url = client.endpoint(arguments.url)
-        key = next(iter(read_keys(arguments.api_key_file)), None)
-        health = health_of(url, key)
+        keys = read_keys(arguments.api_key_file)
+        headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+        health = health_of(url, headers)
         if not (isinstance(health.get("model"), dict) and "random_weights" in health["model"]):
             health = {"model": {}}  # it is not ours
         self._health, model = health, health["model"]
-        if (keys := object_of(arguments.keys)) is None:
+        if (of_all := object_of(arguments.keys)) is None:
             raise MetricsError(f"--keys takes a JSON object, got {arguments.keys!r}")
         voice = next(iter(health.get("speakers") or ()), "alloy")
-        body = {"model": "tts-1", "voice": voice, "response_format": "pcm", **keys}
+        body = {"model": "tts-1", "voice": voice, "response_format": "pcm", **of_all}
         # Of another server: "cuda" where this machine has a GPU.
         device, host = health.get("device") or ("cuda" if head("cuda")["device"] else "cpu"), urlsplit(url).hostname
-        is_here = host in ("localhost", "127.0.0.1", "::1")
-        self.place = {} if is_here else {"device": f"{device} at {host}", "driver": None}
-        self.stopped, self.random_weights = threading.Event(), bool(model.get("random_weights"))
+        self.place = {} if is_loopback(host) else {"device": f"{device} at {host}", "driver": None}
+        self.stopped, is_random = threading.Event(), bool(model.get("random_weights"))
         checkpoint, chosen = model.get("checkpoint") or body["model"], ("seconds", "warm_s", "seed")
         given_here = {name: value for name, value in given(LoadSettings, arguments).items() if name in chosen}
         self.settings = LoadSettings(checkpoint=checkpoint, device=device, **given_here)
         # Random weights have no end of their own: max_frames is the length, whatever is said.
-        self.source = client.HttpSource(url, key, body, ("max_frames", "seed") if self.random_weights else ())
-        self.texts = LoadTexts(0, f"{WORDS}." if self.random_weights else None, {})
-        self.engine = {
+        self.source = client.HttpSource(url, headers, body, ("max_frames", "seed") if is_random else ())
+        self.texts = LoadTexts(0, f"{WORDS}." if is_random else None, {})
+        self.about = {
+            "checkpoint": checkpoint,
+            "random_weights": is_random,
             "codec": "the server's",
             "deterministic": False,
             "model_size": model.get("size", ""),
@@ -221,11 +223,8 @@ class Server(Subject):
         """As the server says it, where it does."""
         return {"value": self._health.get("streams_max"), "basis": self._health.get("capacity")}
 
-    def close(self) -> None:
-        """Every stream has its own connection: there is nothing to close."""
 
-
-def health_of(url: str, key: str | None) -> dict[str, Any]:
+def health_of(url: str, headers: dict[str, str]) -> dict[str, Any]:
     """GET /health of the server of this route: the JSON object there, an empty one where there is something else, or
     nothing. Raises MetricsError where no server answers."""
     parts = urlsplit(url)
@@ -233,7 +232,7 @@ def health_of(url: str, key: str | None) -> dict[str, Any]:
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     try:
         with closing(kind(parts.hostname, parts.port, timeout=_ASK_S)) as connection:
-            connection.request("GET", f"{root}/health", headers=client.credentials(key))
+            connection.request("GET", f"{root}/health", headers=headers)
             return object_of(connection.getresponse().read()) or {}
     except (OSError, HTTPException) as error:
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{root}"  # without a password
@@ -282,9 +281,7 @@ def merge(
     if not isinstance(document.get("figures"), dict) or not isinstance(document.get("points"), list):
         raise MetricsError(f"{path}: expected figures and points, found {sorted(document)}: name another file")
     if document.get("device", beside["device"]) != beside["device"]:
-        raise MetricsError(
-            f"{path}: figures of {document['device']}, and this is {beside['device']}: name another file"
-        )
+        raise MetricsError(f"{path}: figures of {document['device']}, not of {beside['device']}: name another file")
     for point in points:
         if point["held"] is not True:
             raise MetricsError(
@@ -298,15 +295,6 @@ def merge(
     document |= {"points": kept, "figures": others | carried(kept, gpu) | (more or {})}
     write_json(path, document)
     return document
-
-
-def burst(count: int, point: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The figures of so many listeners that came at once."""
-    heard = point["arrivals"] - point["refused"] - point["unanswered"]
-    return {
-        f"burst_{count}_{name}": {"value": value, "unit": "listeners", "n": point["arrivals"]}
-        for name, value in (("accepted", heard), ("stalled", point["stalled"]))
-    }
 
 
 def conditions(point: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """The codec, streamed as a device serves it, against one pass of fp32 operators on the CPU."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
@@ -15,7 +16,6 @@ from mktts.codec.graphs import GraphedCodec, codec_for
 from mktts.engine.options import SCHEDULE
 from mktts.engine.upstream import decode_codes
 from mktts.errors import BackendUnavailable, CodecError
-from mktts.measure.parity.ratio import Budget
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
 TOLERANCE = 1e-5  # largest absolute sample error that streamed and offline decoding may differ by, fp32, full scale 1
@@ -69,16 +69,20 @@ def distance(found: Tensor, reference: Tensor, least_db: float) -> dict[str, Any
     }
 
 
-def codec_section(checkpoint: Checkpoint, upstream: Callable[[], Any], device: str, budget: Budget) -> dict[str, Any]:
+def codec_section(
+    checkpoint: Checkpoint, upstream: Callable[[], Any], device: str, until_s: float = math.inf
+) -> dict[str, Any]:
     """Codes decoded in the default schedule of chunks, as the synthesizer on this device does it, against our decode in
-    one pass and against upstream's own. upstream: gives qwen-tts's model, or raises BackendUnavailable."""
+    one pass and against upstream's own. upstream: gives qwen-tts's model, or raises BackendUnavailable. Fewer frames
+    where `until_s`, of time.perf_counter, is near."""
     config, tensors = checkpoint.codec_config, checkpoint.codec_tensors()
     ours, whole = codec_for(config, tensors, device), CodecDecoder(config, tensors)
     codes = random_codes(FRAMES, SEED, config.codebook_size)
     begun_s = time.perf_counter()
     whole.decode_all(codes[:_LEAST_FRAMES])
-    frame_s = (time.perf_counter() - begun_s) / _LEAST_FRAMES
-    most = budget.left_s / 4 / frame_s  # decoded streamed, whole and by upstream, and once to spare
+    now_s = time.perf_counter()
+    # They are decoded streamed, whole and by upstream, and there is time once more to spare.
+    most = _LEAST_FRAMES * (until_s - now_s) / (now_s - begun_s) / 4
     codes = codes[: int(max(_LEAST_FRAMES, min(len(codes), most)))]
     streamed, offline = decode_streamed(ours, codes, SCHEDULE).cpu(), whole.decode_all(codes)
     least = LEAST_SNR_DB[torch.device(device).type]

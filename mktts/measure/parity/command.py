@@ -31,9 +31,8 @@ from mktts.engine.upstream import load_upstream
 from mktts.errors import BackendUnavailable, MetricsError
 from mktts.measure.environment import head, kernel_missing, provided_by, versions
 from mktts.measure.parity.codec import codec_section
-from mktts.measure.parity.kernel import MARGIN, Scope, outcome, parity_of
-from mktts.measure.parity.ratio import LIMIT, Budget
-from mktts.measure.parity.upstream import Row, compare_expected, compare_prompts, standard_requests, upstream_codes
+from mktts.measure.parity.kernel import LIMIT, MARGIN, Scope, outcome, parity_of, share
+from mktts.measure.parity.upstream import Row, compare_codes, compare_prompts, standard_requests
 from mktts.model.backend import device_named
 
 OUTPUT = Path("mktts-parity.json")
@@ -42,9 +41,6 @@ CODES_FRAMES = 24  # of one request
 CODES_REQUESTS = 3  # greedy, and as many drawn
 SEED = 7
 SCOPE = Scope()  # where time allows
-# How the minutes are shared; what is missing leaves its own to the others. They run in this order: the codec uses the
-# upstream model that the prompts left loaded.
-_SHARES = {"prompt": 1, "codec": 2, "codes": 5, "kernel": 12}
 _PACKAGES = ("mktts", "qwen-tts", "qwen-tts-hf", "transformers", "tokenizers")
 _CONFIGS = ("config.json", "generation_config.json", "speech_tokenizer/config.json")
 # A path from the root: its folders, as far as the last separator. Addresses (https://...) are none.
@@ -78,9 +74,7 @@ class ParitySettings:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", nargs="+", help=SOURCES)
     add_options(parser, ParitySettings)
-    parser.add_argument(
-        "--output", type=Path, default=OUTPUT, metavar="FILE", help="the document (default: %(default)s)"
-    )
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FILE", help="document (default: %(default)s)")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -123,14 +117,14 @@ def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
     """What is found of a checkpoint, section by section, within the minutes given."""
     revision = settings.revision
     checkpoint = open_checkpoint(source, revision)
-    files = {name: checkpoint.folder / name for name in _CONFIGS}
-    digests = {name: sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
+    files = [name for name in _CONFIGS if (checkpoint.folder / name).is_file()]
+    digests = {name: sha256((checkpoint.folder / name).read_bytes()).hexdigest() for name in files}
     about = {
         "source": name,
         "revision": checkpoint.revision,
         "model": f"{checkpoint.config.model_size} {checkpoint.config.type.name}",
         "weights": RANDOM_WEIGHTS if checkpoint.is_random else str(checkpoint.revision or "of a folder"),
-        "sha256": dict.fromkeys(_CONFIGS) | digests,
+        "sha256": digests,
     }
     result: dict[str, Any] = {"checkpoint": about, "sections": {}}
     upstream, why_not = lru_cache(1)(partial(load_upstream, checkpoint, torch.bfloat16)), None
@@ -138,39 +132,39 @@ def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
         on_gpu = settings.device.startswith("cuda")
         why_not = kernel_missing() or (None if on_gpu else f"the megakernel does not run on {settings.device}")
 
-    def kernel_section(within: Budget) -> dict[str, Any]:
+    def kernel_section(until_s: float) -> dict[str, Any]:
         if why_not is not None:
             raise BackendUnavailable(why_not)
         upstream.cache_clear()
-        result.update(parity_of(source, SCOPE, settings.kernel, settings.device, revision=revision, budget=within))
+        result.update(parity_of(source, SCOPE, settings.kernel, settings.device, revision=revision, until_s=until_s))
         return outcome(result)
 
-    work: dict[str, Callable[[Budget], dict[str, Any]]] = {
-        "prompt": partial(prompt_section, checkpoint, upstream),
-        "codec": partial(codec_section, checkpoint, upstream, settings.device),
-        "codes": partial(codes_section, checkpoint, upstream),
-        "kernel": kernel_section,
+    # How the minutes are shared; what is missing leaves its own to the others. The codec uses the upstream model that
+    # the prompts left loaded.
+    work = {
+        "prompt": (1, partial(prompt_section, checkpoint, upstream)),
+        "codec": (2, partial(codec_section, checkpoint, upstream, settings.device)),
+        "codes": (5, partial(codes_section, checkpoint, upstream)),
+        "kernel": (0 if why_not else 12, kernel_section),
     }
-    parts = [part for part in _SHARES if part in settings.parts.split(",")]
-    shares = {part: 0 if part == "kernel" and why_not else _SHARES[part] for part in parts}
-    if source.startswith("random:") and shares.get("kernel"):
+    wanted = {part: work[part] for part in work if part in settings.parts.split(",")}
+    if source.startswith("random:") and "kernel" in wanted and not why_not:
         open_checkpoint(source + MARGIN)  # made here, where it takes no minutes of the comparison's
-    budget, left = Budget(60 * settings.minutes), sum(shares.values())
-    for part, share in shares.items():
+    until_s, left = time.perf_counter() + 60 * settings.minutes, sum(mine for mine, _ in wanted.values())
+    for part, (mine, compare) in wanted.items():
         print(f"{name}: {part} ...", file=sys.stderr, flush=True)
-        within = budget.share(share / max(1, left))
-        left -= share
-        result["sections"][part] = section(partial(work[part], within))
+        result["sections"][part] = section(compare, share(until_s, mine / max(1, left)))
+        left -= mine
     states = {found["status"] for found in result["sections"].values()}
     return {**result, "passed": "passed" in states and "failed" not in states}
 
 
-def section(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The outcome of `work`, which returns its figures, with a `reason` where it failed: BackendUnavailable skips, any
-    other error fails."""
+def section(compare: Callable[[float], dict[str, Any]], until_s: float) -> dict[str, Any]:
+    """The outcome of `compare`, which returns its figures, with a `reason` where it failed: BackendUnavailable skips,
+    any other error fails."""
     begun_s = time.perf_counter()
     try:
-        found = work()
+        found = compare(until_s)
         outcome = {"status": "failed" if found.get("reason") else "passed", **found}
     except BackendUnavailable as error:
         outcome = {"status": "skipped", "reason": str(error)}
@@ -183,21 +177,19 @@ def section(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 # ---- prompt and codes
 
 
-def prompt_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dict[str, Any]:
-    """Every mode that the checkpoint has, in bf16: a prompt takes milliseconds, whatever the budget."""
+def prompt_section(checkpoint: Checkpoint, upstream: Any, until_s: float) -> dict[str, Any]:
+    """Every mode that the checkpoint has, in bf16: a prompt takes milliseconds, whenever it has to end."""
     rows = compare_prompts(checkpoint, standard_requests(checkpoint), torch.bfloat16, upstream())
     return {"prompts": len(rows), "equal": sum(row["equal"] for row in rows), "rows": rows} | _reason(rows, "prompts")
 
 
-def codes_section(checkpoint: Checkpoint, upstream: Any, budget: Budget) -> dict[str, Any]:
+def codes_section(checkpoint: Checkpoint, upstream: Any, until_s: float) -> dict[str, Any]:
     """Greedy codes and drawn ones, in bf16."""
     requests, drawn = standard_requests(checkpoint)[:CODES_REQUESTS], checkpoint.sampling()
-    model, within = upstream(), budget.share(0.4)  # loading and ours take as much again
-    expected = upstream_codes(model, requests, drawn.greedy(), SEED, CODES_FRAMES, within.share(0.5))
-    expected += upstream_codes(model, requests, drawn, SEED, CODES_FRAMES, within)
-    del model
-    upstream.cache_clear()
-    rows = compare_expected(checkpoint, expected, SEED, CODES_FRAMES, torch.bfloat16)
+    rows = []
+    for sampling, part in ((drawn.greedy(), 0.5), (drawn, 1.0)):
+        asked = requests, sampling, SEED, CODES_FRAMES, torch.bfloat16, upstream()
+        rows += compare_codes(checkpoint, *asked, share(until_s, part))
     frames, asked = sum(row["frames"] for row in rows), 2 * len(requests) * CODES_FRAMES
     return {"frames": frames, "asked": asked, "rows": rows} | _reason(rows, "utterances")
 

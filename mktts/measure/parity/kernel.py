@@ -1,37 +1,44 @@
 """The megakernel against an fp32 run of the same weights, next to bf16 PyTorch.
 
-* forced: logits of the sixteen heads and the talker's residual stream at contexts from 16 to 2 000 rows, the model
-  under test choosing the codes. `ratio` is its relative rms error to fp32 over the bf16 oracle's: at most LIMIT passes.
-  Rows beyond what the megakernel's prefill takes go through it one by one.
+* forced: logits of the sixteen heads and the talker's residual stream at contexts from 16 to 2 000 rows. The model
+  under test chooses the codes, and the two oracles are made to take them, so that every logit of a frame has the same
+  history on all sides. `ratio` is its relative rms error to fp32 over the bf16 oracle's: at most LIMIT passes. Rows
+  beyond what the megakernel's prefill takes go through it one by one.
 * divergence: where a greedy stream first differs from fp32's choices on ordinary weights, one that is not explained
-  before others: see `ratio.first_difference`.
+  before others: see `first_difference`.
 * exact: greedy codes on wide-margin random weights, frame for frame equal to fp32's.
 
-`kernel="torch"` puts PyTorch in bf16 in the megakernel's place: what runs where there is no GPU."""
+`kernel="torch"` puts PyTorch in bf16 in the megakernel's place: what runs where there is no GPU. until_s: where time is
+limited, its end by time.perf_counter. A comparison that is beyond it makes fewer frames; the first is made."""
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.kernel.backend import MegakernelBackend
-from mktts.measure.parity import ratio
-from mktts.measure.parity.ratio import GREEDY, UNLIMITED, Budget, RowStream
 from mktts.measure.parity.upstream import first_mismatch, our_codes
 from mktts.model.backend import PromptRows
-from mktts.model.oracle import TorchBackend
-from mktts.model.prompt import Prompt
-from mktts.model.sampling import Sampling
+from mktts.model.oracle import TorchBackend, TorchStream
+from mktts.model.prompt import Prompt, PromptBuilder, Request
+from mktts.model.sampling import Sampling, restrict
+from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
+LIMIT = 1.1  # of the error over bf16 PyTorch's
+GREEDY = Sampling().greedy()
 MARGIN = ":margin"  # of a random checkpoint's name: its wide-margin variant
+_TEXT_IDS = 256  # random text tokens are below: every tokenizer has them
 _ROWS_A_LAUNCH = 32  # at 28 layers 4 480 exchanges; their tags start again at 65 536
 _EACH = 4  # streams at a context
 _WRONG = {
-    "forced": f"its error is more than {ratio.LIMIT} times bf16 PyTorch's",
+    "forced": f"its error is more than {LIMIT} times bf16 PyTorch's",
     "divergence": "a greedy choice first differs from fp32's where rounding does not explain it",
     "exact": "a greedy code of the wide-margin variant is not fp32's",
 }
@@ -48,6 +55,175 @@ class Scope:
     contexts: tuple[int, ...] = (16, 200, 700, 1_500, 2_000)
     frames: int = 40
     exact: int = 500
+
+
+def share(until_s: float, part: float) -> float:
+    """When `part` (0 to 1) of the time that is left is over."""
+    now_s = time.perf_counter()
+    return now_s + part * max(0.0, until_s - now_s)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One frame. codes: (16,) int64 on the host. logits: 16 of (vocabulary,) fp32, as the heads gave them. hidden:
+    (layers, H) fp32, the residual stream after every talker layer; None for a stream's first, whose talker state comes
+    from the prompt."""
+
+    codes: Tensor
+    logits: list[Tensor]
+    hidden: Tensor | None
+
+
+Sides = tuple[Observed, Observed, Observed, Tensor]  # under test, bf16, fp32, code 0 of the frames before
+
+
+@dataclass(frozen=True, eq=False)
+class RowStream:
+    """A stream of rows instead of words: a prompt for any backend. embeds: of the prompt, (L, H). text: (F, H), F the
+    frames it may have; its first row is not used, the prompt makes that frame. key: of the prompt's first `prefix`
+    rows, which all streams with that key have; lanes keep them."""
+
+    embeds: Tensor
+    text: Tensor
+    sampling: Sampling = GREEDY
+    seed: int = 0
+    key: str | None = None
+    prefix: int = 0
+    prefix_rows: ClassVar[int] = 0  # a backend of one stream keeps nothing
+    prefix_key: ClassVar[None] = None
+
+    @property
+    def positions(self) -> int:
+        """Positions that its keys and values take."""
+        return len(self.embeds) + len(self.text)
+
+    def row(self, t: int) -> Tensor:
+        """The text row of frame t + 1."""
+        return self.text[t + 1]
+
+
+def random_rows(backend: TorchBackend, rows: int, seed: int) -> Tensor:
+    """`rows` talker inputs (rows, H) that look like the checkpoint's own: normal, of its embeddings' size, in bf16."""
+    table = backend.code_tables[0]
+    size = table[:256].float().pow(2).mean().sqrt().cpu()
+    noise = torch.randn(rows, table.shape[1], generator=torch.Generator().manual_seed(seed))
+    return (size * noise).to(torch.bfloat16).to(backend.device)
+
+
+def random_streams(backend: TorchBackend, rows: int, count: int, frames: int) -> list[RowStream]:
+    """`count` streams of `frames` frames, every other greedy; prompts of `rows` rows, each one more than the last."""
+    streams = []
+    for index in range(count):
+        prompt, text = (random_rows(backend, many, 1_000 * rows + index) for many in (rows + index, frames))
+        streams.append(RowStream(prompt, text, Sampling() if index % 2 else GREEDY, index))
+    return streams
+
+
+@torch.inference_mode()
+def spoken_stream(checkpoint: Checkpoint, backend: TorchBackend, frames: int) -> RowStream:
+    """A greedy stream of rows that the checkpoint makes: wide-margin weights keep their margins for such only."""
+    builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), backend.device)
+    request = Request("Some words.", speaker=checkpoint.config.default_speaker, layout="streaming")
+    ids = torch.randint(_TEXT_IDS, (frames,), generator=torch.Generator().manual_seed(0))
+    return RowStream(builder.build(request).embeds, builder.text_rows(ids.tolist()))
+
+
+@torch.inference_mode()
+def forced(backend: TorchBackend, state: TorchStream, row: Tensor | None, codes: Tensor) -> Observed:
+    """The oracle's frame with `codes` (16,) for its choices: as `TorchBackend.step`, with nothing drawn."""
+    layers: list[Tensor] = []  # what each of them returns, (R, H)
+    talker, compute = backend.talker, backend.talker.layer
+
+    def watched(*arguments) -> Tensor:
+        layers.append(compute(*arguments))
+        return layers[-1]
+
+    if row is not None:
+        talker.layer = watched
+        try:
+            backend._advance([state], [row])
+        finally:
+            del talker.layer
+    hidden = torch.stack([rows[-1] for rows in layers]).float() if layers else None
+    logits, ids = [backend.code0_logits(state)], codes.to(backend.device)
+
+    def draw(book: int, given: Tensor) -> Tensor:
+        logits.append(given[0])
+        return ids[book : book + 1]
+
+    state.codes = backend.predicted(state.hidden[0], ids[:1], draw)[0]
+    state.seen[ids[0]] = True
+    state.frames += 1
+    return Observed(codes, logits, hidden)
+
+
+def vocabularies(config: ModelConfig) -> list[int]:
+    """Ids of each of the sixteen heads."""
+    return [config.talker.vocab_size] + [config.predictor.vocab_size] * (NUM_CODEBOOKS - 1)
+
+
+def replayed(stream: RowStream, frames: Iterable[Observed], bf16: TorchBackend, fp32: TorchBackend) -> Iterator[Sides]:
+    """Frame by frame what the model under test did, and both oracles that are made to take its codes."""
+    oracles = [(backend, backend.start(stream, stream.sampling, 0, len(stream.text))) for backend in (bf16, fp32)]
+    said: list[int] = []
+    for index, ours in enumerate(frames):
+        row = stream.row(index - 1) if index else None
+        near, exact = (forced(backend, state, row, ours.codes) for backend, state in oracles)
+        yield ours, near, exact, torch.tensor(said, dtype=torch.int64, device=fp32.device)
+        said.append(int(ours.codes[0]))
+
+
+class ErrorRatio:
+    """Relative rms errors to fp32, pooled by name: sqrt(sum (found - fp32)^2 / sum fp32^2) of ours and of bf16."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Any] = defaultdict(float)
+
+    def add(self, ours: Tensor, bf16: Tensor, fp32: Tensor, name: str) -> None:
+        """Adds one tensor of all three under a name."""
+        parts = torch.stack([part.double().pow(2).sum() for part in (ours - fp32, bf16 - fp32, fp32)])
+        self._sums[name] = self._sums[name] + parts
+
+    def add_frame(self, ours: Observed, bf16: Observed, fp32: Observed) -> None:
+        """Adds what a frame did on all three sides: its logits, and its hidden states where it has some."""
+        if fp32.hidden is not None:
+            self.add(ours.hidden, bf16.hidden, fp32.hidden, "hidden")
+        for book, logits in enumerate(zip(ours.logits, bf16.logits, fp32.logits, strict=True)):
+            self.add(*logits, "logits of codes 1-15" if book else "logits of code 0")
+
+    def found(self) -> dict[str, dict[str, float]]:
+        """Name -> kernel (ours), bf16, and the ratio of the two errors."""
+        found = {}
+        for name, sums in self._sums.items():
+            ours, bf16, size = sums.tolist()
+            kernel, near = math.sqrt(ours / size), math.sqrt(bf16 / size)
+            found[name] = {"kernel": kernel, "bf16": near, "ratio": kernel / near if near else float(kernel > 0)}
+        return found
+
+
+def scores(logits: Sequence[Tensor], history: Tensor, config: ModelConfig) -> list[Tensor]:
+    """What sixteen greedy choices are made from; `history` (N,) is code 0 of the frames before."""
+    return [restrict(logits[0], history, GREEDY.repetition_penalty, config.codec_ids.eos), *logits[1:]]
+
+
+def first_difference(sides: Sides, config: ModelConfig) -> dict[str, Any] | None:
+    """The first codebook of a greedy frame in which the code is not fp32's choice, and why; None where there is none.
+    explained: fp32's own gap between the two ids is within twice the bf16 oracle's largest logit error in that head and
+    frame."""
+    ours, *oracles, history = sides
+    made_from = [scores(side.logits, history, config) for side in oracles]
+    for group, (near, truth) in enumerate(zip(*made_from, strict=True)):
+        best, chosen = int(truth.argmax()), int(ours.codes[group])
+        if best == chosen:
+            continue
+        kept = truth.isfinite()
+        gap, bf16_error = float(truth[best] - truth[chosen]), float((near - truth)[kept].abs().max())
+        explained = gap <= 2 * bf16_error
+        return {"codebook": group, "fp32_gap": gap, "bf16_largest_error": bf16_error, "explained": explained}
+    return None
+
+
+# ---- the comparisons
 
 
 class KernelUnderTest:
@@ -71,19 +247,19 @@ class KernelUnderTest:
         state.max_frames = max_frames
         return state
 
-    def step(self, state: Any, row: Tensor | None) -> ratio.Observed | None:
+    def step(self, state: Any, row: Tensor | None) -> Observed | None:
         """The next frame; None at end-of-speech."""
         if self._debug is None:
             codes = self.backend.step(state.copy(), row).codes
-            return None if codes is None else ratio.forced(self.backend, state, row, codes)
+            return None if codes is None else forced(self.backend, state, row, codes)
         frame = self.backend.step(state, row, self._debug)
         if frame.codes is None:
             return None
-        sizes = ratio.vocabularies(self.backend.config)
+        sizes = vocabularies(self.backend.config)
         logits = [head[:size].float() for head, size in zip(self._debug.logits, sizes, strict=True)]
-        return ratio.Observed(frame.codes, logits, None if row is None else self._debug.hidden.float())
+        return Observed(frame.codes, logits, None if row is None else self._debug.hidden.float())
 
-    def frames(self, stream: RowStream) -> Iterator[ratio.Observed]:
+    def frames(self, stream: RowStream) -> Iterator[Observed]:
         state = self.start(stream, stream.sampling, stream.seed, len(stream.text))
         for index in range(len(stream.text)):
             frame = self.step(state, stream.row(index - 1) if index else None)
@@ -99,34 +275,33 @@ def oracles_of(checkpoint: Checkpoint, device: str) -> Oracles:
 
 @torch.inference_mode()
 def forced_frames(
-    loads: Mapping[int, Iterable[tuple[RowStream, Iterable[ratio.Observed]]]],
+    loads: Mapping[int, Iterable[tuple[RowStream, Iterable[Observed]]]],
     oracles: Oracles,
-    budget: Budget = UNLIMITED,
+    until_s: float = math.inf,
 ) -> dict[str, Any]:
     """The comparisons `forced` and `divergence`. loads: by context, or by number of lanes, streams and what the frames
-    of each did. A budget that is over makes fewer frames of each load, two at least: a stream's first has no talker
-    step."""
-    errors, frames, differences, compared = ratio.ErrorRatio(), {}, [], 0
+    of each did. Beyond `until_s` two frames of each load are made: a stream's first has no talker step."""
+    errors, frames, differences, compared = ErrorRatio(), {}, [], 0
     for index, (size, streams) in enumerate(loads.items()):
-        within, made, apart = budget.share(1 / (len(loads) - index)), 0, set()
+        within_s, made, apart = share(until_s, 1 / (len(loads) - index)), 0, set()
         played = (
             (number, stream, frame, sides)
             for number, (stream, seen) in enumerate(streams)
-            for frame, sides in enumerate(ratio.replayed(stream, seen, *oracles))
+            for frame, sides in enumerate(replayed(stream, seen, *oracles))
         )
         for number, stream, frame, sides in played:
             errors.add_frame(*sides[:3])
             made += 1
             if stream.sampling == GREEDY and number not in apart:
                 compared += 1
-                if difference := ratio.first_difference(sides, oracles[1].config):
+                if difference := first_difference(sides, oracles[1].config):
                     apart.add(number)
                     differences.append({"load": size, "stream": number, "frame": frame, **difference})
-            if made >= 2 and within.over:
+            if made >= 2 and time.perf_counter() > within_s:
                 break
         frames[str(size)] = made
     pooled = errors.found()
-    passed = bool(pooled) and all(value["ratio"] <= ratio.LIMIT for value in pooled.values())
+    passed = bool(pooled) and all(value["ratio"] <= LIMIT for value in pooled.values())
     explained = all(difference["explained"] for difference in differences)
     worst = min(differences, key=lambda difference: difference["explained"], default={})
     return {
@@ -135,12 +310,11 @@ def forced_frames(
     }
 
 
-def exact_codes(tested: Any, fp32: TorchBackend, stream: RowStream, budget: Budget = UNLIMITED) -> dict[str, Any]:
-    """The comparison `exact`. tested: a backend. frames: that are fp32's, from the stream's beginning. A budget that is
-    over makes fewer of fp32's frames."""
+def exact_codes(tested: Any, fp32: TorchBackend, stream: RowStream, until_s: float = math.inf) -> dict[str, Any]:
+    """The comparison `exact`. tested: a backend. frames: that are fp32's, from the stream's beginning."""
     asked = len(stream.text)
-    truth = our_codes(fp32, stream, GREEDY, 0, asked, budget)
-    ours = our_codes(tested, stream, GREEDY, 0, len(truth) if budget.over else asked)
+    truth = our_codes(fp32, stream, GREEDY, 0, asked, until_s)
+    ours = our_codes(tested, stream, GREEDY, 0, len(truth) if time.perf_counter() > until_s else asked)
     mismatch = first_mismatch(ours, truth)
     found = {"frames": mismatch[0] if mismatch else len(truth), "asked": asked, "equal": mismatch is None}
     first = {"first_difference": {"frame": mismatch[0], "codebook": mismatch[1]}} if mismatch else {}
@@ -148,12 +322,11 @@ def exact_codes(tested: Any, fp32: TorchBackend, stream: RowStream, budget: Budg
 
 
 def parity_of(
-    source: str, scope: Scope, kernel: str, device: str, *, revision: str | None = None, budget: Budget = UNLIMITED
+    source: str, scope: Scope, kernel: str, device: str, *, revision: str | None = None, until_s: float = math.inf
 ) -> dict[str, Any]:
     """All comparisons of one checkpoint; `exact` uses its wide-margin variant, which random ones have.
 
-    kernel: "megakernel" or "torch". budget: what does not fit into it makes fewer frames than `scope` asks for; every
-    comparison says how many it made. `passed` says whether all passed."""
+    kernel: "megakernel" or "torch". Every comparison says how many frames it made; `passed` says whether all passed."""
     margin = source.startswith("random:") and scope.exact > 0
 
     def backend_of(checkpoint: Checkpoint, bf16: TorchBackend) -> Any:
@@ -165,17 +338,17 @@ def parity_of(
     oracles = oracles_of(checkpoint, device)
     tested, frames = KernelUnderTest(backend_of(checkpoint, oracles[0])), max(2, -(-scope.frames // _EACH))
     loads = {
-        rows: [(one, tested.frames(one)) for one in ratio.random_streams(oracles[1], rows, _EACH, frames)]
+        rows: [(one, tested.frames(one)) for one in random_streams(oracles[1], rows, _EACH, frames)]
         for rows in scope.contexts
     }
-    found = forced_frames(loads, oracles, budget.share(0.6 if margin else 0.8))
+    found = forced_frames(loads, oracles, share(until_s, 0.6 if margin else 0.8))
     del tested, oracles, loads
     release()
     if margin:
         checkpoint = open_checkpoint(source + MARGIN, revision)
         bf16, fp32 = oracles_of(checkpoint, device)
-        stream = ratio.spoken_stream(checkpoint, fp32, scope.exact)
-        found["exact"] = exact_codes(backend_of(checkpoint, bf16), fp32, stream, budget.share(0.8))
+        stream = spoken_stream(checkpoint, fp32, scope.exact)
+        found["exact"] = exact_codes(backend_of(checkpoint, bf16), fp32, stream, share(until_s, 0.8))
         del bf16, fp32
         release()
     return {**found, "passed": all(value["passed"] for value in found.values())}

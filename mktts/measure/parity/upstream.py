@@ -2,6 +2,8 @@
 the CPU, where the same operators round in the same way. Notebook 03_parity, the tests and `python -m mktts parity` use
 these functions."""
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +15,8 @@ from torch import Tensor
 from mktts.checkpoint import Checkpoint
 from mktts.common import read_object
 from mktts.engine.upstream import generate_codes, prompt_embeds
-from mktts.measure.parity.ratio import UNLIMITED, Budget, RowStream
 from mktts.model.oracle import TorchBackend
-from mktts.model.prompt import Prompt, PromptBuilder, Request
+from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS
@@ -75,9 +76,6 @@ def compare_prompts(
     return rows
 
 
-Expected = tuple[Request, Sampling, Tensor]  # upstream's codes (T, 16) of one request
-
-
 def compare_codes(
     checkpoint: Checkpoint,
     requests: Sequence[Request],
@@ -86,32 +84,18 @@ def compare_codes(
     max_frames: int,
     dtype: torch.dtype,
     upstream: Any,
+    until_s: float = math.inf,
 ) -> list[Row]:
     """One row a request: frames made, whether codes are equal, and the first difference, (frame, codebook) or None. The
-    sampling's rng is set to "torch", the one upstream has. `upstream` is a loaded qwen_tts.Qwen3TTSModel."""
-    expected = upstream_codes(upstream, requests, sampling, seed, max_frames)
-    return compare_expected(checkpoint, expected, seed, max_frames, dtype)
-
-
-def upstream_codes(
-    model: Any, requests: Sequence[Request], sampling: Sampling, seed: int, max_frames: int, budget: Budget = UNLIMITED
-) -> list[Expected]:
-    """Upstream's codes of each request; a budget that is over leaves out those that follow the first."""
-    sampling, found = replace(sampling, rng="torch"), []
-    for request in requests:
-        if not (found and budget.over):
-            found.append((request, sampling, generate_codes(model, request, sampling, seed, max_frames)))
-    return found
-
-
-def compare_expected(
-    checkpoint: Checkpoint, expected: Sequence[Expected], seed: int, max_frames: int, dtype: torch.dtype
-) -> list[Row]:
-    """The rows of `compare_codes`. Apart from upstream's run, so that its model can go before ours is loaded."""
+    sampling's rng is set to "torch", the one upstream has. `upstream` is a loaded qwen_tts.Qwen3TTSModel. Beyond
+    `until_s`, of time.perf_counter, those that follow the first are left out."""
     builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), dtype=dtype)
     backend = TorchBackend(checkpoint.config, checkpoint.tensors(), dtype=dtype)
-    rows = []
-    for request, sampling, codes in expected:
+    sampling, rows = replace(sampling, rng="torch"), []
+    for request in requests:
+        if rows and time.perf_counter() > until_s:
+            break
+        codes = generate_codes(upstream, request, sampling, seed, max_frames)
         mismatch = first_mismatch(our_codes(backend, builder.build(request), sampling, seed, max_frames), codes)
         compared = {"sampled": sampling.talker.do_sample, "frames": len(codes), "equal": mismatch is None}
         rows.append(_labels(checkpoint, request, dtype) | compared | {"first_mismatch": mismatch})
@@ -120,12 +104,12 @@ def compare_expected(
 
 @torch.inference_mode()
 def our_codes(
-    backend: Any, prompt: Prompt | RowStream, sampling: Sampling, seed: int, max_frames: int, budget: Budget = UNLIMITED
+    backend: Any, prompt: Any, sampling: Sampling, seed: int, max_frames: int, until_s: float = math.inf
 ) -> Tensor:
-    """Codes (T, 16) int64 of one stream of a backend, T <= max_frames, and fewer where the budget is over."""
+    """Codes (T, 16) int64 of one stream of a backend, T <= max_frames, and fewer beyond `until_s`."""
     state = backend.start(prompt, sampling, seed, max_frames)
     frames: list[Tensor] = []
-    while len(frames) < max_frames and not (frames and budget.over):
+    while len(frames) < max_frames and not (frames and time.perf_counter() > until_s):
         codes = backend.step(state, prompt.row(len(frames) - 1) if frames else None).codes
         if codes is None:
             break

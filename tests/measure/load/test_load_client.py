@@ -295,7 +295,7 @@ async def test_pieces_of_any_length_are_one_speech(in_chunks):
         writer.write(chunked(b"") if in_chunks else b"")
 
     async with serving(answer) as url:
-        pcm, frames = await heard(HttpSource(endpoint(url), "key", {"voice": "a"}, ("max_frames",)))
+        pcm, frames = await heard(HttpSource(endpoint(url), {"A": "key"}, {"voice": "a"}, ("max_frames",)))
     assert np.array_equal(pcm, from_pcm16(SOUND)) and frames == 2
     assert asked == [{"voice": "a", "max_frames": 5, "input": "Hello."}]
 

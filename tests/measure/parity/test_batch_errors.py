@@ -8,8 +8,7 @@ from lane_player import Player, exact_buckets, pages_for
 from torch import Tensor
 
 from mktts.checkpoint import open_checkpoint
-from mktts.measure.parity import ratio
-from mktts.measure.parity.kernel import forced_frames, oracles_of
+from mktts.measure.parity.kernel import Observed, forced_frames, oracles_of, random_streams
 from mktts.spec import NUM_CODEBOOKS
 
 pytestmark = pytest.mark.gpu
@@ -46,10 +45,10 @@ class FrameInside:
 
         frame._draw, frame._layer = watched_draw, watched_layer
 
-    def observed(self, lane: int, codes: Tensor, first: bool) -> ratio.Observed:
+    def observed(self, lane: int, codes: Tensor, first: bool) -> Observed:
         """first: its frame came from the prompt, so it has no hidden states of its own."""
         hidden = None if first else torch.stack([of_layer[lane] for of_layer in self._hidden])
-        return ratio.Observed(codes, [of_head[lane].clone() for of_head in self._logits], hidden)
+        return Observed(codes, [of_head[lane].clone() for of_head in self._logits], hidden)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -59,8 +58,8 @@ def test_errors_are_those_of_bf16_with_and_without_one_order_of_sums(source, det
 
     checkpoint = open_checkpoint(source)
     oracles = oracles_of(checkpoint, "cuda")
-    compared = [one for rows in CONTEXTS for one in ratio.random_streams(oracles[1], rows, COMPARED, FRAMES)]
-    others = ratio.random_streams(oracles[1], 2, max(SIZES) - len(compared), FRAMES)
+    compared = [one for rows in CONTEXTS for one in random_streams(oracles[1], rows, COMPARED, FRAMES)]
+    others = random_streams(oracles[1], 2, max(SIZES) - len(compared), FRAMES)
     lanes = CudaLanes(
         checkpoint.config, checkpoint.tensors(), DEVICE, torch.bfloat16, slots=max(SIZES),
         positions=max(one.positions for one in compared), pages=pages_for([*others, *compared]),

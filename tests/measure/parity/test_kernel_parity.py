@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mktts.checkpoint import Checkpoint
-from mktts.measure.parity import kernel, ratio
+from mktts.measure.parity import kernel
 from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend
 
@@ -22,12 +22,12 @@ def forced_of(checkpoint: Checkpoint, tested=None, contexts=(6,)) -> dict:
     """tested: stands in the kernel's place; the bf16 oracle where it is None."""
     oracles = kernel.oracles_of(checkpoint, "cpu")
     frames = kernel.KernelUnderTest(tested or oracles[0]).frames
-    loads = {rows: [(one, frames(one)) for one in ratio.random_streams(oracles[1], rows, 4, 2)] for rows in contexts}
+    loads = {rows: [(one, frames(one)) for one in kernel.random_streams(oracles[1], rows, 4, 2)] for rows in contexts}
     return kernel.forced_frames(loads, oracles)
 
 
 def test_errors_are_relative_to_fp32_and_pooled_by_name():
-    errors = ratio.ErrorRatio()
+    errors = kernel.ErrorRatio()
     fp32 = torch.tensor([3.0, 4.0])
     for name in ("a", "both"):
         errors.add(fp32 + torch.tensor([0.0, 1.0]), fp32 + torch.tensor([2.0, 0.0]), fp32, name)
@@ -41,18 +41,18 @@ def test_errors_are_relative_to_fp32_and_pooled_by_name():
 def test_a_forced_frame_shows_the_logits_its_codes_were_chosen_from_and_leaves_the_same_state(name, request):
     checkpoint = request.getfixturevalue(name)
     backend, config = backend_of(checkpoint, torch.float32), checkpoint.config
-    prompt, text = PromptRows(ratio.random_rows(backend, 8, 0)), ratio.random_rows(backend, 4, 1)
-    free, made = (backend.start(prompt, ratio.GREEDY, 0, 4) for _ in range(2))
+    prompt, text = PromptRows(kernel.random_rows(backend, 8, 0)), kernel.random_rows(backend, 4, 1)
+    free, made = (backend.start(prompt, kernel.GREEDY, 0, 4) for _ in range(2))
     said: list[int] = []
     for index in range(4):
         row = text[index] if index else None
         codes = backend.step(free, row).codes
-        observed = ratio.forced(backend, made, row, codes)
+        observed = kernel.forced(backend, made, row, codes)
         history = torch.tensor(said, dtype=torch.int64)
-        chosen = [int(s.argmax()) for s in ratio.scores(observed.logits, history, config)]
+        chosen = [int(s.argmax()) for s in kernel.scores(observed.logits, history, config)]
         said.append(int(codes[0]))
         assert chosen == codes.tolist()
-        assert [len(logits) for logits in observed.logits] == ratio.vocabularies(config)
+        assert [len(logits) for logits in observed.logits] == kernel.vocabularies(config)
     assert observed.hidden.shape == (config.talker.num_hidden_layers, config.talker.hidden_size)
     last = observed.hidden[-1]  # through the final norm it is the state that the heads saw
     normed = last / last.pow(2).mean().add(config.talker.rms_norm_eps).sqrt() * backend.talker.norm
@@ -96,7 +96,7 @@ def test_fp32_never_differs_and_a_difference_beyond_rounding_is_not_explained(ti
 
 def test_wide_margins_are_exact_and_a_wrong_head_is_located(tiny_margin):
     fp32, bf16 = backend_of(tiny_margin, torch.float32), backend_of(tiny_margin, torch.bfloat16)
-    stream = ratio.spoken_stream(tiny_margin, fp32, 5)
+    stream = kernel.spoken_stream(tiny_margin, fp32, 5)
     assert kernel.exact_codes(bf16, fp32, stream) == {"frames": 5, "asked": 5, "equal": True, "passed": True}
     bf16.heads[2] = bf16.heads[3]  # codebook 3
     found = kernel.exact_codes(bf16, fp32, stream)
@@ -105,7 +105,7 @@ def test_wide_margins_are_exact_and_a_wrong_head_is_located(tiny_margin):
 
 
 def test_a_budget_that_is_over_makes_less_of_everything_and_says_so(tiny, tiny_margin):
-    found = kernel.parity_of("random:tiny", SCOPE, "torch", "cpu", budget=ratio.Budget(0))
+    found = kernel.parity_of("random:tiny", SCOPE, "torch", "cpu", until_s=0.0)
     assert found["passed"]
     assert set(found["forced"]["pooled"]) == {"logits of code 0", "logits of codes 1-15", "hidden"}
     assert found["forced"]["frames"] == {"16": 2, "90": 2}

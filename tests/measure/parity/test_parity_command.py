@@ -16,7 +16,6 @@ from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.parity import codec, command
 from mktts.measure.parity.command import name_of, without_paths
 from mktts.measure.parity.kernel import Scope
-from mktts.measure.parity.ratio import Budget
 from mktts.model import qwen3
 from mktts.spec import SAMPLES_PER_FRAME
 
@@ -128,9 +127,9 @@ def test_bad_input_is_refused_before_anything_is_measured(tiny, tmp_path, capsys
 def test_time_that_is_short_makes_less_and_says_how_much(tiny, quick, monkeypatch):
     monkeypatch.setattr(command, "CODES_REQUESTS", 3)
     upstream = lru_cache(1)(lambda: command.load_upstream(tiny, torch.bfloat16))
-    codes = command.codes_section(tiny, upstream, Budget(0))
+    codes = command.codes_section(tiny, upstream, 0.0)
     assert codes["frames"] == 6 and codes["asked"] == 18 and "reason" not in codes  # one utterance greedy, one drawn
-    assert codec.codec_section(tiny, upstream, "cpu", Budget(0))["frames"] == 8
+    assert codec.codec_section(tiny, upstream, "cpu", 0.0)["frames"] == 8
 
 
 def test_a_checkpoint_is_named_without_its_place(tiny: Checkpoint, tmp_path, run):
