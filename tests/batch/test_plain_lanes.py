@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from lane_player import CHOICES, Player, differences, random_segments
+from lane_player import Player, differences, random_segments
 from torch import Tensor
 
 from mktts.batch.folded import FoldedStack
@@ -22,7 +22,7 @@ from mktts.measure.parity.kernel import RowStream
 from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend, TorchStream
 from mktts.model.qwen3 import CHUNK_POSITIONS
-from mktts.model.sampling import Choice, ChoiceRows, Sampling, choose
+from mktts.model.sampling import ChoiceRows, Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
 SLOTS = 9
@@ -185,24 +185,6 @@ def test_a_lane_of_nan_is_named_and_harms_no_other(tiny, poison):
     fine, poisoned = torch.stack(found[:4]), torch.stack(found[4:])
     assert torch.equal(fine[:, ::2], poisoned[:, ::2]) and bool((fine >= 0).all())
     assert (poisoned[:, 1, 0] < 0).tolist() == [poison == "prompt"] * 2 + [True] * 2
-
-
-@pytest.mark.parametrize("mixed", [True, False])
-def test_given_logits_every_lane_chooses_as_the_oracle(mixed):
-    """Bit for bit, with ties everywhere: rounded logits, and noise that is often equal."""
-    choices = [*CHOICES, Choice(top_k=0, top_p=0.5), Choice(top_k=500), Choice(top_k=1)]
-    choices += [Choice(top_k=7, top_p=1e-3), Choice(top_p=0.999)]
-    if not mixed:
-        choices = [Choice(top_k=5)] * 4
-    torch.manual_seed(1)
-    rows = ChoiceRows.of(tuple(choices), CPU)
-    for step in (1.0, 0.25, 1e-3):
-        logits = (3 * torch.randn(len(choices), 300) / step).round() * step
-        logits[:, 200:290] = -torch.inf
-        noise = torch.randn(logits.shape).round()
-        found = rows.choose(logits, noise)
-        expected = [choose(row, choice, some) for row, choice, some in zip(logits, choices, noise, strict=True)]
-        assert found.tolist() == [int(code) for code in expected]
 
 
 def test_memory_grows_with_a_stream_and_goes_with_it(tiny):

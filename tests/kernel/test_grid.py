@@ -1,13 +1,10 @@
 """Grids of any size: how many blocks there are, and which rows each is dealt."""
 
-import re
 from dataclasses import replace
 
 import pytest
-from absent import needs_nvrtc
 
 from mktts.errors import BackendUnavailable
-from mktts.kernel.build import compile_kernel
 from mktts.kernel.grid import choose_shape, choose_text_shape, layer_matrices
 from mktts.measure.inspection import config_at
 
@@ -50,16 +47,3 @@ def test_no_block_of_a_grid_is_without_rows():
 def test_a_device_too_small_and_dimensions_that_fit_no_grid_are_named(multiprocessors, changes, said):
     with pytest.raises(BackendUnavailable, match=said):
         choose_text_shape(replace(config_at("0.6b").talker, **changes), multiprocessors)
-
-
-@pytest.mark.parametrize("multiprocessors", [16, 24, 46, 58, 108])
-@pytest.mark.parametrize("size", ["0.6b", "1.7b"])
-@needs_nvrtc
-def test_python_deals_rows_out_as_the_kernel_does(size, multiprocessors):
-    shape = choose_shape(config_at(size), multiprocessors)
-    ptx = compile_kernel(shape.defines, "compute_80", "unpack.cu").image.decode()
-    for dealt in layer_matrices(shape.talker, shape.group).values():
-        name = f"DealtILi{dealt.total}ELi{dealt.inputs}ELi{dealt.unit}EE"
-        found = {n: int(value) for n, value in re.findall(rf"{name}\d([A-Z]+)E = (\d+);", ptx)}
-        assert (found["EACH"], found["CHUNK"], found["COUNT"]) == (dealt.each, dealt.chunk, dealt.count)
-        assert found["BYTES"] == 2 * dealt.elements

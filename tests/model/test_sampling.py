@@ -121,6 +121,15 @@ def test_of_equals_the_lowest_wins_and_top_p_leaves_the_highest():
     assert many.isfinite().tolist() == [False] * 256 + [True] * 256
 
 
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), choices=st.lists(ANY_CHOICE | st.just(Choice(False)), min_size=2, max_size=7))
+def test_of_each_of_many_rows_is_chosen_what_is_chosen_of_it_alone(seed, choices):
+    logits = torch.stack([logits_of(seed + row) for row in range(len(choices))])
+    noise = noise_rows(len(choices), SIZE).round()  # so that sums are often equal too
+    found = ChoiceRows.of(tuple(choices), logits.device).choose(logits, noise)
+    assert found.tolist() == [int(choose(*one)) for one in zip(logits, choices, noise, strict=True)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
 def test_on_cuda_the_same_ids_are_drawn(choice):
