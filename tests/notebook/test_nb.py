@@ -50,7 +50,7 @@ def test_a_run_by_hand_goes_to_the_repositorys_outputs_and_leaves_recorded_runs_
     assert (nb.repository() / "mktts" / "notebook" / "nb.py").is_file(), "outside a checkout: where the package lies"
 
 
-def test_a_clip_is_written_unchanged_and_shown_without_normalisation(tmp_path, shown):
+def test_a_clip_is_written_whole_shown_without_normalisation_and_a_long_one_in_part_with_its_label(tmp_path, shown):
     pcm = np.full(SAMPLE_RATE_HZ // 10, 0.25, np.float32)
     path = nb.clip(pcm, "Streamed, as it came", tmp_path, random_weights=False)
     assert path == tmp_path / "streamed_as_it_came.wav"
@@ -60,13 +60,10 @@ def test_a_clip_is_written_unchanged_and_shown_without_normalisation(tmp_path, s
     assert "random" not in data["text/plain"]
     data = base64.b64decode(re.search(r"base64,([^\"]+)", data["text/html"]).group(1))
     assert np.frombuffer(data[-2:], "<i2")[0] == pytest.approx(0.25 * 32767, abs=1)
-
-
-def test_a_long_clip_is_written_whole_embedded_in_part_and_labelled_where_it_is_no_speech(tmp_path, shown):
     pcm = np.zeros(int(3 * nb.EMBED_LIMIT_S * SAMPLE_RATE_HZ), np.float32)
     path = nb.clip(pcm, "long", tmp_path, random_weights=True)
     assert len(read_audio(path)[0]) == len(pcm)
-    (data,) = bundles(shown)
+    data = bundles(shown)[1]
     assert "embedded" in data["text/plain"] and RANDOM_WEIGHTS in data["text/html"]
     assert len(data["text/html"]) < 1.4 * 2 * nb.EMBED_LIMIT_S * SAMPLE_RATE_HZ
 

@@ -65,17 +65,11 @@ def test_of_a_server_the_first_byte_decides_and_those_count_that_played(wrong):
     assert (few["value"], few["offered"]) == (700.7, 768)  # their speech was shorter than planned
 
 
-@pytest.mark.parametrize(
-    ("points", "gpu", "expected"),
-    [
-        # On a CPU the audible time decides, and the codec has one precision.
-        ([point(8, codec="full", ttfc_p99_ms=300.0), point(16, codec="full", audible_p95_ms=501.0)], False, (8,)),
-        ([point(1_000), point(900, codec="full"), point(600, model_size="1b7", codec="full")], True, (1_000, 900, 600)),
-    ],
-)
-def test_precisions_and_models_have_their_own_capacity(points, gpu, expected):
-    found = [figure["value"] for name, figure in carried(points, gpu).items() if name.startswith("listeners")]
-    assert tuple(found) == expected
+def test_precisions_and_models_have_their_own_capacity_and_on_a_cpu_the_audible_time_decides():
+    found = values([point(1_000), point(900, codec="full"), point(600, model_size="1b7", codec="full")])
+    assert [value for name, value in found.items() if name.startswith("listeners")] == [1_000, 900, 600]
+    on_cpu = [point(8, codec="full", ttfc_p99_ms=300.0), point(16, codec="full", audible_p95_ms=501.0)]
+    assert values(on_cpu, gpu=False) == {"listeners": 8}  # its codec has one precision
 
 
 def test_of_several_contexts_the_worst_counts_and_one_that_carries_nothing_leaves_no_figure():
