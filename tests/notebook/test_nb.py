@@ -50,7 +50,7 @@ def test_a_run_by_hand_goes_to_the_repositorys_outputs_and_leaves_recorded_runs_
     assert (nb.repository() / "mktts" / "notebook" / "nb.py").is_file(), "outside a checkout: where the package lies"
 
 
-def test_a_clip_is_written_unchanged_and_shown_without_normalisation(tmp_path, shown):
+def test_a_clip_is_written_whole_shown_without_normalisation_and_a_long_one_in_part_with_its_label(tmp_path, shown):
     pcm = np.full(SAMPLE_RATE_HZ // 10, 0.25, np.float32)
     path = nb.clip(pcm, "Streamed, as it came", tmp_path, random_weights=False)
     assert path == tmp_path / "streamed_as_it_came.wav"
@@ -60,13 +60,10 @@ def test_a_clip_is_written_unchanged_and_shown_without_normalisation(tmp_path, s
     assert "random" not in data["text/plain"]
     data = base64.b64decode(re.search(r"base64,([^\"]+)", data["text/html"]).group(1))
     assert np.frombuffer(data[-2:], "<i2")[0] == pytest.approx(0.25 * 32767, abs=1)
-
-
-def test_a_long_clip_is_written_whole_embedded_in_part_and_labelled_where_it_is_no_speech(tmp_path, shown):
     pcm = np.zeros(int(3 * nb.EMBED_LIMIT_S * SAMPLE_RATE_HZ), np.float32)
     path = nb.clip(pcm, "long", tmp_path, random_weights=True)
     assert len(read_audio(path)[0]) == len(pcm)
-    (data,) = bundles(shown)
+    data = bundles(shown)[1]
     assert "embedded" in data["text/plain"] and RANDOM_WEIGHTS in data["text/html"]
     assert len(data["text/html"]) < 1.4 * 2 * nb.EMBED_LIMIT_S * SAMPLE_RATE_HZ
 
@@ -138,23 +135,23 @@ def test_controls_refuse_a_value_outside_its_choices_and_choices_without_paramet
         nb.Controls({"VOICE": ["a"]}, SPEAKER="nobody")
 
 
-async def test_start_runs_on_the_cells_loop_even_from_another_thread_and_again_and_again(shown):
-    panel, events = nb.Controls({}, TEXT="Hi"), []
-    ended = asyncio.Event()
+async def test_start_runs_on_the_cells_loop_even_from_another_thread_and_draws_anew_what_a_cell_drew(shown):
+    panel, events, loop = nb.Controls({}, TEXT="Hi"), [], asyncio.get_running_loop()
 
     async def start():
         events.append((panel.values["TEXT"], asyncio.get_running_loop() is loop, panel.start_button.disabled))
-        ended.set()
 
-    loop = asyncio.get_running_loop()
     panel.show(start)
+    await panel.run()
+    panel.draws(lambda: nb.table([{"runs": len(events)}]))
     for _ in range(2):
-        ended.clear()
         await asyncio.to_thread(panel.start_button.click)
-        await asyncio.wait_for(ended.wait(), 60)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
         assert not panel.start_button.disabled
-    assert events == [("Hi", True, True)] * 2
+    assert events == [("Hi", True, True)] * 3
+    drawn = shown.outputs[-3:]
+    assert [one.data["text/plain"] for one in drawn] == ["runs\n1", "runs\n2", "runs\n3"]
+    assert [one.update for one in drawn] == [False, True, True] and drawn[0].transient == drawn[2].transient
 
 
 async def test_a_cell_runs_what_start_runs_and_gets_its_error_which_else_is_shown_in_the_panel(shown):
@@ -203,22 +200,3 @@ async def test_an_interrupt_of_the_kernel_and_stop_end_a_run_that_a_button_began
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended == [True] * 2
-
-
-async def test_after_start_what_a_cell_drew_is_drawn_anew_in_its_place(shown):
-    panel, runs = nb.Controls({}, TEXT="Hi"), []
-
-    async def start():
-        runs.append(len(runs))
-
-    def drawing():
-        nb.table([{"runs": len(runs)}])
-
-    panel.show(start)
-    await panel.run()
-    panel.draws(drawing)
-    panel.start_button.click()
-    await asyncio.sleep(0.3)
-    first, second = shown.outputs[-2:]
-    assert [one.data["text/plain"] for one in (first, second)] == ["runs\n1", "runs\n2"]
-    assert first.transient == second.transient and not first.update and second.update

@@ -36,8 +36,8 @@ def service(plan=lambda text: FakeSpeech(3), **kwargs) -> tuple[MkttsTTSService,
     return MkttsTTSService(source=source, **kwargs), source
 
 
-async def test_an_llm_turn_of_three_sentences_is_one_audio_context_in_order():
-    tts, source = service()
+async def test_an_llm_turn_of_three_sentences_is_one_audio_context_in_order_and_its_words_have_their_times():
+    tts, source = service(lambda text: FakeSpeech(25))  # two seconds a sentence
     async with Talk(tts) as talk:
         await talk.say(*turn("One two. ", "Three four", ". Five", " six."))
     assert [text for text, _ in source.asked] == ["One two.", "Three four.", "Five six."]
@@ -48,11 +48,14 @@ async def test_an_llm_turn_of_three_sentences_is_one_audio_context_in_order():
     assert order.count(frames.TTSStartedFrame) == order.count(frames.TTSStoppedFrame) == 1
     spoken = talk.of(frames.TTSStartedFrame, frames.TTSAudioRawFrame, frames.TTSStoppedFrame)
     assert len({frame.context_id for frame in spoken}) == 1
-    assert talk.samples() == 9 * SAMPLES_PER_FRAME and order[-1] is frames.LLMFullResponseEndFrame and talk.up == []
+    assert talk.samples() == 75 * SAMPLES_PER_FRAME and order[-1] is frames.LLMFullResponseEndFrame and talk.up == []
     assert len(metrics(talk, TTFBMetricsData)) == len(metrics(talk, TTFAMetricsData)) == 1
     assert [data.value for data in metrics(talk, TTSUsageMetricsData)] == [8, 11, 9]
     assert len(metrics(talk, ProcessingMetricsData)) == 3
     assert {data.model for data in metrics(talk, TTFBMetricsData)} == {"fake"}
+    times_s = [frame.pts / 1e9 for frame in talk.of(frames.TTSTextFrame)]
+    assert len(times_s) == 6 and times_s == sorted(times_s) and times_s[-1] - times_s[0] < 6.0
+    assert 1.9 < times_s[2] - times_s[0] < 2.1  # the second sentence begins where the first one's audio ends
 
 
 async def test_ipa_is_said_in_english_letters_and_the_context_has_the_words_as_written():
@@ -68,17 +71,6 @@ async def test_ipa_is_said_in_english_letters_and_the_context_has_the_words_as_w
         assert [text for text, _ in source.asked] == [sent]
         kept = [frame.raw_text or frame.text for frame in talk.of(frames.TTSTextFrame) if frame.append_to_context]
         assert " ".join(kept) == "Use nginx, Rose."
-
-
-async def test_word_times_rise_from_zero_over_the_audio_of_the_turn():
-    tts, _ = service(lambda text: FakeSpeech(25))  # two seconds a sentence
-    async with Talk(tts) as talk:
-        await talk.say(*turn("One two three four. ", "Five six seven eight."))
-    times_s = [frame.pts / 1e9 for frame in talk.of(frames.TTSTextFrame)]
-    assert len(times_s) == 8
-    assert times_s == sorted(times_s)
-    assert times_s[-1] - times_s[0] < 4.0
-    assert 1.9 < times_s[4] - times_s[0] < 2.1  # the second sentence begins where the first one's audio ends
 
 
 @pytest.mark.parametrize("mode", TextAggregationMode)
@@ -236,34 +228,24 @@ def token_service(**kwargs) -> tuple[MkttsTTSService, FakeSource]:
     return service(lambda text: FakeSpeech(None), text_aggregation_mode=TextAggregationMode.TOKEN, **kwargs)
 
 
-async def test_tokens_of_a_turn_go_into_one_generation_as_they_come():
+async def test_tokens_of_a_turn_go_into_one_generation_as_they_come_and_the_next_turn_waits_for_its_end():
     tts, source = token_service()
     async with Talk(tts) as talk:
         await talk.say(*turn("Hel", "lo there.")[:-1])
         await talk.until(lambda: source.speeches and source.speeches[0].texts == ["Hel", "lo there."])
-        source.speeches[0].give(1, open=True)
+        first = source.speeches[0]
+        first.give(1, open=True)
         await talk.until(lambda: talk.of(frames.TTSAudioRawFrame))  # speech before the text is complete
-        assert not source.speeches[0].finished.is_set()
-        await talk.say(*turn(" How are", " you?")[1:])
-        await talk.until(source.speeches[0].finished.is_set)
-        source.speeches[0].give(9)
-    assert len(source.speeches) == 1
-    assert "".join(source.speeches[0].texts) == "Hello there. How are you?"
-    assert [data.value for data in metrics(talk, TTSUsageMetricsData)] == [25]
-
-
-async def test_two_token_turns_are_generated_one_after_another():
-    tts, source = token_service()
-    async with Talk(tts) as talk:
-        await talk.say(*turn("First one."), *turn("Second one."))
-        await talk.until(lambda: source.speeches)
-        await talk.until(lambda: len(tts._speaking) == 2)
-        assert len(source.speeches) == 1
-        source.speeches[0].give(2)
+        assert not first.finished.is_set()
+        await talk.say(*turn(" How are", " you?")[1:], *turn("Second one."))
+        await talk.until(lambda: first.finished.is_set() and len(tts._speaking) == 2)
+        assert len(source.speeches) == 1 and "".join(first.texts) == "Hello there. How are you?"
+        first.give(9)
         await talk.until(lambda: len(source.speeches) == 2)
         source.speeches[1].give(2)
-    assert talk.heard() == "First one. Second one."
+    assert talk.heard() == "Hello there. How are you? Second one."
     assert len(list(groupby(frame.context_id for frame in talk.of(frames.TTSAudioRawFrame)))) == 2
+    assert [data.value for data in metrics(talk, TTSUsageMetricsData)] == [25, 11]
 
 
 async def test_a_token_turn_that_a_limit_ends_early_keeps_the_rest_out_of_the_context():

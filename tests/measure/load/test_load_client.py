@@ -99,25 +99,16 @@ def test_means_of_open_streams_and_of_playing_listeners_are_over_the_held_time()
     assert point["playing_mean"] == pytest.approx((25 * FRAME_S + FRAME_S) / 10)
 
 
-@pytest.mark.parametrize(
-    ("changes", "settings", "held"),
-    [
-        ({}, {}, True),
-        ({}, {"seconds": 59.0}, False),
-        ({"end": Moment(59.9, 0, 0.0, 0.0)}, {}, False),
-        ({"hung": 1}, {}, False),
-    ],
-)
-def test_a_run_that_was_short_or_cut_or_hangs_is_not_held(changes, settings, held):
-    settings = replace(MINUTE, **settings)
-    seen = seen_by([played(0.0, [(0.5, 1)], ended_s=1.0)], 0.0, settings.seconds, settings.seconds)
-    assert measured(replace(seen, **changes), settings)["held"] is held
-
-
-def test_what_fails_makes_a_load_unclean_and_a_run_that_was_not_held_to_its_end_measured_nothing():
+def test_a_run_that_was_short_or_cut_or_hangs_is_not_held_and_one_that_failed_is_unclean_or_measured_nothing():
     failed = played(1.0, [(1.1, 1)], 1.2, error="EngineError: x")
-    point = measured(seen_by([failed], 0.0, 60.0, 60.0), MINUTE)
-    assert point["error_kinds"] == {"EngineError: x": 1} and point["in_time"] == 0 and not clean(point)
+    seen = seen_by([failed], 0.0, 60.0, 60.0)
+    point = measured(seen, MINUTE)
+    assert point["held"] and not clean(point)
+    assert point["error_kinds"] == {"EngineError: x": 1} and point["in_time"] == 0
+    short = seen_by([failed], 0.0, 59.0, 59.0), replace(MINUTE, seconds=59.0)
+    cut = replace(seen, end=Moment(59.9, 0, 0.0, 0.0))
+    for run, settings in (short, (cut, MINUTE), (replace(seen, hung=1), MINUTE)):
+        assert not measured(run, settings)["held"]
     with pytest.raises(MetricsError, match="before the load had been held"):
         measured(LoadRun([failed], Moment(0.0, 0, 0.0, 0.0)), MINUTE)
 

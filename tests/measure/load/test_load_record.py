@@ -6,35 +6,28 @@ import pytest
 from load_document import BESIDE, load_file, point
 
 from mktts.errors import MetricsError
-from mktts.measure.load.command import carried, conditions, merge
+from mktts.measure.load.command import carried, merge
 
 
 def values(points: list[dict], gpu: bool = True) -> dict[str, float]:
     return {name: figure["value"] for name, figure in carried(points, gpu).items()}
 
 
-def test_loads_of_several_commands_stand_in_one_file_with_their_origin(tmp_path):
+def test_loads_of_several_commands_stand_in_one_file_with_their_origin_and_of_equal_ones_the_latest(tmp_path):
     path = load_file(tmp_path)
-    merge(path, {**BESIDE, "revision": "def"}, True, [point(2_000, underruns=3)])
-    document = json.loads(path.read_text())
+    merge(path, {**BESIDE, "revision": "def"}, True, [point(2_000, underruns=3), point(512, context_rows=332)])
+    document = merge(path, {**BESIDE, "revision": "def"}, True, [point(512, ttfc_p99_ms=30.0)])
+    assert document == json.loads(path.read_text())
     assert [(p["listeners"], p["revision"]) for p in document["points"]] == [
-        (512, "abc"), (1_024, "abc"), (2_000, "def"), (512, "abc"),
+        (512, "def"), (1_024, "abc"), (2_000, "def"), (512, "abc"), (512, "def"),
     ]  # fmt: skip
+    assert document["points"][0]["ttfc_p99_ms"] == 30.0
     assert all(set(BESIDE) <= set(p) for p in document["points"])
     assert {name: figure["value"] for name, figure in document["figures"].items()} == {
         "frame_64_ms": 5.1, "listeners": 512, "listeners_full_precision": 512, "ttfc_p99_512_ms": 20.0,
         "ttfc_p99_1024_ms": 20.0,
     }  # fmt: skip
     assert all({"value", "unit", "n", *BESIDE} <= set(figure) for figure in document["figures"].values())
-
-
-def test_a_later_load_of_the_same_conditions_takes_the_place_of_the_earlier(tmp_path):
-    path = tmp_path / "load.json"
-    merge(path, BESIDE, True, [point(512), point(512, codec="full"), point(512, context_rows=332)])
-    document = merge(path, BESIDE, True, [point(512, ttfc_p99_ms=30.0)])
-    assert len(document["points"]) == 3
-    (renewed,) = [p for p in document["points"] if conditions(p) == conditions(point(512))]
-    assert renewed["ttfc_p99_ms"] == 30.0
 
 
 @pytest.mark.parametrize(
@@ -72,17 +65,11 @@ def test_of_a_server_the_first_byte_decides_and_those_count_that_played(wrong):
     assert (few["value"], few["offered"]) == (700.7, 768)  # their speech was shorter than planned
 
 
-@pytest.mark.parametrize(
-    ("points", "gpu", "expected"),
-    [
-        # On a CPU the audible time decides, and the codec has one precision.
-        ([point(8, codec="full", ttfc_p99_ms=300.0), point(16, codec="full", audible_p95_ms=501.0)], False, (8,)),
-        ([point(1_000), point(900, codec="full"), point(600, model_size="1b7", codec="full")], True, (1_000, 900, 600)),
-    ],
-)
-def test_precisions_and_models_have_their_own_capacity(points, gpu, expected):
-    found = [figure["value"] for name, figure in carried(points, gpu).items() if name.startswith("listeners")]
-    assert tuple(found) == expected
+def test_precisions_and_models_have_their_own_capacity_and_on_a_cpu_the_audible_time_decides():
+    found = values([point(1_000), point(900, codec="full"), point(600, model_size="1b7", codec="full")])
+    assert [value for name, value in found.items() if name.startswith("listeners")] == [1_000, 900, 600]
+    on_cpu = [point(8, codec="full", ttfc_p99_ms=300.0), point(16, codec="full", audible_p95_ms=501.0)]
+    assert values(on_cpu, gpu=False) == {"listeners": 8}  # its codec has one precision
 
 
 def test_of_several_contexts_the_worst_counts_and_one_that_carries_nothing_leaves_no_figure():
