@@ -12,11 +12,11 @@ import torch
 from lane_player import Player, random_segments
 
 from mktts.batch.cuda.codec import CudaCodec
-from mktts.batch.cuda.kernels import compiling
 from mktts.batch.cuda.lanes import CudaLanes
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder, PrimedStates
 from mktts.engine.scheduler import TickSettings
+from mktts.kernel.triton_kernels import compiling
 
 SETTINGS = TickSettings(((4, 0), (4, 64), (16, 0), (16, 64)), max_lanes=16, max_rows=64, few_lanes=4)
 SLOTS, STREAMS, FRAMES, THREADS = 6, 9, 4, 8

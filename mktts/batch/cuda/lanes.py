@@ -16,7 +16,6 @@ from torch import Tensor
 from mktts.batch import BatchSettings
 from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.cuda.frame import BatchFrame, FrameWeights, PagedMemory, attention_programs
-from mktts.batch.cuda.kernels import compiling
 from mktts.batch.cuda.kernels.products import CublasProducts, FixedOrderProducts
 from mktts.batch.cuda.memory import LaneMemory, shared_spaces, slot_shapes, space_shapes
 from mktts.batch.cuda.stage import SETTINGS, BlockLayout, Stage, packed, uploaded
@@ -29,6 +28,7 @@ from mktts.engine.pages import Pages
 from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
 from mktts.errors import CapacityError, EngineError, PromptError
+from mktts.kernel.triton_kernels import compiling
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.cuda_graph import record
 from mktts.model.prompt import AddressedRows

@@ -21,7 +21,7 @@ class FrameInside:
     """What the newest tick of lanes did inside: methods of their frames are wrapped from outside."""
 
     def __init__(self, lanes: Any) -> None:
-        from mktts.batch.cuda.kernels import compiling
+        from mktts.kernel.triton_kernels import compiling
 
         self._logits: list[Tensor] = [torch.empty(0)] * NUM_CODEBOOKS  # (lanes, vocabulary) each
         self._hidden: list[Tensor] = [torch.empty(0)] * lanes.config.talker.num_hidden_layers  # (lanes, H) each
