@@ -53,8 +53,8 @@ def write(memory: Tensor, lane: int, low: int, first: int, value: Tensor) -> Non
 
 
 def run_product(
-    x: Rows, weight: Packed, tile: ProductTile, *, eps=None, gelu=False, swiglu=False, scale=None, residual=None, raw=None,
-    snake=None, act=None,
+    x: Rows, weight: Packed, tile: ProductTile, *, eps=None, gelu=False, swiglu=False, scale=None, residual=None,
+    raw=None, snake=None, act=None,
 ):  # fmt: skip
     value = read(x.memory, x.lane, x.plane, x.channels)[:, : x.past + x.new]
     if eps is not None:
