@@ -113,13 +113,15 @@ def attend(
     v1, v2 = tl.load(own + 2 * width), tl.load(own + 2 * width + HALF)
     q1, q2 = q1 * scale, q2 * scale
 
-    place = tl.arange(0, PLACES)
     if RING:
         head = ((slot.to(tl.int64) * layers + layer) * heads + h) * WINDOW * D
+    else:
+        head = (layer * heads + h) * (WINDOW - 1 + FRAMES) * D
+    place = tl.arange(0, PLACES)
+    if RING:
         # the place of this frame holds one that has left the window, and places from `now` on hold none before a lap
         seen = (place < WINDOW) & (place < now) & ((now - place) % WINDOW != 0)
     else:
-        head = (layer * heads + h) * (WINDOW - 1 + FRAMES) * D
         # in the window of this query, and not before the first frame
         seen = (place < WINDOW - 1) & (place >= row) & (WINDOW - 1 - place <= now)
     at = head + place[:, None] * D + pair[None, :]
