@@ -23,7 +23,6 @@ from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
 MAX_FUSED_FRAMES = 8  # of one stream's pass
 _WAVEFORM_ROWS = 16
-_THREADS = 8  # that compile
 
 Kernels = tuple[ModuleType, ModuleType]  # `product_kernels` and `row_kernels`
 
@@ -242,7 +241,7 @@ class FusedCodec(FusedLayers, StreamingCodec):
 
     @torch.inference_mode()
     def compile(self, sizes: Iterable[int]) -> None:
-        with compiling(_THREADS):
+        with compiling():
             for frames in sorted(sizes, reverse=True):
                 codes = torch.zeros(frames, NUM_CODEBOOKS, dtype=torch.int64, device=self.device)
                 self.advance(codes, self.start())

@@ -1,5 +1,6 @@
 """Launches of Triton kernels; inside `compiling` their compilation alone, many at once."""
 
+import os
 from collections.abc import Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,13 +29,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 
 @contextmanager
-def compiling(threads: int) -> Iterator[None]:
-    """Kernels that are launched inside compile in `threads` threads, and do not run. They are ready at the end."""
+def compiling() -> Iterator[None]:
+    """Kernels that are launched inside compile in several threads, and do not run. They are ready at the end."""
     from triton.runtime import _async_compile
 
     token = _asked.set(set())
     try:
-        with ThreadPoolExecutor(threads) as executor, _async_compile.AsyncCompileMode(executor):
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 4)) as executor, _async_compile.AsyncCompileMode(executor):
             yield
     finally:
         _asked.reset(token)

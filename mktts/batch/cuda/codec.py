@@ -16,7 +16,6 @@ from mktts.kernel.triton_kernels import compiling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
 LANES_AT_A_TIME = 512  # of one pass: with more, its memory (4.3 GB in full precision at full size) would only grow
-_THREADS = 8  # that compile
 
 
 class CudaCodec(FusedLayers):
@@ -54,7 +53,7 @@ class CudaCodec(FusedLayers):
     def compile(self, counts: Iterable[int]) -> None:
         """Compiles the kernels of `decode` for these numbers of lanes, side by side, and takes its working memory. Runs
         nothing."""
-        with compiling(_THREADS):
+        with compiling():
             for count in sorted(counts, reverse=True):
                 nobody = torch.full((count,), self._states.nobody, dtype=torch.int32, device=self.device)
                 self.decode(nobody.new_zeros(count, NUM_CODEBOOKS), nobody)

@@ -3,7 +3,6 @@ work is queued on one CUDA stream of its own, so a slot or a page that changes h
 behind them."""
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -37,7 +36,6 @@ from mktts.model.voice import Voice
 from mktts.spec import ModelConfig
 
 _MOST_WAITING = 2  # launched ticks
-_THREADS = min(16, os.cpu_count() or 4)  # that compile
 _STAGES = 3  # one more, so that what was collected last is not written again by the next launch
 _STREAMS = 2_048
 _PART = 0.8  # of what is free: graphs, the working memory of prompts and whatever else runs need some
@@ -125,7 +123,7 @@ class CudaLanes:
             announced("mktts: loading the batch engine's kernels (a new one is compiled, once)"),
             torch.cuda.stream(self._stream),
         ):
-            with compiling(_THREADS):
+            with compiling():
                 for size in sizes:
                     self._buckets[size].run()
         with announced(f"mktts: recording {len(sizes)} CUDA graphs of the batch engine"):
