@@ -29,10 +29,10 @@ Kernels = tuple[ModuleType, ModuleType]  # `product_kernels` and `row_kernels`
 
 @dataclass(frozen=True)
 class States:
-    """Where streams are between passes, by slot; one stream has slot 0.
+    """Where one stream is between passes, as slot 0; many have the same in `RingStates`, by slot.
 
     histories: what `moves` are of, `words` values a slot. positions: frames decoded. keys, values: as of
-    `row_kernels.attend`, rings of `window` places or, of one stream, rows. nobody: the slot that never moves on.
+    `row_kernels.attend`. nobody: the slot that never moves on.
     """
 
     histories: Tensor

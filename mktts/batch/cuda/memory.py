@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import SimpleNamespace
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from mktts.codec.decoder import CodecState, StateLayout
 from mktts.codec.packed import LOW_SCALE
-from mktts.codec.rows import INPUT_SCALE, UNIT, RowsShape, moves
+from mktts.codec.rows import INPUT_SCALE, RowsShape, moves
 from mktts.engine.pages import PAGE_ROWS
 from mktts.errors import CodecError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig, StackConfig
@@ -148,10 +149,8 @@ class RingStates:
         ring = slots, layers, heads, self.window, head_dim
         self.keys = torch.zeros(ring, dtype=dtype, device=device)
         self.values = torch.zeros(ring, dtype=dtype, device=device)
-        self._starts = [0]  # of each history among a slot's words
-        for shape in self._inputs:
-            self._starts.append(self._starts[-1] + shape.planes * _padded(shape))
-        self.words = self._starts[-1]
+        sizes = [shape.planes * shape.past * shape.channels for shape in self._inputs]
+        *self._starts, self.words = accumulate(sizes, initial=0)  # of each history among a slot's words
         self.histories = torch.zeros(slots, self.words, dtype=torch.float16, device=device)
         self.positions = torch.zeros(slots, dtype=torch.int32, device=device)
         self._source, self._high, self._low, self._split = self._places()
@@ -186,22 +185,18 @@ class RingStates:
         self.positions.index_fill_(0, slots, 0)  # a ring is read up to the position only
 
     def moves(self, lanes: int) -> Tensor:
-        return moves(lanes, self._inputs, self._starts[:-1], self.device)
+        return moves(lanes, self._inputs, self._starts, self.device)
 
     def _places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """For every value of the histories, its word in a CodecState and the word of its high part in a slot; for those
         that are split, the word of the low part, and their indices among the values."""
         source, high, low, split, count = [], [], [], [], 0
-        for shape, start, word in zip(self._inputs, self._starts, self._layout.words()[2:], strict=False):
+        for shape, start, word in zip(self._inputs, self._starts, self._layout.words()[2:], strict=True):
             values = torch.arange(shape.past * shape.channels)
             source.append(word + values)
             high.append(start + values)
             if shape.split:
-                low.append(start + _padded(shape) + values)
+                low.append(start + len(values) + values)
                 split.append(count + values)
             count += len(values)
         return tuple(torch.cat(part).to(self.device) for part in (source, high, low, split))
-
-
-def _padded(shape: RowsShape) -> int:
-    return -(-shape.past * shape.channels // UNIT) * UNIT
