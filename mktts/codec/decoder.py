@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,7 +22,7 @@ from mktts.errors import CodecError
 from mktts.model.qwen3 import Linear
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 
-_ALIGNMENT_BYTES = 16  # the widest load of torch's elementwise kernels
+_ALIGNMENT_BYTES = 32  # what the fused decoder's copies are multiples of
 
 
 @dataclass
@@ -122,6 +122,9 @@ class StreamingCodec(ABC):
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
         """`decode` without checks, of codes (T, 16) int64 on the device: tensor operations only, so a CUDA graph can
         hold it. `state.frames` is left to the caller."""
+
+    def compile(self, sizes: Iterable[int]) -> None:  # noqa: B027
+        """Compiles the kernels of passes of so many frames, where this has any, and runs nothing."""
 
     @torch.inference_mode()
     def start(self) -> CodecState:

@@ -1,174 +1,273 @@
-"""The streaming codec decoder with few, fused kernels: the pass of `CodecDecoder`, a launch for a layer or less.
+"""The streaming codec decoder with few, fused kernels: the pass of `CodecDecoder`, a launch for a layer or less, over
+the next frame of many streams or the next few of one."""
 
-Every layer that looks back reads one buffer, (history + new) rows: histories are copied from the state to the fronts at
-the start, each layer writes its output, through the next one's SnakeBeta, behind the next one's history, and the newest
-rows are copied back at the end. Additions, biases and activations are the ends of matrix products.
-"""
+from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from mktts.codec.decoder import CodecDecoder, CodecState, StreamingCodec
-from mktts.codec.layers import CONVNEXT_EPS, SnakeBeta
-from mktts.codec.packed import CodecWeights, Packed, PackedBlock, copies, rows_per_frame
+from mktts.codec.layers import CONVNEXT_EPS, AttentionLayer, SnakeBeta
+from mktts.codec.packed import CodecWeights, Packed, PackedBlock, ProductTile, few_rows_tile, rows_per_frame
+from mktts.codec.rows import PIECE_VALUES, UNIT, CodecWork, Rows, RowsShape, moves
 from mktts.errors import CodecError
 from mktts.kernel.build import require_triton
+from mktts.kernel.grid import power_of_two
+from mktts.kernel.triton_kernels import compiling, launch
+from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
-_ALIGNMENT_WORDS = 4  # 16 bytes: the widest load
-MAX_FUSED_FRAMES = 8  # of one pass
+MAX_FUSED_FRAMES = 8  # of one stream's pass
+_WAVEFORM_ROWS = 16
+
+Kernels = tuple[ModuleType, ModuleType]  # `product_kernels` and `row_kernels`
 
 
 @dataclass(frozen=True)
-class _Buffers:
-    """The working memory of a pass over n frames, and the copies between it and a state."""
+class States:
+    """Where one stream is between passes, as slot 0; many have the same in `RingStates`, by slot.
 
+    histories: what `moves` are of, `words` values a slot. positions: frames decoded. keys, values: as of
+    `row_kernels.attend`. nobody: the slot that never moves on.
+    """
+
+    histories: Tensor
     words: int
-    keys: int  # offsets in words
-    values: int
-    extended: tuple[tuple[int, tuple[int, int]], ...]  # (offset, shape) of every (history + new, channels)
-    load: Tensor  # state -> working memory
-    save: Tensor  # working memory -> state
+    positions: Tensor
+    keys: Tensor
+    values: Tensor
+    window: int
+    nobody: int = -1
 
 
-class FusedCodec(StreamingCodec):
-    """A decoder (fp32 state) that decodes up to MAX_FUSED_FRAMES frames at a time by fused kernels, on fp16 matrix
-    units with split operands, nearly fp32 (88 dB above the difference to it, of 300 frames at full size and random
-    weights, H200). Only packed weights stay on the device (433 MiB at full size)."""
+class FusedLayers:
+    """The pass over the layers, in the same order for one stream and for many.
+
+    Every layer that looks back reads (history + new) rows: histories are copied from the states to the fronts at the
+    start, each layer writes its output, through the next one's SnakeBeta, behind the next one's history, and the newest
+    rows are copied back at the end. Additions, biases and activations are the ends of matrix products.
+    """
+
+    def __init__(
+        self, decoder: CodecDecoder, what: str, kernels: Kernels | None, dtype: torch.dtype, fast: bool = False
+    ) -> None:
+        """what: this is, for errors. kernels: in place of the Triton ones, for tests. dtype: of rows, fp32, or fp16 in
+        stored form. fast: fp16 operands and sums in the waveform blocks. Raises BackendUnavailable where the kernels
+        cannot run."""
+        self.config, self.books, self.device = decoder.config, decoder.books, decoder.device
+        if kernels is None:
+            require_triton(what, self.device)
+            from mktts.codec import product_kernels, row_kernels
+
+            kernels = product_kernels, row_kernels
+        self._products, self._rows = kernels
+        self._stored = dtype == torch.float16
+        self._split = self._stored and not fast  # of the waveform blocks; what comes before them is always split
+        # with float32, "fast" is 3 dB closer to fp32 and moves a third more
+        self._raw_dtype = torch.float16 if fast else torch.float32
+        self._weights = CodecWeights.pack(decoder, fast)
+        front = 2 + len(self._weights.convnexts)  # layers before the waveform blocks
+        self._inputs = [  # of one frame
+            RowsShape(past, new, channels, self._stored if index < front else self._split)
+            for index, ((past, channels), new) in enumerate(
+                zip(decoder.layout.history, rows_per_frame(decoder), strict=True)
+            )
+        ]
+        self._work = CodecWork(self.device, dtype)
+
+    def _tile(self, rows: int, weight: Packed, normed: bool) -> ProductTile:
+        """Of a product of so many rows. normed: with a norm before it."""
+        raise NotImplementedError
+
+    def _pass(
+        self,
+        codes: Tensor,
+        pcm: Tensor,
+        slots: Tensor,
+        states: States,
+        memory: Tensor,
+        inputs: list[Rows],
+        table: Tensor,
+    ) -> None:
+        """Frames of the lanes' `slots` (lanes,) int32, of each as many as the first of `inputs` has new rows: codes
+        (rows, 16) -> `pcm`, rows * 1920 values. memory: what `table`, of `moves`, copies to and from; `inputs`, of
+        every layer that looks back, are part of it."""
+        rows, queue, first = self._rows, iter(inputs), inputs[0]
+        grid, sizes = (len(table), first.lanes), {"WORDS": PIECE_VALUES, "FRAMES": first.new}
+        moved = states.histories, memory, table, slots, states.positions, states.nobody, states.words // UNIT
+        launch(rows.move, grid, *moved, SAVE=False, **sizes)
+        most = max(each.lanes * each.new * each.channels for each in inputs)
+        self._work.tensor("raw", most, dtype=self._raw_dtype)  # taken at once, so that no block outgrows it
+        self._work.rows("inner", 1, RowsShape(0, 1, most, self._split))
+        x = self._transform(codes, slots, next(queue), states)
+        source = self._upsample(x, queue)
+        snakes, weights = self._weights.snakes, self._weights
+        target = next(queue)
+        self._product(source, weights.widen, snake=snakes[0], act=target)
+        for block, following in zip(weights.blocks, snakes[1:], strict=True):
+            target = self._block(block, target, queue, following)
+        taps, channels = weights.last_taps.shape
+        count = target.lanes * target.new
+        launch(
+            rows.waveform, (-(-count // _WAVEFORM_ROWS),),
+            target.memory, weights.last_taps, weights.last_bias, pcm, count, target.new,
+            target.lane // UNIT, target.plane // UNIT, SPLIT=target.split, CHANNELS=channels, TAPS=taps,
+            ROWS=_WAVEFORM_ROWS, BLOCK=power_of_two(channels), enable_fp_fusion=False,
+        )  # fmt: skip
+        launch(rows.move, grid, *moved, SAVE=True, **sizes)
+
+    def _transform(self, codes: Tensor, slots: Tensor, first: Rows, states: States) -> Rows:
+        """The codebooks, the convolution before the transformer, whose input is `first`, and the transformer."""
+        weights, count, width = self._weights, len(codes), self.books.shape[1]
+        half = self.config.head_dim // 2
+        quantized = self._fresh("quantized", first, 2 * width)
+        turns = self._work.tensor("turns", count, 2, half)
+        launch(
+            self._rows.begin, (count,),
+            codes, self.books, slots, states.positions, weights.inverse_frequency, quantized.memory, turns,
+            ENTRIES=len(self.books) // NUM_CODEBOOKS, GROUPS=NUM_CODEBOOKS, WIDTH=width, HALF=half, FRAMES=first.new,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+        self._product(quantized, weights.quantizer, act=first)
+        latent = self._fresh("latent", first, len(weights.entry.high))
+        self._product(first, weights.entry, act=latent)
+        x = self._work.tensor("x", count, len(weights.enter.high))
+        self._product(latent, weights.enter, raw=x)
+        for index, layer in enumerate(weights.layers):
+            self._layer(index, layer, x, turns, slots, first, states)
+        latent = self._fresh("latent", first, len(weights.leave.high))
+        self._normed_product(x, weights.leave, first, act=latent)
+        return latent
+
+    def _layer(
+        self, index: int, layer: AttentionLayer, x: Tensor, turns: Tensor, slots: Tensor, like: Rows, states: States
+    ) -> None:
+        """`x` (rows, hidden) fp32, rows of the lanes of `like`, in place."""
+        c, count = self.config, len(x)
+        qkv = self._work.tensor("qkv", count, len(layer.qkv.high))
+        attended = self._fresh("attended", like, c.num_attention_heads * c.head_dim)
+        self._normed_product(x, layer.qkv, like, raw=qkv)
+        launch(
+            self._rows.attend, (c.num_attention_heads, count),
+            qkv, turns, slots, states.positions, states.keys, states.values, attended.memory, index,
+            c.num_hidden_layers, c.head_dim**-0.5, HALF=c.head_dim // 2, WINDOW=states.window,
+            PLACES=power_of_two(states.window), RING=self._stored, FRAMES=like.new, NEW=power_of_two(like.new),
+            enable_fp_fusion=False,
+        )  # fmt: skip
+        self._product(attended, layer.out, scale=layer.attention_scale, residual=x, raw=x)
+        gated = self._fresh("gated", like, len(layer.gate_up.high) // 2)
+        self._normed_product(x, layer.gate_up, like, swiglu=True, act=gated)
+        self._product(gated, layer.down, scale=layer.mlp_scale, residual=x, raw=x)
+
+    def _normed_product(self, x: Tensor, weight: Packed, like: Rows, **end: object) -> None:
+        """The product of the RMSNorm of `x` (rows, width) fp32, rows of the lanes of `like`."""
+        (count, width), eps = x.shape, self.config.rms_norm_eps
+        if not self._stored:
+            self._product(Rows(0, count, width, False, x.view(-1)), weight, eps=eps, **end)
+            return
+        normed = self._fresh("normed", like, width)
+        launch(
+            self._rows.norm, (count,), x, normed.memory, eps,
+            WIDTH=width, BLOCK=power_of_two(width), enable_fp_fusion=False,
+        )  # fmt: skip
+        self._product(normed, weight, **end)
+
+    def _upsample(self, x: Rows, queue: Iterator[Rows]) -> Rows:
+        """The ConvNeXt stages behind `x`: the input of the convolution behind them, whose newest rows they fill."""
+        source = next(queue)
+        for i, (up, block) in enumerate(self._weights.convnexts, start=1):
+            taps, channels = block.taps.shape
+            count = source.lanes * source.new
+            raw = self._work.tensor("raw", count, channels)
+            self._product(x, up, raw=raw, act=source)
+            normed = self._fresh("normed rows", source, channels)
+            launch(
+                self._rows.depthwise_norm, (count,),
+                source.memory, block.taps, block.bias, *block.norm, normed.memory, source.new, source.lane // UNIT,
+                source.plane // UNIT, normed.lane // UNIT, normed.plane // UNIT, CONVNEXT_EPS,
+                CHANNELS=channels, TAPS=taps, BLOCK=power_of_two(channels), enable_fp_fusion=False,
+            )  # fmt: skip
+            wide = self._fresh("wide", source, len(block.expand.high))
+            self._product(normed, block.expand, gelu=True, act=wide)
+            source = next(queue)
+            last = i == len(self._weights.convnexts)
+            x = source if last else self._fresh("latent rows", wide, channels)
+            self._product(wide, block.shrink, scale=block.gamma, residual=raw, act=x)
+        return source
+
+    def _block(self, block: PackedBlock, source: Rows, queue: Iterator[Rows], following: SnakeBeta) -> Rows:
+        """One waveform block behind `source`, which is through its SnakeBeta already: the input of the layer behind it,
+        whose newest rows it fills through `following`."""
+        target = next(queue)
+        raw = self._work.tensor("raw", target.lanes * target.new, block.channels, dtype=self._raw_dtype)
+        self._product(source, block.up, raw=raw, snake=block.units[0].first, act=target)
+        snakes = [*(unit.first for unit in block.units[1:]), following]
+        for unit, snake in zip(block.units, snakes, strict=True):
+            source, target = target, next(queue)
+            inner = self._fresh("inner", source, block.channels, self._split)
+            self._product(source, unit.conv, snake=unit.second, act=inner)
+            kept = None if snake is following else raw  # in place: each value is read before it is written
+            self._product(inner, unit.mix, residual=raw, raw=kept, snake=snake, act=target)
+        return target
+
+    def _product(self, x: Rows, weight: Packed, **end: object) -> None:
+        self._products.run_product(x, weight, self._tile(x.lanes * x.new, weight, "eps" in end), **end)
+
+    def _fresh(self, name: str, like: Rows, channels: int, split: bool = True) -> Rows:
+        """Memory for as many new rows as `like` has, without older ones. split: in stored form."""
+        return self._work.rows(name, like.lanes, RowsShape(0, like.new, channels, split and self._stored))
+
+
+class FusedCodec(FusedLayers, StreamingCodec):
+    """A decoder (fp32 state) that decodes up to MAX_FUSED_FRAMES frames of a stream at a time by fused kernels, on fp16
+    matrix units with split operands, nearly fp32 (88 dB above the difference to it, of 300 frames at full size and
+    random weights, H200). Only packed weights stay on the device (433 MiB at full size)."""
 
     name = "fused"
 
-    def __init__(self, plain: Callable[[], CodecDecoder], kernels: ModuleType | None = None) -> None:
-        """plain: makes the fp32 decoder whose weights are packed; it is let go. kernels: in place of
-        mktts.codec.fused_kernels, for tests. Raises BackendUnavailable where they cannot run."""
+    def __init__(self, plain: Callable[[], CodecDecoder], kernels: Kernels | None = None) -> None:
+        """plain: makes the fp32 decoder whose weights are packed; it is let go. kernels, errors: of `FusedLayers`."""
         decoder = plain()
-        super().__init__(decoder.config, decoder.books, decoder.layout, decoder.device)
+        StreamingCodec.__init__(self, decoder.config, decoder.books, decoder.layout, decoder.device)
         if self.config.sliding_window <= MAX_FUSED_FRAMES:
             raise CodecError(f"fused kernels need a window above {MAX_FUSED_FRAMES}, got {self.config.sliding_window}")
-        if kernels is None:
-            require_triton("the fused codec", self.device)
-            from mktts.codec import fused_kernels as kernels
+        FusedLayers.__init__(self, decoder, "the fused codec", kernels, torch.float32)
+        self._slot = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._plans = {frames: self._plan(frames) for frames in range(1, MAX_FUSED_FRAMES + 1)}
 
-        self._kernels = kernels
-        self._weights = CodecWeights.pack(decoder, fast=False)
-        new_rows = list(rows_per_frame(decoder))
-        self._plans = {n: self._plan(n, new_rows) for n in range(1, MAX_FUSED_FRAMES + 1)}
+    @torch.inference_mode()
+    def compile(self, sizes: Iterable[int]) -> None:
+        with compiling():
+            for frames in sorted(sizes, reverse=True):
+                codes = torch.zeros(frames, NUM_CODEBOOKS, dtype=torch.int64, device=self.device)
+                self.advance(codes, self.start())
 
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
-        frames = len(codes)
+        frames, c = len(codes), self.config
         if frames > MAX_FUSED_FRAMES:
             raise CodecError(f"a fused pass decodes at most {MAX_FUSED_FRAMES} frames, got {frames}")
-        plan, run = self._plans[frames], self._kernels
-        work = torch.empty(plan.words, device=self.device)
-        flat = state.flat[: state.flat.numel() // 4 * 4].view(torch.float32)
-        run.move(flat, work, plan.load, state.position, 0)
-        inputs = [work[start:][: rows * channels].view(rows, channels) for start, (rows, channels) in plan.extended]
-        quantized = torch.empty(frames, 2 * self.books.shape[1], device=self.device)
-        run.gather(codes, self.books, quantized)
-        run.product(quantized, self._weights.quantizer, frames, raw=_newest(inputs[0], frames))
-        x = self._attend(inputs[0], work, plan, state.position, frames)
-        pcm = self._waveform(x, iter(inputs[1:]))
-        run.move(work, flat, plan.save, state.position, frames)
+        shapes, table = self._plans[frames]
+        memory, inputs = self._work.inputs(1, shapes)
+        shape = c.num_hidden_layers, c.num_attention_heads, c.sliding_window - 1 + frames, c.head_dim
+        keys, values = (memory[i * math.prod(shape) :][: math.prod(shape)].view(shape) for i in (0, 1))
+        states = States(state.flat.view(torch.float32), 0, state.views[-1], keys, values, c.sliding_window)
+        pcm = torch.empty(frames * SAMPLES_PER_FRAME, device=self.device)
+        self._pass(codes, pcm, self._slot, states, memory, inputs[-len(self._inputs) :], table)
         return pcm
 
-    def _attend(self, first: Tensor, work: Tensor, plan: _Buffers, position: Tensor, frames: int) -> Tensor:
-        """The convolution before the transformer, and the transformer: (frames, latent)."""
-        run, c = self._kernels, self.config
-        places = c.sliding_window - 1 + frames
-        shape = c.num_hidden_layers, c.num_attention_heads, places, c.head_dim
-        count = shape[0] * shape[1] * shape[2] * shape[3]
-        keys, values = (work[start:][:count].view(shape) for start in (plan.keys, plan.values))
-        latent = self._product(first, self._weights.entry, frames)
-        x = self._product(latent, self._weights.enter, frames)
-        eps = c.rms_norm_eps
-        for layer, layer_keys, layer_values in zip(self._weights.layers, keys, values, strict=True):
-            qkv = self._product(x, layer.qkv, frames, norm_eps=eps)
-            attended = torch.empty(frames, qkv.shape[1] // 3, device=self.device)
-            run.attention(qkv, layer_keys, layer_values, attended, position, self._weights.inverse_frequency)
-            run.product(attended, layer.out, frames, scale=layer.attention_scale, residual=x, raw=x)
-            inner = torch.empty(frames, layer.down.channels, device=self.device)
-            run.product(x, layer.gate_up, frames, norm_eps=eps, swiglu=True, raw=inner)
-            run.product(inner, layer.down, frames, scale=layer.mlp_scale, residual=x, raw=x)
-        return self._product(x, self._weights.leave, frames, norm_eps=eps)
+    def _plan(self, frames: int) -> tuple[list[RowsShape], Tensor]:
+        """What lies in the pass's memory, keys and values of each head before the layers' rows, and its `moves`."""
+        c, (keys, values, *histories) = self.config, self.layout.words()
+        cache = RowsShape(c.sliding_window - 1, frames, c.head_dim, split=False)
+        heads = range(c.num_hidden_layers * c.num_attention_heads)
+        starts = [start + head * cache.past * cache.channels for start in (keys, values) for head in heads]
+        shapes = [cache] * len(starts)
+        shapes += [RowsShape(shape.past, frames * shape.new, shape.channels, split=False) for shape in self._inputs]
+        return shapes, moves(1, shapes, starts + histories, self.device)
 
-    def _waveform(self, x: Tensor, inputs: Iterator[Tensor]) -> Tensor:
-        """Upsampling to samples (S,). `x` (n, latent); `inputs`: (history + new, channels) of every layer, in order."""
-        run = self._kernels
-        source, rows = self._upsample(x, inputs)
-        snakes = self._weights.snakes
-        target = next(inputs)
-        run.product(source, self._weights.widen, rows, snake=snakes[0], act=_newest(target, rows))
-        for block, following in zip(self._weights.blocks, snakes[1:], strict=True):
-            target, rows = self._run_block(block, target, rows, inputs, following)
-        pcm = torch.empty(rows, device=self.device)
-        run.waveform(target, self._weights.last_taps, self._weights.last_bias, pcm)
-        return pcm
-
-    def _upsample(self, x: Tensor, inputs: Iterator[Tensor]) -> tuple[Tensor, int]:
-        """The ConvNeXt stages: the input of the convolution behind them, whose newest rows they fill, and how many."""
-        run, rows = self._kernels, len(x)
-        source = next(inputs)
-        for i, (up, block) in enumerate(self._weights.convnexts, start=1):
-            rows = len(x) * len(up.high) // x.shape[1]
-            new = _newest(source, rows)
-            run.product(x, up, len(x), raw=new)
-            normed = torch.empty_like(new)
-            run.depthwise_norm(source, block.taps, block.bias, block.norm, CONVNEXT_EPS, normed)
-            wide = self._product(normed, block.expand, rows, gelu=True)
-            source = next(inputs)
-            x = torch.empty_like(new) if i < len(self._weights.convnexts) else _newest(source, rows)
-            run.product(wide, block.shrink, rows, scale=block.gamma, residual=new, raw=x)
-        return source, rows
-
-    def _run_block(
-        self, block: PackedBlock, source: Tensor, count: int, inputs: Iterator[Tensor], following: SnakeBeta
-    ) -> tuple[Tensor, int]:
-        """One waveform block, from the `count` newest rows of `source`, which are through its SnakeBeta already: the
-        input of the layer behind it, whose newest rows it fills through `following`, and how many."""
-        run, target = self._kernels, next(inputs)
-        rows = count * len(block.up.high) // block.channels
-        x = torch.empty(rows, block.channels, device=self.device)
-        act = _newest(target, rows)
-        run.product(source, block.up, count, raw=x, snake=block.units[0].first, act=act)
-        snakes = [*(unit.first for unit in block.units[1:]), following]
-        for unit, snake in zip(block.units, snakes, strict=True):
-            source, target = target, next(inputs)
-            inner = torch.empty_like(x)
-            run.product(source, unit.conv, rows, snake=unit.second, act=inner)
-            raw = None if snake is following else x  # in place: every value is read by the program that replaces it
-            run.product(inner, unit.mix, rows, residual=x, raw=raw, snake=snake, act=_newest(target, rows))
-        return target, rows
-
-    def _product(self, x: Tensor, weight: Packed, rows: int, **options) -> Tensor:
-        y = torch.empty(rows, len(weight.high), device=self.device)
-        self._kernels.product(x, weight, rows, raw=y, **options)
-        return y
-
-    def _plan(self, frames: int, new_rows: Sequence[int]) -> _Buffers:
-        """`new_rows`: of every layer that looks back, what a frame brings (`rows_per_frame`)."""
-        c, layout = self.config, self.layout
-        heads, cached = c.num_hidden_layers * c.num_attention_heads, (c.sliding_window - 1) * c.head_dim
-        grown = cached + frames * c.head_dim
-        shapes = [
-            (past + frames * new, channels) for (past, channels), new in zip(layout.history, new_rows, strict=True)
-        ]
-        sizes = [heads * grown, heads * grown, *(rows * channels for rows, channels in shapes)]
-        sizes = [-(-size // _ALIGNMENT_WORDS) * _ALIGNMENT_WORDS for size in sizes]
-        keys, values, *starts, words = accumulate(sizes, initial=0)
-        places = layout.words()
-        caches = [(*pair, h) for pair in zip(places[:2], (keys, values), strict=True) for h in range(heads)]
-        load = [(place + h * cached, start + h * grown, cached) for place, start, h in caches]
-        save = [(start + h * grown + grown - cached, place + h * cached, cached) for place, start, h in caches]
-        for place, start, (rows, channels), (past, _) in zip(places[2:], starts, shapes, layout.history, strict=True):
-            load.append((place, start, past * channels))
-            save.append((start + (rows - past) * channels, place, past * channels))
-        tables = (copies(table, self.device) for table in (load, save))
-        return _Buffers(words, keys, values, tuple(zip(starts, shapes, strict=True)), *tables)
-
-
-def _newest(extended: Tensor, rows: int) -> Tensor:
-    return extended[len(extended) - rows :]
+    def _tile(self, rows: int, weight: Packed, normed: bool) -> ProductTile:
+        return few_rows_tile(rows, *weight.high.shape, weight.channels, splittable=not normed)

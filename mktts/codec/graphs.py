@@ -126,6 +126,7 @@ def capture(decoder: StreamingCodec) -> tuple[dict[int, Recorded[Tensor]], Tenso
         )
     graphs: dict[int, Recorded[Tensor]] = {}
     with torch.cuda.device(decoder.device), full_products():
+        decoder.compile(GRAPH_FRAMES)
         codes = torch.zeros(max(GRAPH_FRAMES), NUM_CODEBOOKS, dtype=torch.int64, device=decoder.device)
         state, side = decoder.start(), torch.cuda.Stream()
         # The graphs share one pool of working memory: they never run at the same time, and PCM is copied out before

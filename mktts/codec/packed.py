@@ -1,8 +1,9 @@
-"""The codec decoder's weights as fused kernels take them, of one stream and of many; tiles of products; copies."""
+"""The codec decoder's weights as fused kernels take them, of one stream and of many; tiles of products."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -27,10 +28,10 @@ from mktts.spec import SAMPLES_PER_FRAME
 # transposed convolutions, which are 95 % of the arithmetic.
 Precision = Literal["full", "fast"]
 LOW_SCALE = 2048  # 2^11: what fp16's 11 bits leave of a number, brought back to its size
-MOVE_WORDS = 4096  # values that one program copies
 
 _BUSY_PROGRAMS = 160  # enough for the processors of a large GPU (132 on an H200); fewer programs split the sum
 _SPLIT_DEPTH = 512  # the shortest sum that a program is started for
+_PLANE_BYTES = 2  # of an fp16 value
 
 
 @dataclass(frozen=True)
@@ -46,21 +47,31 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Tile:
-    """How a product is cut: a program makes `rows` x `outs` values over `part` of the depth, `depth` at a time."""
+class ProductTile:
+    """A program makes `rows` x (`outs` + `extra`) values, `depth` terms of their sums a step, powers of two; `extra`
+    lets 96 = 64 + 32 and 192 = 128 + 64 columns fit without waste."""
 
     rows: int
     outs: int
     depth: int
-    parts: int
-    part: int
-    even: bool  # every block of the depth lies within one tap, and the last one is whole
     warps: int
-    stages: int
+    stages: int  # steps whose loads are in flight
+    extra: int = 0
+    part: int = 0  # terms that a program sums; 0: all
+
+    def programs(self, rows: int, outs: int) -> int:
+        return -(-rows // self.rows) * -(-outs // (self.outs + self.extra))
+
+    def parts(self, depth: int) -> int:
+        return -(-depth // (self.part or depth))
+
+    def shared_bytes(self, split: bool) -> int:
+        """Bytes of shared memory, for operands of one fp16 number, or of two (`split`)."""
+        return self.stages * (self.rows + self.outs + self.extra) * self.depth * _PLANE_BYTES * (2 if split else 1)
 
 
-def tile(rows: int, outs: int, depth: int, channels: int, splittable: bool = True) -> Tile:
-    """The cut of a product (rows, depth) @ (depth, outs): small tiles while they are needed to fill a GPU."""
+def few_rows_tile(rows: int, outs: int, depth: int, channels: int, splittable: bool) -> ProductTile:
+    """The tile of a product (rows, depth) @ (depth, outs) of one stream: small while that is needed to fill a GPU."""
 
     def programs(high: int, wide: int) -> int:
         return -(-rows // high) * -(-outs // wide)
@@ -71,14 +82,14 @@ def tile(rows: int, outs: int, depth: int, channels: int, splittable: bool = Tru
         high, wide = 64, 64
     else:
         high, wide = (64, 32) if programs(64, 32) >= 240 else (32, 32)
-    block = next((size for size in ((128, 64, 32, 16) if high == 16 else (64, 32, 16)) if channels % size == 0), None)
-    even, block = block is not None and depth % block == 0, block or 16
-    parts = 1
+    steps = (128, 64, 32, 16) if high == 16 else (64, 32, 16)
+    step = next((size for size in steps if channels % size == 0), 16)
+    part = 0
     if splittable and depth >= 4 * _SPLIT_DEPTH:
         parts = max(1, min(_BUSY_PROGRAMS // programs(high, wide), depth // _SPLIT_DEPTH))
-    part = -(-depth // (parts * block)) * block
-    stages = 3 if high * wide == 64 * 64 else 4  # of loads in flight: within the 99 KB of shared memory of small GPUs
-    return Tile(high, wide, block, -(-depth // part), part, even, 2 if wide == 16 else 4, stages)
+        part = -(-depth // (parts * step)) * step if parts > 1 else 0
+    stages = 3 if high * wide == 64 * 64 else 4  # within the 99 KB of shared memory of small GPUs
+    return ProductTile(high, wide, step, 2 if wide == 16 else 4, stages, part=part)
 
 
 def pack(
@@ -97,16 +108,6 @@ def pack_conv(conv: CausalConv, split: bool = True) -> Packed:
     return pack(conv.taps, split, len(conv.taps.weight) // conv.kernel, conv.dilation)
 
 
-def copies(pieces: Iterable[tuple[int, int, int]], device: torch.device) -> Tensor:
-    """The table of `fused_kernels.move` for pieces (from, to, count) of any size: (programs, 3) int64."""
-    table = [
-        (source + start, target + start, min(MOVE_WORDS, count - start))
-        for source, target, count in pieces
-        for start in range(0, count, MOVE_WORDS)
-    ]
-    return torch.tensor(table, dtype=torch.int64).to(device)
-
-
 @dataclass(frozen=True)
 class PackedBlock:
     """SnakeBeta, a transposed convolution and residual units."""
@@ -120,7 +121,8 @@ class PackedBlock:
 @dataclass(frozen=True)
 class CodecWeights:
     """All weights of a decoder behind its codebooks, in the order of the pass. Layers are those of mktts.codec.layers,
-    with a `Packed` in place of each product, of which the weight of a norm before it is part."""
+    with a `Packed` in place of each product, of which the weight of a norm before it is part; frequencies of SnakeBeta
+    are in half turns."""
 
     quantizer: Packed
     entry: Packed  # the convolution before the transformer
@@ -152,7 +154,7 @@ class CodecWeights:
             convnexts=tuple(_convnexts(stages[:count])),
             widen=pack_conv(stages[count]),
             blocks=tuple(_block(stages[i : i + size], split) for i in range(count + 1, len(stages), size)),
-            last_snake=decoder.last_snake,
+            last_snake=_half_turns(decoder.last_snake),
             last_taps=last.weight.view(-1, len(decoder.last_snake.frequency)),
             last_bias=last.bias,
         )
@@ -195,5 +197,14 @@ def _convnexts(stages: list) -> Iterator[tuple[Packed, ConvNeXt]]:
 
 def _block(stages: list, split: bool) -> PackedBlock:
     snake, up, *units = stages
-    packed = [replace(unit, conv=pack_conv(unit.conv, split), mix=pack(unit.mix, split)) for unit in units]
-    return PackedBlock(snake, pack(up.linear, split, up.c_in), up.c_out, tuple(packed))
+    packed = [
+        ResidualUnit(
+            _half_turns(unit.first), pack_conv(unit.conv, split), _half_turns(unit.second), pack(unit.mix, split)
+        )
+        for unit in units
+    ]
+    return PackedBlock(_half_turns(snake), pack(up.linear, split, up.c_in), up.c_out, tuple(packed))
+
+
+def _half_turns(snake: SnakeBeta) -> SnakeBeta:
+    return SnakeBeta((snake.frequency.double() / math.pi).float(), snake.magnitude)

@@ -12,14 +12,14 @@ import torch
 from lane_player import Player, random_segments
 
 from mktts.batch.cuda.codec import CudaCodec
-from mktts.batch.cuda.kernels import compiling
 from mktts.batch.cuda.lanes import CudaLanes
 from mktts.checkpoint import open_checkpoint
 from mktts.codec.decoder import CodecDecoder, PrimedStates
 from mktts.engine.scheduler import TickSettings
+from mktts.kernel.triton_kernels import compiling
 
 SETTINGS = TickSettings(((4, 0), (4, 64), (16, 0), (16, 64)), max_lanes=16, max_rows=64, few_lanes=4)
-SLOTS, STREAMS, FRAMES, THREADS = 6, 9, 4, 8
+SLOTS, STREAMS, FRAMES = 6, 9, 4
 KINDS = (("random:tiny", True, "full"), ("random:tiny-projected", False, "fast"))  # deterministic, precision
 
 
@@ -33,7 +33,7 @@ def strained(source: str, deterministic: bool, precision: str, graphs: bool) -> 
         codec=codec, primed=lambda: PrimedStates(decoder()), settings=SETTINGS, graphs=graphs,
         deterministic=deterministic,
     )  # fmt: skip
-    with torch.cuda.stream(lanes._stream), compiling(THREADS):  # one by one they would take minutes
+    with torch.cuda.stream(lanes._stream), compiling():  # one by one they would take minutes
         for size in sorted(lanes._buckets, reverse=True):
             lanes._buckets[size].run()
     segments = random_segments(checkpoint.config, device, 2 * STREAMS, FRAMES)

@@ -6,9 +6,9 @@ On a CPU the pass of the CUDA codec runs with plain operators in place of its ke
 import random
 from functools import partial
 
-import codec_kernel_stand_ins as stand_ins
 import pytest
 import torch
+from codec_kernel_stand_ins import STAND_INS
 from torch import Tensor
 
 from mktts.batch.cuda.codec import CudaCodec
@@ -27,7 +27,6 @@ LEAST_SNR_DB = {
     ("cpu", "plain"): 100.0,
 }
 SLOTS = 300
-STAND_INS = (stand_ins.PRODUCTS, stand_ins.ROWS)
 TINY, FULL_CODEC = "random:tiny", "random:tiny:custom_voice:full-codec"
 LANES = 8
 END = 2_150  # of speech: no entry of a book

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.cuda.memory import INPUT_SCALE, Rows, RowsShape
-from mktts.batch.cuda.tiles import ProductTile
+from mktts.batch.cuda.tiles import product_tile
 from mktts.codec.layers import SnakeBeta
-from mktts.codec.packed import LOW_SCALE, Packed, pack
+from mktts.codec.packed import LOW_SCALE, Packed, ProductTile, pack
+from mktts.codec.rows import INPUT_SCALE, Rows, RowsShape
 from mktts.model.qwen3 import Linear
 
 pytestmark = pytest.mark.gpu
@@ -35,9 +35,14 @@ SIZES += [Size(2, 33, 288, 192, 2, 1), Size(3, 301, 192, 64, 1, 1)]
 
 @pytest.fixture(scope="module")
 def run_product():
-    from mktts.batch.cuda.kernels.codec_products import run_product
+    from mktts.codec.product_kernels import run_product
 
-    return run_product
+    def run(x: Rows, weight: Packed, tile: ProductTile | None = None, **end) -> None:
+        shared = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+        sizes = x.lanes * x.new, *weight.high.shape, weight.channels
+        run_product(x, weight, tile or product_tile(*sizes, weight.low is not None, shared), **end)
+
+    return run
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -87,7 +92,7 @@ def test_a_units_end_is_that_of_plain_operators(run_product, size, split):
     act = stored(torch.zeros(size.lanes, 3 + size.rows, size.outs, device=DEVICE), 3, split)
     expected = expected_sums(x, weight, size) + raw
     run_product(
-        stored(x, (size.taps - 1) * size.dilation, split), weight, size.lanes,
+        stored(x, (size.taps - 1) * size.dilation, split), weight,
         residual=raw, raw=raw, snake=SnakeBeta(alpha / math.pi, magnitude), act=act,
     )  # fmt: skip
     torch.testing.assert_close(raw.double(), expected, atol=2e-5, rtol=1e-5)
@@ -104,14 +109,14 @@ def test_the_other_ends_are_those_of_plain_operators(run_product):
     sums, scale = expected_sums(x, weight, size), random(size.outs, seed=7)
     act = stored(torch.zeros(3, 2, 128, device=DEVICE), 0, True)
     residual, raw = random(6, 128, seed=8), torch.empty(6, 128, device=DEVICE)
-    run_product(stored(x, 0, True), weight, 3, gelu=True, scale=scale, residual=residual, raw=raw, act=act)
+    run_product(stored(x, 0, True), weight, gelu=True, scale=scale, residual=residual, raw=raw, act=act)
     expected = F.gelu(sums) * scale + residual
     torch.testing.assert_close(raw.double(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(read(act).flatten(0, 1).double(), expected, atol=1e-5, rtol=1e-5)
     x, weight = layer(size, True, biased=False)
     gate, up = expected_sums(x, weight, size).view(6, 64, 2).unbind(2)
     act = stored(torch.zeros(3, 2, 64, device=DEVICE), 0, True)
-    run_product(stored(x, 0, True), weight, 3, swiglu=True, act=act)
+    run_product(stored(x, 0, True), weight, swiglu=True, act=act)
     torch.testing.assert_close(read(act).flatten(0, 1).double(), F.silu(gate) * up, atol=1e-5, rtol=1e-5)
 
 
@@ -121,7 +126,7 @@ def test_residual_sums_in_fp16_are_sixteenths(run_product):
     value = random(64, 96, seed=9) * 100_000  # beyond fp16's range
     raw = (value / INPUT_SCALE).half()
     expected = expected_sums(x, weight, size) + raw.double() * INPUT_SCALE
-    run_product(stored(x, 0, False), weight, 1, residual=raw, raw=raw)
+    run_product(stored(x, 0, False), weight, residual=raw, raw=raw)
     torch.testing.assert_close(raw.double() * INPUT_SCALE, expected, atol=1e-3, rtol=1e-3)
 
 
@@ -145,7 +150,7 @@ def test_a_row_has_the_same_bits_in_every_tile_and_at_every_place(run_product, c
             raw = torch.empty(len(some) * size.rows, channels, device=DEVICE)
             act = stored(torch.zeros(len(some), size.rows, channels, device=DEVICE), 0, split)
             source = stored(some, 6 * size.dilation, split)
-            run_product(source, weight, len(some), raw=raw, snake=snake, act=act, tile=tile)
+            run_product(source, weight, tile, raw=raw, snake=snake, act=act)
             made = torch.cat((raw.view(len(some), size.rows, channels), read(act)), 2)
             results.append(made[:11] if lanes[0] else made[range(39, 28, -1)])
     assert all(torch.equal(results[0], other) for other in results[1:])

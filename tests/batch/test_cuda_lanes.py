@@ -67,11 +67,12 @@ def test_all_that_a_bucket_launches_is_compiled_before_it_is_recorded(tiny, dtyp
     from triton import knobs
 
     from mktts.batch.cuda.codec import CudaCodec
-    from mktts.batch.cuda.kernels import attention, codec_products, codec_rows, draws, products, rows
+    from mktts.batch.cuda.kernels import attention, draws, products, rows
     from mktts.batch.cuda.lanes import CudaLanes
+    from mktts.codec import product_kernels, row_kernels
     from mktts.kernel import rows as kernel_rows
 
-    for module in (attention, codec_products, codec_rows, draws, products, rows, kernel_rows):
+    for module in (attention, product_kernels, row_kernels, draws, products, rows, kernel_rows):
         for kernel in vars(module).values():
             if hasattr(kernel, "device_caches"):
                 kernel.device_caches.clear()  # as in a new process

@@ -6,16 +6,17 @@ The kernels themselves need a device: tests/codec/test_codec_fused_cuda.py.
 from collections.abc import Callable
 from functools import partial
 
-import codec_stand_ins
 import pytest
 import torch
+from codec_kernel_stand_ins import STAND_INS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.fused import MAX_FUSED_FRAMES, FusedCodec
-from mktts.codec.packed import MOVE_WORDS, copies, tile
+from mktts.codec.packed import few_rows_tile
+from mktts.codec.rows import PIECE_VALUES, RowsShape, moves
 from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.parity.codec import random_codes, snr_db
 
@@ -27,7 +28,7 @@ def codec(tiny) -> CodecDecoder:
 
 @pytest.fixture(scope="module")
 def fused(tiny) -> FusedCodec:
-    return FusedCodec(plain(tiny), codec_stand_ins)
+    return FusedCodec(plain(tiny), STAND_INS)
 
 
 def plain(checkpoint: Checkpoint) -> Callable[[], CodecDecoder]:
@@ -59,21 +60,23 @@ def test_a_longer_pass_and_the_kernels_without_a_gpu_are_refused_by_name(tiny, f
     splittable=st.booleans(),
 )
 def test_the_parts_of_a_product_cover_its_depth_once(rows, outs, channels, taps, splittable):
-    shape = tile(rows, outs, taps * channels, channels, splittable)
-    starts = [shape.part * z for z in range(shape.parts)]
-    assert starts[-1] < taps * channels <= shape.part * shape.parts  # no program is idle, none of the depth is left
-    assert shape.part % shape.depth == 0  # a program's last block reaches into no other program's part
-    assert splittable or shape.parts == 1
-    assert min(shape.rows, shape.outs, shape.depth) >= 16  # what the matrix units take
-    if shape.even:
-        assert channels % shape.depth == 0
+    depth = taps * channels
+    tile = few_rows_tile(rows, outs, depth, channels, splittable)
+    assert tile.part * (tile.parts(depth) - 1) < depth  # no program is idle
+    assert tile.part % tile.depth == 0  # a program's last step reaches into no other program's part
+    assert splittable or not tile.part
+    assert min(tile.rows, tile.outs, tile.depth) >= 16  # what the matrix units take
+    assert channels % tile.depth == 0 or tile.depth == 16
 
 
-def test_copies_of_any_size_are_cut_into_pieces_that_a_program_holds():
-    table = copies([(0, 7, 2 * MOVE_WORDS + 1), (9_000, 10_000, 5)], torch.device("cpu"))
-    assert table.tolist() == [
-        [0, 7, MOVE_WORDS],
-        [MOVE_WORDS, 7 + MOVE_WORDS, MOVE_WORDS],
-        [2 * MOVE_WORDS, 7 + 2 * MOVE_WORDS, 1],
-        [9_000, 10_000, 5],
-    ]
+def test_histories_are_moved_in_pieces_that_a_program_holds():
+    shapes = [RowsShape(2, 8, 8, split=False), RowsShape(1, 3, PIECE_VALUES + 8, split=True)]
+    first, second = 80, 4 * (PIECE_VALUES + 8)  # values of a plane of each
+    expected = [(0, 0, 64, first, 16)]
+    for plane in range(2):
+        state, work = 160 + plane * (PIECE_VALUES + 8), 2 * first + plane * second
+        saved = work + 3 * (PIECE_VALUES + 8)
+        expected.append((state, work, saved, 2 * second, PIECE_VALUES))
+        expected.append((state + PIECE_VALUES, work + PIECE_VALUES, saved + PIECE_VALUES, 2 * second, 8))
+    table = 8 * moves(2, shapes, [0, 160], torch.device("cpu"))
+    assert table.tolist() == [list(row) for row in expected]

@@ -127,11 +127,11 @@ def test_a_states_tensors_fill_one_buffer_without_overlap(tiny, dtype):
     for tensor in state.views:
         start = tensor.data_ptr() - state.flat.data_ptr()
         assert tensor.untyped_storage().data_ptr() == state.flat.untyped_storage().data_ptr()
-        assert tensor.is_contiguous() and start % 16 == 0  # bytes: what torch needs for its widest loads
+        assert tensor.is_contiguous() and start % 32 == 0  # bytes: what copies are multiples of
         assert start >= (ends[-1] if ends else 0)
         ends.append(start + tensor.nbytes)
     assert ends[-1] == len(state.flat)
-    assert 0 <= len(state.flat) - sum(tensor.nbytes for tensor in state.views) < 16 * len(ends)
+    assert 0 <= len(state.flat) - sum(tensor.nbytes for tensor in state.views) < 32 * len(ends)
 
 
 @pytest.fixture(scope="module")

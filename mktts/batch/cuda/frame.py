@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mktts.batch.cuda.codec import CudaCodec
-from mktts.batch.cuda.kernels import attention, draws, launch, rows
+from mktts.batch.cuda.kernels import attention, draws, rows
 from mktts.batch.cuda.kernels.products import CublasProducts
 from mktts.batch.cuda.memory import ATTENTION_PARTS
 from mktts.batch.cuda.stage import PENALTY, SETTINGS, BlockLayout, uploaded
@@ -21,6 +21,7 @@ from mktts.engine.pages import NO_OWNER, PAGE_ROWS, Copy, Pages
 from mktts.errors import CapacityError
 from mktts.kernel.grid import power_of_two
 from mktts.kernel.rows import add_norm
+from mktts.kernel.triton_kernels import launch
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.qwen3 import Qwen3Stack
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig, StackConfig

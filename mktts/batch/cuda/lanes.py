@@ -3,7 +3,6 @@ work is queued on one CUDA stream of its own, so a slot or a page that changes h
 behind them."""
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +15,6 @@ from torch import Tensor
 from mktts.batch import BatchSettings
 from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.cuda.frame import BatchFrame, FrameWeights, PagedMemory
-from mktts.batch.cuda.kernels import compiling
 from mktts.batch.cuda.kernels.products import CublasProducts, FixedOrderProducts
 from mktts.batch.cuda.memory import LaneMemory, shared_spaces, slot_shapes, space_shapes
 from mktts.batch.cuda.stage import SETTINGS, BlockLayout, Stage, packed, uploaded
@@ -29,6 +27,7 @@ from mktts.engine.pages import Pages
 from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
 from mktts.errors import CapacityError, EngineError, PromptError
+from mktts.kernel.triton_kernels import compiling
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.cuda_graph import record
 from mktts.model.prompt import AddressedRows
@@ -37,7 +36,6 @@ from mktts.model.voice import Voice
 from mktts.spec import ModelConfig
 
 _MOST_WAITING = 2  # launched ticks
-_THREADS = min(16, os.cpu_count() or 4)  # that compile
 _STAGES = 3  # one more, so that what was collected last is not written again by the next launch
 _STREAMS = 2_048
 _PART = 0.8  # of what is free: graphs, the working memory of prompts and whatever else runs need some
@@ -122,7 +120,7 @@ class CudaLanes:
         with (
             announced("mktts: loading the batch engine's kernels (a new one is compiled, once)"),
             torch.cuda.stream(self._stream),
-            compiling(_THREADS),
+            compiling(),
         ):
             for bucket in buckets:
                 bucket.run()

@@ -1,11 +1,12 @@
 """What many streams take of the device: numbers by slot, what ticks work in, how much memory all of it is; and the
-codec's: rows in stored form, rings of keys and values, histories."""
+codec's: rings of keys and values, histories."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import SimpleNamespace
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from mktts.codec.decoder import CodecState, StateLayout
 from mktts.codec.packed import LOW_SCALE
+from mktts.codec.rows import INPUT_SCALE, RowsShape, moves
 from mktts.engine.pages import PAGE_ROWS
 from mktts.errors import CodecError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig, StackConfig
@@ -118,80 +120,6 @@ def _widest(stack: StackConfig) -> int:
 
 # ---- of the codec
 
-UNIT = 8  # values: strides are multiples, so that rows begin where the widest load may
-
-
-@dataclass(frozen=True)
-class RowsShape:
-    """The rows of one lane: `new` of a frame behind `past` older ones."""
-
-    past: int
-    new: int
-    channels: int
-    split: bool
-
-    @property
-    def plane(self) -> int:
-        """Values from a number's high part to its low part."""
-        return -(-(self.past + self.new) * self.channels // UNIT) * UNIT
-
-    @property
-    def lane(self) -> int:
-        """Values from a lane to the next."""
-        return self.plane * self.planes
-
-    @property
-    def planes(self) -> int:
-        return 2 if self.split else 1
-
-    def rows(self, memory: Tensor) -> Rows:
-        return Rows(self.past, self.new, self.channels, self.split, memory)
-
-
-@dataclass(frozen=True)
-class Rows(RowsShape):
-    """Rows of every lane in stored form: (lanes, 1 or 2, past + new, channels), each plane padded to UNIT values."""
-
-    memory: Tensor  # (lanes * lane,) fp16
-
-    @property
-    def newest(self) -> Tensor:
-        """The memory from the first lane's first new row on."""
-        return self.memory[self.past * self.channels :]
-
-
-class CodecWork:
-    """Memory by name: a pass of fewer lanes works at the front of what a larger one took. What was given out stays,
-    because recorded graphs know its address: record the largest pass first."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._outgrown: list[Tensor] = []
-
-    def tensor(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, least: int = 0) -> Tensor:
-        """Memory of `name`, as it was left. least: values that are taken at once, for later calls."""
-        values, memory = math.prod(shape), self._memory.get((name, dtype))
-        if memory is None or len(memory) < values:
-            if memory is not None:
-                self._outgrown.append(memory)
-            memory = torch.zeros(max(values, least), dtype=dtype, device=self._device)
-            self._memory[name, dtype] = memory
-        return memory[:values].view(shape)
-
-    def rows(self, name: str, lanes: int, shape: RowsShape, least: int = 0) -> Rows:
-        return shape.rows(self.tensor(name, lanes * shape.lane, dtype=torch.float16, least=least))
-
-    def inputs(self, lanes: int, shapes: Sequence[RowsShape]) -> tuple[Tensor, list[Rows]]:
-        """One tensor, and in it, one behind the other, the rows of each of `shapes`."""
-        memory = self.tensor("inputs", lanes * sum(shape.lane for shape in shapes), dtype=torch.float16)
-        pieces = memory.split([lanes * shape.lane for shape in shapes])
-        return memory, [shape.rows(piece) for shape, piece in zip(shapes, pieces, strict=True)]
-
-
-INPUT_SCALE = 16  # a stored number is a sixteenth; see `mktts.batch.cuda.kernels.codec_products`
-PIECE_VALUES = 2048  # of a history, that one program copies
-
 
 class RingStates:
     """What every slot keeps between frames. The last slot is for padding: empty lanes work on it.
@@ -212,10 +140,8 @@ class RingStates:
         ring = slots, layers, heads, self.window, head_dim
         self.keys = torch.zeros(ring, dtype=dtype, device=device)
         self.values = torch.zeros(ring, dtype=dtype, device=device)
-        self._starts = [0]  # of each history among a slot's words
-        for shape in self._inputs:
-            self._starts.append(self._starts[-1] + shape.planes * _padded(shape))
-        self.words = self._starts[-1]
+        sizes = [shape.planes * shape.past * shape.channels for shape in self._inputs]
+        *self._starts, self.words = accumulate(sizes, initial=0)  # of each history among a slot's words
         self.histories = torch.zeros(slots, self.words, dtype=torch.float16, device=device)
         self.positions = torch.zeros(slots, dtype=torch.int32, device=device)
         self._source, self._high, self._low, self._split = self._places()
@@ -232,8 +158,7 @@ class RingStates:
             return
         if primed.layout != self._layout or primed.flat.device.type != self.device.type:
             raise CodecError("the state belongs to another decoder: use one of the decoder that the weights are of")
-        words = primed.flat[: primed.flat.numel() // 4 * 4].view(torch.float32)
-        value = words.index_select(0, self._source) / INPUT_SCALE
+        value = primed.flat.view(torch.float32).index_select(0, self._source) / INPUT_SCALE
         high, history = value.half(), self.histories[slot]
         history.index_copy_(0, self._high, high)
         low = ((value - high) * LOW_SCALE).half()
@@ -250,35 +175,19 @@ class RingStates:
         self.histories.index_fill_(0, slots, 0)
         self.positions.index_fill_(0, slots, 0)  # a ring is read up to the position only
 
-    def pieces(self, lanes: int) -> Tensor:
-        """The table of `mktts.batch.cuda.kernels.codec_rows.move` for `lanes` lanes, in units of UNIT values."""
-        table, input_start = [], 0
-        for shape, start in zip(self._inputs, self._starts, strict=False):
-            kept, new = shape.past * shape.channels, shape.new * shape.channels
-            if kept % UNIT or new % UNIT:
-                raise CodecError(f"rows of {shape.channels} channels cannot be moved {UNIT} values at a time")
-            for plane in range(shape.planes):
-                state, work = start + plane * kept, input_start + plane * shape.plane
-                for i in range(0, kept, PIECE_VALUES):
-                    count = min(PIECE_VALUES, kept - i)
-                    table.append((state + i, work + i, work + new + i, shape.lane, count))
-            input_start += lanes * shape.lane
-        return (torch.tensor(table, dtype=torch.int64) // UNIT).to(self.device)
+    def moves(self, lanes: int) -> Tensor:
+        return moves(lanes, self._inputs, self._starts, self.device)
 
     def _places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """For every value of the histories, its word in a CodecState and the word of its high part in a slot; for those
         that are split, the word of the low part, and their indices among the values."""
         source, high, low, split, count = [], [], [], [], 0
-        for shape, start, word in zip(self._inputs, self._starts, self._layout.words()[2:], strict=False):
+        for shape, start, word in zip(self._inputs, self._starts, self._layout.words()[2:], strict=True):
             values = torch.arange(shape.past * shape.channels)
             source.append(word + values)
             high.append(start + values)
             if shape.split:
-                low.append(start + _padded(shape) + values)
+                low.append(start + len(values) + values)
                 split.append(count + values)
             count += len(values)
         return tuple(torch.cat(part).to(self.device) for part in (source, high, low, split))
-
-
-def _padded(shape: RowsShape) -> int:
-    return -(-shape.past * shape.channels // UNIT) * UNIT

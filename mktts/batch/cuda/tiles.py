@@ -10,6 +10,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from mktts.codec.packed import ProductTile
+
 
 class Kind(Enum):
     """How x @ weight.T is used."""
@@ -98,28 +100,6 @@ def plan_of(kind: Kind, columns: int, depth: int, itemsize: int, limit: int) -> 
 _PROGRAMS = 132  # that fill a large GPU once: the multiprocessors of an H100 or H200
 _LEAST_ROWS = 64  # of Hopper's matrix instructions: with fewer, another instruction would run, and round otherwise
 _SHORT_DEPTH = 768  # terms
-_PLANE_BYTES = 2  # of an fp16 value
-
-
-@dataclass(frozen=True)
-class ProductTile:
-    """A program makes `rows` x (`outs` + `extra`) values, `depth` terms of their sums a step, powers of two; `extra`
-    lets 96 = 64 + 32 and 192 = 128 + 64 columns fit without waste."""
-
-    rows: int
-    outs: int
-    depth: int
-    warps: int
-    stages: int  # steps whose loads are in flight
-    extra: int = 0
-
-    def programs(self, rows: int, outs: int) -> int:
-        return -(-rows // self.rows) * -(-outs // (self.outs + self.extra))
-
-    def shared_bytes(self, split: bool) -> int:
-        """Bytes of shared memory, for operands of one fp16 number, or of two (`split`)."""
-        return self.stages * (self.rows + self.outs + self.extra) * self.depth * _PLANE_BYTES * (2 if split else 1)
-
 
 # The fastest tiles of some products on an H200: (outs, depth, channels, split) -> (most rows, tile), in ascending order
 # of rows; the last one also takes more. Others take the largest of `candidates` that gives every multiprocessor a

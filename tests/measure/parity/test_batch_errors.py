@@ -13,19 +13,19 @@ from mktts.spec import NUM_CODEBOOKS
 
 pytestmark = pytest.mark.gpu
 SIZES, CONTEXTS, FRAMES, COMPARED = (8, 64), (16, 63, 700), 5, 2  # COMPARED: of each context
-DEVICE, THREADS = torch.device("cuda"), 8
+DEVICE = torch.device("cuda")
 
 
 class FrameInside:
     """What the newest tick of lanes did inside: methods of their frames are wrapped from outside."""
 
     def __init__(self, lanes: Any) -> None:
-        from mktts.batch.cuda.kernels import compiling
+        from mktts.kernel.triton_kernels import compiling
 
         self._logits: list[Tensor] = [torch.empty(0)] * NUM_CODEBOOKS  # (lanes, vocabulary) each
         self._hidden: list[Tensor] = [torch.empty(0)] * lanes.config.talker.num_hidden_layers  # (lanes, H) each
         frames = [lanes._buckets[size] for size in sorted(lanes._buckets, reverse=True)]
-        with torch.cuda.stream(lanes._stream), compiling(THREADS):  # one by one they would take minutes
+        with torch.cuda.stream(lanes._stream), compiling():  # one by one they would take minutes
             for frame in frames:
                 frame.run()
         for frame in frames:

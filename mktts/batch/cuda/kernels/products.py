@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mktts.batch.cuda.kernels import launch
 from mktts.batch.cuda.tiles import Kind, plan_of
 from mktts.kernel.rows import add_norm, rms, silu_mul
+from mktts.kernel.triton_kernels import launch
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""The batched codec's kernels that are not matrix products. "Stored form" is that of `codec_products`.
+"""The fused codec's kernels that are not matrix products. Rows are fp32 or in stored form (`mktts.codec.rows`), of
+FRAMES frames of each lane; row r is of lane r // FRAMES.
 
 Each sum is made by one program, in a block whose shape does not depend on how many lanes there are.
 """
@@ -6,46 +7,49 @@ Each sum is made by one program, in a block whose shape does not depend on how m
 import triton
 import triton.language as tl
 
-from mktts.batch.cuda.kernels.codec_products import load, store
-from mktts.codec.fused_kernels import rotated
+from mktts.codec.product_kernels import load, store
 
 
 @triton.jit
 def begin(
     codes, books, slots, positions, inverse_frequency, quantized, turns,
-    ENTRIES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
+    ENTRIES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, FRAMES: tl.constexpr,
 ):  # fmt: skip
-    """Program (lane): what the codes (lanes, GROUPS) int32 stand for, and the rotation of the lane's position.
+    """Program (row): what the codes (rows, GROUPS) integers stand for, and the rotation of the frame's position.
 
-    quantized (lanes, 2, 2 * WIDTH), stored form: the entry of book 0, then the sum of the others'. turns (lanes, 2,
-    HALF): cosines, then sines. An id that is not an entry of its book (end of speech) is taken as the nearest one.
+    quantized (rows, planes, 2 * WIDTH): the entry of book 0, then the sum of the others'. turns (rows, 2, HALF):
+    cosines, then sines. An id that is not an entry of its book (end of speech) is taken as the nearest one.
     """
-    lane = tl.program_id(0)
+    row = tl.program_id(0)
     dim = tl.arange(0, WIDTH)
     here = dim < WIDTH
-    first = tl.minimum(tl.maximum(tl.load(codes + lane * GROUPS), 0), ENTRIES - 1)
+    first = tl.minimum(tl.maximum(tl.load(codes + row * GROUPS), 0), ENTRIES - 1)
     rest = tl.zeros((WIDTH,), tl.float32)
     for g in tl.static_range(1, GROUPS):
-        entry = tl.minimum(tl.maximum(tl.load(codes + lane * GROUPS + g), 0), ENTRIES - 1)
+        entry = tl.minimum(tl.maximum(tl.load(codes + row * GROUPS + g), 0), ENTRIES - 1)
         rest += tl.load(books + (entry + g * ENTRIES) * WIDTH + dim)
-    at = quantized + lane * 4 * WIDTH + dim
+    PLANES: tl.constexpr = 1 if quantized.dtype.element_ty == tl.float32 else 2
+    at = quantized + row * (PLANES * 2) * WIDTH + dim
     store(at, tl.load(books + first * WIDTH + dim), here, 2 * WIDTH, True)
     store(at + WIDTH, rest, here, 2 * WIDTH, True)
     pair = tl.arange(0, HALF)
-    position = tl.load(positions + tl.load(slots + lane))
+    position = tl.load(positions + tl.load(slots + row // FRAMES)) + row % FRAMES
     angle = position.to(tl.float32) * tl.load(inverse_frequency + pair)
-    tl.store(turns + lane * 2 * HALF + pair, tl.cos(angle))
-    tl.store(turns + lane * 2 * HALF + HALF + pair, tl.sin(angle))
+    tl.store(turns + row * 2 * HALF + pair, tl.cos(angle))
+    tl.store(turns + row * 2 * HALF + HALF + pair, tl.sin(angle))
 
 
 @triton.jit(do_not_specialize=["state_words"])
-def move(state, work, pieces, slots, positions, nobody, state_words, SAVE: tl.constexpr, WORDS: tl.constexpr):
+def move(
+    state, work, pieces, slots, positions, nobody, state_words,
+    SAVE: tl.constexpr, WORDS: tl.constexpr, FRAMES: tl.constexpr,
+):  # fmt: skip
     """Program (piece, lane): copies a piece of the lane's histories from its slot to the front of the rows that a
     layer reads, or, with SAVE, the newest rows back.
 
     pieces (n, 5) int64, in units of 8 values: where in the slot's state; where in `work` to load to; where to save
-    from; from a lane to the next there; how many (WORDS at most). SAVE: the lane's position goes on by one, but not
-    that of the slot `nobody`, whose lanes are padding.
+    from; from a lane to the next there; how many (WORDS at most). SAVE: the lane's position goes on, but not that of
+    the slot `nobody`, whose lanes are padding.
     """
     piece = pieces + 5 * tl.program_id(0)
     lane = tl.program_id(1)
@@ -58,7 +62,7 @@ def move(state, work, pieces, slots, positions, nobody, state_words, SAVE: tl.co
         value = tl.load(work + (tl.load(piece + 2) + lanes_on) * 8 + i, mask=here, other=0.0)
         tl.store(kept + i, value, mask=here)
         if (tl.program_id(0) == 0) & (slot != nobody):
-            tl.store(positions + slot, tl.load(positions + slot) + 1)
+            tl.store(positions + slot, tl.load(positions + slot) + FRAMES)
     else:
         value = tl.load(kept + i, mask=here, other=0.0)
         tl.store(work + (tl.load(piece + 1) + lanes_on) * 8 + i, value, mask=here)
@@ -79,51 +83,81 @@ def norm(x, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def rotated(first, second, cos, sin):
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
 def attend(
     qkv, turns, slots, positions, keys, values, out, layer, layers, scale,
-    HALF: tl.constexpr, WINDOW: tl.constexpr, PLACES: tl.constexpr,
+    HALF: tl.constexpr, WINDOW: tl.constexpr, PLACES: tl.constexpr, RING: tl.constexpr, FRAMES: tl.constexpr,
+    NEW: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, lane): a query over its window, in the ring of the lane's slot; its own key and value go there.
+    """Program (head, row): a query over its window; its own key and value go to memory.
 
-    qkv (lanes, 3 * heads * 2 HALF) fp32; keys, values (slots, layers, heads, WINDOW, 2 HALF): the frame at position p
-    has place p % WINDOW; out (lanes, 2, heads * 2 HALF), stored form. PLACES: a power of two, WINDOW or more.
+    qkv (rows, 3 * heads * 2 HALF) fp32; out (rows, planes, heads * 2 HALF). keys, values: with RING, of one frame a
+    lane, (slots, layers, heads, WINDOW, 2 HALF), the frame at position p at place p % WINDOW; else, of one lane,
+    (layers, heads, WINDOW - 1 + FRAMES, 2 HALF), oldest first. PLACES, NEW: powers of two, WINDOW and FRAMES or more.
     """
-    h, lane, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    h, row, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     D: tl.constexpr = 2 * HALF
     T: tl.constexpr = keys.dtype.element_ty
     pair = tl.arange(0, HALF)
     width = heads * D
-    slot = tl.load(slots + lane)
+    slot = tl.load(slots + row // FRAMES)
     now = tl.load(positions + slot)
-    cos, sin = tl.load(turns + lane * D + pair), tl.load(turns + lane * D + HALF + pair)
-    own = qkv + lane * 3 * width + h * D + pair
+    cos, sin = tl.load(turns + row * D + pair), tl.load(turns + row * D + HALF + pair)
+    own = qkv + row * 3 * width + h * D + pair
     q1, q2 = rotated(tl.load(own), tl.load(own + HALF), cos, sin)
     k1, k2 = rotated(tl.load(own + width), tl.load(own + width + HALF), cos, sin)
     v1, v2 = tl.load(own + 2 * width), tl.load(own + 2 * width + HALF)
     q1, q2 = q1 * scale, q2 * scale
 
-    ring = ((slot.to(tl.int64) * layers + layer) * heads + h) * WINDOW * D
+    if RING:
+        head = ((slot.to(tl.int64) * layers + layer) * heads + h) * WINDOW * D
+    else:
+        head = (layer * heads + h) * (WINDOW - 1 + FRAMES) * D
     place = tl.arange(0, PLACES)
-    # the place of this frame holds one that has left the window, and places from `now` on hold none before a lap
-    seen = (place < WINDOW) & (place < now) & ((now - place) % WINDOW != 0)
-    at = ring + place[:, None] * D + pair[None, :]
+    if RING:
+        # the place of this frame holds one that has left the window, and places from `now` on hold none before a lap
+        seen = (place < WINDOW) & (place < now) & ((now - place) % WINDOW != 0)
+    else:
+        # in the window of this query, and not before the first frame
+        seen = (place < WINDOW - 1) & (place >= row) & (WINDOW - 1 - place <= now)
+    at = head + place[:, None] * D + pair[None, :]
     scores = tl.sum(tl.load(keys + at, mask=seen[:, None], other=0.0).to(tl.float32) * q1[None, :], 1)
     scores += tl.sum(tl.load(keys + at + HALF, mask=seen[:, None], other=0.0).to(tl.float32) * q2[None, :], 1)
     scores = tl.where(seen, scores, float("-inf"))
     fresh = tl.sum(k1 * q1, 0) + tl.sum(k2 * q2, 0)
     top = tl.maximum(tl.max(scores, 0), fresh)
+    if FRAMES > 1:  # the pass's earlier frames, whose keys other programs store
+        j = tl.arange(0, NEW)
+        earlier = (j < row)[:, None]
+        other = qkv + j[:, None] * 3 * width + h * D + pair[None, :]
+        turn = turns + j[:, None] * D + pair[None, :]
+        o1, o2 = tl.load(other + width, mask=earlier, other=0.0), tl.load(other + width + HALF, mask=earlier, other=0.0)
+        o_cos, o_sin = tl.load(turn, mask=earlier, other=0.0), tl.load(turn + HALF, mask=earlier, other=0.0)
+        o1, o2 = rotated(o1, o2, o_cos, o_sin)
+        others = tl.where(j < row, tl.sum(o1 * q1[None, :], 1) + tl.sum(o2 * q2[None, :], 1), float("-inf"))
+        top = tl.maximum(top, tl.max(others, 0))
     scores, fresh = tl.exp(scores - top), tl.exp(fresh - top)
     total = tl.sum(scores, 0) + fresh
     y1 = tl.sum(tl.load(values + at, mask=seen[:, None], other=0.0).to(tl.float32) * scores[:, None], 0) + v1 * fresh
     y2 = tl.sum(tl.load(values + at + HALF, mask=seen[:, None], other=0.0).to(tl.float32) * scores[:, None], 0)
     y2 += v2 * fresh
+    if FRAMES > 1:
+        others = tl.exp(others - top)
+        total += tl.sum(others, 0)
+        y1 += tl.sum(tl.load(other + 2 * width, mask=earlier, other=0.0) * others[:, None], 0)
+        y2 += tl.sum(tl.load(other + 2 * width + HALF, mask=earlier, other=0.0) * others[:, None], 0)
 
-    mine = ring + (now % WINDOW) * D + pair
+    mine = head + ((now % WINDOW) if RING else (WINDOW - 1 + row)) * D + pair
     tl.store(keys + mine, k1.to(T))
     tl.store(keys + mine + HALF, k2.to(T))
     tl.store(values + mine, v1.to(T))
     tl.store(values + mine + HALF, v2.to(T))
-    result = out + lane * 2 * width + h * D + pair
+    PLANES: tl.constexpr = 1 if out.dtype.element_ty == tl.float32 else 2
+    result = out + row * PLANES * width + h * D + pair
     store(result, y1 / total, pair < HALF, width, True)
     store(result + HALF, y2 / total, pair < HALF, width, True)
 
@@ -135,8 +169,8 @@ def depthwise_norm(
 ):  # fmt: skip
     """Program (row): the depthwise convolution of ConvNeXt and its LayerNorm. Row r is row r % per of lane r // per.
 
-    x (lanes, 2, TAPS - 1 + per, CHANNELS), out (lanes, 2, per, CHANNELS), stored form: with strides of 8 x_lane, 8
-    x_low, 8 out_lane and 8 out_low.
+    x (lanes, planes, TAPS - 1 + per, CHANNELS), out (lanes, planes, per, CHANNELS), with strides of 8 x_lane, 8 x_low,
+    8 out_lane and 8 out_low.
     """
     row = tl.program_id(0)
     lane = row // per
@@ -161,7 +195,7 @@ def waveform(
 ):  # fmt: skip
     """Program (block of ROWS rows): the last convolution, to one channel, clamped to full scale.
 
-    x (lanes, 1 or 2, TAPS - 1 + per, CHANNELS), stored form; taps (TAPS, CHANNELS); pcm (rows,) fp32.
+    x (lanes, planes, TAPS - 1 + per, CHANNELS); taps (TAPS, CHANNELS); pcm (rows,) fp32.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)

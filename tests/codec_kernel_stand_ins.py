@@ -1,6 +1,6 @@
-"""What the batched codec's Triton kernels compute, in plain PyTorch: to test its pass without a GPU.
+"""What the fused codec's Triton kernels compute, in plain PyTorch: to test its pass without a GPU.
 
-Each takes the arguments of the kernel of its name, in `mktts.batch.cuda.kernels.codec_rows` or `codec_products`.
+Each takes the arguments of the kernel of its name, in `mktts.codec.row_kernels` or `product_kernels`.
 """
 
 import math
@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.batch.cuda.memory import INPUT_SCALE, UNIT, Rows
-from mktts.codec.packed import LOW_SCALE, Packed
+from mktts.codec.packed import LOW_SCALE, Packed, ProductTile
+from mktts.codec.rows import INPUT_SCALE, UNIT, Rows
 
 
 class Kernel:
@@ -31,15 +31,21 @@ def planes(memory: Tensor, lane: int, low: int) -> Tensor:
 
 
 def read(memory: Tensor, lane: int, low: int, channels: int) -> Tensor:
-    """(lanes, rows, channels) of the stored form."""
+    """(lanes, rows, channels) of fp32 or of the stored form."""
     parts = planes(memory, lane, low)[..., : low // channels * channels].float()
+    if memory.dtype == torch.float32:
+        return parts.view(len(parts), -1, channels)
     value = parts[:, 0] + (parts[:, 1] / LOW_SCALE if parts.shape[1] > 1 else 0)
     return value.view(len(parts), -1, channels) * INPUT_SCALE
 
 
 def write(memory: Tensor, lane: int, low: int, first: int, value: Tensor) -> None:
     """`value` (lanes, ...) to the values from `first` on of each lane."""
-    parts, value = planes(memory, lane, low), value.flatten(1) / INPUT_SCALE
+    parts, value = planes(memory, lane, low), value.flatten(1)
+    if memory.dtype == torch.float32:
+        parts[:, 0, first : first + value.shape[1]] = value
+        return
+    value = value / INPUT_SCALE
     high = value.half()
     parts[:, 0, first : first + value.shape[1]] = high
     if parts.shape[1] > 1:
@@ -47,10 +53,12 @@ def write(memory: Tensor, lane: int, low: int, first: int, value: Tensor) -> Non
 
 
 def run_product(
-    x: Rows, weight: Packed, lanes: int, *, gelu=False, swiglu=False, scale=None, residual=None, raw=None, snake=None,
-    act=None,
+    x: Rows, weight: Packed, tile: ProductTile, *, eps=None, gelu=False, swiglu=False, scale=None, residual=None,
+    raw=None, snake=None, act=None,
 ):  # fmt: skip
     value = read(x.memory, x.lane, x.plane, x.channels)[:, : x.past + x.new]
+    if eps is not None:
+        value = F.rms_norm(value, value.shape[2:], eps=eps)
     taps = weight.high.shape[1] // weight.channels
     start = x.past - (taps - 1) * weight.dilation
     windows = [value[:, start + j * weight.dilation :][:, : x.new] for j in range(taps)]
@@ -70,49 +78,57 @@ def run_product(
         if snake is not None:
             y = y.view(-1, len(snake.frequency))
             y = y + (y * snake.frequency * math.pi).sin() ** 2 * snake.magnitude
-        write(act.memory, act.lane, act.plane, act.past * act.channels, y.reshape(lanes, -1))
+        write(act.memory, act.lane, act.plane, act.past * act.channels, y.reshape(act.lanes, -1))
 
 
-def begin(codes, books, slots, positions, frequency, quantized, turns, *, ENTRIES, GROUPS, **_):  # noqa: N803
+def begin(codes, books, slots, positions, frequency, quantized, turns, *, ENTRIES, GROUPS, FRAMES, **_):  # noqa: N803
     ids = codes.long().clamp(0, ENTRIES - 1) + torch.arange(GROUPS) * ENTRIES
     entries = books[ids]
     value = torch.cat((entries[:, 0], entries[:, 1:].sum(1)), 1)
-    write(quantized, 2 * value.shape[1], value.shape[1], 0, value)
-    angle = positions[slots.long()].float()[:, None] * frequency
+    write(quantized, len(quantized) // len(codes), value.shape[1], 0, value)
+    position = positions[slots.long()][:, None] + torch.arange(FRAMES)
+    angle = position.flatten().float()[:, None] * frequency
     turns[:, 0], turns[:, 1] = angle.cos(), angle.sin()
 
 
-def move(state, work, pieces, slots, positions, nobody, state_words, *, SAVE, **_):  # noqa: N803
+def move(state, work, pieces, slots, positions, nobody, state_words, *, SAVE, FRAMES, **_):  # noqa: N803
     for lane, slot in enumerate(slots.tolist()):
         for kept, load, save, stride, count in (pieces * UNIT).tolist():
             at = (save if SAVE else load) + lane * stride
-            pair = state[slot, kept : kept + count], work[at : at + count]
+            kept += slot * state_words * UNIT
+            pair = state.view(-1)[kept : kept + count], work[at : at + count]
             (pair[0] if SAVE else pair[1]).copy_(pair[1] if SAVE else pair[0])
         if SAVE and slot != nobody:
-            positions[slot] += 1
+            positions[slot] += FRAMES
 
 
 def norm(x, out, eps, **_):
     write(out, 2 * x.shape[1], x.shape[1], 0, F.rms_norm(x, x.shape[1:], eps=eps))
 
 
-def attend(qkv, turns, slots, positions, keys, values, out, layer, layers, scale, *, HALF, WINDOW, **_):  # noqa: N803
-    heads = keys.shape[2]
+def attend(
+    qkv, turns, slots, positions, keys, values, out, layer, layers, scale, *, HALF, WINDOW, RING, FRAMES, **_,  # noqa: N803
+):  # fmt: skip
+    heads = keys.shape[-3]
 
     def rotated(x: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
-    for lane, slot in enumerate(slots.tolist()):
-        now, (cos, sin) = int(positions[slot]), turns[lane]
-        q, k, v = qkv[lane].view(3, heads, 2 * HALF)
-        keys[slot, layer, :, now % WINDOW], values[slot, layer, :, now % WINDOW] = rotated(k), v
-        places = [p % WINDOW for p in range(max(0, now - WINDOW + 1), now + 1)]
-        k, v = keys[slot, layer][:, places].float(), values[slot, layer][:, places].float()
+    for row in range(len(qkv)):
+        slot, frame = int(slots[row // FRAMES]), row % FRAMES
+        now, (cos, sin) = int(positions[slot]) + frame, turns[row]
+        q, k, v = qkv[row].view(3, heads, 2 * HALF)
+        places = [
+            p % WINDOW if RING else p - now + frame + WINDOW - 1 for p in range(max(0, now - WINDOW + 1), now + 1)
+        ]
+        of_keys, of_values = (t[slot, layer] if RING else t[layer] for t in (keys, values))
+        of_keys[:, places[-1]], of_values[:, places[-1]] = rotated(k), v
+        k, v = of_keys[:, places].float(), of_values[:, places].float()
         weights = ((k @ rotated(q)[:, :, None]) * scale).softmax(1)
         value = (weights * v).sum(1).view(1, -1)
-        width = value.shape[1]
-        write(out[lane * 2 * width : (lane + 1) * 2 * width], 2 * width, width, 0, value)
+        lane = len(out) // len(qkv)
+        write(out[row * lane : (row + 1) * lane], lane, value.shape[1], 0, value)
 
 
 def depthwise_norm(
@@ -125,10 +141,10 @@ def depthwise_norm(
 
 def waveform(x, taps, bias, pcm, rows, per, x_lane, x_low, *, CHANNELS, TAPS, **_):  # noqa: N803
     value = read(x, x_lane * UNIT, x_low * UNIT, CHANNELS)[:, : TAPS - 1 + per].transpose(1, 2)
-    pcm.copy_(F.conv1d(value, taps.t()[None], bias)[:, 0].clamp(-1, 1))
+    pcm.view(len(value), -1).copy_(F.conv1d(value, taps.t()[None], bias)[:, 0].clamp(-1, 1))
 
 
-PRODUCTS = SimpleNamespace(run_product=run_product)
-ROWS = SimpleNamespace(
-    **{work.__name__: Kernel(work) for work in (begin, move, norm, attend, depthwise_norm, waveform)}
+STAND_INS = (
+    SimpleNamespace(run_product=run_product),
+    SimpleNamespace(**{work.__name__: Kernel(work) for work in (begin, move, norm, attend, depthwise_norm, waveform)}),
 )

@@ -1,11 +1,11 @@
-"""The matrix products of the batched codec: rows of all lanes in one product, with the layer's end at its end.
+"""The matrix products of the fused codec: rows of all lanes in one product, with the layer's end at its end.
 
-A number that a product takes is stored as fp16 of a sixteenth of it (so that fp16's range reaches 10^6), alone or with
-a second fp16 number, LOW_SCALE times what the first rounds away: split, 22 bits. A split product is three products of
-fp16 numbers, high by high, and low by high and high by low in a sum of their own.
+A causal convolution is a matrix product over the window of rows it sees, of an input that begins with the history rows.
+Operands are in stored form (`mktts.codec.rows`), or fp32 and brought into it in the product. A split product is three
+products of fp16 numbers, high by high, and low by high and high by low in a sum of their own. Every sum has one order.
 
-What a row gives depends on that row alone, bit for bit: no sum is split over programs, a sum's steps have the same
-depth for any number of rows (see `mktts.batch.cuda.tiles`), matrix units treat rows alike at every place
+Of many streams, what a row gives depends on that row alone, bit for bit: no sum is split over programs, a sum's steps
+have the same depth for any number of rows (see `mktts.batch.cuda.tiles`), matrix units treat rows alike at every place
 of a tile of 64 rows or more, and the ends are compiled without contraction (`enable_fp_fusion=False`), with the fused
 operations written out, so that every tile's code rounds alike.
 """
@@ -15,16 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mktts.batch.cuda.kernels import launch
-from mktts.batch.cuda.memory import Rows
-from mktts.batch.cuda.tiles import ProductTile, product_tile
 from mktts.codec.layers import SnakeBeta
 from mktts.codec.packed import LOW_SCALE as _LOW
-from mktts.codec.packed import Packed
+from mktts.codec.packed import Packed, ProductTile
+from mktts.codec.rows import INPUT_SCALE as _INPUT
+from mktts.codec.rows import Rows
+from mktts.kernel.triton_kernels import launch
 
 LOW_SCALE = tl.constexpr(float(_LOW))
-INPUT_SCALE = tl.constexpr(16.0)
+INPUT_SCALE = tl.constexpr(float(_INPUT))
 _GROUP = 8
+_SUM_BLOCK = 512  # columns
 _TO_NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and taking it away rounds an fp32 number to an integer
 # sin(pi r) = r * P(r^2) for |r| <= 1/2, least greatest error (3.4e-9) for five terms
 _SINE_1 = tl.constexpr(3.141592502593994)
@@ -36,21 +37,26 @@ _SINE_9 = tl.constexpr(0.07722015678882599)
 
 @triton.jit
 def store(at, y, mask, low, SPLIT: tl.constexpr):
-    """`y` fp32 in the stored form; its low parts lie `low` values behind."""
-    y = y * (1.0 / INPUT_SCALE)
-    high = y.to(tl.float16)
-    tl.store(at, high, mask=mask)
-    if SPLIT:
-        tl.store(at + low, ((y - high.to(tl.float32)) * LOW_SCALE).to(tl.float16), mask=mask)
+    """`y` fp32, as it is or in the stored form; its low parts lie `low` values behind."""
+    if at.dtype.element_ty == tl.float32:
+        tl.store(at, y, mask=mask)
+    else:
+        y = y * (1.0 / INPUT_SCALE)
+        high = y.to(tl.float16)
+        tl.store(at, high, mask=mask)
+        if SPLIT:
+            tl.store(at + low, ((y - high.to(tl.float32)) * LOW_SCALE).to(tl.float16), mask=mask)
 
 
 @triton.jit
 def load(at, mask, low, SPLIT: tl.constexpr):
-    """fp32 of the stored form."""
+    """What `store` stored, in fp32."""
     y = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    if SPLIT:
-        y = tl.fma(tl.load(at + low, mask=mask, other=0.0).to(tl.float32), 1.0 / LOW_SCALE, y)
-    return y * INPUT_SCALE
+    if at.dtype.element_ty == tl.float16:
+        if SPLIT:
+            y = tl.fma(tl.load(at + low, mask=mask, other=0.0).to(tl.float32), 1.0 / LOW_SCALE, y)
+        y = y * INPUT_SCALE
+    return y
 
 
 @triton.jit
@@ -119,20 +125,24 @@ def _end(
 
 @triton.jit(do_not_specialize=["rows", "per", "dilation", "x_lane", "x_low", "act_lane", "act_low"])
 def product(
-    x, high, low, bias, scale, residual, turns, magnitude, raw, act,
-    rows, per, dilation, x_lane, x_low, act_lane, act_low,
+    x, high, low, bias, scale, residual, turns, magnitude, raw, act, partial,
+    rows, per, dilation, x_lane, x_low, act_lane, act_low, eps,
     OUTS: tl.constexpr, DEPTH: tl.constexpr, CHANNELS: tl.constexpr, SNAKES: tl.constexpr, ACT_SPLIT: tl.constexpr,
     GELU: tl.constexpr, SWIGLU: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, EXTRA: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """One tile. Row r of the product is row r % per of lane r // per, and sees x[t], x[t + dilation], ...
 
-    x, act: stored form; from a lane to the next, and from a number to its low part, in units of 8 values (x_lane,
-    x_low, act_lane, act_low), which tells the compiler how they are aligned. high, low (OUTS, DEPTH), low None: not
-    split. residual, raw (rows, OUTS) fp32, or fp16 of a sixteenth. EVEN: a step lies within one tap. GROUP: so many
-    tiles of rows go together, column after column, while the weights of the column are in the cache.
+    x, act: fp32 or stored form; from a lane to the next, and from a number to its low part, in units of 8 values
+    (x_lane, x_low, act_lane, act_low), which tells the compiler how they are aligned. high, low (OUTS, DEPTH); low
+    None: not split. residual, raw (rows, OUTS) fp32, or fp16 of a sixteenth. EVEN: a step lies within one tap. GROUP:
+    so many tiles of rows go together, column after column, while the weights of the column are in the cache. eps: of an
+    RMSNorm of x, fp32, whose weight is in the product's; None: none. PART: a program sums so many terms of the depth,
+    to `partial` (parts, rows, OUTS) fp32, which `sum_parts` takes; 0: all of them.
     """
     SPLIT: tl.constexpr = low is not None
+    PLAIN: tl.constexpr = x.dtype.element_ty == tl.float32
     WHOLE: tl.constexpr = OUTS % (BN + EXTRA) == 0
     down, across = tl.cdiv(rows, BM), tl.cdiv(OUTS, BN + EXTRA)
     top = tl.program_id(0) // (GROUP * across) * GROUP
@@ -155,19 +165,28 @@ def product(
         extra_inside = (extra < OUTS)[None, :]
         total_extra = tl.zeros((BM, EXTRA), tl.float32)
         rest_extra = total_extra
-    for k in range(0, DEPTH, BK):
+    if PLAIN:
+        squares = tl.zeros((BM,), tl.float32)
+    start, end = 0, DEPTH
+    if PART:
+        start = tl.program_id(1) * PART
+        end = tl.minimum(start + PART, DEPTH)
+    for k in range(start, end, BK):
         if EVEN:
             tap = k // CHANNELS
             at = x_row + (tap * (dilation * CHANNELS) + (k - tap * CHANNELS)) + step[None, :]
-            a = tl.load(at)
-            if SPLIT:
+            if PLAIN:
+                a = tl.load(at, mask=(row < rows)[:, None], other=0.0)
+            else:
+                a = tl.load(at)
+            if SPLIT and not PLAIN:
                 a_low = tl.load(at + x_low * 8)
         else:
             deep = k + step < DEPTH
             tap = (k + step) // CHANNELS
             at = x_row + (tap * (dilation * CHANNELS) + (k + step - tap * CHANNELS))[None, :]
             a = tl.load(at, mask=deep[None, :], other=0.0)
-            if SPLIT:
+            if SPLIT and not PLAIN:
                 a_low = tl.load(at + x_low * 8, mask=deep[None, :], other=0.0)
         if EVEN and WHOLE:
             w = tl.load(high + w_row + k)
@@ -181,6 +200,12 @@ def product(
             w = tl.load(high + w_row + k, mask=inside & deep[:, None], other=0.0)
             if SPLIT:
                 w_low = tl.load(low + w_row + k, mask=inside & deep[:, None], other=0.0)
+        if PLAIN:
+            if eps is not None:
+                squares += tl.sum(a * a, 1)
+            value = a * (1.0 / INPUT_SCALE)
+            a = value.to(tl.float16)
+            a_low = ((value - a.to(tl.float32)) * LOW_SCALE).to(tl.float16)
         total = tl.dot(a, w, total)
         if SPLIT:
             rest = tl.dot(a_low, w, rest)
@@ -199,10 +224,20 @@ def product(
             if SPLIT:
                 rest_extra = tl.dot(a_low, w, rest_extra)
                 rest_extra = tl.dot(a, w_low, rest_extra)
-    _end(
-        total, rest, row, rows, per, first, bias, scale, residual, turns, magnitude, raw, act, act_lane, act_low,
-        OUTS, SNAKES, SPLIT, ACT_SPLIT, GELU, SWIGLU, WHOLE,
-    )  # fmt: skip
+    if eps is not None:
+        norm = tl.rsqrt(squares / DEPTH + eps)[:, None]
+        total *= norm
+        rest *= norm
+    if PART:
+        if SPLIT:
+            total = tl.fma(rest, 1.0 / LOW_SCALE, total)
+        line = (tl.program_id(1) * rows + row)[:, None] * OUTS
+        tl.store(partial + line + column[None, :], total, mask=(row < rows)[:, None] & inside)
+    else:
+        _end(
+            total, rest, row, rows, per, first, bias, scale, residual, turns, magnitude, raw, act, act_lane, act_low,
+            OUTS, SNAKES, SPLIT, ACT_SPLIT, GELU, SWIGLU, WHOLE,
+        )  # fmt: skip
     if EXTRA:
         _end(
             total_extra, rest_extra, row, rows, per, first + BN, bias, scale, residual, turns, magnitude, raw, act,
@@ -210,30 +245,56 @@ def product(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["rows", "per", "act_lane", "act_low"])
+def sum_parts(
+    partial, bias, scale, residual, turns, magnitude, raw, act, rows, per, act_lane, act_low,
+    OUTS: tl.constexpr, PARTS: tl.constexpr, SNAKES: tl.constexpr, ACT_SPLIT: tl.constexpr, GELU: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """Program (row, block of columns): adds the sums of a product's parts in their order, then ends as it does."""
+    row = tl.program_id(0) + tl.arange(0, 1)
+    first = tl.program_id(1) * BN
+    column = first + tl.arange(0, BN)
+    total = tl.zeros((1, BN), tl.float32)
+    for part in range(PARTS):
+        line = (part * rows + row)[:, None] * OUTS
+        total += tl.load(partial + line + column[None, :], mask=(column < OUTS)[None, :], other=0.0)
+    _end(
+        total, total, row, rows, per, first, bias, scale, residual, turns, magnitude, raw, act, act_lane, act_low,
+        OUTS, SNAKES, False, ACT_SPLIT, GELU, False, OUTS % BN == 0,
+    )  # fmt: skip
+
+
 def run_product(
-    x: Rows, weight: Packed, lanes: int, *, gelu: bool = False, swiglu: bool = False, scale: Tensor | None = None,
-    residual: Tensor | None = None, raw: Tensor | None = None, snake: SnakeBeta | None = None, act: Rows | None = None,
-    tile: ProductTile | None = None,
+    x: Rows, weight: Packed, tile: ProductTile, *, eps: float | None = None, gelu: bool = False, swiglu: bool = False,
+    scale: Tensor | None = None, residual: Tensor | None = None, raw: Tensor | None = None,
+    snake: SnakeBeta | None = None, act: Rows | None = None,
 ) -> None:  # fmt: skip
     """The product of `weight` over the newest rows of every lane of `x`, split where `weight` is.
 
-    Its end, in this order: bias, GELU, or SwiGLU over neighbours (gate, up), times `scale` (outs,), plus `residual`;
-    then the value to `raw` and, through `snake` (its frequency in half turns), to the newest rows of `act`. residual,
-    raw (lanes * rows, outs) fp32, or fp16 of a sixteenth; they may be the same. tile: another than the table's.
+    eps: of an RMSNorm of `x`, fp32 and of one tap, before it. Its end, in this order: bias, GELU, or SwiGLU over
+    neighbours (gate, up), times `scale` (outs,), plus `residual`; then the value to `raw` and, through `snake` (its
+    frequency in half turns), to the newest rows of `act`. residual, raw (lanes * rows, outs) fp32, or fp16 of a
+    sixteenth; they may be the same. With eps or swiglu, `tile` has no parts.
     """
     outs, depth = weight.high.shape
-    rows, channels = lanes * x.new, weight.channels
-    if tile is None:
-        shared = torch.cuda.get_device_properties(x.memory.device).shared_memory_per_block_optin
-        tile = product_tile(rows, outs, depth, channels, weight.low is not None, shared)
-    grid = (tile.programs(rows, outs),)
+    rows, channels = x.lanes * x.new, weight.channels
+    parts = tile.parts(depth)
+    partial = torch.empty(parts * rows * outs, device=x.memory.device) if parts > 1 else None
     turns, magnitude = (snake.frequency, snake.magnitude) if snake else (None, None)
-    launch(
-        product, grid, x.memory, weight.high, weight.low, weight.bias, scale, residual, turns, magnitude, raw,
-        None if act is None else act.newest, rows, x.new, weight.dilation, x.lane // 8, x.plane // 8,
-        0 if act is None else act.lane // 8, 0 if act is None else act.plane // 8,
-        OUTS=outs, DEPTH=depth, CHANNELS=channels, SNAKES=outs if snake is None else len(snake.frequency),
-        ACT_SPLIT=act is not None and act.split, GELU=gelu, SWIGLU=swiglu, EVEN=channels % tile.depth == 0,
-        BM=tile.rows, BN=tile.outs, EXTRA=tile.extra, BK=tile.depth, GROUP=_GROUP,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    end = weight.bias, scale, residual, turns, magnitude, raw, None if act is None else act.newest
+    strides = (0, 0) if act is None else (act.lane // 8, act.plane // 8)
+    options = dict(
+        OUTS=outs, SNAKES=len(snake.frequency) if snake else outs, ACT_SPLIT=act is not None and act.split, GELU=gelu,
+        enable_fp_fusion=False,
     )  # fmt: skip
+    launch(
+        product, (tile.programs(rows, outs), parts), x.memory, weight.high, weight.low, *end, partial,
+        rows, x.new, weight.dilation, x.lane // 8, x.plane // 8, *strides, eps, **options,
+        DEPTH=depth, CHANNELS=channels, SWIGLU=swiglu, EVEN=channels % tile.depth == 0,
+        BM=tile.rows, BN=tile.outs, EXTRA=tile.extra, BK=tile.depth, GROUP=_GROUP, PART=tile.part,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if partial is not None:
+        grid = rows, -(-outs // _SUM_BLOCK)
+        launch(sum_parts, grid, partial, *end, rows, x.new, *strides, **options, PARTS=parts, BN=_SUM_BLOCK)
