@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from commands import run
+from test_training_codec import vowels
 
 from mktts.errors import BackendUnavailable
 from mktts.spec import SAMPLE_RATE_HZ
@@ -51,6 +52,15 @@ def test_pitch_is_found_and_whether_a_band_keeps_to_it():
 def test_energy_above_eight_kilohertz_is_that_of_white_noise():
     assert signal.high_band_db(NOISE) == pytest.approx(10 * np.log10(1 / 3), abs=0.2)
     assert signal.high_band_db(signal.band_passed(NOISE, 0, 7_000)) < -50
+
+
+def test_pitch_errors_are_measured_along_the_words():
+    pytest.importorskip("librosa")
+    teacher = vowels(1.5, 3) / np.float32(32_768)
+    cents, voicing = signal.pitch_errors(teacher, teacher)
+    assert cents == 0 and voicing == 0
+    slower = np.interp(np.arange(0, len(teacher), 0.9), np.arange(len(teacher)), teacher).astype(np.float32)
+    assert 100 < signal.pitch_errors(slower, teacher)[0] < 300  # 182 cents lower
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -174,6 +174,14 @@ def levels(utterances: list[Spoken], record: Record) -> None:
     put(record, "loudness_spread_lu", np.ptp(lufs), len(utterances))
 
 
+def pitch(utterances: list[Spoken], record: Record) -> None:
+    """Pitch and voicing errors along the best alignment; reported only."""
+    _package("librosa")
+    cents, voicing = np.array([signal.pitch_errors(u.student, u.teacher) for u in utterances]).T
+    put_rows(record, "pitch_error_cents", cents)
+    put_rows(record, "voicing_error", voicing)
+
+
 def likeness(utterances: list[Spoken], record: Record) -> None:
     """Cosine of resemblyzer's embeddings of both."""
     encoder = package("resemblyzer").VoiceEncoder("cpu", verbose=False)
@@ -203,8 +211,8 @@ def _weights(checkpoint: str) -> list[Path]:
 
 
 SECTIONS = {
-    "sound": sound, "ends": ends, "levels": levels, "quality": quality, "words": words, "likeness": likeness,
-    "speed": speed,
+    "sound": sound, "ends": ends, "levels": levels, "pitch": pitch, "quality": quality, "words": words,
+    "likeness": likeness, "speed": speed,
 }  # fmt: skip
 
 
