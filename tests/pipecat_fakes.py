@@ -103,7 +103,10 @@ class FakeSource(SpeechSource):
     async def disconnect(self) -> None:
         self.connected -= 1
 
-    async def open(self, style: Style, text: str = "") -> FakeSpeech:
+    async def open(self, style: Style) -> FakeSpeech:
+        return await self.speak("", style)
+
+    async def speak(self, text: str, style: Style) -> FakeSpeech:
         self.asked.append((text, style))
         self.speeches.append(self.plan(text))
         return self.speeches[-1]

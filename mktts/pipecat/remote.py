@@ -130,6 +130,10 @@ class RemoteSource(SpeechSource):
                 "--voice NAME=FILE, and asked for by that name)"
             )
 
+    async def speak(self, text: str, style: Style) -> RemoteSpeech:
+        """As `open`, of a text that is known."""
+        return await self.open(style, text)
+
     async def open(self, style: Style, text: str | None = None) -> RemoteSpeech:
         """Raises EngineError and AccessError; the rest comes from the speech."""
         fields = {

@@ -351,7 +351,7 @@ class MkttsTTSService(TTSService):
             else:
                 # Marks and symbols alone are nothing to say, and a model given nothing to say says something else.
                 if any(map(str.isalnum, text)):
-                    utterance.speech = await source.open(style, text)
+                    utterance.speech = await source.speak(text, style)
                 # While the first frame is made: when each word is heard, and Pipecat's count of characters.
                 utterance.words.feed(text)
                 utterance.words.finish()

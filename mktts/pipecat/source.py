@@ -76,8 +76,10 @@ class SpeechSource(Protocol):
         """A word of a text as it will be heard, as far as that is known: its length stands for its duration."""
         return word
 
-    async def open(self, style: Style, text: str | None = None) -> Speech:
-        """Starts an utterance; without `text`, that comes later."""
+    async def speak(self, text: str, style: Style) -> Speech: ...
+
+    async def open(self, style: Style) -> Speech:
+        """Starts an utterance whose text comes later."""
 
 
 class LocalSpeech(Speech):
@@ -128,8 +130,8 @@ class LocalSource(SpeechSource):
         layout: Layout | None = None,
     ) -> None:
         """`name`: of the model; None takes the folder of the checkpoint. `options`: of every utterance; None takes
-        markup out of its text. `layout`: of the prompts of whole texts, None for the checkpoint's; "streaming" leaves
-        no prompt to compute before the first frame, and is that of text that comes later."""
+        markup out of its text. `layout`: of the prompts of `speak`, None for the checkpoint's; "streaming" leaves no
+        prompt to compute before the first frame. What `open` gives is in the streaming layout in any case."""
         self._synthesizer = synthesizer
         self._options = options or StreamOptions(markup="strip")
         self._layout = layout
@@ -145,11 +147,11 @@ class LocalSource(SpeechSource):
     def spoken(self, word: str, style: Style) -> str:
         return self._synthesizer.spoken(word, style.language or "auto")
 
-    async def open(self, style: Style, text: str | None = None) -> LocalSpeech:
-        settings = self._stream_settings(style)
-        if text is None:
-            return LocalSpeech(self._synthesizer.open(**settings))
-        return LocalSpeech(self._synthesizer.stream(text, layout=self._layout, **settings))
+    async def speak(self, text: str, style: Style) -> LocalSpeech:
+        return LocalSpeech(self._synthesizer.stream(text, layout=self._layout, **self._stream_settings(style)))
+
+    async def open(self, style: Style) -> LocalSpeech:
+        return LocalSpeech(self._synthesizer.open(**self._stream_settings(style)))
 
     def _stream_settings(self, style: Style) -> StreamSettings:
         checkpoint = self._synthesizer.checkpoint

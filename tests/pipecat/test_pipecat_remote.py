@@ -154,13 +154,13 @@ async def test_a_cancel_ends_the_connection_and_the_next_utterance_has_one_that_
     async with fake_server(script) as server:
         source = server.source
         await source.connect()
-        first = await source.open(Style(), "One.")
+        first = await source.speak("One.", Style())
         assert await anext(first) == PIECE
         first.cancel()
         assert await taken(first) == b"" and first.finish_reason == "cancelled"
         for text in ("Two.", "Three."):
             await until(lambda: source._spares and source._spares[0].done())  # opened for the next one
-            speech = await source.open(Style(), text)
+            speech = await source.speak(text, Style())
             assert await taken(speech) == b"\1\0\2\0" and speech.finish_reason == "eos"
     assert [[message["type"] for message in client.got] for client in server.clients] == [["start"]] * 3 + [[]]
 
@@ -178,7 +178,7 @@ async def test_a_slow_server_that_answers_pings_is_waited_for_and_a_slow_consume
         await client.finished()
 
     async with fake_server(fast, silence_s=0.2) as server:
-        speech = await server.source.open(Style(), "Hello.")
+        speech = await server.source.speak("Hello.", Style())
         await anext(speech)
         await asyncio.sleep(0.5)  # long enough for all of it; not reading is no silence of the server either
         assert sent * len(piece) < MOST_IN_SOCKETS_BYTES
@@ -211,7 +211,7 @@ async def test_errors_of_the_server_are_those_of_a_source_in_process(code, error
         refused.finish()
         with pytest.raises(error, match="told by the server"):
             await anext(refused)
-        broken = await server.source.open(Style(), "Hello.")
+        broken = await server.source.speak("Hello.", Style())
         assert await anext(broken) == PIECE
         with pytest.raises(error, match="told by the server"):
             await anext(broken)
@@ -221,7 +221,7 @@ async def test_errors_of_the_server_are_those_of_a_source_in_process(code, error
 @pytest.mark.parametrize("by", ["source", "task"])
 async def test_disconnecting_and_cancelling_the_task_that_waits_end_the_generation(by):
     async with fake_server(silent) as server:
-        waiting = asyncio.create_task(taken(await server.source.open(Style(), "Hello.")))
+        waiting = asyncio.create_task(taken(await server.source.speak("Hello.", Style())))
         await asyncio.sleep(0.05)  # it waits
         if by == "source":
             await server.source.disconnect()
@@ -248,7 +248,7 @@ async def test_a_server_that_is_none_or_stops_is_an_error_at_the_start_and_the_p
         if health is None:
             await running.aclose()
             with pytest.raises(errors.EngineError, match=message):
-                await taken(await RemoteSource(url).open(Style(), "Hello."))
+                await taken(await RemoteSource(url).speak("Hello.", Style()))
         with pytest.raises(errors.EngineError, match=message):
             await RemoteSource(url).connect()
         tts = MkttsTTSService(source=RemoteSource(url))
@@ -376,7 +376,7 @@ async def test_an_utterance_of_which_nothing_was_heard_begins_again(fed, how):
             speech.feed("lo.")
             speech.finish()
         else:
-            speech = await server.source.open(Style(seed=3), "Hello.")
+            speech = await server.source.speak("Hello.", Style(seed=3))
         assert await taken(speech) == PIECE and speech.finish_reason == "eos"
     last = server.clients[-1].got
     assert "".join(message.get("text", "") for message in last) == "Hello." and len(server.clients) == 2
@@ -389,9 +389,9 @@ async def test_tries_have_an_end_and_a_cancel_ends_them():
 
     async with fake_server(lost) as server:
         with pytest.raises(errors.ConnectionLost):
-            await taken(await server.source.open(Style(), "Hello."))
+            await taken(await server.source.speak("Hello.", Style()))
         assert len(server.clients) == 1 + len(PATIENCE_S)
-        speech = await server.source.open(Style(), "Hello.")
+        speech = await server.source.speak("Hello.", Style())
         waiting = asyncio.create_task(taken(speech))
         await until(lambda: len(server.clients) > 2 + len(PATIENCE_S))
         speech.cancel()
