@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lane_player import Player, exact_buckets, pages_for, random_segments
+from lane_player import CountingCodec, Player, exact_buckets, pages_for, random_segments
 from torch import Tensor
 
 from mktts.batch import BatchSettings
@@ -63,6 +63,7 @@ def lanes_of(checkpoint: Checkpoint, pages: int) -> Lanes:
     lanes = CudaLanes(
         checkpoint.config, checkpoint.tensors(), DEVICE, torch.bfloat16, slots=max(SIZES), pages=pages,
         positions=max(PROMPTS) + FRAMES, settings=exact_buckets(SIZES), deterministic=True,
+        codec=CountingCodec(max(SIZES) + 1, DEVICE),
     )  # fmt: skip
     lanes.prepare()
     return lanes

@@ -134,7 +134,7 @@ class BatchFrame:
         block: Tensor,
         space: SimpleNamespace,
         products: CublasProducts,
-        codec: CudaCodec | None = None,
+        codec: CudaCodec,
     ) -> None:
         self._weights, self._slots, self._pages, self._codec = weights, slots, pages, codec
         self._products, self._nobody = products, len(slots.positions) - 1
@@ -147,9 +147,8 @@ class BatchFrame:
         """Queues kernels only: nothing waits for the device."""
         self._talk()
         self._predict()
-        if self._codec is not None:
-            codes = self.space.made[: NUM_CODEBOOKS * self.lane_count].view(-1, NUM_CODEBOOKS)
-            self.space.pcm.copy_(self._codec.decode(codes, self.space.codec_slots))
+        codes = self.space.made[: NUM_CODEBOOKS * self.lane_count].view(-1, NUM_CODEBOOKS)
+        self.space.pcm.copy_(self._codec.decode(codes, self.space.codec_slots))
 
     # ---- talker
 

@@ -61,7 +61,7 @@ class CudaLanes:
         slots: int,
         positions: int,
         pages: int,
-        codec: CudaCodec | None = None,
+        codec: CudaCodec,
         primed: Callable[[], PrimedStates] | None = None,
         settings: TickSettings | None = None,
         graphs: bool = True,
@@ -70,7 +70,7 @@ class CudaLanes:
         """`tensors` by Hub name; those that the device has in this dtype are shared. slots: the engine's. positions: of
         the longest stream, prompt and frames. pages: with page 0; see `LaneMemory` for what all that takes.
 
-        codec: of slots + 1 slots; None: PCM is silence. primed: makes codec states after references, once there is one.
+        codec: of slots + 1 slots. primed: makes codec states after references, once there is one.
         settings: its buckets are what runs. graphs: recorded by `prepare`, or at a bucket's first tick; without, every
         tick is launched kernel by kernel.
         deterministic: a stream's codes depend neither on its neighbours nor on the bucket.
@@ -83,7 +83,7 @@ class CudaLanes:
         self._memory = PagedMemory(self.pages, config.talker, pages, device, dtype)
         weights = FrameWeights(config, tensors, device, dtype, self._memory.positions)
         self.deterministic = deterministic
-        self.precision: Precision = "fast" if codec is not None and codec.name.endswith("fast") else "full"
+        self.precision: Precision = "fast" if codec.name.endswith("fast") else "full"
         self.embeddings = dict(zip(CODE_EMBEDDINGS, weights.embeddings, strict=True))
         self._codec, self._make_primed = codec, primed
         self._primed: PrimedStates | None = None
@@ -139,8 +139,6 @@ class CudaLanes:
     # ---- streams
 
     def _begin_codec(self, slot: int, reference: Tensor | None) -> None:
-        if self._codec is None:
-            return
         if reference is None:
             self._silent.add(slot)  # those of many arrivals are cleared together
             return
@@ -202,8 +200,7 @@ class CudaLanes:
                 self._silent.clear()
             self._block[:words].copy_(stage.block[:words], non_blocking=True)
             (bucket.replay or bucket.run)()
-            made, pcm = bucket.space.made, bucket.space.pcm
-            stage.end(made, None if self._codec is None else pcm, len(tick.lanes))
+            stage.end(bucket.space.made, bucket.space.pcm, len(tick.lanes))
         for piece in tick.pieces:
             if piece.last:
                 del self._prompts[piece.slot]

@@ -131,13 +131,12 @@ class Stage:
         self._before = before
         self._began.record()
 
-    def end(self, made: Tensor, pcm: Tensor | None, count: int) -> None:
+    def end(self, made: Tensor, pcm: Tensor, count: int) -> None:
         """Queues the way back. made (17 B,) int32, pcm (B, 1920) fp32: see `memory.space_shapes`; `count` lanes are
-        filled. pcm None: silence."""
+        filled."""
         self._lanes, self._count = len(made) // (NUM_CODEBOOKS + 1), count
         self._made[: len(made)].copy_(made, non_blocking=True)
-        if pcm is not None:
-            self._pcm[:count].copy_(pcm[:count], non_blocking=True)
+        self._pcm[:count].copy_(pcm[:count], non_blocking=True)
         self._ended.record()
 
     def collect(self) -> Made:

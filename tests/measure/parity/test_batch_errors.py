@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from lane_player import Player, exact_buckets, pages_for
+from lane_player import CountingCodec, Player, exact_buckets, pages_for
 from torch import Tensor
 
 from mktts.checkpoint import open_checkpoint
@@ -64,6 +64,7 @@ def test_errors_are_those_of_bf16_with_and_without_one_order_of_sums(source, det
         checkpoint.config, checkpoint.tensors(), DEVICE, torch.bfloat16, slots=max(SIZES),
         positions=max(one.positions for one in compared), pages=pages_for([*others, *compared]),
         settings=exact_buckets(SIZES), graphs=False, deterministic=deterministic,
+        codec=CountingCodec(max(SIZES) + 1, DEVICE),
     )  # fmt: skip
     inside, loads = FrameInside(lanes), {}
     for size in SIZES:
