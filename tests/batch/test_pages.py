@@ -19,26 +19,30 @@ class Device(RuleBasedStateMachine):
 
     opened = Bundle("opened")
 
-    @initialize(pages=st.integers(3, 30), max_kept=st.integers(0, 8))
+    @initialize(pages=st.sampled_from([30, 12, 5]), max_kept=st.sampled_from([8, 4, 0]))
     def begin(self, pages, max_kept):
         self.book = Pages(pages, SLOTS, 40, PAGE_ROWS, max_kept)
-        self.memory = np.full((pages, PAGE_ROWS), "", object)
+        self.memory, self.table = np.full((pages, PAGE_ROWS), "", object), self.book.table.copy()
         self.total = pages - 1
         self.held: dict[int, tuple[int, list[str]]] = {}  # slot -> most rows, what its rows must hold
 
     def write(self, slot: int, start: int, rows: list[str]) -> None:
         for position, row in enumerate(rows, start):
-            self.memory[self.book.table[slot, position // PAGE_ROWS], position % PAGE_ROWS] = row
+            self.memory[self.table[slot, position // PAGE_ROWS], position % PAGE_ROWS] = row
 
-    def copy(self) -> None:
-        for source, target, rows in self.book.changes()[0]:
+    def change(self) -> None:
+        copies, slots = self.book.changes()
+        for source, target, rows in copies:
             self.memory[target, :rows] = self.memory[source, :rows]
+        self.table[slots] = self.book.table[slots]
+        assert not any(map(len, self.book.changes()))
 
-    @rule(target=opened, slot=st.integers(0, SLOTS - 1), key=st.none() | KEYS, own=st.integers(1, 20))
-    def open(self, slot, key, own):
+    @rule(target=opened, key=KEYS | st.none(), own=st.integers(1, 9), keeps=st.booleans())
+    def open(self, key, own, keeps):
         prefix = [f"{key} {row}" for row in range(PREFIX_ROWS[key])] if key else []
         rows = len(prefix) + own
-        if slot in self.held:
+        slot = next((slot for slot in range(SLOTS) if slot not in self.held), None)
+        if slot is None:
             return multiple()
         before = self.book.free, self.book.kept
         if not self.book.fits(rows, key):
@@ -48,18 +52,14 @@ class Device(RuleBasedStateMachine):
             return multiple()
         kept_rows = self.book.open(slot, rows, key)
         assert kept_rows in (0, len(prefix))
-        self.copy()
+        self.change()
         content = prefix + [f"slot {slot} {row}" for row in range(own)]
         self.write(slot, kept_rows, content[kept_rows:])
+        if key and keeps:
+            self.book.keep(slot, key, len(prefix))
+            self.change()
         self.held[slot] = rows, content
         return slot
-
-    @rule(slot=opened, key=KEYS)
-    def keep(self, slot, key):
-        rows, content = self.held.get(slot, (0, []))
-        if len(content) > PREFIX_ROWS[key] and content[PREFIX_ROWS[key] - 1].startswith(key):
-            self.book.keep(slot, key, PREFIX_ROWS[key])
-            self.copy()
 
     @rule(slot=consumes(opened))
     def close(self, slot):
@@ -75,7 +75,7 @@ class Device(RuleBasedStateMachine):
     @invariant()
     def every_row_is_what_its_stream_wrote(self):
         for slot, (_, content) in self.held.items():
-            pages = self.book.table[slot]
+            pages = self.table[slot]
             found = [self.memory[pages[row // PAGE_ROWS], row % PAGE_ROWS] for row in range(len(content))]
             assert found == content
 
