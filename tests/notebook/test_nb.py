@@ -6,6 +6,7 @@ import io
 import json
 import re
 import signal
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -135,6 +136,12 @@ def test_controls_refuse_a_value_outside_its_choices_and_choices_without_paramet
         nb.Controls({"VOICE": ["a"]}, SPEAKER="nobody")
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 async def test_start_runs_on_the_cells_loop_even_from_another_thread_and_draws_anew_what_a_cell_drew(shown):
     panel, events, loop = nb.Controls({}, TEXT="Hi"), [], asyncio.get_running_loop()
 
@@ -144,10 +151,9 @@ async def test_start_runs_on_the_cells_loop_even_from_another_thread_and_draws_a
     panel.show(start)
     await panel.run()
     panel.draws(lambda: nb.table([{"runs": len(events)}]))
-    for _ in range(2):
+    for runs in (2, 3):
         await asyncio.to_thread(panel.start_button.click)
-        await asyncio.sleep(0.3)
-        assert not panel.start_button.disabled
+        await until(lambda runs=runs: len(events) == runs and not panel.start_button.disabled)
     assert events == [("Hi", True, True)] * 3
     drawn = shown.outputs[-3:]
     assert [one.data["text/plain"] for one in drawn] == ["runs\n1", "runs\n2", "runs\n3"]
@@ -194,8 +200,8 @@ async def test_an_interrupt_of_the_kernel_and_stop_end_a_run_that_a_button_began
             await asyncio.sleep(0.05)
             assert panel.start_button.disabled and not panel.stop_button.disabled
             signal.raise_signal(signal.SIGINT) if how == "interrupt" else panel.stop_button.click()
-            await asyncio.sleep(0.3)
-            assert panel.message.value == "stopped" and panel.stop_button.disabled and not panel.start_button.disabled
+            await until(lambda: panel.message.value == "stopped" and not panel.start_button.disabled)
+            assert panel.stop_button.disabled
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
