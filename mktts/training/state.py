@@ -80,9 +80,7 @@ class Trainer(ABC):
         for key, ours in (("recipe", asdict(self.recipe)), ("sizes", asdict(self.sizes))):
             found = {k: v for k, v in stored[key].items() if ours.get(k, v) != v and k not in _AHEAD}
             if found:
-                raise CheckpointError(
-                    f"{folder}: expected the {key} of this run, found {found}: take the same, or another --out"
-                )
+                raise CheckpointError(f"{folder}: expected the {key} of this run, found {found}: take another --out")
         self.step, self.begun, self.curves = stored["step"], stored["step"], stored["curves"]
         for ours, theirs in ((self.weights(), "weights"), (self.average, "average")):
             for name, tensor in ours.items():

@@ -87,15 +87,6 @@ def card(voice: Path, evaluation: Mapping[str, Any]) -> str:
     return text.format(**given, quality="\n".join(f"| {' | '.join(row)} |" for row in cells))
 
 
-def replace(voice: Path, out: Path, evaluation: Mapping[str, Any]) -> None:
-    """Puts the checkpoint `voice` with its card in the place of `out`. Raises CheckpointError for what is none."""
-    text = card(voice, evaluation)
-    shutil.rmtree(out, ignore_errors=True)
-    with whole_folder(out) as work:
-        shutil.copytree(voice, work, dirs_exist_ok=True)
-        (work / "README.md").write_text(text, encoding="utf-8")
-
-
 def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path], codec: Codec) -> None:
     """Puts a sentence of each speaker into `folder`: of the student, of the teacher, and the codec's copy of that."""
     for old in folder.glob("*.flac"):
@@ -136,7 +127,11 @@ def main(arguments: argparse.Namespace) -> int:
     folder = arguments.reference or reference()
     lines = {stage: read_state(path)["curves"] for stage, path in zip(("codec", "talker"), stages, strict=True)}
     codec = load_codec(stages[0])
-    replace(arguments.voice, arguments.out, evaluation)
+    text = card(arguments.voice, evaluation)
+    shutil.rmtree(arguments.out, ignore_errors=True)
+    with whole_folder(arguments.out) as work:
+        shutil.copytree(arguments.voice, work, dirs_exist_ok=True)
+        (work / "README.md").write_text(text, encoding="utf-8")
     write_json(folder / EVALUATION, {**evaluation, "checkpoint": SMALL})
     write_json(folder / CURVES, {stage: found[:: -(-len(found) // MAX_POINTS)] for stage, found in lines.items()})
     keep_clips(folder, arguments.keep, arguments.teacher, codec)

@@ -24,7 +24,7 @@ FILES = {
 def test_a_list_is_in_the_front_ends_words_repeats_itself_and_holds_nothing_that_judges():
     lines, counts = texts.mixed(200, 5)
     assert texts.mixed(200, 5) == (lines, counts) and texts.mixed(50, 6)[0] != lines[:50]
-    assert len(lines) == 200 == sum(counts.values()) and counts[texts.AGENT] == 4
+    assert len(lines) == 200 == sum(counts.values()) and counts["agent"] == 4
     assert not [line for line in lines if texts.is_held_out(line) or re.search(r"\d|\{|\|", line)]
     grammars = [line for line in lines if line not in {texts.as_spoken(s) for s in texts.agent_replies()}]
     assert len(set(grammars)) == len(grammars) and max(map(len, lines)) <= texts.MAX_LETTERS

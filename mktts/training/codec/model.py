@@ -324,8 +324,7 @@ def hub_tensors(codec: Codec, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
     return {name: tensor.detach().to("cpu", dtype).clone() for name, tensor in sorted(tensors.items())}
 
 
-def write_codec(folder: Path, codec: Codec, dtype: torch.dtype = torch.bfloat16) -> Path:
+def write_codec(folder: Path, codec: Codec, dtype: torch.dtype = torch.bfloat16) -> None:
     """Writes configuration and weights of a checkpoint's speech_tokenizer/ into `folder`."""
     write_json(folder / "config.json", config_json(codec.sizes), sort_keys=False)
     write_weights(folder, hub_tensors(codec, dtype))
-    return folder

@@ -21,8 +21,7 @@ from mktts.training.state import Trainer, adam, add_training_arguments, train_as
 from mktts.training.weights import fused
 
 _FLOOR = 1e-5  # of magnitudes before the logarithm, where a full-scale sine is 1: -100 dBFS, below what 16 bits hold
-# Samples, bands; the last tell harmonics apart, up to 3 kHz.
-_MEL_WINDOWS = ((256, 40), (512, 64), (1024, 96), (2048, 320))
+_MEL_WINDOWS = ((256, 40), (512, 64), (1024, 96), (2048, 320))  # samples, bands; the last tell harmonics apart
 _DISCRIMINATOR_WINDOWS = (512, 1024, 2048)
 _PERIODS = (2, 3, 5, 7, 11)
 # What repeats: edges of the bands half an octave apart; window, transform and the lags that are looked at, in samples.

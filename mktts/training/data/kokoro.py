@@ -427,7 +427,7 @@ class Phonemes:
 
     def knows(self, text: str) -> bool:
         """Whether a list has all words of `text`, or their stems."""
-        return all(t in MARKS or self._listed(t) or self._ended(t.lower()) for t in _tokens(text))
+        return all(t in MARKS or self._listed(t) or self._ended(t.lower()) for t in _WORD.findall(text))
 
     def __call__(self, text: str) -> list[int]:
         """At most 510 numbers, which is as long as a style goes."""
@@ -437,7 +437,7 @@ class Phonemes:
         """In phonemes, words apart by spaces."""
         found: list[str] = []
         following = ""
-        for token in reversed(_tokens(text)):  # "the" and "to" go by the next word
+        for token in reversed(_WORD.findall(text)):  # "the" and "to" go by the next word
             if token in MARKS:
                 found.append(token)
                 following = "" if token in _ENDS else following
@@ -469,10 +469,6 @@ class Phonemes:
                     if len(word) - cut > 1 and (stem := self._listed(word[:-cut] + put)):
                         return _with_ending(stem, ending)
         return None
-
-
-def _tokens(text: str) -> list[str]:
-    return _WORD.findall(text.replace("-", " "))
 
 
 def _with_ending(stem: str, ending: str) -> str:

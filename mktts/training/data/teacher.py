@@ -24,7 +24,6 @@ from mktts.training.data.audio import Clip, trimmed, write_shard
 from mktts.training.data.kokoro import fetch, load_kokoro, load_phonemes, output_of
 from mktts.training.data.texts import as_spoken
 
-CLIPS_PER_SHARD = 1_000
 LENGTHS_S = (0.3, 15.0)  # what is shorter or longer is left out
 
 
@@ -93,9 +92,7 @@ def read_texts(path: Path, speakers: Sequence[str]) -> list[Item]:
     return items
 
 
-def make_shards(
-    out: Path, items: Sequence[Item], speak: Speak, gains_db: Mapping[str, float], per: int = CLIPS_PER_SHARD
-) -> int:
+def make_shards(out: Path, items: Sequence[Item], speak: Speak, gains_db: Mapping[str, float], per: int) -> int:
     """Writes shards of `per` items and returns how many; those that are there are kept. gains_db: of speakers."""
     paths = [out / f"shard{number:05}.npz" for number in range(-(-len(items) // per))]
     missing = {number: path for number, path in enumerate(paths) if not path.exists()}
@@ -136,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fetch", action="store_true", help="only download KOKORO: 160 MB, of which 56 stay")
     parser.add_argument("--texts", type=Path, metavar="FILE", help="of `train texts`, or metadata.csv")
     parser.add_argument("--clips", type=int, help="sentences from the first on (default: all)")
-    parser.add_argument("--per-shard", type=int, default=CLIPS_PER_SHARD, help="clips of a file (default: %(default)s)")
+    parser.add_argument("--per-shard", type=int, default=1_000, help="clips of a file (default: %(default)s)")
     parser.add_argument("--speakers", default="", help="NAME=VOICE:DB by turns: a voice of Kokoro's, and dB to add")
     parser.add_argument("--out", type=Path, metavar="AUDIO", help="folder for audio shards")
     parser.add_argument("--device", default="auto", help="Kokoro's (default: %(default)s)")

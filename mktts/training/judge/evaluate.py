@@ -75,10 +75,6 @@ def both(utterances: list[Spoken], measure: Callable[[np.ndarray], Any]) -> tupl
     return tuple(np.array([measure(getattr(u, who)) for u in utterances]) for who in VOICES)
 
 
-def speakers(utterances: list[Spoken]) -> list[str]:
-    return list(dict.fromkeys(u.speaker for u in utterances))
-
-
 def put(record: Record, name: str, value: float, n: int, interval: tuple[float, float] = (np.nan, np.nan)) -> None:
     """Puts a figure into a record, beside what must be reached."""
     number, low, high = (float(v) if np.isfinite(v) else None for v in (value, *interval))
@@ -112,7 +108,7 @@ def quality(utterances: list[Spoken], record: Record) -> None:
             return float(model(torch.from_numpy(to_16_khz(pcm))[None]))
 
     student, teacher = both(utterances, distilled)
-    of_speakers = [student[[u.speaker == s for u in utterances]] for s in speakers(utterances)]
+    of_speakers = [student[[u.speaker == s for u in utterances]] for s in dict.fromkeys(u.speaker for u in utterances)]
     put_rows(record, "distillmos_best", max(of_speakers, key=np.mean))
     put_rows(record, "distillmos_all", student)
     put_rows(record, "distillmos_teacher", teacher)
@@ -169,14 +165,16 @@ def ends(utterances: list[Spoken], record: Record) -> None:
 def levels(utterances: list[Spoken], record: Record) -> None:
     """How far the student's speakers are apart in loudness, LUFS (ITU-R BS.1770-4)."""
     meter = package("pyloudnorm").Meter(SAMPLE_RATE_HZ)
-    joined = [[u.student for u in utterances if u.speaker == speaker] for speaker in speakers(utterances)]
-    lufs = [meter.integrated_loudness(np.concatenate(pcm, dtype=float)) for pcm in joined]
+    said: dict[str, list[np.ndarray]] = {}
+    for u in utterances:
+        said.setdefault(u.speaker, []).append(u.student)
+    lufs = [meter.integrated_loudness(np.concatenate(pcm, dtype=float)) for pcm in said.values()]
     put(record, "loudness_spread_lu", np.ptp(lufs), len(utterances))
 
 
 def pitch(utterances: list[Spoken], record: Record) -> None:
     """Pitch and voicing errors along the best alignment; reported only."""
-    _package("librosa")
+    package("librosa")
     cents, voicing = np.array([signal.pitch_errors(u.student, u.teacher) for u in utterances]).T
     put_rows(record, "pitch_error_cents", cents)
     put_rows(record, "voicing_error", voicing)

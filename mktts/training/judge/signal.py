@@ -88,21 +88,13 @@ def high_band_db(pcm: np.ndarray) -> float:
 
 def pitch_errors(student: np.ndarray, teacher: np.ndarray) -> tuple[float, float]:
     """Root mean square error in cents where both are voiced, and share of frames that one alone voices, along the
-    cheapest path between log spectra of a third of an octave (dynamic time warping)."""
-    from librosa.sequence import dtw
+    cheapest path between log mel spectra (dynamic time warping)."""
+    from librosa import feature, sequence
 
-    ours, theirs = (_thirds(pcm) for pcm in (student, teacher))
-    at = dtw(C=np.abs(ours[:, None] - theirs).mean(-1))[1]
+    sizes = {"sr": SAMPLE_RATE_HZ, "n_fft": _WINDOW, "hop_length": _HOP, "n_mels": 32, "center": False}
+    spectra = [np.log(feature.melspectrogram(y=pcm, **sizes) + 1e-6) for pcm in (student, teacher)]
+    at = sequence.dtw(*spectra, metric="cityblock")[1]
     ours, theirs = pitch_periods(student)[at[:, 0]], pitch_periods(teacher)[at[:, 1]]
     both = (ours > 0) & (theirs > 0)
     cents = 1_200 * np.log2(theirs[both] / ours[both])
     return _mean(cents**2) ** 0.5, float(np.mean((ours > 0) != (theirs > 0)))
-
-
-def _thirds(pcm: np.ndarray) -> np.ndarray:
-    """Log levels (windows, bands) in third-octave bands, every 10 ms."""
-    windows = np.lib.stride_tricks.sliding_window_view(pcm.astype(np.float64), _WINDOW)[::_HOP]
-    power = np.abs(np.fft.rfft(windows * np.hanning(_WINDOW))) ** 2
-    hz = np.fft.rfftfreq(_WINDOW, 1 / SAMPLE_RATE_HZ)
-    bands = [power[:, (hz >= c * 2 ** (-1 / 6)) & (hz < c * 2 ** (1 / 6))].sum(1) for c in CENTRES_HZ]
-    return np.log(np.stack(bands, 1) + 1e-6)

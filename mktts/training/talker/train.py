@@ -240,10 +240,8 @@ class TalkerTrainer(Trainer):
             first = model.w.linear("talker.codec_head", hidden)
             # not hidden[rows], whose gradient is sorted
             rest = model.predictor_logits(torch.index_select(hidden, 0, batch.rows), batch.codes)
-        return (
-            F.cross_entropy(first.float(), batch.target, ignore_index=NO_TARGET),
-            F.cross_entropy(rest.float().flatten(0, 1), batch.codes[:, 1:].flatten()),
-        )
+        code0 = F.cross_entropy(first.float(), batch.target, ignore_index=NO_TARGET)
+        return code0, F.cross_entropy(rest.float().flatten(0, 1), batch.codes[:, 1:].flatten())
 
     @torch.no_grad()
     def measured(self) -> dict[str, float]:
