@@ -104,8 +104,7 @@ def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path], codec: Codec) 
 
 
 EXAMPLES = """examples:
-  python -m mktts train ship --voice TALKER/voice --evaluation evaluation.json --keep KEEP --teacher NATURAL \\
-    --curves CODEC TALKER
+  python -m mktts train ship --voice VOICE --evaluation e.json --keep KEEP --teacher NATURAL --curves CODEC TALKER
 
 Replaces the voice in the package, and its evidence in outputs/reference/voice. The last line of standard output is
 JSON: the folder and its bytes."""

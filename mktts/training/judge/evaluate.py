@@ -248,7 +248,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--teacher", type=Path, required=True, nargs="+", metavar="NATURAL", help="audio shards")
     parser.add_argument("--keep", type=Path, required=True, metavar="FOLDER", help="for the student's audio")
     parser.add_argument("--output", type=Path, required=True, help="JSON, written whole after every section")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections (default: all)")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help=f"of {', '.join(SECTIONS)}")
     parser.add_argument("--listeners", type=float, help="on two cores, as `mktts bench` found")
 
 
