@@ -14,9 +14,7 @@ PIPE = "-"  # in place of a text or a file: standard input or output
 
 
 def add_model_arguments(
-    parser: argparse.ArgumentParser,
-    checkpoint: str | None = DEFAULT_CHECKPOINT,
-    lexicon: bool = False,
+    parser: argparse.ArgumentParser, checkpoint: str | None = DEFAULT_CHECKPOINT, lexicon: bool = False
 ) -> None:
     """Which checkpoint, as `add_checkpoint_arguments`, and what runs it: `loading` reads these. lexicon: whether it may
     have one."""
