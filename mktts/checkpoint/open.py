@@ -123,10 +123,8 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     or "random:SIZE[:TYPE][:full-codec][:margin]", which is made in the cache on first use. Raises CheckpointError."""
     if str(source) == SMALL:
         if not (SMALL_FOLDER / "config.json").is_file():
-            raise CheckpointError(
-                f"checkpoint {SMALL!r}: expected the trained voice in {SMALL_FOLDER}, found none: name a folder or a "
-                "Hub id, or take random:tiny (noise, not speech)"
-            )
+            hint = "name a folder or a Hub id, or take random:tiny (noise, not speech)"
+            raise CheckpointError(f"checkpoint small: expected the trained voice in {SMALL_FOLDER}, found none: {hint}")
         folder, revision = SMALL_FOLDER, None
     else:
         from mktts.checkpoint.random.make import ensure_named

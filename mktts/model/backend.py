@@ -94,9 +94,8 @@ def device_named(name: str | torch.device) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BackendUnavailable("device 'cuda' was asked for and torch sees no CUDA device: pass device='cpu'")
     if device.index is not None and device.type == "cuda" and device.index >= torch.cuda.device_count():
-        raise BackendUnavailable(
-            f"device {name!r} was asked for and torch sees {torch.cuda.device_count()}: name another"
-        )
+        count = torch.cuda.device_count()
+        raise BackendUnavailable(f"device {name!r} was asked for and torch sees {count}: name another")
     return device
 
 

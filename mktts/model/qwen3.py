@@ -224,10 +224,8 @@ class Qwen3Stack(Stack):
         beyond the model's own limit."""
         c = self.config
         if positions > c.max_position_embeddings:
-            raise CapacityError(
-                f"{positions} positions asked for, the model has {c.max_position_embeddings}: "
-                "shorten the text or lower max_frames"
-            )
+            asked = f"{positions} positions asked for, the model has {c.max_position_embeddings}"
+            raise CapacityError(f"{asked}: shorten the text or lower max_frames")
         shape = (c.num_hidden_layers, 2, streams, c.num_key_value_heads, 0 if grows else positions, c.head_dim)
         return KVCache(torch.empty(shape, dtype=self.dtype, device=self.device), positions)
 
@@ -300,9 +298,8 @@ def attended(q: Tensor, k: Tensor, v: Tensor, place: Place, scale: float | None 
     if place.count > 1 and place.past:
         mask = torch.ones(place.count, place.past + place.count, dtype=torch.bool, device=q.device).tril(place.past)
     causal = place.count > 1 and mask is None
-    found = F.scaled_dot_product_attention(
-        q, place.keys, place.values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
-    )
+    how = {"attn_mask": mask, "is_causal": causal, "scale": scale, "enable_gqa": True}
+    found = F.scaled_dot_product_attention(q, place.keys, place.values, **how)
     return found.transpose(1, 2).flatten(2).flatten(0, 1)
 
 

@@ -59,9 +59,8 @@ class Choice:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise SamplingError(
-                f"temperature must be a finite number above 0, got {self.temperature}; for greedy set do_sample=False"
-            )
+            got = f"got {self.temperature}; for greedy set do_sample=False"
+            raise SamplingError(f"temperature must be a finite number above 0, {got}")
         if self.top_k < 0 or int(self.top_k) != self.top_k:
             raise SamplingError(f"top_k must be a whole number of at least 0 (0 = off), got {self.top_k}")
         if not 0 < self.top_p <= 1:
@@ -105,9 +104,8 @@ class Sampling:
 
     def greedy(self) -> Sampling:
         """The same settings with both draws replaced by argmax."""
-        return replace(
-            self, talker=replace(self.talker, do_sample=False), predictor=replace(self.predictor, do_sample=False)
-        )
+        talker, predictor = (replace(choice, do_sample=False) for choice in (self.talker, self.predictor))
+        return replace(self, talker=talker, predictor=predictor)
 
     def upstream(self) -> dict[str, Any]:
         """The settings under the names of generation_config.json and of qwen-tts. `rng` is not among them."""
