@@ -18,8 +18,7 @@ A voice with a transcript puts that before the text, and its frames after codec_
 
 The prefix of a prompt is the rows in front that are the same bits for every text: instruction, role, tags and speaker.
 A transcript's rows are not: `of_checked` projects transcript and text in one matrix product, as upstream does, which
-rounds by its number of rows. `FedPrompt` projects row by row, so there the prefix goes on through the transcript.
-"""
+rounds by its number of rows. `FedPrompt` projects row by row, so there the prefix goes on through the transcript."""
 
 from __future__ import annotations
 

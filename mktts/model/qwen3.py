@@ -2,8 +2,7 @@
 
 `Qwen3Stack` rounds where transformers 4.57 rounds (sdpa attention): in bf16 every intermediate named in upstream's
 modules, RMSNorm in fp32, rotary angles in fp32; that makes the greedy codes of one stream equal to upstream's on CPU.
-Talker M-RoPE has equal temporal, height and width positions, so it is ordinary RoPE.
-"""
+Talker M-RoPE has equal temporal, height and width positions, so it is ordinary RoPE."""
 
 from __future__ import annotations
 

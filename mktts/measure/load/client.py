@@ -202,6 +202,7 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
     gaps = {id(one): one.gaps_within(begin_s, end_s, seen.closed_s) for one in seen.listeners}
     errors = Counter(one.error for one in seen.listeners if one.error)
     late_s = [late for dry in gaps.values() for _, late in dry]
+    loop_late_ms = 1e3 * max(seen.loop_late_s, default=0.0)
     heard = [one for one in came if one.first_s < math.inf]
     open_s = [(one.opened_s, one.ended_s) for one in seen.listeners if not one.refused]
     playing_s = [(one.first_s, one.player.dry_s) for one in seen.listeners if one.first_s < math.inf]
@@ -226,10 +227,7 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
         "frames": frames,
         "audio_s_per_s": frames / FRAME_RATE_HZ / duration_s,
         "host_us_per_frame": 1e6 * (process_s - loop_s) / frames if frames else None,
-        "generator": {
-            "loop_late_max_ms": 1e3 * max(seen.loop_late_s, default=0.0),
-            "cpu_percent": 100 * loop_s / duration_s,
-        },
+        "generator": {"loop_late_max_ms": loop_late_ms, "cpu_percent": 100 * loop_s / duration_s},
     }
 
 
