@@ -113,8 +113,8 @@ def ensure_named(name: str, cache: str | Path | None = None) -> Path:
     ends = [word for word in rest if re.fullmatch(r"eos[1-9]\d*", word)]
     unknown = [word for word in rest if word not in (*types, *ends, *FLAGS)]
     if size not in SIZES or unknown or len(types) > 1 or len(ends) > 1 or len(set(rest)) < len(rest):
-        words = f"SIZE one of {', '.join(SIZES)}; TYPE one of {', '.join(MODEL_TYPES)}; N frames until the end"
-        expected = f"random:SIZE[:TYPE][:full-codec][:margin[:eosN]] with {words}"
+        allowed = f"SIZE one of {', '.join(SIZES)}; TYPE one of {', '.join(MODEL_TYPES)}; N frames until the end"
+        expected = f"random:SIZE[:TYPE][:full-codec][:margin[:eosN]] with {allowed}"
         raise CheckpointError(f"checkpoint {name!r}: expected {expected}")
     model_type = types[0] if types else "custom_voice"
     eos_after = int(ends[0].removeprefix("eos")) if ends else None
