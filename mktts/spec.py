@@ -162,8 +162,8 @@ class ModelConfig:
         model_type = MODEL_TYPES[name]
         groups = _get(talker, "num_code_groups", int, where)
         if groups != NUM_CODEBOOKS:
-            expected = f"num_code_groups must be {NUM_CODEBOOKS}"
-            raise CheckpointError(f"{where}: {expected}, found {groups}: not a 12 Hz checkpoint")
+            wrong = f"num_code_groups must be {NUM_CODEBOOKS}, found {groups}"
+            raise CheckpointError(f"{where}: {wrong}: not a 12 Hz checkpoint")
         encoder = raw.get("speaker_encoder_config") if model_type.clones else None
         codec_keys = {f.name: f"codec_{f.name}_id" for f in fields(CodecIds)} | {"eos": "codec_eos_token_id"}
         return cls(
@@ -227,9 +227,8 @@ class CodecConfig:
             ("num_quantizers", NUM_CODEBOOKS, config.num_quantizers),
         ):
             if found != expected:
-                raise CheckpointError(
-                    f"{where}: {name} must be {expected}, found {found}: not a 12 Hz speech tokenizer"
-                )
+                wrong = f"{name} must be {expected}, found {found}"
+                raise CheckpointError(f"{where}: {wrong}: not a 12 Hz speech tokenizer")
         return config
 
 

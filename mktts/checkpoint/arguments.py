@@ -14,21 +14,17 @@ PIPE = "-"  # in place of a text or a file: standard input or output
 
 
 def add_model_arguments(
-    parser: argparse.ArgumentParser,
-    checkpoint: str | None = DEFAULT_CHECKPOINT,
-    lexicon: bool = False,
+    parser: argparse.ArgumentParser, checkpoint: str | None = DEFAULT_CHECKPOINT, lexicon: bool = False
 ) -> None:
     """Which checkpoint, as `add_checkpoint_arguments`, and what runs it: `loading` reads these. lexicon: whether it may
     have one."""
     model = parser.add_argument_group("model")
     add_checkpoint_arguments(model, checkpoint)
-    model.add_argument(
-        "--backend", default="auto", choices=BACKENDS, help="what runs it (default: the fastest that works here)"
-    )
+    fastest = "what runs it (default: the fastest that works here)"
+    model.add_argument("--backend", default="auto", choices=BACKENDS, help=fastest)
     model.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
-    model.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="of the model (default: bfloat16 on CUDA, float32 on the CPU)"
-    )
+    precision = "of the model (default: bfloat16 on CUDA, float32 on the CPU)"
+    model.add_argument("--dtype", choices=("bfloat16", "float32"), help=precision)
     if lexicon:
         text = "what is said for words: a file of lines WORD, a tab, SAID AS"
         model.add_argument("--lexicon", type=Path, metavar="FILE", help=text)
@@ -44,9 +40,8 @@ def add_checkpoint_arguments(parser: Any, default: str | None, *, required: bool
 def add_voice_arguments(parser: Any) -> None:
     """What one utterance is spoken with."""
     parser.add_argument("--speaker", help="of a custom_voice checkpoint (`inspect` lists them; default: its first)")
-    parser.add_argument(
-        "--language", default="auto", help="that is spoken (`inspect` lists them; default: %(default)s)"
-    )
+    spoken = "that is spoken (`inspect` lists them; default: %(default)s)"
+    parser.add_argument("--language", default="auto", help=spoken)
     parser.add_argument("--instruct", help="how to say it, or for voice_design what the voice is like")
     parser.add_argument("--voice", type=Path, metavar="FILE", help="a saved voice, for a base checkpoint")
     parser.add_argument("--max-frames", type=int, help=f"stop after this many frames of {FRAME_MS:.0f} ms")

@@ -40,19 +40,15 @@ def find(folder: Path) -> WeightFiles:
     if single.is_file():
         return WeightFiles((single,), read_header(single))
     if not index.is_file():
-        raise CheckpointError(
-            f"{folder}: expected model.safetensors or model.safetensors.index.json, found neither. "
-            "Pass the folder of a downloaded checkpoint."
-        )
+        lacks = "expected model.safetensors or model.safetensors.index.json, found neither"
+        raise CheckpointError(f"{folder}: {lacks}. Pass the folder of a downloaded checkpoint.")
     weight_map, tensors = _read_index(index), {}
     shards = list(dict.fromkeys(weight_map.values()))
     for shard in shards:
         path, names = folder / shard, [name for name, its in weight_map.items() if its == shard]
         if not path.is_file():
-            raise CheckpointError(
-                f"{index}: tensor {names[0]}: expected it in the shard {shard}, found no such file. "
-                "The download is incomplete; fetch the missing shard."
-            )
+            lacks = f"tensor {names[0]}: expected it in the shard {shard}, found no such file"
+            raise CheckpointError(f"{index}: {lacks}. The download is incomplete; fetch the missing shard.")
         header = read_header(path)
         if missing := [name for name in names if name not in header]:
             raise CheckpointError(f"{path}: tensor {missing[0]}: the index expects it in this shard, found no such")
@@ -69,10 +65,9 @@ def read_header(path: Path) -> TensorSpecs:
             parts = {name: file.get_slice(name) for name in file.keys()}
             return {name: TensorSpec(tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path}: expected a safetensors file, found {path.stat().st_size} bytes that are none: {error}. "
-            "The file is torn or a Git LFS pointer; download it again."
-        ) from None
+        found = f"expected a safetensors file, found {path.stat().st_size} bytes that are none: {error}"
+        hint = "The file is torn or a Git LFS pointer; download it again."
+        raise CheckpointError(f"{path}: {found}. {hint}") from None
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -82,7 +77,6 @@ def _read_index(index: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: expected an object with a weight_map, found: {error!r}") from None
     if not shards or any(not isinstance(s, str) or Path(s).name != s for s in shards):
-        raise CheckpointError(
-            f"{index}: expected file names beside the index in weight_map, found {sorted(map(str, shards))}"
-        )
+        found = sorted(map(str, shards))
+        raise CheckpointError(f"{index}: expected file names beside the index in weight_map, found {found}")
     return weight_map

@@ -107,11 +107,9 @@ class Checkpoint:
         tokenizer, role = TextTokenizer.load(self.folder), self.config.text_ids.assistant
         found = tokenizer.encode("assistant")
         if found != [role] or tokenizer.vocab_size > self.config.text_vocab_size:
-            raise CheckpointError(
-                f"{self.folder / 'vocab.json'}: expected 'assistant' to be the one token {role} of at most "
-                f"{self.config.text_vocab_size}, found {found} of {tokenizer.vocab_size}. Take vocab.json and "
-                "merges.txt from the checkpoint's own repository."
-            )
+            sizes = f"of at most {self.config.text_vocab_size}, found {found} of {tokenizer.vocab_size}"
+            wrong = f"{self.folder / 'vocab.json'}: expected 'assistant' to be the one token {role} {sizes}"
+            raise CheckpointError(f"{wrong}. Take vocab.json and merges.txt from the checkpoint's own repository.")
         return tokenizer
 
 
@@ -123,10 +121,8 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     or "random:SIZE[:TYPE][:full-codec][:margin]", which is made in the cache on first use. Raises CheckpointError."""
     if str(source) == SMALL:
         if not (SMALL_FOLDER / "config.json").is_file():
-            raise CheckpointError(
-                f"checkpoint {SMALL!r}: expected the trained voice in {SMALL_FOLDER}, found none: name a folder or a "
-                "Hub id, or take random:tiny (noise, not speech)"
-            )
+            hint = "found none: name a folder or a Hub id, or take random:tiny (noise, not speech)"
+            raise CheckpointError(f"checkpoint {SMALL!r}: expected the trained voice in {SMALL_FOLDER}, {hint}")
         folder, revision = SMALL_FOLDER, None
     else:
         from mktts.checkpoint.random.make import ensure_named
@@ -173,21 +169,16 @@ def download(repo_id: str, revision: str | None = None) -> tuple[Path, str]:
     revision = revision or PINNED.get(repo_id, "main")
     from huggingface_hub import errors, snapshot_download
 
-    by_folder = (
-        f"download it where there is a network (hf download {repo_id} --revision {revision} --local-dir FOLDER) "
-        "and pass that folder instead of the id"
-    )
+    command = f"hf download {repo_id} --revision {revision} --local-dir FOLDER"
+    by_folder = f"download it where there is a network ({command}) and pass that folder instead of the id"
     try:
         folder = snapshot_download(repo_id, revision=revision, allow_patterns=list(FILES))
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
-        raise CheckpointError(
-            f"{repo_id} at revision {revision}: expected a checkpoint on the Hub, found none "
-            f"({type(error).__name__}). Check the id, or {by_folder}."
-        ) from None
+        found = f"expected a checkpoint on the Hub, found none ({type(error).__name__}). Check the id, or {by_folder}."
+        raise CheckpointError(f"{repo_id} at revision {revision}: {found}") from None
     except Exception as error:  # huggingface_hub lets its HTTP client's own exceptions through
-        reason = next(iter(str(error).splitlines()), "")
-        raise CheckpointError(
-            f"{repo_id} at revision {revision}: the Hub is offline, unreachable from here or answered with an error "
-            f"({type(error).__name__}: {reason}), and the local cache does not hold it; {by_folder}."
-        ) from None
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        found = f"the Hub is offline, unreachable from here or answered with an error ({reason})"
+        found += f", and the local cache does not hold it; {by_folder}."
+        raise CheckpointError(f"{repo_id} at revision {revision}: {found}") from None
     return Path(folder), revision

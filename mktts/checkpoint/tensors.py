@@ -75,9 +75,8 @@ def expected_codec_tensors(raw: Mapping[str, Any], encoder: bool = True) -> Tens
         shapes = dict(_codec_encoder(raw["encoder_config"])) if encoder else {}
         shapes |= dict(_codec_decoder(raw["decoder_config"]))
     except (KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"speech_tokenizer/config.json: expected the 12 Hz keys, found none for {error}"
-        ) from None
+        lacks = f"expected the 12 Hz keys, found none for {error}"
+        raise CheckpointError(f"speech_tokenizer/config.json: {lacks}") from None
     return tensor_specs(shapes)
 
 
@@ -86,22 +85,16 @@ def check(found: Mapping[str, TensorSpec], expected: TensorSpecs, where: str) ->
     (shape and dtype before missing before surplus), what was expected, what was found, and how many more there are."""
     both = [(name, spec, found[name]) for name, spec in expected.items() if name in found]
     problems = [f"{n}: expected shape {s.shape}, found {its.shape}" for n, s, its in both if its.shape != s.shape]
-    allowed = " or ".join(WEIGHT_DTYPES)
-    problems += [
-        f"{n}: expected dtype {allowed}, found {its.dtype}" for n, _, its in both if its.dtype not in WEIGHT_DTYPES
-    ]
+    odd = [(n, its.dtype) for n, _, its in both if its.dtype not in WEIGHT_DTYPES]
+    problems += [f"{n}: expected dtype {' or '.join(WEIGHT_DTYPES)}, found {dtype}" for n, dtype in odd]
     problems += [f"{n}: expected shape {s.shape}, found no such tensor" for n, s in expected.items() if n not in found]
-    problems += [
-        f"{name}: expected no such tensor for this configuration, found shape {spec.shape}"
-        for name, spec in found.items()
-        if name not in expected
-    ]
+    surplus = [(n, its.shape) for n, its in found.items() if n not in expected]
+    problems += [f"{n}: expected no such tensor for this configuration, found shape {shape}" for n, shape in surplus]
     if problems:
         more = f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else ""
-        raise CheckpointError(
-            f"{where}: tensor {problems[0]}{more}. Expected {len(expected)} tensors, found {len(found)}. "
-            "The weights do not belong to this config.json; download both again."
-        )
+        first = f"tensor {problems[0]}{more}. Expected {len(expected)} tensors, found {len(found)}"
+        hint = "The weights do not belong to this config.json; download both again."
+        raise CheckpointError(f"{where}: {first}. {hint}")
 
 
 def tensor_specs(shapes: Mapping[str, Shape]) -> TensorSpecs:

@@ -57,8 +57,7 @@ class Backend(Protocol):
     """Talker and code predictor of one checkpoint.
 
     One whose frames are made beside the host may also have `codes_to_come(state)`, where the next first frame writes
-    its codes, and then its `step` takes `meanwhile`, a call between launch and wait: see `MegakernelBackend`.
-    """
+    its codes, and then its `step` takes `meanwhile`, a call between launch and wait: see `MegakernelBackend`."""
 
     name: str
     embeddings: Mapping[str, Tensor]  # CODE_EMBEDDINGS, (vocabulary, H) each; prompts read them too
@@ -94,9 +93,8 @@ def device_named(name: str | torch.device) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BackendUnavailable("device 'cuda' was asked for and torch sees no CUDA device: pass device='cpu'")
     if device.index is not None and device.type == "cuda" and device.index >= torch.cuda.device_count():
-        raise BackendUnavailable(
-            f"device {name!r} was asked for and torch sees {torch.cuda.device_count()}: name another"
-        )
+        count = torch.cuda.device_count()
+        raise BackendUnavailable(f"device {name!r} was asked for and torch sees {count}: name another")
     return device
 
 

@@ -23,8 +23,7 @@ def record(work: Callable[[], Result], pool: Any, side: torch.cuda.Stream, warm_
     make what they need in the first run. Its `result` is what `work` returned while recorded.
 
     pool: graphs of one share working memory, so they must not run at the same time; None: a pool of its own. side: the
-    caller's, one for all its graphs.
-    """
+    caller's, one for all its graphs."""
     with _CAPTURE:
         collecting = gc.isenabled()
         gc.disable()  # freeing another graph would end the capture

@@ -3,8 +3,7 @@ CPU, which makes it the oracle of all that is faster.
 
 One frame (spec of the released model): the talker's hidden state gives code 0; the predictor takes two rows
 (hidden state, embedding of code 0) and then one row per code to give codes 1-15, each from its own head; the
-sum of the sixteen embeddings plus the next text embedding is the talker's next input.
-"""
+sum of the sixteen embeddings plus the next text embedding is the talker's next input."""
 
 from __future__ import annotations
 

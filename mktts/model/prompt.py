@@ -18,8 +18,7 @@ A voice with a transcript puts that before the text, and its frames after codec_
 
 The prefix of a prompt is the rows in front that are the same bits for every text: instruction, role, tags and speaker.
 A transcript's rows are not: `of_checked` projects transcript and text in one matrix product, as upstream does, which
-rounds by its number of rows. `FedPrompt` projects row by row, so there the prefix goes on through the transcript.
-"""
+rounds by its number of rows. `FedPrompt` projects row by row, so there the prefix goes on through the transcript."""
 
 from __future__ import annotations
 
@@ -132,7 +131,7 @@ class PromptBuilder:
     def check(self, request: Request) -> Request:
         """The request as `of_checked` takes it: in the checkpoint's spelling, its text stripped, what it leaves out
         filled in; where no speaker is named, the checkpoint's first speaks. Raises PromptError or TextError."""
-        config = self.config
+        config, kind = self.config, self.config.type.name
         if not isinstance(request.text, str):
             raise TextError(f"text must be a str, got {type(request.text).__name__}")
         one_of("layout", request.layout, (None, "whole", "streaming"), PromptError)
@@ -140,32 +139,24 @@ class PromptBuilder:
         one_of("language", language, config.spoken_languages, PromptError)
         speaker = str(request.speaker or "").lower() or None
         if speaker is not None and speaker not in config.speakers:
-            known = sorted(config.speakers) or f"none: a {config.type.name} checkpoint has no built-in speakers"
+            known = sorted(config.speakers) or f"none: a {kind} checkpoint has no built-in speakers"
             raise PromptError(f"speaker must be one of {known}, got {request.speaker!r}")
         if config.type.speakers and speaker is None:
             speaker = config.default_speaker
             if speaker is None:
-                raise PromptError(
-                    f"this {config.type.name} checkpoint names no speakers in its config.json: it cannot speak"
-                )
+                raise PromptError(f"this {kind} checkpoint names no speakers in its config.json: it cannot speak")
         instruct = request.instruct or None
         if instruct and not config.takes_instruct:
-            raise PromptError(
-                f"this {config.type.name} checkpoint ({config.model_size}) takes no instructions (upstream drops them "
-                "silently): leave instruct out, or use a VoiceDesign or 1.7B CustomVoice checkpoint"
-            )
+            why = f"this {kind} checkpoint ({config.model_size}) takes no instructions (upstream drops them silently)"
+            raise PromptError(f"{why}: leave instruct out, or use a VoiceDesign or 1.7B CustomVoice checkpoint")
         voice, width = request.voice, config.talker.hidden_size
         if voice is not None and not config.type.clones:
-            raise PromptError(f"only base checkpoints clone voices, this one is {config.type.name}: leave voice out")
+            raise PromptError(f"only base checkpoints clone voices, this one is {kind}: leave voice out")
         if voice is None and config.type.clones:
-            raise PromptError(
-                f"a {config.type.name} checkpoint clones a voice: pass voice=clone_voice(...) or Voice.load(path)"
-            )
+            raise PromptError(f"a {kind} checkpoint clones a voice: pass voice=clone_voice(...) or Voice.load(path)")
         if voice is not None and voice.embedding.numel() != width:
-            raise PromptError(
-                f"the voice's speaker embedding has {voice.embedding.numel()} values, this checkpoint takes {width}: "
-                "make the voice with the same checkpoint"
-            )
+            sizes = f"the voice's speaker embedding has {voice.embedding.numel()} values, this checkpoint takes {width}"
+            raise PromptError(f"{sizes}: make the voice with the same checkpoint")
         layout = request.layout or config.type.layout
         text = request.text.strip()  # a leading newline would merge with the role's and leave the trained layout
         return replace(request, text=text, language=language, speaker=speaker, instruct=instruct, layout=layout)

@@ -2,8 +2,7 @@
 
 `Qwen3Stack` rounds where transformers 4.57 rounds (sdpa attention): in bf16 every intermediate named in upstream's
 modules, RMSNorm in fp32, rotary angles in fp32; that makes the greedy codes of one stream equal to upstream's on CPU.
-Talker M-RoPE has equal temporal, height and width positions, so it is ordinary RoPE.
-"""
+Talker M-RoPE has equal temporal, height and width positions, so it is ordinary RoPE."""
 
 from __future__ import annotations
 
@@ -224,10 +223,8 @@ class Qwen3Stack(Stack):
         beyond the model's own limit."""
         c = self.config
         if positions > c.max_position_embeddings:
-            raise CapacityError(
-                f"{positions} positions asked for, the model has {c.max_position_embeddings}: "
-                "shorten the text or lower max_frames"
-            )
+            asked = f"{positions} positions asked for, the model has {c.max_position_embeddings}"
+            raise CapacityError(f"{asked}: shorten the text or lower max_frames")
         shape = (c.num_hidden_layers, 2, streams, c.num_key_value_heads, 0 if grows else positions, c.head_dim)
         return KVCache(torch.empty(shape, dtype=self.dtype, device=self.device), positions)
 
@@ -300,9 +297,8 @@ def attended(q: Tensor, k: Tensor, v: Tensor, place: Place, scale: float | None 
     if place.count > 1 and place.past:
         mask = torch.ones(place.count, place.past + place.count, dtype=torch.bool, device=q.device).tril(place.past)
     causal = place.count > 1 and mask is None
-    found = F.scaled_dot_product_attention(
-        q, place.keys, place.values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
-    )
+    how = {"attn_mask": mask, "is_causal": causal, "scale": scale, "enable_gqa": True}
+    found = F.scaled_dot_product_attention(q, place.keys, place.values, **how)
     return found.transpose(1, 2).flatten(2).flatten(0, 1)
 
 

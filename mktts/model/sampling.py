@@ -3,8 +3,7 @@ penalty, minimum length, suppressed ids, temperature, top-k, top-p, draw.
 
 The draws of ours follow from counters alone: the same seed, frame and codebook give the same noise anywhere.
 Philox4x32-10 is from Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). What
-follows it here is the arithmetic of csrc/sampling.cuh, operation by operation, so that both give the same bits.
-"""
+follows it here is the arithmetic of csrc/sampling.cuh, operation by operation, so that both give the same bits."""
 
 from __future__ import annotations
 
@@ -59,9 +58,8 @@ class Choice:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise SamplingError(
-                f"temperature must be a finite number above 0, got {self.temperature}; for greedy set do_sample=False"
-            )
+            got = f"got {self.temperature}; for greedy set do_sample=False"
+            raise SamplingError(f"temperature must be a finite number above 0, {got}")
         if self.top_k < 0 or int(self.top_k) != self.top_k:
             raise SamplingError(f"top_k must be a whole number of at least 0 (0 = off), got {self.top_k}")
         if not 0 < self.top_p <= 1:
@@ -90,8 +88,7 @@ class Sampling:
     rng: "philox" draws by counters (`gumbel`): a draw follows from seed, frame, codebook and logits
         alone, the same on every device and in every backend of ours. "torch" takes the draws that
         `torch.manual_seed(seed)` gives upstream: for comparisons with qwen-tts; of our backends only the torch one has
-        it. backend="upstream" is qwen-tts itself and always draws that way.
-    """
+        it. backend="upstream" is qwen-tts itself and always draws that way."""
 
     talker: Choice = field(default_factory=Choice)
     predictor: Choice = field(default_factory=Choice)
@@ -105,9 +102,8 @@ class Sampling:
 
     def greedy(self) -> Sampling:
         """The same settings with both draws replaced by argmax."""
-        return replace(
-            self, talker=replace(self.talker, do_sample=False), predictor=replace(self.predictor, do_sample=False)
-        )
+        talker, predictor = (replace(choice, do_sample=False) for choice in (self.talker, self.predictor))
+        return replace(self, talker=talker, predictor=predictor)
 
     def upstream(self) -> dict[str, Any]:
         """The settings under the names of generation_config.json and of qwen-tts. `rng` is not among them."""
@@ -120,8 +116,7 @@ class Sampling:
 
     def flat(self) -> dict[str, Any]:
         """The settings under the names of a request: `greedy`, `temperature`, `top_k` and `top_p` of the talker, the
-        same with `predictor_` before them of the code predictor, and `repetition_penalty`. `rng` is not among them.
-        """
+        same with `predictor_` before them of the code predictor, and `repetition_penalty`. `rng` is not among them."""
         return self._named(_FLAT)
 
     def with_flat(self, given: Mapping[str, Any]) -> Sampling:
@@ -313,8 +308,7 @@ def gumbel(seed: int, frame: int, books: range, size: int) -> np.ndarray:
     """Gumbel noise of one frame: (len(books), size) float32. The largest score + noise is a draw of softmax(score).
 
     `seed` in [0, 2^64) is the key. Counters are (id // 4, codebook, frame, STREAM), and id takes word id % 4. Its top
-    23 bits k give u = (k + 1/2) 2^-23, exact and inside (0, 1), and -log(-log(u)).
-    """
+    23 bits k give u = (k + 1/2) 2^-23, exact and inside (0, 1), and -log(-log(u))."""
     blocks = np.arange(-(-size // _IDS))
     return _gumbel(seed, frame, blocks, np.array(books)[:, None]).reshape(len(books), -1)[:, :size]
 

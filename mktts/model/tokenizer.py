@@ -115,9 +115,8 @@ def _checked(text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise TextError(
-            f"expected valid Unicode, found half a surrogate pair at character {error.start}; decode the text again"
-        ) from None
+        found = f"half a surrogate pair at character {error.start}"
+        raise TextError(f"expected valid Unicode, found {found}; decode the text again") from None
     return text
 
 

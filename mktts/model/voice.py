@@ -85,10 +85,8 @@ class Voice:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
         if header.get("format") != _FORMAT or "embedding" not in tensors:
-            raise VoiceError(
-                f"{path}: expected a file made by Voice.save (format {_FORMAT}), "
-                f"found format {header.get('format')!r} with tensors {sorted(tensors)[:5]}"
-            )
+            found = f"format {header.get('format')!r} with tensors {sorted(tensors)[:5]}"
+            raise VoiceError(f"{path}: expected a file made by Voice.save (format {_FORMAT}), found {found}")
         try:
             return cls(tensors["embedding"], tensors.get("codes"), header.get("transcript"), header["model_size"])
         except (VoiceError, KeyError) as error:

@@ -81,17 +81,14 @@ def clip(pcm: np.ndarray, label: str, folder: Path, *, random_weights: bool) -> 
     notes = [f"{pcm.size / SAMPLE_RATE_HZ:.2f} s", path.name]
     if pcm.size > limit_samples:
         notes.append(f"first {EMBED_LIMIT_S:.0f} s embedded")
-    if random_weights:
-        notes.append(RANDOM_WEIGHTS)
-    _show_audio(label, notes, path.name, encoded(pcm[:limit_samples], "wav"), "audio/wav")
+    _show_audio(label, notes, random_weights, path.name, encoded(pcm[:limit_samples], "wav"), "audio/wav")
     return path
 
 
 def recording(path: Path, label: str, *, random_weights: bool) -> None:
     """Shows the sound file `path` with an audio element that holds all of it, as MP3. Raises MkttsError where it cannot
     be read."""
-    notes = [path.name, *([RANDOM_WEIGHTS] if random_weights else [])]
-    _show_audio(label, notes, path.name, as_mp3(path), "audio/mpeg")
+    _show_audio(label, [path.name], random_weights, path.name, as_mp3(path), "audio/mpeg")
 
 
 def as_mp3(path: Path) -> bytes:
@@ -137,9 +134,9 @@ def _show_html(markup: str, text: str) -> None:
     display({"text/html": markup, "text/plain": text}, raw=True)
 
 
-def _show_audio(label: str, notes: Sequence[str], name: str, data: bytes, mime: str) -> None:
+def _show_audio(label: str, notes: Sequence[str], random_weights: bool, name: str, data: bytes, mime: str) -> None:
     """`name`, of the sound file in the run's folder, is the element's title: `publish` makes a link of it."""
-    about = ", ".join(notes)
+    about = ", ".join([*notes, *([RANDOM_WEIGHTS] if random_weights else [])])
     source = f"data:{mime};base64,{base64.b64encode(data).decode()}"
     player = f'<audio controls title="{html.escape(name)}" src="{source}"></audio>'
     _show_html(f"<b>{html.escape(label)}</b> ({html.escape(about)})<br>{player}", f"{label} ({about})")

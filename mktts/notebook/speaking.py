@@ -35,11 +35,8 @@ def panel(checkpoint: Checkpoint, **parameters: Any) -> Controls:
     config, drawn = checkpoint.config, checkpoint.sampling().talker
     own = {"SPEAKER": config.default_speaker or "", "TEMPERATURE": drawn.temperature, "TOP_K": drawn.top_k}
     shown = {name: own[name] if value == _OPEN.get(name) else value for name, value in parameters.items()}
-    offered = {
-        "SPEAKER": list(config.speakers) or [""],
-        "LANGUAGE": config.spoken_languages,
-        "TEMPERATURE": TEMPERATURES,
-    }
+    speakers = list(config.speakers) or [""]
+    offered = {"SPEAKER": speakers, "LANGUAGE": config.spoken_languages, "TEMPERATURE": TEMPERATURES}
     takes = {
         "SPEAKER": bool(config.speakers),
         "LANGUAGE": len(config.spoken_languages) > 2,  # "auto" and more than one

@@ -85,9 +85,8 @@ def make(
     eos_after: with `margin`, end-of-speech after that many frames; otherwise end-of-speech is left to chance.
     full_codec: the released codec's size for a tiny model too. Raises CheckpointError, also as `whole_folder` does."""
     if eos_after is not None and not margin:
-        raise CheckpointError(
-            "eos_after needs margin=True: with plain random weights the end of speech is left to chance"
-        )
+        why = "with plain random weights the end of speech is left to chance"
+        raise CheckpointError(f"eos_after needs margin=True: {why}")
     files = small_files(size, model_type, full_codec or not size.startswith("tiny"))
     marker = {"random": True, "recipe": RECIPE, "size": size, "type": model_type, "margin": margin}
     files[MARKER] = marker | {"eos_after": eos_after}
@@ -114,10 +113,9 @@ def ensure_named(name: str, cache: str | Path | None = None) -> Path:
     ends = [word for word in rest if re.fullmatch(r"eos[1-9]\d*", word)]
     unknown = [word for word in rest if word not in (*types, *ends, *FLAGS)]
     if size not in SIZES or unknown or len(types) > 1 or len(ends) > 1 or len(set(rest)) < len(rest):
-        raise CheckpointError(
-            f"checkpoint {name!r}: expected random:SIZE[:TYPE][:full-codec][:margin[:eosN]] "
-            f"with SIZE one of {', '.join(SIZES)}; TYPE one of {', '.join(MODEL_TYPES)}; N frames until the end"
-        )
+        allowed = f"SIZE one of {', '.join(SIZES)}; TYPE one of {', '.join(MODEL_TYPES)}; N frames until the end"
+        expected = f"random:SIZE[:TYPE][:full-codec][:margin[:eosN]] with {allowed}"
+        raise CheckpointError(f"checkpoint {name!r}: expected {expected}")
     model_type = types[0] if types else "custom_voice"
     eos_after = int(ends[0].removeprefix("eos")) if ends else None
     words = [size, model_type, *(flag for flag in FLAGS if flag in rest), *ends]
@@ -151,10 +149,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         work.chmod(0o755)  # mkdtemp makes it private
         os.rename(work, folder)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder}: expected to write a random checkpoint there, but: {error}. "
-            "Free some space, or choose another place with $MKTTS_CACHE."
-        ) from None
+        hint = "Free some space, or choose another place with $MKTTS_CACHE."
+        raise CheckpointError(f"{folder}: expected to write a random checkpoint there, but: {error}. {hint}") from None
     finally:
         if work is not None:
             shutil.rmtree(work, ignore_errors=True)  # gone already where the rename succeeded

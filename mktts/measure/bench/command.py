@@ -145,9 +145,8 @@ def print_section(name: str, settings: BenchSettings) -> None:
     output = sys.stdout
     with redirect_stdout(sys.stderr):
         for found in SECTIONS[name][0](settings):
-            if isinstance(found, dict):
-                line = {"notes": found}
-            else:
+            line = {"notes": found}
+            if not isinstance(found, dict):
                 figure, values, unit = found
                 line = {"figures": {figure: {**percentiles(values), "unit": unit}}}
             print(json.dumps(line), file=output, flush=True)
@@ -157,13 +156,10 @@ def table(document: dict[str, Any]) -> str:
     """The document as people read it."""
     settings = document["settings"]
     named = ("checkpoint", "large", "backend", "device", "dtype", "text")
-    lines = [
-        f"{document['device']}, {document['environment']['cpu_cores']} cores, driver {document['driver']}, "
-        f"torch {document['torch']}",
-        ", ".join(f"{name} {settings[name]}" for name in named if settings.get(name)),
-    ]
-    if settings["random_weights"]:
-        lines.append(RANDOM_WEIGHTS)
+    machine = f"{document['device']}, {document['environment']['cpu_cores']} cores, driver {document['driver']}"
+    asked = ", ".join(f"{name} {settings[name]}" for name in named if settings.get(name))
+    lines = [f"{machine}, torch {document['torch']}", asked]
+    lines += [RANDOM_WEIGHTS] if settings["random_weights"] else []
     lines += ["", f"{'':32}{'median':>12}{'p95':>12}{'n':>6}  unit"]
     for name, figure in document["figures"].items():
         lines.append(f"{name:32}{figure['median']:12,.3f}{figure['p95']:12,.3f}{figure['n']:>6}  {figure['unit']}")

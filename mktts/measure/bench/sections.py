@@ -256,9 +256,8 @@ def faster(settings: BenchSettings) -> Measured:
     try:
         package = importlib.import_module("faster_qwen3_tts")
     except Exception as error:
-        raise BackendUnavailable(
-            f"the package faster_qwen3_tts is needed and cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise BackendUnavailable(f"the package faster_qwen3_tts is needed and cannot be imported: {why}") from error
     checkpoint = settings.open()
     folder, short, sampling = str(checkpoint.folder), request_of(checkpoint, settings), checkpoint.sampling()
     peer = package.FasterQwen3TTS.from_pretrained(folder, device=settings.device, dtype=settings.torch_dtype)

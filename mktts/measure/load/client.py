@@ -69,8 +69,7 @@ class Listener:
             self.gaps.append((now_s - late_s, late_s))
         if self.audible_s == math.inf:
             whole = np.concatenate((self.tail, pcm))
-            sample = first_audible_sample(whole)
-            if sample is not None:
+            if (sample := first_audible_sample(whole)) is not None:
                 self.audible_s = starts_s + (sample - len(self.tail)) / SAMPLE_RATE_HZ
             self.tail = whole[len(whole) // AUDIBLE_WINDOW_SAMPLES * AUDIBLE_WINDOW_SAMPLES :]
 
@@ -114,25 +113,20 @@ def hold(
     """Offers a load and holds it; runs an event loop in the calling thread. Ctrl-C ends the streams and is raised.
     Raises MetricsError once another thread has set `stopped`. source: its `stream(text, **settings)` gives an
     asynchronous iterator of chunks: a Synthesizer, or an HttpSource."""
-    seen, arrivals, many = LoadRun(), settings.arrivals(listeners), ManyStreams()
+    seen, many = LoadRun(), ManyStreams()
     gc.collect()
     many.count(listeners)
     try:
-        asyncio.run(_held(source, texts, settings, arrivals, stopped or threading.Event(), seen))
+        asyncio.run(_held(source, texts, settings, listeners, stopped or threading.Event(), seen))
     finally:
         many.count(0)
     return seen
 
 
 async def _held(
-    source: Any,
-    texts: LoadTexts,
-    settings: LoadSettings,
-    arrivals: Sequence[tuple[float, int]],
-    stopped: threading.Event,
-    seen: LoadRun,
+    source: Any, texts: LoadTexts, settings: LoadSettings, listeners: int, stopped: threading.Event, seen: LoadRun
 ) -> None:
-    begun_s = time.perf_counter()
+    arrivals, begun_s = settings.arrivals(listeners), time.perf_counter()
     streams: dict[asyncio.Task[None], Any] = {}  # those that are open
 
     async def listen(index: int, frames: int, one: Listener) -> None:
@@ -208,6 +202,7 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
     gaps = {id(one): one.gaps_within(begin_s, end_s, seen.closed_s) for one in seen.listeners}
     errors = Counter(one.error for one in seen.listeners if one.error)
     late_s = [late for dry in gaps.values() for _, late in dry]
+    loop_late_ms = 1e3 * max(seen.loop_late_s, default=0.0)
     heard = [one for one in came if one.first_s < math.inf]
     open_s = [(one.opened_s, one.ended_s) for one in seen.listeners if not one.refused]
     playing_s = [(one.first_s, one.player.dry_s) for one in seen.listeners if one.first_s < math.inf]
@@ -232,10 +227,7 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
         "frames": frames,
         "audio_s_per_s": frames / FRAME_RATE_HZ / duration_s,
         "host_us_per_frame": 1e6 * (process_s - loop_s) / frames if frames else None,
-        "generator": {
-            "loop_late_max_ms": 1e3 * max(seen.loop_late_s, default=0.0),
-            "cpu_percent": 100 * loop_s / duration_s,
-        },
+        "generator": {"loop_late_max_ms": loop_late_ms, "cpu_percent": 100 * loop_s / duration_s},
     }
 
 
@@ -257,12 +249,9 @@ def held_ticks(seen: LoadRun, ticks: np.ndarray) -> tuple[np.ndarray, dict[str, 
 
 def _spread(name: str, values_s: Sequence[float]) -> dict[str, float | None]:
     """Percentiles that were met: none lies between a number and an infinite one."""
-    percents = (50, 95, 99)
-    found_s = np.percentile(values_s, percents, method="higher").tolist() if values_s else [math.inf] * len(percents)
-    return {
-        f"{name}_p{percent}_ms": 1e3 * value_s if math.isfinite(value_s) else None
-        for percent, value_s in zip(percents, found_s, strict=True)
-    }
+    names = [f"{name}_p{percent}_ms" for percent in (50, 95, 99)]
+    found_s = np.percentile(values_s, (50, 95, 99), method="higher").tolist() if values_s else [math.inf] * len(names)
+    return dict(zip(names, (1e3 * one if math.isfinite(one) else None for one in found_s), strict=True))
 
 
 def _mean(times_s: Iterable[tuple[float, float]], begin_s: float, end_s: float) -> float:

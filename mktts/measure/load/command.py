@@ -67,15 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--load", action="store_true", help="how many listeners the synthesizer carries")
     group.add_argument("--capacity", action="store_true", help="measures anew how many it serves in time, and keeps it")
     group.add_argument("--url", help="how many a server with /v1/audio/speech carries, by its address")
-    group.add_argument(
-        "--listeners", metavar="N,...", help=f"offered loads (default: {_GPU_LISTENERS}; on a CPU {_CPU_LISTENERS})"
-    )
+    offered = f"offered loads (default: {_GPU_LISTENERS}; on a CPU {_CPU_LISTENERS})"
+    group.add_argument("--listeners", metavar="N,...", help=offered)
     add_options(group, LoadSettings)
     group.add_argument("--into", type=Path, metavar="FILE", help="merge loads and figures into this file")
     server = parser.add_argument_group("a server, with --url")
-    server.add_argument(
-        "--keys", metavar="JSON", default="{}", help='keys of the request, as {"model": "tts-1", "voice": "alloy"}'
-    )
+    keys = 'keys of the request, as {"model": "tts-1", "voice": "alloy"}'
+    server.add_argument("--keys", metavar="JSON", default="{}", help=keys)
     server.add_argument("--api-key-file", type=Path, metavar="FILE", help="the server's key (default: $MKTTS_API_KEY)")
 
 
@@ -258,10 +256,8 @@ def table(document: dict[str, Any]) -> str:
         marks += ["every listener in time"] if client.clean(point) else ["NOT every listener in time"]
         lines.append(" ".join(f"{cell(point.get(key)) or '-':>11}" for _, key in _COLUMNS) + "  " + ", ".join(marks))
         late = point["generator"]
-        lines.append(
-            f"{'':11} client: {cell(late['cpu_percent'])} % of a core, late by at most "
-            f"{cell(late['loop_late_max_ms'])} ms; latest PCM {cell(point['late_max_ms'])} ms"
-        )
+        behind = f"late by at most {cell(late['loop_late_max_ms'])} ms; latest PCM {cell(point['late_max_ms'])} ms"
+        lines.append(f"{'':11} client: {cell(late['cpu_percent'])} % of a core, {behind}")
         lines += [f"{'':11} {count} times {kind}" for kind, count in point["error_kinds"].items()]
     for name, figure in document["figures"].items():
         lines.append(f"{name}: {cell(figure['value']) or '-'} {figure['unit']}, n {figure['n']}")
@@ -284,10 +280,8 @@ def merge(
         raise MetricsError(f"{path}: figures of {document['device']}, not of {beside['device']}: name another file")
     for point in points:
         if point["held"] is not True:
-            raise MetricsError(
-                f"a load that was not held for its whole time cannot be recorded: {point['duration_s']:.1f} s at "
-                f"{point['listeners']} listeners"
-            )
+            short = f"{point['duration_s']:.1f} s at {point['listeners']} listeners"
+            raise MetricsError(f"a load that was not held for its whole time cannot be recorded: {short}")
     latest = {conditions(one): one for one in (*document["points"], *({**point, **beside} for point in points))}
     kept = sorted(latest.values(), key=itemgetter("model_size", "context_rows", "codec", "deterministic", "listeners"))
     others = {name: value for name, value in document["figures"].items() if name not in DERIVED}

@@ -71,10 +71,8 @@ class LoadSettings(ModelSettings):
         if self.burst:  # in the held time, all of them
             return [(self.warm_s + (10 + i / listeners) * _BURST_S, (low + high) // 2) for i in range(listeners)]
         mean_s = (low + high) / 2 / FRAME_RATE_HZ
-        found = [
-            (at_s, max(2, int(rng.uniform(0.15, 1.0) * rng.integers(low, high + 1))))
-            for at_s in rng.uniform(0.0, self.warm_s / 2, listeners)
-        ]
+        under_way_s = rng.uniform(0.0, self.warm_s / 2, listeners)
+        found = [(at_s, max(2, int(rng.uniform(0.15, 1.0) * rng.integers(low, high + 1)))) for at_s in under_way_s]
         at_s, end_s = self.warm_s / 4, self.warm_s + self.seconds + self.tail_s
         while (at_s := at_s + rng.exponential(mean_s / listeners)) < end_s:
             found.append((at_s, int(rng.integers(low, high + 1))))

@@ -93,19 +93,18 @@ def main(arguments: argparse.Namespace) -> int:
         while name in found:
             name += "'"
         found[name] = _proven(source, name, settings)
-    document = without_paths(
-        {
-            **head(settings.device),
-            "packages": {**versions(_PACKAGES), "qwen_tts": provided_by("qwen_tts")},
-            "kernel": settings.kernel,
-            "limit": LIMIT,
-            "minutes": settings.minutes,
-            "parts": settings.parts.split(","),
-            "scope": asdict(SCOPE),
-            "checkpoints": found,
-            "passed": all(one["passed"] for one in found.values()),
-        }
-    )
+    document = {
+        **head(settings.device),
+        "packages": {**versions(_PACKAGES), "qwen_tts": provided_by("qwen_tts")},
+        "kernel": settings.kernel,
+        "limit": LIMIT,
+        "minutes": settings.minutes,
+        "parts": settings.parts.split(","),
+        "scope": asdict(SCOPE),
+        "checkpoints": found,
+        "passed": all(one["passed"] for one in found.values()),
+    }
+    document = without_paths(document)
     write_json(arguments.output, document)
     print(_summary(document))
     print(f"\nwritten: {arguments.output}")

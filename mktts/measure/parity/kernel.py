@@ -275,9 +275,7 @@ def oracles_of(checkpoint: Checkpoint, device: str) -> Oracles:
 
 @torch.inference_mode()
 def forced_frames(
-    loads: Mapping[int, Iterable[tuple[RowStream, Iterable[Observed]]]],
-    oracles: Oracles,
-    until_s: float = math.inf,
+    loads: Mapping[int, Iterable[tuple[RowStream, Iterable[Observed]]]], oracles: Oracles, until_s: float = math.inf
 ) -> dict[str, Any]:
     """The comparisons `forced` and `divergence`. loads: by context, or by number of lanes, streams and what the frames
     of each did. Beyond `until_s` two frames of each load are made: a stream's first has no talker step."""
