@@ -297,8 +297,9 @@ def attended(q: Tensor, k: Tensor, v: Tensor, place: Place, scale: float | None 
     if place.count > 1 and place.past:
         mask = torch.ones(place.count, place.past + place.count, dtype=torch.bool, device=q.device).tril(place.past)
     causal = place.count > 1 and mask is None
-    how = {"attn_mask": mask, "is_causal": causal, "scale": scale, "enable_gqa": True}
-    found = F.scaled_dot_product_attention(q, place.keys, place.values, **how)
+    found = F.scaled_dot_product_attention(
+        q, place.keys, place.values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
+    )
     return found.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
