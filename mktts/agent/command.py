@@ -33,8 +33,7 @@ environment:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, checkpoint=None)
-    talk = parser.add_argument_group("conversation")
-    add_options(talk, AgentSettings, unset=True)
+    add_options(parser.add_argument_group("conversation"), AgentSettings, unset=True)
     add_options(parser.add_argument_group("address"), Address)
     parser.add_argument(
         "--handshake", action="store_true", help="for programs: the address as JSON; ends with its standard input"

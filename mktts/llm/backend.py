@@ -41,11 +41,7 @@ class TorchTextBackend:
     name = "torch"
 
     def __init__(
-        self,
-        config: TextConfig,
-        tensors: Mapping[str, Tensor],
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.bfloat16,
+        self, config: TextConfig, tensors: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype
     ) -> None:
         self.config = config
         self.device = torch.device(device)
@@ -115,11 +111,7 @@ class TextKernelBackend:
     name = "megakernel"
 
     def __init__(
-        self,
-        config: TextConfig,
-        tensors: Mapping[str, Tensor],
-        device: torch.device | str = "cuda",
-        dtype: torch.dtype = torch.bfloat16,
+        self, config: TextConfig, tensors: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype
     ) -> None:
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         launch.check_device(self.device, dtype)

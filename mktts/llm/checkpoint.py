@@ -177,9 +177,8 @@ def ensure_named(name: str, cache: str | Path | None = None) -> Path:
     where the cache cannot be written."""
     size, *rest = name.split(":")[1:] or [""]
     if size not in SIZES or rest not in ([], ["margin"]):
-        raise CheckpointError(
-            f"text checkpoint {name!r}: expected random:SIZE[:margin] with SIZE one of {', '.join(SIZES)}"
-        )
+        sizes = ", ".join(SIZES)
+        raise CheckpointError(f"text checkpoint {name!r}: expected random:SIZE[:margin] with SIZE one of {sizes}")
     folder = cache_folder(cache) / "-".join([f"random-text-r{RECIPE}", size, *rest])
     return made_once(folder, lambda: _make(folder, size, bool(rest)))
 

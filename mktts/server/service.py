@@ -82,9 +82,8 @@ class SpeechService:
         if uploads is not None:
             uploads.on_gone = synthesizer.forget
         self.synthesizer = synthesizer
-        synthesizer.set_limits(
-            AdmissionLimits(limits.max_streams, limits.min_streams, limits.max_waiting, limits.wait_s)
-        )
+        admission = AdmissionLimits(limits.max_streams, limits.min_streams, limits.max_waiting, limits.wait_s)
+        synthesizer.set_limits(admission)
         self._voices = {name.lower(): voice for name, voice in (voices or {}).items()}
         self.checkpoint = checkpoint = synthesizer.checkpoint
         self.tokenizer = cache(checkpoint.tokenizer)  # its first call reads it: too long for the event loop

@@ -20,7 +20,7 @@ CHOICES = {
 
 
 def kernel_of(checkpoint):
-    return TextKernelBackend(checkpoint.config, checkpoint.tensors())
+    return TextKernelBackend(checkpoint.config, checkpoint.tensors(), "cuda", torch.bfloat16)
 
 
 def test_a_wide_head_gives_every_row_to_one_block():
@@ -36,7 +36,8 @@ def test_a_wide_head_gives_every_row_to_one_block():
 @pytest.mark.parametrize("source", ["random:tiny:margin", "random:0.6b:margin"])
 def test_greedy_tokens_are_the_oracles_where_margins_are_wide(source):
     checkpoint = open_text_checkpoint(source)
-    oracle, kernel = TorchTextBackend(checkpoint.config, checkpoint.tensors(), "cuda"), kernel_of(checkpoint)
+    oracle = TorchTextBackend(checkpoint.config, checkpoint.tensors(), "cuda", torch.bfloat16)
+    kernel = kernel_of(checkpoint)
     for prompt in (torch.arange(1, 2), torch.arange(5, 45)):
         theirs, ours = (backend.start(prompt, GREEDY, 0, 100) for backend in (oracle, kernel))
         assert [kernel.step(ours) for _ in range(100)] == [oracle.step(theirs) for _ in range(100)]
