@@ -194,8 +194,7 @@ class RemoteSource(SpeechSource):
             logger.warning(f"the server at {http} has {RANDOM_WEIGHTS}")
 
     async def _open_socket(self) -> ClientConnection:
-        """Raises ConnectionLost where no server answers, EngineError where what answers is none of ours, AccessError
-        for a wrong key, BusyError."""
+        """Raises as `connect`, and BusyError."""
         url, api_key = self._ws, self._api_key
         try:
             return await connect(

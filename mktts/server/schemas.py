@@ -163,9 +163,7 @@ class OpenAISpeechQuery(OpenAISpeechRequest):
         """Numbers, true, false, null and objects as JSON has them, but for keys whose value is a text."""
         fields = cls.model_fields.items()
         texts = {field.alias or name for name, field in fields if field.annotation in (str, str | None)}
-        return {
-            name: word if _OTHER_NAMES.get(name, name) in texts else _value_of(word) for name, word in given.items()
-        }
+        return {key: word if _OTHER_NAMES.get(key, key) in texts else _value_of(word) for key, word in given.items()}
 
 
 def _value_of(word: str) -> Any:
