@@ -145,10 +145,8 @@ def _stack(raw: dict[str, Any], where: str) -> StackConfig:
         raw = raw | rope
     stack = stack_config(raw, where)
     if stack.num_attention_heads % stack.num_key_value_heads:
-        raise CheckpointError(
-            f"{where}: num_attention_heads must be a multiple of num_key_value_heads, found "
-            f"{stack.num_attention_heads} and {stack.num_key_value_heads}"
-        )
+        found = f"{stack.num_attention_heads} and {stack.num_key_value_heads}"
+        raise CheckpointError(f"{where}: num_attention_heads must be a multiple of num_key_value_heads, found {found}")
     if stack.head_dim % 2:
         raise CheckpointError(f"{where}: head_dim must be even for rotary positions, found {stack.head_dim}")
     return stack

@@ -312,13 +312,11 @@ class MkttsTTSService(TTSService):
 
         The context is closed here when all its audio is in it, whether or not there was any: Pipecat itself closes
         it only after audio, and waits for its time-out otherwise."""
-        if context_id is None:
-            return
         utterance = self._speaking.get(context_id)
         if utterance is not None and not utterance.over:
             utterance.finish()
-            return
-        await self._close_context(context_id)
+        elif context_id is not None:
+            await self._close_context(context_id)
 
     async def _close_context(self, context_id: str) -> None:
         self._speaking.pop(context_id, None)
