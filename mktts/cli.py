@@ -18,10 +18,8 @@ from typing import NoReturn
 
 from mktts.errors import MkttsError
 
-Group = dict[str, tuple[str, str]]
-
 # Heading -> what is typed after `python -m mktts` -> (its module, what it does).
-GROUPS: dict[str, Group] = {
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "speak": {
         "say": ("mktts.synth.say", "speak a text: into a file, through the loudspeaker, or to standard output"),
         "speak-all": ("mktts.synth.speak_all", "speak a table of sentences into a folder of audio files"),

@@ -15,8 +15,6 @@ from typing import Any
 
 from mktts.errors import CheckpointError, MkttsError, OptionsError
 
-_PATIENCE_S = 1.0
-
 
 def write_whole(path: Path | str, data: bytes, mode: int = 0o644) -> Path:
     """Writes `data` beside `path` first and then puts it in place, so that no reader ever sees a part of it.
@@ -127,7 +125,7 @@ def python_path() -> dict[str, str]:
 
 
 @contextmanager
-def announced(what: str, patience_s: float = _PATIENCE_S) -> Iterator[None]:
+def announced(what: str, patience_s: float = 1.0) -> Iterator[None]:
     """Prints `what` to standard error where the work inside takes longer than `patience_s`, and then how long."""
     begun_s = time.perf_counter()
     timer = threading.Timer(patience_s, lambda: print(f"{what} ...", end="", file=sys.stderr, flush=True))

@@ -33,8 +33,7 @@ environment:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, checkpoint=None)
-    talk = parser.add_argument_group("conversation")
-    add_options(talk, AgentSettings, unset=True)
+    add_options(parser.add_argument_group("conversation"), AgentSettings, unset=True)
     add_options(parser.add_argument_group("address"), Address)
     parser.add_argument(
         "--handshake", action="store_true", help="for programs: the address as JSON; ends with its standard input"
@@ -51,12 +50,8 @@ def main(arguments: argparse.Namespace) -> int:
         if (value := getattr(arguments, name)) and getattr(arguments, part) != kind:
             option = name.replace("_", "-")
             raise AgentError(f"--{option} {value}: it belongs to --{part} {kind}, which was not asked for")
-    settings = from_environment(
-        checkpoint=arguments.checkpoint,
-        revision=arguments.revision,
-        **loading(arguments),
-        **given(AgentSettings, arguments),
-    )
+    chosen = {**loading(arguments), **given(AgentSettings, arguments)}
+    settings = from_environment(checkpoint=arguments.checkpoint, revision=arguments.revision, **chosen)
     from loguru import logger  # a package of Pipecat's, whose absence has been told by now
 
     # Of random weights every utterance is ended from outside: nothing to warn of.

@@ -59,9 +59,8 @@ class Conversation:
         """Takes `text` for what the user has said: it interrupts the bot, and the language model answers it."""
         await self.worker.queue_frame(InterruptionFrame())
         await self.worker.flush_pipeline()  # what was heard of the interrupted reply enters the context before this
-        await self.worker.queue_frame(
-            LLMMessagesAppendFrame(messages=[{"role": "user", "content": text}], run_llm=True)
-        )
+        said = {"role": "user", "content": text}
+        await self.worker.queue_frame(LLMMessagesAppendFrame(messages=[said], run_llm=True))
 
 
 def load_voice(settings: AgentSettings) -> Synthesizer:
@@ -83,16 +82,12 @@ def create_tts(settings: AgentSettings) -> MkttsTTSService:
         frames = len(STORY) / _CHARACTERS_PER_S * FRAME_RATE_HZ
         options = StreamOptions(guard=Guard(frames_per_text_token=frames / tokens, slack_frames=1), markup="strip")
     source = LocalSource(synthesizer, settings.checkpoint, options, settings.layout)
-    return MkttsTTSService(
-        source=source,
-        text_aggregation_mode=TextAggregationMode.TOKEN if settings.tokens else TextAggregationMode.SENTENCE,
-        settings=MkttsTTSService.Settings(
-            voice=settings.voice or source.default_voice,
-            language=settings.language,
-            instruct=settings.instruct,
-            seed=settings.seed,
-        ),
+    voice = settings.voice or source.default_voice
+    style = MkttsTTSService.Settings(
+        voice=voice, language=settings.language, instruct=settings.instruct, seed=settings.seed
     )
+    mode = TextAggregationMode.TOKEN if settings.tokens else TextAggregationMode.SENTENCE
+    return MkttsTTSService(source=source, text_aggregation_mode=mode, settings=style)
 
 
 def build(
@@ -107,21 +102,13 @@ def build(
     missing."""
     stt, llm, tts = create_stt(settings), create_llm(settings), create_tts(settings)
     context = LLMContext()
-    user, assistant = LLMContextAggregatorPair(
-        context,
-        user_params=LLMUserAggregatorParams(
-            vad_analyzer=SileroVADAnalyzer(), user_turn_strategies=_turn_strategies(settings)
-        ),
-    )
+    turns = LLMUserAggregatorParams(vad_analyzer=SileroVADAnalyzer(), user_turn_strategies=_turn_strategies(settings))
+    user, assistant = LLMContextAggregatorPair(context, user_params=turns)
     latency = LatencyObserver()
+    rates = {"audio_in_sample_rate": USER_RATE_HZ, "audio_out_sample_rate": SAMPLE_RATE_HZ}
     worker = PipelineWorker(
         Pipeline([transport.input(), stt, user, llm, tts, transport.output(), assistant]),
-        params=PipelineParams(
-            audio_in_sample_rate=USER_RATE_HZ,
-            audio_out_sample_rate=SAMPLE_RATE_HZ,
-            enable_metrics=True,
-            enable_usage_metrics=True,
-        ),
+        params=PipelineParams(**rates, enable_metrics=True, enable_usage_metrics=True),
         observers=[latency, *observers],
         enable_rtvi=False,
         idle_timeout_secs=idle_timeout_s,

@@ -218,11 +218,9 @@ class Qwen3LLMService(LocalLLMService):
         finally:
             if stream is not None:
                 model.thread.submit(stream.cancel)
-        kept, computed = conversation.kept_tokens, conversation.computed_tokens
+        kept, said = conversation.kept_tokens, len(stream.ids)
+        read = kept + conversation.computed_tokens
         usage = LLMTokenUsage(
-            prompt_tokens=kept + computed,
-            completion_tokens=len(stream.ids),
-            total_tokens=kept + computed + len(stream.ids),
-            cache_read_input_tokens=kept,
+            prompt_tokens=read, completion_tokens=said, total_tokens=read + said, cache_read_input_tokens=kept
         )
         await self.start_llm_usage_metrics(usage)

@@ -125,8 +125,7 @@ def _whisper_service(settings: AgentSettings) -> STTService:
 
         def _load(self) -> None:
             self._model = _whisper_model(settings.stt_model, settings.device)
-            unsupported = self._unsupported_language()
-            if unsupported:
+            if unsupported := self._unsupported_language():
                 raise AgentError(unsupported)
 
     codes = [code for code, name in LANGUAGE_CODES.items() if name == settings.language]

@@ -254,9 +254,8 @@ class PageObserver(BaseObserver):
         frame = data.frame
         if isinstance(frame, frames.TTSTextFrame):
             if data.source is self._output and data.direction == FrameDirection.DOWNSTREAM:
-                self._heard.append(
-                    TextPartForConcatenation(frame.text, includes_inter_part_spaces=frame.includes_inter_frame_spaces)
-                )
+                spaces = frame.includes_inter_frame_spaces
+                self._heard.append(TextPartForConcatenation(frame.text, includes_inter_part_spaces=spaces))
                 await self._caption(final=False)
         elif not data.first_push:
             return

@@ -19,6 +19,7 @@ from mktts.llm.checkpoint import EMBEDDING, HEAD, STACK, TextConfig
 from mktts.model.qwen3 import KVCache, Qwen3Stack
 from mktts.model.sampling import Choice, choose, gumbel
 
+Tensors = Mapping[str, Tensor]  # by name
 TextState = Any  # of a backend: KV cache, position, newest token, seed
 After = tuple[TextState, int] | None  # an earlier text, and how many of its tokens a prompt begins with
 
@@ -40,13 +41,7 @@ class TorchTextBackend:
 
     name = "torch"
 
-    def __init__(
-        self,
-        config: TextConfig,
-        tensors: Mapping[str, Tensor],
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
+    def __init__(self, config: TextConfig, tensors: Tensors, device: torch.device | str, dtype: torch.dtype) -> None:
         self.config = config
         self.device = torch.device(device)
         self.dtype = dtype
@@ -114,13 +109,7 @@ class TextKernelBackend:
 
     name = "megakernel"
 
-    def __init__(
-        self,
-        config: TextConfig,
-        tensors: Mapping[str, Tensor],
-        device: torch.device | str = "cuda",
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
+    def __init__(self, config: TextConfig, tensors: Tensors, device: torch.device | str, dtype: torch.dtype) -> None:
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         launch.check_device(self.device, dtype)
         card = card_of(self.device)

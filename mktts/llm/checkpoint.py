@@ -145,10 +145,8 @@ def _stack(raw: dict[str, Any], where: str) -> StackConfig:
         raw = raw | rope
     stack = stack_config(raw, where)
     if stack.num_attention_heads % stack.num_key_value_heads:
-        raise CheckpointError(
-            f"{where}: num_attention_heads must be a multiple of num_key_value_heads, found "
-            f"{stack.num_attention_heads} and {stack.num_key_value_heads}"
-        )
+        found = f"{stack.num_attention_heads} and {stack.num_key_value_heads}"
+        raise CheckpointError(f"{where}: num_attention_heads must be a multiple of num_key_value_heads, found {found}")
     if stack.head_dim % 2:
         raise CheckpointError(f"{where}: head_dim must be even for rotary positions, found {stack.head_dim}")
     return stack
@@ -177,9 +175,8 @@ def ensure_named(name: str, cache: str | Path | None = None) -> Path:
     where the cache cannot be written."""
     size, *rest = name.split(":")[1:] or [""]
     if size not in SIZES or rest not in ([], ["margin"]):
-        raise CheckpointError(
-            f"text checkpoint {name!r}: expected random:SIZE[:margin] with SIZE one of {', '.join(SIZES)}"
-        )
+        sizes = ", ".join(SIZES)
+        raise CheckpointError(f"text checkpoint {name!r}: expected random:SIZE[:margin] with SIZE one of {sizes}")
     folder = cache_folder(cache) / "-".join([f"random-text-r{RECIPE}", size, *rest])
     return made_once(folder, lambda: _make(folder, size, bool(rest)))
 

@@ -15,9 +15,8 @@ shadows it."""
 try:
     import pipecat  # noqa: F401  asked for here, so that its absence is named with what to install
 except ModuleNotFoundError:
-    raise ModuleNotFoundError(
-        "mktts.pipecat needs the package pipecat-ai: pip install pipecat-ai==1.14.0", name="pipecat"
-    ) from None
+    message = "mktts.pipecat needs the package pipecat-ai: pip install pipecat-ai==1.14.0"
+    raise ModuleNotFoundError(message, name="pipecat") from None
 
 from mktts.pipecat.remote import RemoteSource
 from mktts.pipecat.service import MkttsTTSService, MkttsTTSSettings, SpeechFailedFrame

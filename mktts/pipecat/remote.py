@@ -32,21 +32,15 @@ _KEPT_MESSAGES = 16  # read ahead of the consumer, half of them audio; the rest 
 _CLOSE_S = 1.0
 _MAX_HEALTH_BYTES = 1 << 20
 _SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
-_ERRORS: dict[str, type[MkttsError]] = {
-    "busy": errors.BusyError,
-    "stopping": errors.ConnectionLost,
-    "bad_text": errors.TextError,
-    "text_too_long": errors.TextError,
-    "instruct_too_long": errors.PromptError,
-    "idle": errors.TextError,  # it stopped coming; the next utterance may do
-    "bad_prompt": errors.PromptError,
-    "unknown_speaker": errors.PromptError,
-    "bad_voice": errors.VoiceError,
-    "bad_sampling": errors.SamplingError,
-    "bad_option": errors.OptionsError,
-    "duration_too_long": errors.OptionsError,
-    "invalid_value": errors.OptionsError,
-}  # codes of the server's errors; any other is a failure of the server
+_CODES: dict[type[MkttsError], tuple[str, ...]] = {
+    errors.BusyError: ("busy",),
+    errors.ConnectionLost: ("stopping",),
+    errors.TextError: ("bad_text", "text_too_long", "idle"),  # idle: it stopped coming; the next utterance may do
+    errors.PromptError: ("bad_prompt", "unknown_speaker", "instruct_too_long"),
+    errors.VoiceError: ("bad_voice",),
+    errors.SamplingError: ("bad_sampling",),
+    errors.OptionsError: ("bad_option", "duration_too_long", "invalid_value"),
+}  # of the server's errors; any other is a failure of the server
 
 
 class RemoteSource(SpeechSource):
@@ -76,8 +70,7 @@ class RemoteSource(SpeechSource):
         url: where the server listens, as it prints it; a path before /tts/ws is kept.
         max_frames, trim_lead: of every utterance, as in a request.
         connect_s: for an answer to a handshake.
-        silence_s: without a message until the server is asked whether it is there, and again until it counts as gone.
-        """
+        silence_s: without a message until the server is asked for an answer, and again until it counts as gone."""
         self._http, self._ws = _addresses(url)
         if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable() and api_key.strip()):
             raise OptionsError("api_key must be printable ASCII and not empty; leave it out for a server without one")
@@ -201,8 +194,7 @@ class RemoteSource(SpeechSource):
             logger.warning(f"the server at {http} has {RANDOM_WEIGHTS}")
 
     async def _open_socket(self) -> ClientConnection:
-        """Raises ConnectionLost where no server answers, EngineError where what answers is none of ours, AccessError
-        for a wrong key, BusyError."""
+        """Raises as `connect`, and BusyError."""
         url, api_key = self._ws, self._api_key
         try:
             return await connect(
@@ -322,9 +314,8 @@ class RemoteSpeech(Speech):
                 if found is not None and found["code"] == "bad_text" and self._finished and not _has_words(self._fed):
                     self.cancel()  # as `finish` does
                 elif found is not None:  # as a synthesizer in this process would have raised it
-                    self._error = _ERRORS.get(found["code"], EngineError)(
-                        f"the server says: {found['message']} ({found['code']})"
-                    )
+                    kind = next((kind for kind, codes in _CODES.items() if found["code"] in codes), EngineError)
+                    self._error = kind(f"the server says: {found['message']} ({found['code']})")
                 elif said["type"] == "finished":
                     if said["finish_reason"] == "cancelled":  # by the server: what we cancel has ended here already
                         self._error = EngineError("the server ended the utterance")

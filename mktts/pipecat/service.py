@@ -77,13 +77,9 @@ class MkttsTTSSettings(TTSSettings):
     @property
     def style(self) -> Style:
         """These settings, complete, as one utterance's style."""
-        return Style(
-            voice=assert_given(self.voice),
-            language=str(assert_given(self.language) or AUTO),
-            instruct=assert_given(self.instruct),
-            sampling=assert_given(self.sampling),
-            seed=assert_given(self.seed),
-        )
+        known = self.voice, self.language, self.instruct, self.sampling, self.seed
+        voice, language, *manner = map(assert_given, known)
+        return Style(voice, str(language or AUTO), *manner)
 
 
 @dataclass
@@ -101,13 +97,8 @@ class SpeechFailedFrame(frames.ErrorFrame):
 def speech_failed(error: Exception, context_id: str) -> SpeechFailedFrame:
     """The frame for what an utterance raised."""
     category, permanent = next(found for kind, found in _FAILURES.items() if isinstance(error, kind))
-    return SpeechFailedFrame(
-        error=f"Speech failed: {type(error).__name__}: {error}",
-        exception=error,
-        category=category,
-        context_id=context_id,
-        permanent=permanent,
-    )
+    what = f"Speech failed: {type(error).__name__}: {error}"
+    return SpeechFailedFrame(what, exception=error, category=category, context_id=context_id, permanent=permanent)
 
 
 class SpokenText:
@@ -209,8 +200,7 @@ class MkttsTTSService(TTSService):
         settings: Runtime-updatable settings.
         kwargs: Passed to the parent ``TTSService``, such as ``text_aggregation_mode``.
 
-        Raises ValueError with both a checkpoint and a source, MkttsError for what is wrong with either or the settings.
-        """
+        Raises ValueError with a checkpoint and a source, MkttsError for what is wrong with either or the settings."""
         if checkpoint is not None and source is not None:
             raise ValueError("expected a checkpoint or a source, got both")
         if source is None:
@@ -322,13 +312,11 @@ class MkttsTTSService(TTSService):
 
         The context is closed here when all its audio is in it, whether or not there was any: Pipecat itself closes
         it only after audio, and waits for its time-out otherwise."""
-        if context_id is None:
-            return
         utterance = self._speaking.get(context_id)
         if utterance is not None and not utterance.over:
             utterance.finish()
-            return
-        await self._close_context(context_id)
+        elif context_id is not None:
+            await self._close_context(context_id)
 
     async def _close_context(self, context_id: str) -> None:
         self._speaking.pop(context_id, None)

@@ -58,13 +58,10 @@ class ApiError(errors.MkttsError):
     def detail(self, id: str | None = None) -> ErrorDetail:
         """id: of the stream that it ended; None takes that of the request."""
         kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        kind = kind if self.status < 500 else "server_error"
+        id = id or current_id.get()
         return ErrorDetail(
-            message=str(self),
-            type=kind if self.status < 500 else "server_error",
-            param=self.param,
-            code=self.code,
-            request_id=id or current_id.get(),
-            streams_max=self.streams_max,
+            message=str(self), type=kind, param=self.param, code=self.code, request_id=id, streams_max=self.streams_max
         )
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:

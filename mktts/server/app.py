@@ -46,7 +46,7 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_DESCRIPTION = f"""Qwen3-TTS speech, streamed frame by frame: 16-bit PCM at {SAMPLE_RATE_HZ} Hz, one channel.
+_ABOUT = f"""Qwen3-TTS speech, streamed frame by frame: 16-bit PCM at {SAMPLE_RATE_HZ} Hz, one channel.
 
 **Finish reason.** `X-Request-Id` is the id under which `GET /tts/stream/{{id}}` says how a response's stream ended:
 `eos` (the text was spoken), `max_frames` (the limit), `runaway` (the model lost the end), `cancelled`, `error`. A body
@@ -91,12 +91,7 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
 
     # /docs with its scripts from here: FastAPI's own page loads them from another host
     app = FastAPIOffline(
-        title="mktts",
-        description=_DESCRIPTION,
-        lifespan=lifespan,
-        responses=_ERRORS,
-        redoc_url=None,
-        static_url="/page/docs",
+        title="mktts", description=_ABOUT, lifespan=lifespan, responses=_ERRORS, redoc_url=None, static_url="/page/docs"
     )
     limits = service.limits
     recording_bytes = limits.max_reference_bytes * 4 // 3 if service.model.clones else 0
@@ -140,12 +135,9 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
     # AccessMiddleware checks the key; the scheme is named here for the OpenAPI document.
     locked = [] if access.get("api_key") is None else [Security(HTTPBearer(auto_error=False))]
 
-    @app.post(
-        "/tts/stream",
-        response_class=Response,
-        dependencies=[*locked, Depends(json_only)],
-        responses={200: documented("audio/pcm")},
-    )
+    raw = {200: documented("audio/pcm")}
+
+    @app.post("/tts/stream", response_class=Response, dependencies=[*locked, Depends(json_only)], responses=raw)
     async def tts_stream(body: SpeechRequest, request: Request) -> Response:
         """Speaks a text; raw 16-bit PCM is sent while it is made."""
         stream = service.speak("tts_stream", body, body.text, owner=request.state.owner)
@@ -297,11 +289,8 @@ class _TimedHttp(H11Protocol):
         """Answers a request that no application will see, and closes the connection."""
         current_id.set(new_id())
         found = error.response({"Connection": "close"})
-        answer = [
-            h11.Response(status_code=error.status, headers=found.raw_headers),
-            h11.Data(data=found.body),
-            h11.EndOfMessage(),
-        ]
+        head = h11.Response(status_code=error.status, headers=found.raw_headers)
+        answer = head, h11.Data(data=found.body), h11.EndOfMessage()
         with contextlib.suppress(h11.LocalProtocolError):  # an answer is on its way already
             self.transport.write(b"".join(self.conn.send(part) for part in answer))
         self.transport.close()

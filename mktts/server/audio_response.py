@@ -44,12 +44,11 @@ def documented(*media_types: str) -> dict[str, Any]:
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     binary = {"type": "string", "format": "binary"}
     text = {"type": "string"}
+    headers = {key: {"description": what, "required": True, "schema": text} for key, what in AUDIO_HEADERS.items()}
     return {
         "description": "Audio, sent while it is made.",
         "content": {kind: {"schema": event if kind == "text/event-stream" else binary} for kind in media_types},
-        "headers": {
-            name: {"description": meaning, "required": True, "schema": text} for name, meaning in AUDIO_HEADERS.items()
-        },
+        "headers": headers,
     }
 
 

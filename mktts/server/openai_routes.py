@@ -138,6 +138,7 @@ def openai_routes(service: SpeechService) -> APIRouter:
 
     sounds = KeptSounds()
     spoken = {200: documented(*media, "text/event-stream")}
+    in_parts = {**spoken, 206: {"description": "The part that Range asks for."}}
 
     @router.post(SPEECH_PATH, response_class=Response, dependencies=[Depends(json_only)], responses=spoken)
     async def openai_speech(body: OpenAISpeechRequest, request: Request) -> Response:
@@ -185,12 +186,7 @@ def openai_routes(service: SpeechService) -> APIRouter:
         events_of = body.input if body.stream_format == "sse" else None
         return AudioResponse(stream, encoder, events_of=events_of, ignored_keys=sorted(ignored), kept=kept)
 
-    @router.get(
-        SPEECH_PATH,
-        response_class=Response,
-        dependencies=[Depends(no_foreign_element)],
-        responses={**spoken, 206: {"description": "The part that Range asks for."}},
-    )
+    @router.get(SPEECH_PATH, response_class=Response, dependencies=[Depends(no_foreign_element)], responses=in_parts)
     async def openai_speech_of_address(query: Annotated[OpenAISpeechQuery, Query()], request: Request) -> Response:
         """As POST, for what has an address and no body, such as `<audio src>`. With `stream=false` the sound is kept
         for a while, by its address and the caller's key, and Range is heeded."""

@@ -14,7 +14,7 @@ from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
 Route = Literal["tts_stream", "openai_speech", "tts_ws"]
 EndReason = Literal[FinishReason, "error"]
 DEFAULT = "default"  # the name of the voice that speaks where none is named
-SAMPLE_RATES_HZ = (8_000, 12_000, 16_000, 22_050, SAMPLE_RATE_HZ, 32_000, 44_100, 48_000)
+_RATES_HZ = (8_000, 12_000, 16_000, 22_050, SAMPLE_RATE_HZ, 32_000, 44_100, 48_000)
 # Names of upstream and of other servers of this model for keys of ours; a true `do_sample` is a false `greedy`.
 _OTHER_NAMES = {
     "speaker": "voice",
@@ -108,9 +108,7 @@ class OpenAISpeechRequest(VoiceParams):
     """sse: server-sent events speech.audio.delta and speech.audio.done; left out: audio"""
     stream: bool | None = None
     """false: the whole at once, with its length; left out or true: while it is made"""
-    sample_rate: Literal[SAMPLE_RATES_HZ] | None = Field(
-        None, description=f"Hz; left out: {SAMPLE_RATE_HZ}, of G.711 8000"
-    )
+    sample_rate: Literal[_RATES_HZ] | None = Field(None, description=f"Hz; left out: {SAMPLE_RATE_HZ}, of G.711 8000")
     strict: bool | None = None
     """true: what would be ignored is refused; left out: as the server was started"""
     max_new_tokens: int | None = Field(None, ge=1, description="as max_frames; beyond the server's limit: the limit")
@@ -165,9 +163,7 @@ class OpenAISpeechQuery(OpenAISpeechRequest):
         """Numbers, true, false, null and objects as JSON has them, but for keys whose value is a text."""
         fields = cls.model_fields.items()
         texts = {field.alias or name for name, field in fields if field.annotation in (str, str | None)}
-        return {
-            name: word if _OTHER_NAMES.get(name, name) in texts else _value_of(word) for name, word in given.items()
-        }
+        return {key: word if _OTHER_NAMES.get(key, key) in texts else _value_of(word) for key, word in given.items()}
 
 
 def _value_of(word: str) -> Any:
@@ -198,8 +194,7 @@ class ErrorDetail(StrictModel):
     """OpenAI's error object.
 
     type: invalid_request_error, rate_limit_error (429) or server_error. code: for programs. param: the wrong key.
-    request_id: X-Request-Id of the request, or the id of the stream. streams_max: the capacity in streams, where busy.
-    """
+    request_id: X-Request-Id of the request, or the id of the stream. streams_max: capacity in streams, where busy."""
 
     message: str
     type: str

@@ -82,9 +82,8 @@ class SpeechService:
         if uploads is not None:
             uploads.on_gone = synthesizer.forget
         self.synthesizer = synthesizer
-        synthesizer.set_limits(
-            AdmissionLimits(limits.max_streams, limits.min_streams, limits.max_waiting, limits.wait_s)
-        )
+        admission = AdmissionLimits(limits.max_streams, limits.min_streams, limits.max_waiting, limits.wait_s)
+        synthesizer.set_limits(admission)
         self._voices = {name.lower(): voice for name, voice in (voices or {}).items()}
         self.checkpoint = checkpoint = synthesizer.checkpoint
         self.tokenizer = cache(checkpoint.tokenizer)  # its first call reads it: too long for the event loop
@@ -293,10 +292,8 @@ class Meters(Collector):
         self.audio_s = counter("mktts_audio_seconds", "Audio handed to connections.")
         self.first_audio_s = seconds("mktts_first_audio_seconds", f"{since} PCM on the host.")
         self.first_byte_s = seconds("mktts_first_byte_seconds", f"{since} write of sound to the connection.")
-        self.underruns = counter(
-            "mktts_underruns",
-            "Writes later than the place of a listener who plays from the first one on, without a prebuffer.",
-        )
+        late = "Writes later than the place of a listener who plays from the first one on, without a prebuffer."
+        self.underruns = counter("mktts_underruns", late)
         self.late_s = counter("mktts_late_seconds", "By which those writes were late.")
         self._service = service
         registry.register(self)

@@ -183,11 +183,10 @@ def listen(host: str, port: int, limits: Limits) -> socket.socket:
     if not 0 <= port <= _LAST_PORT:
         raise ServerError(f"port must be 0 to {_LAST_PORT}, got {port}")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, ValueError) as error:
         raise ServerError(f"cannot listen on {host}: {error}") from None
+    family, kind, protocol, _, address = found[0]
     bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.socket_bytes)  # connections inherit both

@@ -19,8 +19,8 @@ CHOICES = {
 }
 
 
-def kernel_of(checkpoint):
-    return TextKernelBackend(checkpoint.config, checkpoint.tensors())
+def backend_of(checkpoint, kind=TextKernelBackend):
+    return kind(checkpoint.config, checkpoint.tensors(), "cuda", torch.bfloat16)
 
 
 def test_a_wide_head_gives_every_row_to_one_block():
@@ -36,7 +36,7 @@ def test_a_wide_head_gives_every_row_to_one_block():
 @pytest.mark.parametrize("source", ["random:tiny:margin", "random:0.6b:margin"])
 def test_greedy_tokens_are_the_oracles_where_margins_are_wide(source):
     checkpoint = open_text_checkpoint(source)
-    oracle, kernel = TorchTextBackend(checkpoint.config, checkpoint.tensors(), "cuda"), kernel_of(checkpoint)
+    oracle, kernel = backend_of(checkpoint, TorchTextBackend), backend_of(checkpoint)
     for prompt in (torch.arange(1, 2), torch.arange(5, 45)):
         theirs, ours = (backend.start(prompt, GREEDY, 0, 100) for backend in (oracle, kernel))
         assert [kernel.step(ours) for _ in range(100)] == [oracle.step(theirs) for _ in range(100)]
@@ -47,7 +47,7 @@ def test_greedy_tokens_are_the_oracles_where_margins_are_wide(source):
 @pytest.mark.parametrize("name", CHOICES)
 def test_tokens_are_the_choosers_on_the_kernels_own_logits(name, source):
     checkpoint, choice = open_text_checkpoint(source), CHOICES[name]
-    kernel, size = kernel_of(checkpoint), checkpoint.config.stack.vocab_size
+    kernel, size = backend_of(checkpoint), checkpoint.config.stack.vocab_size
     state = kernel.start(torch.arange(7, 20), choice, 11, 60)
     debug = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
     for index in range(60):
@@ -62,7 +62,7 @@ def test_tokens_are_the_choosers_on_the_kernels_own_logits(name, source):
 def test_its_logits_are_no_further_from_fp32_than_the_oracles(context):
     checkpoint = open_text_checkpoint("random:0.6b")
     config, tensors = checkpoint.config, checkpoint.tensors()
-    kernel = kernel_of(checkpoint)
+    kernel = backend_of(checkpoint)
     bf16, fp32 = (TorchTextBackend(config, tensors, "cuda", dtype) for dtype in (torch.bfloat16, torch.float32))
     states = [backend.start(torch.arange(7, 7 + context), GREEDY, 0, 40) for backend in (kernel, bf16, fp32)]
     debug = torch.zeros(config.stack.vocab_size, dtype=torch.bfloat16, device="cuda")
@@ -82,7 +82,7 @@ def test_its_logits_are_no_further_from_fp32_than_the_oracles(context):
 def test_a_prompt_that_goes_on_from_a_state_gives_the_logits_of_the_whole_prompt(source):
     """And from another state it does not: what is kept is what is attended to."""
     checkpoint = open_text_checkpoint(source)
-    kernel = kernel_of(checkpoint)
+    kernel = backend_of(checkpoint)
     debug = torch.zeros(checkpoint.config.stack.vocab_size, dtype=torch.bfloat16, device="cuda")
 
     def logits(state):
