@@ -77,9 +77,13 @@ class MkttsTTSSettings(TTSSettings):
     @property
     def style(self) -> Style:
         """These settings, complete, as one utterance's style."""
-        known = self.voice, self.language, self.instruct, self.sampling, self.seed
-        voice, language, *manner = map(assert_given, known)
-        return Style(voice, str(language or AUTO), *manner)
+        return Style(
+            voice=assert_given(self.voice),
+            language=str(assert_given(self.language) or AUTO),
+            instruct=assert_given(self.instruct),
+            sampling=assert_given(self.sampling),
+            seed=assert_given(self.seed),
+        )
 
 
 @dataclass
