@@ -1,4 +1,4 @@
-"""The text front end: what is written becomes what is spoken. English is what there is; other languages pass."""
+"""The text front end: what is written becomes what is spoken. Languages other than English pass as they are."""
 
 from mktts.text.front_end import FrontEnd, spoken
 
