@@ -212,9 +212,11 @@ class Controls:
             if (shown := draw()) is not None:
                 display(shown)
         for index, output in enumerate(captured.outputs):
-            put = update_display if index < len(ids) else display
-            ids += [] if index < len(ids) else [uuid.uuid4().hex]
-            put(output.data, display_id=ids[index], metadata=output.metadata, raw=True)
+            if index < len(ids):
+                update_display(output.data, display_id=ids[index], metadata=output.metadata, raw=True)
+            else:
+                ids.append(uuid.uuid4().hex)
+                display(output.data, display_id=ids[-1], metadata=output.metadata, raw=True)
 
     async def run(self) -> None:
         """What Start does, awaited by a cell: an error ends the cell instead of standing in the panel."""
