@@ -200,9 +200,11 @@ class Server(Subject):
         device, host = health.get("device") or ("cuda" if head("cuda")["device"] else "cpu"), urlsplit(url).hostname
         self.place = {} if is_loopback(host) else {"device": f"{device} at {host}", "driver": None}
         self.stopped, is_random = threading.Event(), bool(model.get("random_weights"))
-        checkpoint, chosen = model.get("checkpoint") or body["model"], ("seconds", "warm_s", "seed")
-        given_here = {name: value for name, value in given(LoadSettings, arguments).items() if name in chosen}
-        self.settings = LoadSettings(checkpoint=checkpoint, device=device, **given_here)
+        checkpoint, asked = model.get("checkpoint") or body["model"], given(LoadSettings, arguments)
+        own = {name: asked.pop(name) for name in ("engine", "codec", "deterministic", "context_rows")}
+        if set_here := ", ".join(name for name, value in own.items() if value is not None):
+            raise MetricsError(f"--url measures a server as it was started: leave out what sets {set_here}")
+        self.settings = LoadSettings(checkpoint=checkpoint, device=device, **asked)
         # Random weights have no end of their own: max_frames is the length, whatever is said.
         self.source = client.HttpSource(url, headers, body, ("max_frames", "seed") if is_random else ())
         self.texts = LoadTexts(0, f"{WORDS}." if is_random else None, {})

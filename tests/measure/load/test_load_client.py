@@ -328,7 +328,10 @@ async def test_a_run_over_sockets_prints_a_table_and_counts_the_refused(capsys):
     async with serving(answer) as url:
         words = ["--listeners", "200", "--seconds", "1", "--warm-seconds", "0.4", "--keys", '{"stream": true}']
         assert await asyncio.to_thread(main, ["bench", "--url", url, *words]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
+        assert await asyncio.to_thread(main, ["bench", "--url", url, "--engine", "batch"]) == 2
+    told = capsys.readouterr()
+    assert "as it was started: leave out what sets engine" in told.err
+    *lines, last = told.out.splitlines()
     document = json.loads(last)
     (point,) = document["points"]
     assert point["held"] is False and document["figures"] == {}
