@@ -155,7 +155,7 @@ class TorchLanes:
         if anew:
             primed = None if segment.reference is None else self._primed.of(segment.reference)
             self._entered.append(self._talking.submit(self._decoding.submit, self._codec.enter, slot, primed))
-        stream = self._backend.open(prompt, segment.sampling, segment.seed)
+        stream = self._backend.start(segment.prompt, segment.sampling, segment.seed)
         self._talking.submit(self._streams.__setitem__, slot, stream).result()
 
     def leave(self, slot: int) -> None:
