@@ -37,7 +37,7 @@ class CodecLanes:
         # words of a state, since wide ones move fast; memory that no stream has used is not taken yet
         self._rows = self._silence.new_empty(slots, len(self._silence))
         self._gathered = self._silence.new_empty(min(slots, _LANES_AT_A_TIME), len(self._silence))
-        self._views: dict[int, tuple[Tensor, ...]] = {}  # of so many rows of these: they cost what work does
+        self._states: dict[int, CodecState] = {}  # of so many rows of these: their views cost what work does
 
     @torch.inference_mode()
     def enter(self, slot: int, primed: CodecState | None) -> None:
@@ -50,10 +50,10 @@ class CodecLanes:
         lanes, pcm = torch.tensor(list(slots)), []
         for some, their_codes in zip(lanes.split(_LANES_AT_A_TIME), codes.split(_LANES_AT_A_TIME), strict=True):
             rows = self._gathered[: len(some)]
-            if len(some) not in self._views:
-                self._views[len(some)] = self._decoder.layout.views(rows.view(torch.uint8))
+            if len(some) not in self._states:
+                self._states[len(some)] = CodecState(rows.view(torch.uint8), self._decoder.layout)
             torch.index_select(self._rows, 0, some, out=rows)
-            pcm.append(self._decoder.together(their_codes[:, None], self._views[len(some)]))
+            pcm.append(self._decoder.advance(their_codes[:, None], self._states[len(some)]))
             self._rows.index_copy_(0, some, rows)
         return torch.cat(pcm)
 
