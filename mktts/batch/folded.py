@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.model.qwen3 import LEAST_ROWS, KVCache, LayerWeights, Linear, Place, Qwen3Stack, attended, filled_up
+from mktts.model.qwen3 import LEAST_ROWS, KVCache, LayerWeights, Linear, Place, Qwen3Stack, attended
 from mktts.spec import NUM_CODEBOOKS, StackConfig
 
 
@@ -108,7 +108,9 @@ class FoldedStack(Qwen3Stack):
         heads, unit = (self.norm.new_empty(rows, c.num_key_value_heads, group + n, c.head_dim) for n in (2, 1))
         return _LayerMemory(heads, unit, self.norm.new_empty(rows, 2 * c.intermediate_size))
 
-    def new_frame(self, streams: int) -> KVCache:
+    def new_cache(self, positions: int, streams: int | None = None, grows: bool = False) -> KVCache:
+        if streams is None:
+            return super().new_cache(positions, grows=grows)
         streams = max(streams, self._least)
         if streams > self._memory.shape[2]:
             self._memory = self._frame_memory(streams)
@@ -122,22 +124,22 @@ class FoldedStack(Qwen3Stack):
         heads = self.workspace(streams).heads
         return heads.new_empty(self.config.num_hidden_layers, NUM_CODEBOOKS, *heads.shape)
 
-    def forward(self, x: Tensor, frame: _FrameCache) -> Tensor:
-        """As `Qwen3Stack.forward`, of a `new_frame`, whose streams may be more than are asked for."""
-        x = self._filled(x)
-        if x.dim() > 2:
-            return self.advance(x.flatten(0, 1), [frame], [x.shape[1]]).view(x.shape)
-        turns, layers = frame.steps[frame.length]
-        frame.length += 1
-        for w, (workspace, queries, keys, values) in zip(self.layers, layers, strict=True):
-            self._heads(w, x, turns, workspace)
-            # the heads that share keys are the rows of one small product
-            rows = torch.bmm(torch.bmm(queries, keys).softmax(-1), values).view(x.shape[0], -1)
-            x = self._rest(w, x, rows, workspace)
-        return self.final(x)
-
     def advance(self, x: Tensor, caches: Sequence[KVCache], counts: Sequence[int]) -> Tensor:
-        count, x = x.shape[0], self._filled(x)
+        frame, count = caches[0], x.shape[0]
+        if not isinstance(frame, _FrameCache):
+            x = self._filled(x)
+        else:
+            x = self._filled(x.view(-1, counts[0], x.shape[1])).flatten(0, 1)
+            count = x.shape[0]
+            if counts[0] == 1:
+                turns, layers = frame.steps[frame.length]
+                frame.length += 1
+                for w, (workspace, queries, keys, values) in zip(self.layers, layers, strict=True):
+                    self._heads(w, x, turns, workspace)
+                    # the heads that share keys are the rows of one small product
+                    rows = torch.bmm(torch.bmm(queries, keys).softmax(-1), values).view(count, -1)
+                    x = self._rest(w, x, rows, workspace)
+                return self.final(x)
         self._room = self.workspace(x.shape[0])
         return super().advance(x, caches, counts)[:count]
 
@@ -166,19 +168,21 @@ class FoldedStack(Qwen3Stack):
         return (torch.complex(angle.cos(), angle.sin())[:, None, None],)
 
     def _filled(self, x: Tensor) -> Tensor:
-        return x if self._least == 1 else filled_up(x)
+        """Rows (R, ...), and the first one again up to those of a pass, so that a BLAS makes the same of each."""
+        missing = self._least - x.shape[0]
+        return x if missing <= 0 else torch.cat((x, x[:1].expand(missing, *x.shape[1:])))
 
     def _heads(self, w: FoldedWeights, x: Tensor, turns: tuple[Tensor, ...], workspace: _LayerMemory) -> None:
         """Makes `workspace.heads` of rows `x` (R, H): queries and keys, normed and rotated, and values."""
-        w.qkv.of_rows(self._unit(x), out=workspace.flat)
+        w.qkv(self._unit(x), out=workspace.flat)
         torch.div(workspace.turned, self._length(workspace.turned), out=workspace.unit).mul_(w.head_norm)
         torch.mul(workspace.pairs[0], turns[0], out=workspace.pairs[1])
 
     def _rest(self, w: FoldedWeights, x: Tensor, rows: Tensor, workspace: _LayerMemory) -> Tensor:
         """The rest of the layer: `x` (R, H), overwritten, and what attention gave of its rows."""
-        x = w.o.of_rows(rows, onto=x)
-        w.gate_up.of_rows(self._unit(x), out=workspace.gated)
-        return w.down.of_rows(F.silu(workspace.gate, inplace=True).mul_(workspace.up), onto=x)
+        x = w.o(rows, onto=x)
+        w.gate_up(self._unit(x), out=workspace.gated)
+        return w.down(F.silu(workspace.gate, inplace=True).mul_(workspace.up), onto=x)
 
     def final(self, x: Tensor) -> Tensor:
         return self._unit(x).mul_(self.norm)

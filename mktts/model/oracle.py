@@ -206,13 +206,13 @@ class TorchBackend:
         )
         of_book = noise.unbind(1) if isinstance(noise, Tensor) else [noise] * len(self.heads)
         hidden, codes = torch.cat([stream.head_rows[-1:] for stream in streams]), [code0.clamp(min=0)]
-        frame = self.predictor.new_frame(count)
-        x = torch.stack((hidden, self.code_tables[0][codes[0]]), 1)
+        frame = self.predictor.new_cache(NUM_CODEBOOKS, count)
+        x = torch.stack((hidden, self.code_tables[0][codes[0]]), 1).flatten(0, 1)
         for book, (head, table) in enumerate(zip(self.heads, self.code_tables[1:], strict=True), 1):
             if self.projection is not None:
                 x = self.projection(x)
-            logits = head(self.predictor.forward(x, frame))
-            logits = (logits if logits.dim() == 2 else logits[:, -1])[:count].float()
+            new = len(x) // count  # rows of each stream: two, then one
+            logits = head(self.predictor.advance(x, [frame], [new]))[new - 1 :: new][:count].float()
             codes.append(choices.choose(logits, of_book[book - 1]) if draw is None else draw(book, logits))
             x = table.index_select(0, codes[-1])
         made = torch.stack(codes, 1)
