@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -50,27 +51,38 @@ class Linear:
     def __call__(self, x: Tensor, onto: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """`x` (..., in) -> (..., out). Of rows (R, in) also added to `onto` without the bias, or written to `out`: R is
         then at least LEAST_ROWS where the matrix is not packed."""
-        rows = x.reshape(-1, x.shape[-1])
-        if self.weight.is_mkldnn:
-            if onto is not None:
-                return torch.ops.mkldnn._linear_pointwise.binary(rows, onto, self.weight, None, "add")
+        least, pieces = self._cut
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        count, y = rows.shape[0], onto
+        if count < least:
+            rows = torch.cat((rows, rows[:1].expand(least - count, -1)))
+        if pieces:
+            parts = (rows,) if len(pieces) == 1 else rows.split(_LONGEST_SUM, 1)
+            for part, weight in zip(parts, pieces, strict=True):
+                if y is not None:
+                    y = y.addmm_(part, weight)
+                elif self.bias is not None:
+                    y = torch.addmm(self.bias, part, weight, out=out)
+                else:
+                    y = torch.mm(part, weight, out=out)
+        elif onto is not None:
+            y = torch.ops.mkldnn._linear_pointwise.binary(rows, onto, self.weight, None, "add")
+        else:
             y = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
             y = y if out is None else out.copy_(y)
-        else:
-            y, alike = onto, x.device.type == "cpu" and x.dtype != torch.bfloat16
-            if alike and rows.shape[0] < LEAST_ROWS:
-                rows = torch.cat((rows, rows[:1].expand(LEAST_ROWS - rows.shape[0], -1)))
-            pieces = [(rows, self.weight)]
-            if alike and rows.shape[1] > _LONGEST_SUM:
-                pieces = zip(rows.split(_LONGEST_SUM, 1), self.weight.split(_LONGEST_SUM), strict=True)
-            for piece, weight in pieces:
-                if y is not None:
-                    y = y.addmm_(piece, weight)
-                elif self.bias is not None:
-                    y = torch.addmm(self.bias, piece, weight, out=out)
-                else:
-                    y = torch.mm(piece, weight, out=out)
-        return y if y.shape[:-1] == x.shape[:-1] else y[: x.shape[:-1].numel()].view(*x.shape[:-1], -1)
+        if count < least:
+            y = y[:count]
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], -1)
+
+    @cached_property
+    def _cut(self) -> tuple[int, tuple[Tensor, ...]]:
+        """The least rows of a product, and the pieces of the weight that are multiplied one by one: none of a packed
+        one."""
+        if self.weight.is_mkldnn:
+            return 1, ()
+        if self.weight.device.type != "cpu" or self.weight.dtype == torch.bfloat16:
+            return 1, (self.weight,)
+        return LEAST_ROWS, self.weight.split(_LONGEST_SUM)
 
 
 @dataclass(frozen=True)
