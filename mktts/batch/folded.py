@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -33,18 +32,20 @@ class _LayerMemory:
     """What a layer of a `FoldedStack` makes of rows: memory, and its views, each made once, as they cost what operators
     do."""
 
-    def __init__(self, heads: Tensor, unit: Tensor, gated: Tensor) -> None:
-        """heads (R, K, G + 2, D); unit (R, K, G + 1, D) and gated (R, 2 I), only between two operators."""
-        self.heads, self.unit, self.gated = heads, unit, gated
-        self.flat, self.turned = heads.flatten(1), heads[:, :, :-1]  # the latter are normed and rotated
-        self.pairs = _pairs(unit), _pairs(self.turned)
-        self.gate, self.up = gated.chunk(2, -1)
-
-    @cached_property
-    def single(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Keys and values (2, 1, K, 1, D) and queries (1, K, G, D) of each row."""
-        newest = self.heads[:, :, -2:].transpose(1, 2)[:, :, None, :, None]
-        return tuple(zip(newest.unbind(), self.heads[:, None, :, :-2].unbind(), strict=True))
+    def __init__(self, stack: FoldedStack, heads: Tensor, count: int, like: _LayerMemory | None = None) -> None:
+        """heads (R, K, G + 2, D), of which attention reads the first `count` rows. like: of as many rows, whose memory
+        that is in use only between two operators is used here too."""
+        self.heads, self.flat = heads, heads.flatten(1)
+        self.turned = heads[:count, :, :-1]  # normed and rotated
+        self.unit = self.turned.new_empty(self.turned.shape) if like is None else like.unit
+        self.gated = heads.new_empty(len(heads), 2 * stack.config.intermediate_size) if like is None else like.gated
+        self.gate, self.up = self.gated.chunk(2, -1)
+        # (count, K, G + 1, D / 2) complex, the same memory
+        self.pairs = [torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (self.unit, self.turned)]
+        # of a frame's position: queries (B K, G, D), keys (B K, D, positions) and values (B K, positions, D)
+        self.attends: tuple[Tensor, Tensor, Tensor] | None = None
+        # of rows without others of their stream: keys and values (2, 1, K, 1, D) and queries (1, K, G, D) of each
+        self.single: list[tuple[Tensor, Tensor]] = []
 
 
 class _FrameCache(KVCache):
@@ -52,18 +53,16 @@ class _FrameCache(KVCache):
 
     def __init__(self, stack: FoldedStack, heads: Tensor) -> None:
         """heads: (layers, 16, B, K, G + 2, D)."""
-        streams = heads.shape[2]
-        workspace = stack.workspace(streams)
+        streams, memory = heads.shape[2], None
         super().__init__(heads[..., -2:, :].permute(0, 4, 2, 3, 1, 5), NUM_CODEBOOKS)
-        # of every position: what its rows are turned by; workspace, queries (B K, G, D), keys and values of every layer
-        self.steps = []
+        self.steps = []  # of every position: what its rows are turned by, and the memory of every layer
         for position in range(NUM_CODEBOOKS):
             layers = []
             for of_layer in heads:
                 rows = of_layer[: position + 1].flatten(1, 2).transpose(0, 1)  # (B K, positions, G + 2, D)
-                keys_values = rows[:, :, -2].transpose(1, 2), rows[:, :, -1]
-                memory = _LayerMemory(of_layer[position], workspace.unit, workspace.gated)
-                layers.append((memory, rows[:, -1, :-2], *keys_values))
+                memory = _LayerMemory(stack, of_layer[position], streams, memory)
+                memory.attends = rows[:, -1, :-2], rows[:, :, -2].transpose(1, 2), rows[:, :, -1]
+                layers.append(memory)
             self.steps.append((stack.turns([position] * streams), layers))
 
 
@@ -77,14 +76,15 @@ class FoldedStack(Qwen3Stack):
         self, config: StackConfig, tensors: Mapping[str, Tensor], prefix: str, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__(config, tensors, prefix, device, dtype)
-        self.norm = self.norm * math.sqrt(config.hidden_size)
-        widths = config.hidden_size, config.head_dim
-        self._floor = {width: torch.tensor(math.sqrt(width * config.rms_norm_eps)) for width in widths}
+        c = config
+        self.norm = self.norm * math.sqrt(c.hidden_size)
+        self._floor = {n: torch.tensor(math.sqrt(n * c.rms_norm_eps)) for n in (c.hidden_size, c.head_dim)}
         w = self.layers[0]
         packed = all(linear.weight.is_mkldnn for linear in (w.qkv, w.o, w.gate_up, w.down))
         self._least = 1 if packed else LEAST_ROWS  # rows of a pass
+        heads = c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads + 2, c.head_dim
+        self._memory = self.norm.new_empty(c.num_hidden_layers, NUM_CODEBOOKS, 0, *heads)  # of every frame
         self._frames: dict[int, _FrameCache] = {}  # by streams
-        self._memory = self._frame_memory(0)  # of all of them
 
     def _read(self, get: Callable[[str], Tensor], index: int) -> FoldedWeights:
         c, w = self.config, LayerWeights.read(get, index)
@@ -103,97 +103,81 @@ class FoldedStack(Qwen3Stack):
             down=Linear.packed(w.down),
         )
 
-    def workspace(self, rows: int) -> _LayerMemory:
-        c, group = self.config, self.config.num_attention_heads // self.config.num_key_value_heads
-        heads, unit = (self.norm.new_empty(rows, c.num_key_value_heads, group + n, c.head_dim) for n in (2, 1))
-        return _LayerMemory(heads, unit, self.norm.new_empty(rows, 2 * c.intermediate_size))
-
     def new_frame(self, streams: int) -> KVCache:
         streams = max(streams, self._least)
-        if streams > self._memory.shape[2]:
-            self._memory = self._frame_memory(streams)
+        layers, positions, most, *heads = self._memory.shape
+        if streams > most:
+            self._memory = self._memory.new_empty(layers, positions, streams, *heads)
             self._frames.clear()
         if streams not in self._frames:
             self._frames[streams] = _FrameCache(self, self._memory[:, :, :streams])
         self._frames[streams].length = 0
         return self._frames[streams]
 
-    def _frame_memory(self, streams: int) -> Tensor:
-        heads = self.workspace(streams).heads
-        return heads.new_empty(self.config.num_hidden_layers, NUM_CODEBOOKS, *heads.shape)
-
     def forward(self, x: Tensor, frame: _FrameCache) -> Tensor:
         """As `Qwen3Stack.forward`, of a `new_frame`, whose streams may be more than are asked for."""
-        x = self._filled(x)
+        x = filled_up(x, self._least)
         if x.dim() > 2:
             return self.advance(x.flatten(0, 1), [frame], [x.shape[1]]).view(x.shape)
         turns, layers = frame.steps[frame.length]
         frame.length += 1
-        for w, (workspace, queries, keys, values) in zip(self.layers, layers, strict=True):
-            self._heads(w, x, turns, workspace)
-            # the heads that share keys are the rows of one small product
-            rows = torch.bmm(torch.bmm(queries, keys).softmax(-1), values).view(x.shape[0], -1)
-            x = self._rest(w, x, rows, workspace)
+        for w, memory in zip(self.layers, layers, strict=True):
+            x = self.layer(w, x, turns, (), memory)
         return self.final(x)
 
     def advance(self, x: Tensor, caches: Sequence[KVCache], counts: Sequence[int]) -> Tensor:
-        count, x = x.shape[0], self._filled(x)
-        self._room = self.workspace(x.shape[0])
+        count, x = x.shape[0], filled_up(x, self._least)
+        self._pass = memory = _LayerMemory(self, x.new_empty(x.shape[0], *self._memory.shape[3:]), count)
+        if 1 in counts:
+            newest = memory.heads[:, :, -2:].transpose(1, 2)[:, :, None, :, None]
+            memory.single = list(zip(newest.unbind(), memory.heads[:, None, :, :-2].unbind(), strict=True))
         return super().advance(x, caches, counts)[:count]
 
-    def layer(self, w: FoldedWeights, x: Tensor, turns: tuple[Tensor, ...], places: Sequence[Place]) -> Tensor:
-        workspace = self._room
-        self._heads(w, x, turns, workspace)
-        rows, at = [], 0
-        for place in places:
-            count = place.keys.shape[0] * place.count
-            if count == 1:  # heads that share keys are rows of one head
-                newest, query = workspace.single[at]
-                place.new.copy_(newest)
-                rows.append(F.scaled_dot_product_attention(query, place.keys, place.values, scale=1.0).flatten(1))
-            else:
-                heads = workspace.heads[at : at + count]
-                rows.append(attended(heads[:, :, :-2].flatten(1, 2), heads[:, :, -2], heads[:, :, -1], place, 1.0))
-            at += count
-        return self._rest(w, x, self._filled(torch.cat(rows)), workspace)
-
-    def turns(self, positions: Sequence[int]) -> tuple[Tensor, ...]:
-        return super().turns([*positions, *positions[:1] * (self._least - len(positions))])
+    def layer(
+        self,
+        w: FoldedWeights,
+        x: Tensor,
+        turns: tuple[Tensor, ...],
+        places: Sequence[Place],
+        memory: _LayerMemory | None = None,
+    ) -> Tensor:
+        """One layer over rows `x` (R, H), overwritten. memory: of a frame's position, which has no `places`."""
+        memory = memory or self._pass
+        w.qkv.of_rows(self._unit(x), out=memory.flat)
+        self._unit(memory.turned, out=memory.unit).mul_(w.head_norm)
+        torch.mul(memory.pairs[0], turns[0], out=memory.pairs[1])
+        if memory.attends is not None:  # the heads that share keys are the rows of one small product
+            queries, keys, values = memory.attends
+            rows = torch.bmm(torch.bmm(queries, keys).softmax(-1), values).view(x.shape[0], -1)
+        else:
+            parts, at = [], 0
+            for place in places:
+                count = place.keys.shape[0] * place.count
+                if count == 1:  # heads that share keys are rows of one head
+                    newest, query = memory.single[at]
+                    place.new.copy_(newest)
+                    parts.append(F.scaled_dot_product_attention(query, place.keys, place.values, scale=1.0).flatten(1))
+                else:
+                    heads = memory.heads[at : at + count]
+                    parts.append(attended(heads[:, :, :-2].flatten(1, 2), heads[:, :, -2], heads[:, :, -1], place, 1.0))
+                at += count
+            rows = filled_up(torch.cat(parts), self._least)
+        x = w.o.of_rows(rows, onto=x)
+        w.gate_up.of_rows(self._unit(x), out=memory.gated)
+        return w.down.of_rows(F.silu(memory.gate, inplace=True).mul_(memory.up), onto=x)
 
     def _turn_table(self, positions: int) -> tuple[Tensor, ...]:
         """(positions, 1, 1, D / 2) complex."""
         angle = torch.outer(torch.arange(positions).float(), self._inverse_frequency)
         return (torch.complex(angle.cos(), angle.sin())[:, None, None],)
 
-    def _filled(self, x: Tensor) -> Tensor:
-        return x if self._least == 1 else filled_up(x)
-
-    def _heads(self, w: FoldedWeights, x: Tensor, turns: tuple[Tensor, ...], workspace: _LayerMemory) -> None:
-        """Makes `workspace.heads` of rows `x` (R, H): queries and keys, normed and rotated, and values."""
-        w.qkv.of_rows(self._unit(x), out=workspace.flat)
-        torch.div(workspace.turned, self._length(workspace.turned), out=workspace.unit).mul_(w.head_norm)
-        torch.mul(workspace.pairs[0], turns[0], out=workspace.pairs[1])
-
-    def _rest(self, w: FoldedWeights, x: Tensor, rows: Tensor, workspace: _LayerMemory) -> Tensor:
-        """The rest of the layer: `x` (R, H), overwritten, and what attention gave of its rows."""
-        x = w.o.of_rows(rows, onto=x)
-        w.gate_up.of_rows(self._unit(x), out=workspace.gated)
-        return w.down.of_rows(F.silu(workspace.gate, inplace=True).mul_(workspace.up), onto=x)
-
     def final(self, x: Tensor) -> Tensor:
         return self._unit(x).mul_(self.norm)
 
-    def _unit(self, x: Tensor) -> Tensor:
+    def _unit(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """RMSNorm but for a factor of 1 / sqrt(n) over the last dimension: three operators, composed it is six."""
-        return x / self._length(x)
-
-    def _length(self, x: Tensor) -> Tensor:
-        return torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor[x.shape[-1]])
-
-
-def _pairs(x: Tensor) -> Tensor:
-    """(..., D) -> (..., D / 2) complex, the same memory."""
-    return torch.view_as_complex(x.view(*x.shape[:-1], x.shape[-1] // 2, 2))
+        length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor[x.shape[-1]])
+        return torch.div(x, length, out=out)
 
 
 def _interleaved(x: Tensor, dim: int) -> Tensor:

@@ -23,9 +23,9 @@ _LONGEST_SUM = 768  # terms
 _LARGE = 1 << 20  # values of a matrix that stays in no core's cache
 
 
-def filled_up(x: Tensor) -> Tensor:
-    """Rows (R, ...), and the first one again up to `LEAST_ROWS`, so that a BLAS makes the same of each of them."""
-    missing = LEAST_ROWS - x.shape[0]
+def filled_up(x: Tensor, least: int = LEAST_ROWS) -> Tensor:
+    """Rows (R, ...), and the first one again up to `least`, so that a BLAS makes the same of each of them."""
+    missing = least - x.shape[0]
     return x if missing <= 0 else torch.cat((x, x[:1].expand(missing, *x.shape[1:])))
 
 
