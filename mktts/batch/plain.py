@@ -33,8 +33,10 @@ class CodecLanes:
 
     def __init__(self, decoder: CodecDecoder, slots: int) -> None:
         self._decoder = decoder
-        self._silence = _words(decoder.start())
-        # words of a state, since wide ones move fast; memory that no stream has used is not taken yet
+        # A state as int64 words, since wide ones move fast: its parts start at multiples of 16 bytes, and the last is
+        # an int64.
+        self._silence = decoder.start().flat.view(torch.int64)
+        # memory that no stream has used is not taken yet
         self._rows = self._silence.new_empty(slots, len(self._silence))
         self._gathered = self._silence.new_empty(min(slots, _LANES_AT_A_TIME), len(self._silence))
         self._views: dict[int, tuple[Tensor, ...]] = {}  # of so many rows of these: they cost what work does
@@ -42,12 +44,13 @@ class CodecLanes:
     @torch.inference_mode()
     def enter(self, slot: int, primed: CodecState | None) -> None:
         """`slot` begins with silence, or with a copy of `primed`."""
-        self._rows[slot] = self._silence if primed is None else _words(primed)
+        self._rows[slot] = self._silence if primed is None else primed.flat.view(torch.int64)
 
     @torch.inference_mode()
-    def decode(self, codes: Tensor, slots: Sequence[int]) -> Tensor:
-        """The next frame of each slot, once each: codes (B, 16) int64 -> PCM (B, 1920) float32 in [-1, 1]."""
-        lanes, pcm = torch.tensor(list(slots)), []
+    def decode(self, codes: Tensor, slots: Sequence[int]) -> tuple[Tensor, float]:
+        """The next frame of each slot, once each: codes (B, 16) int64 -> PCM (B, 1920) float32 in [-1, 1], and the
+        seconds that it took."""
+        begun_s, lanes, pcm = time.perf_counter(), torch.tensor(slots), []
         for some, their_codes in zip(lanes.split(_LANES_AT_A_TIME), codes.split(_LANES_AT_A_TIME), strict=True):
             rows = self._gathered[: len(some)]
             if len(some) not in self._views:
@@ -55,12 +58,7 @@ class CodecLanes:
             torch.index_select(self._rows, 0, some, out=rows)
             pcm.append(self._decoder.together(their_codes[:, None], self._views[len(some)]))
             self._rows.index_copy_(0, some, rows)
-        return torch.cat(pcm)
-
-
-def _words(state: CodecState) -> Tensor:
-    """The memory of a state as int64 words: its parts start at multiples of 16 bytes, and the last is an int64."""
-    return state.flat.view(torch.int64)
+        return torch.cat(pcm), time.perf_counter() - begun_s
 
 
 class CallersThread(Executor):
@@ -80,26 +78,23 @@ _BESIDE_TICK_S = 0.04  # a tick can be heard when both halves are over, each as 
 
 
 class _Said(NamedTuple):
-    """A tick whose codes are made. idle_s: for which the talker had nothing to do before. decoded: gives PCM (n, 1920)
-    of the lanes `speaking`, and the seconds it took."""
+    """A tick whose codes are made. beside: the codec works beside the next tick's talker. idle_s: for which the talker
+    had nothing to do before. entered: of streams that are new to the codec. decoded: of the lanes `speaking`."""
 
     codes: np.ndarray
     ended: np.ndarray
     speaking: list[int]
+    beside: bool
     took_s: float
     idle_s: float
-    decoded: Future[tuple[np.ndarray, float]] | None
-
-
-class _Launched(NamedTuple):
-    said: Future[_Said]
-    beside: bool  # the codec works beside the next tick's talker
-    entered: list[Future[Future]]  # of streams before it: through the talker's thread to the codec's
+    entered: list[Future[None]]
+    decoded: Future[tuple[Tensor, float]] | None
 
 
 class TorchLanes:
-    """See `mktts.engine.lanes.Lanes`. Prompts enter whole; no prefix is shared. embeddings: as of `Backend`. Everything
-    goes through the talker's thread and from there to the codec's, so that both do it in the same order."""
+    """See `mktts.engine.lanes.Lanes`. Prompts enter whole; no prefix is shared. embeddings: as of `Backend`. A tick
+    goes through the talker's thread and from there to the codec's, with the streams that are new to it, so that both
+    do all in the same order."""
 
     name = "batch"
     alone = decodes_beside = False
@@ -130,7 +125,7 @@ class TorchLanes:
         # each with operators of one thread
         workers = (ThreadPoolExecutor(1, name, torch.set_num_threads, (1,)) for name in ("mktts-talker", "mktts-codec"))
         self._talking, self._decoding = workers if threads else (CallersThread(), CallersThread())
-        self._entered: list[Future[Future]] = []  # since the last tick
+        self._entering: list[tuple[int, CodecState | None]] = []  # slots of streams that are new since the last tick
         stacks = FoldedStack if dtype == torch.float32 else Qwen3Stack
         self._backend = TorchBackend(config, tensors, "cpu", dtype, stacks=stacks)
         self._streams: dict[int, TorchStream] = {}  # by slot
@@ -148,42 +143,47 @@ class TorchLanes:
             self._primed.forget(voice.codes)
 
     def begin(self, slot: int, segment: Segment, anew: bool = True) -> None:
-        """See Lanes. Waits for the talker of a tick that runs: the next one needs it, and is planned at its end."""
+        """See Lanes."""
         prompt = segment.prompt.embeds
         if not prompt.isfinite().all():
             raise no_number()
         if anew:
             primed = None if segment.reference is None else self._primed.of(segment.reference)
-            self._entered.append(self._talking.submit(self._decoding.submit, self._codec.enter, slot, primed))
-        stream = self._backend.open(prompt, segment.sampling, segment.seed)
-        self._talking.submit(self._streams.__setitem__, slot, stream).result()
+            self._entering.append((slot, primed))
+        self._streams[slot] = self._backend.open(prompt, segment.sampling, segment.seed)
 
     def leave(self, slot: int) -> None:
-        self._talking.submit(self._streams.pop, slot, None)
+        self._streams.pop(slot, None)
 
-    def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> _Launched:
+    def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Future[_Said]:
         slots = tick.lanes.tolist()
         self.overlaps = self._threads and len(slots) >= _BESIDE_LANES
-        entered, self._entered = self._entered, []
-        return _Launched(self._talking.submit(self._talk, slots, list(rows)), self.overlaps, entered)
+        streams, entering, self._entering = [self._streams[slot] for slot in slots], self._entering, []
+        return self._talking.submit(self._talk, slots, streams, rows, entering, self.overlaps)
 
-    def collect(self, launched: _Launched) -> Made:
-        codes, ended, speaking, took_s, idle_s, decoded = launched.said.result()
-        pcm = np.zeros((len(codes), SAMPLES_PER_FRAME), np.float32)
-        for entered in launched.entered:
-            entered.result().result()  # a stream that did not enter is why its frame has no place
-        if decoded is not None:
-            pcm[speaking], codec_s = decoded.result()
-            took_s = max(took_s, codec_s) if launched.beside else took_s + codec_s
-        return Made(codes, ended, pcm, took_s, idle_s if launched.beside else 0.0)
+    def collect(self, launched: Future[_Said]) -> Made:
+        said = launched.result()
+        for entered in said.entered:
+            entered.result()  # a stream that did not enter is why its frame has no place
+        pcm, took_s = np.zeros((len(said.codes), SAMPLES_PER_FRAME), np.float32), said.took_s
+        if said.decoded is not None:
+            heard, codec_s = said.decoded.result()
+            pcm[said.speaking] = heard.numpy()
+            took_s = max(took_s, codec_s) if said.beside else took_s + codec_s
+        return Made(said.codes, said.ended, pcm, took_s, said.idle_s if said.beside else 0.0)
 
-    # ---- on the talker's thread
-
-    def _talk(self, slots: Sequence[int], rows: Sequence[Tensor | None]) -> _Said:
-        """Codes of a tick; its decoding is asked for."""
+    def _talk(
+        self,
+        slots: Sequence[int],
+        streams: Sequence[TorchStream],
+        rows: Sequence[Tensor | None],
+        entering: Sequence[tuple[int, CodecState | None]],
+        beside: bool,
+    ) -> _Said:
+        """Codes of a tick, on the talker's thread; their decoding is asked for."""
         begun_s = time.perf_counter()
         idle_s = begun_s - self._talked_s
-        streams = [self._streams[slot] for slot in slots]
+        entered = [self._decoding.submit(self._codec.enter, *one) for one in entering]
         talking = [i for i, stream in enumerate(streams) if not stream.ended]
         codes = torch.zeros(len(rows), NUM_CODEBOOKS, dtype=torch.int64)
         if talking:
@@ -192,13 +192,6 @@ class TorchLanes:
         speaking = [i for i in talking if not streams[i].ended and codes[i, 0] >= 0]
         decoded = None
         if speaking:
-            decoded = self._decoding.submit(self._decode, [slots[i] for i in speaking], codes[speaking])
+            decoded = self._decoding.submit(self._codec.decode, codes[speaking], [slots[i] for i in speaking])
         self._talked_s = time.perf_counter()
-        return _Said(codes.numpy(), ended, speaking, self._talked_s - begun_s, idle_s, decoded)
-
-    # ---- on the codec's thread
-
-    def _decode(self, slots: Sequence[int], codes: Tensor) -> tuple[np.ndarray, float]:
-        begun_s = time.perf_counter()
-        pcm = self._codec.decode(codes, slots)
-        return pcm.numpy(), time.perf_counter() - begun_s
+        return _Said(codes.numpy(), ended, speaking, beside, self._talked_s - begun_s, idle_s, entered, decoded)

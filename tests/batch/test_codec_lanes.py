@@ -76,7 +76,7 @@ def int32(codec: CudaCodec, values: list[int]) -> Tensor:
 def decoded(codec: CudaCodec, codes: Tensor, slots: list[int], lanes: int = LANES) -> Tensor:
     """The next frame of `slots`, codes (n, 16), in a pass of `lanes` lanes whose padded ones hold the end of speech."""
     if isinstance(codec, CodecLanes):
-        return codec.decode(codes, slots)
+        return codec.decode(codes, slots)[0]
     frame = torch.full((lanes, NUM_CODEBOOKS), END, dtype=torch.int32, device=codec.device)
     frame[: len(slots)] = codes
     return codec.decode(frame, int32(codec, slots + [codec.nobody] * (lanes - len(slots))))[: len(slots)]
@@ -194,8 +194,8 @@ def test_neighbours_change_no_bit_on_a_cpu(tiny):
         company.enter(slot, None)
     for frame in range(4):
         going = list(range(20)) if frame % 2 else [19, 3, 0]
-        pcm = company.decode(codes[going, frame], going)
-        assert torch.equal(pcm[going.index(19)], single.decode(codes[19:, frame], [0])[0])
+        pcm, alone = decoded(company, codes[going, frame], going), decoded(single, codes[19:, frame], [0])
+        assert torch.equal(pcm[going.index(19)], alone[0])
 
 
 def test_other_codes_lanes_slots_and_states_are_refused(tiny):
