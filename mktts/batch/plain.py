@@ -3,7 +3,7 @@ a core to spare, talker and codec have a thread each: while the codec decodes on
 codes."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
@@ -42,23 +42,25 @@ class CodecLanes:
         self._views: dict[int, tuple[Tensor, ...]] = {}  # of so many rows of these: they cost what work does
 
     @torch.inference_mode()
-    def enter(self, slot: int, primed: CodecState | None) -> None:
-        """`slot` begins with silence, or with a copy of `primed`."""
-        self._rows[slot] = self._silence if primed is None else primed.flat.view(torch.int64)
-
-    @torch.inference_mode()
-    def decode(self, codes: Tensor, slots: Sequence[int]) -> tuple[Tensor, float]:
+    def decode(
+        self, codes: Tensor, slots: Sequence[int], entering: Iterable[tuple[int, CodecState | None]] = ()
+    ) -> tuple[np.ndarray, float]:
         """The next frame of each slot, once each: codes (B, 16) int64 -> PCM (B, 1920) float32 in [-1, 1], and the
-        seconds that it took."""
-        begun_s, lanes, pcm = time.perf_counter(), torch.tensor(slots), []
-        for some, their_codes in zip(lanes.split(_LANES_AT_A_TIME), codes.split(_LANES_AT_A_TIME), strict=True):
+        seconds it took. entering: slots that begin before that with silence, or with a copy of a state."""
+        begun_s = time.perf_counter()
+        for slot, primed in entering:
+            self._rows[slot] = self._silence if primed is None else primed.flat.view(torch.int64)
+        lanes, pcm = torch.tensor(slots, dtype=torch.int64), torch.empty(len(slots), SAMPLES_PER_FRAME)
+        for first in range(0, len(slots), _LANES_AT_A_TIME):
+            group = slice(first, first + _LANES_AT_A_TIME)
+            some = lanes[group]
             rows = self._gathered[: len(some)]
             if len(some) not in self._views:
                 self._views[len(some)] = self._decoder.layout.views(rows.view(torch.uint8))
             torch.index_select(self._rows, 0, some, out=rows)
-            pcm.append(self._decoder.together(their_codes[:, None], self._views[len(some)]))
+            pcm[group] = self._decoder.together(codes[group, None], self._views[len(some)])
             self._rows.index_copy_(0, some, rows)
-        return torch.cat(pcm), time.perf_counter() - begun_s
+        return pcm.numpy(), time.perf_counter() - begun_s
 
 
 class CallersThread(Executor):
@@ -79,7 +81,7 @@ _BESIDE_TICK_S = 0.04  # a tick can be heard when both halves are over, each as 
 
 class _Said(NamedTuple):
     """A tick whose codes are made. beside: the codec works beside the next tick's talker. idle_s: for which the talker
-    had nothing to do before. entered: of streams that are new to the codec. decoded: of the lanes `speaking`."""
+    had nothing to do before. decoded: gives what `CodecLanes.decode` does, of the lanes `speaking`."""
 
     codes: np.ndarray
     ended: np.ndarray
@@ -87,8 +89,7 @@ class _Said(NamedTuple):
     beside: bool
     took_s: float
     idle_s: float
-    entered: list[Future[None]]
-    decoded: Future[tuple[Tensor, float]] | None
+    decoded: Future[tuple[np.ndarray, float]]
 
 
 class TorchLanes:
@@ -163,13 +164,9 @@ class TorchLanes:
 
     def collect(self, launched: Future[_Said]) -> Made:
         said = launched.result()
-        for entered in said.entered:
-            entered.result()  # a stream that did not enter is why its frame has no place
-        pcm, took_s = np.zeros((len(said.codes), SAMPLES_PER_FRAME), np.float32), said.took_s
-        if said.decoded is not None:
-            heard, codec_s = said.decoded.result()
-            pcm[said.speaking] = heard.numpy()
-            took_s = max(took_s, codec_s) if said.beside else took_s + codec_s
+        pcm = np.zeros((len(said.codes), SAMPLES_PER_FRAME), np.float32)
+        pcm[said.speaking], codec_s = said.decoded.result()
+        took_s = max(said.took_s, codec_s) if said.beside else said.took_s + codec_s
         return Made(said.codes, said.ended, pcm, took_s, said.idle_s if said.beside else 0.0)
 
     def _talk(
@@ -183,14 +180,12 @@ class TorchLanes:
         """Codes of a tick, on the talker's thread; their decoding is asked for."""
         begun_s = time.perf_counter()
         idle_s = begun_s - self._talked_s
-        entered = [self._decoding.submit(self._codec.enter, *one) for one in entering]
         talking = [i for i, stream in enumerate(streams) if not stream.ended]
         codes = torch.zeros(len(rows), NUM_CODEBOOKS, dtype=torch.int64)
         if talking:
             codes[talking] = self._backend.tick([streams[i] for i in talking], [rows[i] for i in talking])
         ended = np.array([stream.ended for stream in streams])
         speaking = [i for i in talking if not streams[i].ended and codes[i, 0] >= 0]
-        self._talked_s, decoded = time.perf_counter(), None
-        if speaking:  # not timed here: on the caller's thread the work is done at once, and it has its own clock
-            decoded = self._decoding.submit(self._codec.decode, codes[speaking], [slots[i] for i in speaking])
-        return _Said(codes.numpy(), ended, speaking, beside, self._talked_s - begun_s, idle_s, entered, decoded)
+        self._talked_s = time.perf_counter()  # in the caller's thread the codec works at once, by a clock of its own
+        decoded = self._decoding.submit(self._codec.decode, codes[speaking], [slots[i] for i in speaking], entering)
+        return _Said(codes.numpy(), ended, speaking, beside, self._talked_s - begun_s, idle_s, decoded)

@@ -100,7 +100,7 @@ def test_a_tick_of_one_lane_is_waited_for_and_one_of_more_runs_beside(tiny: Chec
 
 @pytest.mark.parametrize(
     ("name", "begun", "ticked"),
-    [("decode", 7, range(7)), ("enter", 2, range(2)), ("enter", 2, range(2, 4))],
+    [("decode", 7, range(7)), ("_silence", 2, range(2)), ("_silence", 2, range(2, 4))],
     ids=["decodes", "they speak", "others speak"],
 )
 def test_a_codec_that_fails_ends_its_tick_and_the_next_one_goes_on(
@@ -109,11 +109,11 @@ def test_a_codec_that_fails_ends_its_tick_and_the_next_one_goes_on(
     """Streams that could not enter are told once, with the next tick."""
     lanes = lanes_of(tiny, True)
     with monkeypatch.context() as patch:
-        patch.setattr(lanes._codec, name, lambda *_: 1 / 0)
+        patch.setattr(lanes._codec, name, torch.zeros(2))  # no function, nor as long as a state is
         tick = entered(lanes, tiny, range(begun))
         tick = entered(lanes, tiny, ticked) if ticked[0] else tick
         launched = lanes.launch(tick, [None] * len(ticked))
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises((TypeError, RuntimeError), match="not callable|must match"):
             lanes.collect(launched)
     for slot in range(begun + ticked[0]):
         lanes.leave(slot)
