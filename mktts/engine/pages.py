@@ -55,8 +55,8 @@ class Pages:
         self.max_kept = min(pages // 8, 256) if max_kept is None else max_kept
         self.table = np.full((slots + 1, self.count(self.rows_per_slot)), NO_OWNER, np.int32)
         self._free = list(range(pages - 1, NO_OWNER, -1))
-        self._users = np.zeros(pages, np.int64)  # slots that have the page
-        self._keepers = np.zeros(pages, np.int64)  # prefixes that have it
+        self._users = [0] * pages  # slots that have the page
+        self._keepers = [0] * pages  # prefixes that have it
         self._kept: OrderedDict[Hashable, KeptPrefix] = OrderedDict()
         self._changed: set[int] = set()
         self._copies: list[Copy] = []
@@ -78,7 +78,7 @@ class Pages:
     @property
     def kept(self) -> int:
         """Pages that prefixes hold, also those that streams share."""
-        return int(np.count_nonzero(self._keepers))
+        return len({page for kept in self._kept.values() for page in kept.pages})
 
     def find(self, key: Hashable | None) -> int:
         """Rows of the prefix kept under `key`; 0 where none is."""
@@ -119,7 +119,8 @@ class Pages:
                 raise EngineError(f"{count} pages were promised, {len(self._free)} are free: the book is wrong")
         own = [self._free.pop() for _ in range(count)]
         pages = shared + own
-        self._users[pages] += 1
+        for page in pages:
+            self._users[page] += 1
         self.table[slot, : len(pages)] = pages
         self._changed.add(slot)
         if kept is not None:
@@ -130,9 +131,11 @@ class Pages:
 
     def close(self, slot: int) -> None:
         """Its pages, where it has any, are free, except those that others share."""
-        pages = self.table[slot][self.table[slot] != NO_OWNER]
-        self._users[pages] -= 1
-        self._free += pages[self._users[pages] + self._keepers[pages] == 0][::-1].tolist()
+        for page in reversed(self.table[slot].tolist()):
+            if page != NO_OWNER:
+                self._users[page] -= 1
+                if not self._users[page] and not self._keepers[page]:
+                    self._free.append(page)
         self.table[slot] = NO_OWNER
         self._changed.add(slot)
 
@@ -145,13 +148,14 @@ class Pages:
         if key in self._kept or full + bool(partial) > self.max_kept:
             return
         assert NO_OWNER not in held[: full + bool(partial)], f"slot {slot} has no {rows} rows"
-        new = int(np.count_nonzero(self._keepers[held[:full]] == 0)) + bool(partial)
+        new = sum(not self._keepers[page] for page in held[:full]) + bool(partial)
         while self.kept + new > self.max_kept or (partial and not self._free):
             if not self._forget_one():
                 return
         last = [self._free.pop()] if partial else []
         pages = held[:full] + last
-        self._keepers[pages] += 1
+        for page in pages:
+            self._keepers[page] += 1
         self._kept[key] = KeptPrefix(rows, pages)
         if partial:
             self._copies.append(Copy(held[full], last[0], partial))
@@ -168,19 +172,20 @@ class Pages:
         idle: set[int] = set()
         needed: set[int] = set()
         for key, kept in self._kept.items():
-            in_use = self._users[kept.pages].any()
+            in_use = any(self._users[page] for page in kept.pages)
             (needed if key == but or in_use else idle).update(kept.pages)
         return idle - needed
 
     def _drop(self, key: Hashable) -> None:
-        pages = np.array(self._kept.pop(key).pages)
-        self._keepers[pages] -= 1
-        self._free += pages[self._users[pages] + self._keepers[pages] == 0][::-1].tolist()
+        for page in reversed(self._kept.pop(key).pages):
+            self._keepers[page] -= 1
+            if not self._users[page] and not self._keepers[page]:
+                self._free.append(page)
 
     def _forget_one(self, but: Hashable | None = None) -> bool:
         """Lets the prefix go that was used longest ago, of those without a user; False: there is none."""
         for key, kept in self._kept.items():
-            if key != but and not self._users[kept.pages].any():
+            if key != but and not any(self._users[page] for page in kept.pages):
                 self._drop(key)
                 return True
         return False
