@@ -11,8 +11,7 @@ import torch
 from lane_player import Player, differences, random_segments
 from torch import Tensor
 
-from mktts.batch.folded import FoldedStack
-from mktts.batch.plain import TorchLanes
+from mktts.batch.plain import FoldedStack, TorchLanes
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.engine.lanes import Made
