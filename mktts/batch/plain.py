@@ -22,7 +22,7 @@ from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
 from mktts.model.backend import no_number
 from mktts.model.oracle import TorchBackend, TorchStream
-from mktts.model.qwen3 import LEAST_ROWS, KVCache, LayerWeights, Linear, Place, Qwen3Stack, attended, filled_up
+from mktts.model.qwen3 import LEAST_ROWS, KVCache, LayerWeights, Linear, Place, Qwen3Stack, attended
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig, StackConfig
 
@@ -41,7 +41,7 @@ class CodecLanes:
         # memory that no stream has used is not taken yet
         self._rows = self._silence.new_empty(slots, len(self._silence))
         self._gathered = self._silence.new_empty(min(slots, _LANES_AT_A_TIME), len(self._silence))
-        self._views: dict[int, tuple[Tensor, ...]] = {}  # of so many rows of these: they cost what work does
+        self._states: dict[int, CodecState] = {}  # of so many rows of these: their views cost what work does
 
     @torch.inference_mode()
     def decode(
@@ -57,10 +57,10 @@ class CodecLanes:
             group = slice(first, first + _LANES_AT_A_TIME)
             some = lanes[group]
             rows = self._gathered[: len(some)]
-            if len(some) not in self._views:
-                self._views[len(some)] = self._decoder.layout.views(rows.view(torch.uint8))
+            if len(some) not in self._states:
+                self._states[len(some)] = CodecState(rows.view(torch.uint8), self._decoder.layout)
             torch.index_select(self._rows, 0, some, out=rows)
-            pcm[group] = self._decoder.together(codes[group, None], self._views[len(some)])
+            pcm[group] = self._decoder.advance(codes[group, None], self._states[len(some)])
             self._rows.index_copy_(0, some, rows)
         return pcm.numpy(), time.perf_counter() - begun_s
 
@@ -137,13 +137,12 @@ class TorchLanes:
 
     def begin(self, slot: int, segment: Segment, anew: bool = True) -> None:
         """See Lanes."""
-        prompt = segment.prompt.embeds
-        if not prompt.isfinite().all():
+        if not segment.prompt.embeds.isfinite().all():
             raise no_number()
         if anew:
             primed = None if segment.reference is None else self._primed.of(segment.reference)
             self._entering.append((slot, primed))
-        self._streams[slot] = self._backend.open(prompt, segment.sampling, segment.seed)
+        self._streams[slot] = self._backend.start(segment.prompt, segment.sampling, segment.seed)
 
     def leave(self, slot: int) -> None:
         self._streams.pop(slot, None)
@@ -274,7 +273,9 @@ class FoldedStack(Qwen3Stack):
             down=Linear.packed(w.down),
         )
 
-    def new_frame(self, streams: int) -> KVCache:
+    def new_cache(self, positions: int, streams: int | None = None, grows: bool = False) -> KVCache:
+        if streams is None:
+            return super().new_cache(positions, grows=grows)
         streams = max(streams, self._least)
         layers, positions, most, *heads = self._memory.shape
         if streams > most:
@@ -285,19 +286,18 @@ class FoldedStack(Qwen3Stack):
         self._frames[streams].length = 0
         return self._frames[streams]
 
-    def forward(self, x: Tensor, frame: _FrameCache) -> Tensor:
-        """As `Qwen3Stack.forward`, of a `new_frame`, whose streams may be more than are asked for."""
-        x = filled_up(x, self._least)
-        if x.dim() > 2:
-            return self.advance(x.flatten(0, 1), [frame], [x.shape[1]]).view(x.shape)
-        turns, layers = frame.steps[frame.length]
-        frame.length += 1
-        for w, memory in zip(self.layers, layers, strict=True):
-            x = self.layer(w, x, turns, (), memory)
-        return self.final(x)
-
     def advance(self, x: Tensor, caches: Sequence[KVCache], counts: Sequence[int]) -> Tensor:
-        count, x = x.shape[0], filled_up(x, self._least)
+        frame, count = caches[0], x.shape[0]
+        if isinstance(frame, _FrameCache):  # whose streams may be more than were asked for
+            x = filled_up(x.view(-1, counts[0], x.shape[1]), self._least).flatten(0, 1)
+            count = x.shape[0]
+            if counts[0] == 1:
+                turns, layers = frame.steps[frame.length]
+                frame.length += 1
+                for w, memory in zip(self.layers, layers, strict=True):
+                    x = self.layer(w, x, turns, (), memory)
+                return self.final(x)
+        x = filled_up(x, self._least)
         self._pass = memory = _LayerMemory(self, x.new_empty(x.shape[0], *self._memory.shape[3:]), count)
         if 1 in counts:
             newest = memory.heads[:, :, -2:].transpose(1, 2)[:, :, None, :, None]
@@ -314,7 +314,7 @@ class FoldedStack(Qwen3Stack):
     ) -> Tensor:
         """One layer over rows `x` (R, H), overwritten. memory: of a frame's position, which has no `places`."""
         memory = memory or self._pass
-        w.qkv.of_rows(self._unit(x), out=memory.flat)
+        w.qkv(self._unit(x), out=memory.flat)
         self._unit(memory.turned, out=memory.unit).mul_(w.head_norm)
         torch.mul(memory.pairs[0], turns[0], out=memory.pairs[1])
         if memory.attends is not None:  # the heads that share keys are the rows of one small product
@@ -333,9 +333,9 @@ class FoldedStack(Qwen3Stack):
                     parts.append(attended(heads[:, :, :-2].flatten(1, 2), heads[:, :, -2], heads[:, :, -1], place, 1.0))
                 at += count
             rows = filled_up(torch.cat(parts), self._least)
-        x = w.o.of_rows(rows, onto=x)
-        w.gate_up.of_rows(self._unit(x), out=memory.gated)
-        return w.down.of_rows(F.silu(memory.gate, inplace=True).mul_(memory.up), onto=x)
+        x = w.o(rows, onto=x)
+        w.gate_up(self._unit(x), out=memory.gated)
+        return w.down(F.silu(memory.gate, inplace=True).mul_(memory.up), onto=x)
 
     def _turn_table(self, positions: int) -> tuple[Tensor, ...]:
         """(positions, 1, 1, D / 2) complex."""
@@ -349,6 +349,12 @@ class FoldedStack(Qwen3Stack):
         """RMSNorm but for a factor of 1 / sqrt(n) over the last dimension: three operators, composed it is six."""
         length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor[x.shape[-1]])
         return torch.div(x, length, out=out)
+
+
+def filled_up(x: Tensor, least: int) -> Tensor:
+    """Rows (R, ...), and the first one again up to `least`, so that a BLAS makes the same of each of them."""
+    missing = least - x.shape[0]
+    return x if missing <= 0 else torch.cat((x, x[:1].expand(missing, *x.shape[1:])))
 
 
 def _interleaved(x: Tensor, dim: int) -> Tensor:

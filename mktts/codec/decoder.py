@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,22 +27,25 @@ _ALIGNMENT_BYTES = 32  # what the fused decoder's copies are multiples of
 
 @dataclass
 class CodecState:
-    """Everything one stream carries from chunk to chunk, updated in place. Its tensors are made when they are first
-    asked for: captured graphs copy `flat` as a whole, and a hundred views cost 0.16 ms of the time to first PCM."""
+    """Everything a stream, or each of several, carries from chunk to chunk, updated in place. Its tensors are made when
+    they are first asked for: captured graphs copy `flat` as a whole, and a hundred views cost 0.16 ms of the time to
+    first PCM."""
 
-    flat: Tensor  # (bytes,) uint8: the memory that all tensors are views of
+    flat: Tensor  # (bytes,) uint8, of several streams (B, bytes): the memory that all tensors are views of
     layout: StateLayout
-    frames: int = 0  # the same number as `position`, on the host
-
-    @property
-    def position(self) -> Tensor:
-        """() int64: frames decoded, on the device."""
-        return self.views[-1][0]
+    frames: int = 0  # of one stream: the same number as its position, on the host
 
     @cached_property
     def views(self) -> tuple[Tensor, ...]:
-        """All tensors, as of a batch of one stream."""
-        return self.layout.views(self.flat[None])
+        """Keys, values, every history and the position, each (B, ...), B = 1 for one stream. Keys are rotated, keys and
+        values (B, layers, heads, window - 1, head_dim), oldest first. A history (B, P, C) holds the rows before a layer
+        that looks back, in the order of the pass. The position (B,) int64 counts the frames decoded."""
+        layout, flat = self.layout, self.flat if self.flat.dim() > 1 else self.flat[None]
+        shapes = (layout.cache, layout.cache, *layout.history, ())
+        return tuple(
+            flat[:, start : start + count * dtype.itemsize].view(dtype).view(-1, *shape)
+            for (start, count, dtype), shape in zip(layout.places, shapes, strict=True)
+        )
 
     def copy(self) -> CodecState:
         return CodecState(self.flat.clone(), self.layout, self.frames)
@@ -55,16 +58,6 @@ class StateLayout:
     cache: tuple[int, ...]  # shape of the keys, and of the values
     history: tuple[tuple[int, int], ...]
     dtype: torch.dtype  # of all but the position
-
-    def views(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Keys, values, every history and the position of B states in `flat` (B, bytes) uint8, each (B, ...). Keys are
-        rotated, keys and values (B, layers, heads, window - 1, head_dim), oldest first. A history (B, P, C) holds the
-        rows before a layer that looks back, in the order of the pass."""
-        shapes = (self.cache, self.cache, *self.history, ())
-        return tuple(
-            flat[:, start : start + count * dtype.itemsize].view(dtype).view(-1, *shape)
-            for (start, count, dtype), shape in zip(self.places, shapes, strict=True)
-        )
 
     def words(self) -> list[int]:
         """Where keys, values and every history start, in values of `dtype` from the start of the buffer."""
@@ -83,8 +76,8 @@ class StateLayout:
 
 @dataclass
 class PendingPcm:
-    """PCM on its way to the host. pcm (S,) float32 there, pinned where `arrived` says when it is written; None where
-    `samples` are there. pcm16: the same in 16 bits, where that is made with it."""
+    """PCM on its way to the host. pcm (S,) float32, in pinned memory where `arrived` says when it is written, else on
+    any device; None where `samples` are there. pcm16: the same in 16 bits, where that is made with it."""
 
     pcm: Tensor | None
     arrived: torch.cuda.Event | None = None
@@ -96,7 +89,7 @@ class PendingPcm:
         if self.samples is None:
             if self.arrived is not None:
                 self.arrived.synchronize()
-            self.samples = self.pcm.numpy().copy()  # a chunk may be kept for long: pinned memory should go back
+            self.samples = self.pcm.cpu().numpy().copy()  # a chunk may be kept for long: pinned memory should go back
             self.pcm = None
         return self.samples
 
@@ -134,26 +127,25 @@ class StreamingCodec(ABC):
         return CodecState(flat, self.layout)
 
     @torch.inference_mode()
-    def decode(self, codes: Tensor, state: CodecState) -> Tensor:
-        """The next T frames of a stream: codes (T, 16) integer, on the host or the device -> PCM (T * 1920,) float32 in
-        [-1, 1] on the device. Raises CodecError for codes of another shape, dtype, device or range, and for a state of
-        another decoder."""
+    def submit(self, codes: Tensor, state: CodecState) -> PendingPcm:
+        """The next T frames of a stream: codes (T, 16) integer, on the host or the device. `result()` of what is
+        returned is the PCM (T * 1920,) float32 in [-1, 1], on the host. Raises CodecError for codes of another shape,
+        dtype, device or range, and for a state of another decoder."""
         self.check(codes, state)
         pcm = self.advance(codes.to(self.device, torch.int64), state)
         state.frames += len(codes)
-        return pcm
+        return PendingPcm(pcm)
 
-    def submit(self, codes: Tensor, state: CodecState) -> PendingPcm:
-        """`decode` to the host; here, unlike with graphs, it is there when this returns. `result()` of what is returned
-        is the PCM (T * 1920,) float32. Errors as of `decode`."""
-        return PendingPcm(self.decode(codes, state).cpu())
+    def decode(self, codes: Tensor, state: CodecState) -> Tensor:
+        """As `submit`, errors too: PCM (T * 1920,) float32, on the device."""
+        return self.submit(codes, state).pcm
 
     def decode_all(self, codes: Tensor) -> Tensor:
         """A whole utterance in one pass, about 4 MB of working memory per frame at full size. Else as `decode`."""
         return self.decode(codes, self.start())
 
     def check(self, codes: Tensor, state: CodecState) -> None:
-        """Raises what `decode` raises, before anything is changed. Waits for the device only if `codes` lie there."""
+        """Raises what `submit` raises, before anything is changed. Waits for the device only if `codes` lie there."""
         if not isinstance(codes, Tensor) or codes.dtype not in _INTEGERS:
             found = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
             raise CodecError(f"codes must be an integer tensor (T, {NUM_CODEBOOKS}), got {found}")
@@ -211,20 +203,17 @@ class CodecDecoder(StreamingCodec):
         super().__init__(config, tables, StateLayout(cache, tuple(shapes), dtype), device)
 
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
-        return self.together(codes[None], state.views)[0]
-
-    def together(self, codes: Tensor, states: Sequence[Tensor]) -> Tensor:
-        """The next T frames of B streams: codes (B, T, 16) int64 -> PCM (B, T * 1920) float32. states: as of
-        `StateLayout.views`, updated in place."""
-        keys, values, *histories, position = states
+        """Also of the next T frames of the B streams of `state`: codes (B, T, 16) -> PCM (B, T * 1920)."""
+        keys, values, *histories, position = state.views
         history = iter(histories)
-        x = F.embedding(codes + self.first_row, self.books)  # (B, T, 16, codebook_dim / 2)
+        rows = codes.view(len(position), -1, NUM_CODEBOOKS) + self.first_row
+        x = F.embedding(rows, self.books)  # (B, T, 16, codebook_dim / 2)
         x = self.book_out[0](x[:, :, 0]) + self.book_out[1](x[:, :, 1:].sum(2))
         x = self.transformer(self.pre_conv(x, history), keys, values, position)
         for stage in self.stages:
             x = stage(x) if isinstance(stage, SnakeBeta) else stage(x, history)
         pcm = self.last_conv(x, history, self.last_snake)
-        return pcm[:, :, 0].float().clamp_(-1.0, 1.0)
+        return pcm.float().clamp_(-1.0, 1.0).reshape(*codes.shape[:-2], -1)
 
 
 class _Moved(dict[str, Tensor]):

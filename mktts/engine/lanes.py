@@ -177,8 +177,6 @@ class SingleLanes(OneLane):
                 most = min(MAX_FRAMES_AHEAD, chunker.missing_frames, segment.max_frames - segment.launched)
                 while len(rows) < most and (row := segment.prompt.row(segment.launched - 1 + len(rows))) is not None:
                     rows.append(row)
-            if len(rows) == 1:
-                return backend.step(here.state, rows[0])
             here.ahead, here.ahead_frames = backend.frames(here.state, rows), len(rows)
         frame = next(here.ahead)
         here.ahead_frames -= 1

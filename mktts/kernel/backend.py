@@ -29,8 +29,8 @@ from mktts.kernel.launch import (
 from mktts.kernel.prefill import Prefill
 from mktts.kernel.tape import model_weights
 from mktts.kernel.tape_stack import TapeStack
-from mktts.model.backend import CODE_EMBEDDINGS, Frame, PromptRows, check_start, no_number
-from mktts.model.sampling import Sampling, checked_seed
+from mktts.model.backend import CODE_EMBEDDINGS, Frame, PromptRows, no_number
+from mktts.model.sampling import Sampling, check_start
 from mktts.model.voice import Voice
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
@@ -99,13 +99,13 @@ class MegakernelBackend:
     def start(self, prompt: PromptRows, sampling: Sampling, seed: int, max_frames: int) -> MegakernelStream:
         """Raises SamplingError for draws by torch's generator, else as `Backend.start`."""
         talker, embeds, prefix_rows = self.config.talker, prompt.embeds, prompt.prefix_rows
-        check_start(embeds, talker.hidden_size, max_frames)
+        check_start(embeds, talker.hidden_size, seed, max_frames)
         if sampling.rng != "philox":
             raise SamplingError("the megakernel draws by Philox: for rng='torch' pass backend='torch'")
         rows = len(embeds)
         if rows + max_frames > talker.max_position_embeddings:
             raise CapacityError(f"{rows} prompt rows and {max_frames} frames exceed the model's positions")
-        state = self._new_stream(sampling, checked_seed(seed), rows, max_frames)
+        state = self._new_stream(sampling, int(seed), rows, max_frames)
         embeds = embeds.to(self.device, self.dtype).contiguous()
         if rows - prefix_rows > _KERNEL_ROWS:
             state.hidden.copy_(self._prefill.fill(embeds, state.kv, prefix_rows, prompt.prefix_key))

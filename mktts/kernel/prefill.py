@@ -1,7 +1,7 @@
 """Many prompt rows at once through a decoder stack: one launch of a captured CUDA graph a piece.
 
 Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both static, while the
-position is a device tensor. Rounding is `Qwen3Stack.forward`'s, with q, k, v and gate, up as one product each: what
+position is a device tensor. Rounding is `Qwen3Stack.advance`'s, with q, k, v and gate, up as one product each: what
 lies between products is made by kernels of the project where they fit, elsewhere by operators. A few rows may go
 through the frame kernel's tape as it is instead (`TapeStack.run_few`).
 """
@@ -155,7 +155,7 @@ class Prefill:
                     "(instruction, reference recording and its transcript, text), or pass backend='torch'"
                 )
             cache = self.stack.new_cache(len(rows))
-            hidden = self.stack.forward(rows[None], cache)[0, -1]
+            hidden = self.stack.advance(rows, [cache], [len(rows)])[-1]
             copy_into_cache(cache.memory[:, :, 0].transpose(0, 1), kv)
             return hidden
         past = 0 if kept is None else kept.shape[3]

@@ -29,7 +29,7 @@ class TorchTextState:
     """Everything one text owns. Overwrite `last` between steps to force a token (teacher forcing)."""
 
     cache: KVCache
-    hidden: Tensor  # (1, 1, H) after the final norm, of the newest position in the cache
+    hidden: Tensor  # (1, H) after the final norm, of the newest position in the cache
     last: int | None  # the newest token while it is not in the cache yet
     choice: Choice
     seed: int
@@ -60,8 +60,8 @@ class TorchTextBackend:
             state, cache.length = after
             cache.memory[..., : cache.length, :] = state.cache.memory[..., : cache.length, :]
         rows = self.embedding[prompt[cache.length :].to(self.device)]
-        hidden = self.stack.forward(rows[None], cache)
-        return TorchTextState(cache, hidden[:, -1:], None, choice, seed)
+        hidden = self.stack.advance(rows, [cache], [len(rows)])
+        return TorchTextState(cache, hidden[-1:], None, choice, seed)
 
     @torch.inference_mode()
     def step(self, state: TorchTextState) -> int:
@@ -80,8 +80,8 @@ class TorchTextBackend:
         """Logits of the next token, (V,): rounded to the model's dtype by the head, then fp32, as transformers."""
         if state.last is not None:
             row = self.embedding[state.last : state.last + 1]
-            state.hidden, state.last = self.stack.forward(row[None], state.cache), None
-        return F.linear(state.hidden, self.head)[0, -1].float()
+            state.hidden, state.last = self.stack.advance(row, [state.cache], [1]), None
+        return F.linear(state.hidden, self.head)[0].float()
 
 
 # Of a choice (csrc/text.cu): a top-k cut 16 bits, its mass, the most likely token, then two a round; on the way down to

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.common import checked_int
-from mktts.errors import BackendUnavailable, CapacityError, EngineError, PromptError
+from mktts.errors import BackendUnavailable, EngineError
 from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS
@@ -44,13 +43,6 @@ class PromptRows:
 def no_number() -> EngineError:
     """What ends a stream none of whose logits is a number."""
     return EngineError("the model gave no number for this stream: its prompt or voice holds NaN")
-
-
-def check_start(embeds: Tensor, width: int, max_frames: int) -> None:
-    """What every backend refuses: PromptError for rows that are not (L >= 2, width), CapacityError for no frames."""
-    if embeds.dim() != 2 or embeds.shape[0] < 2 or embeds.shape[1] != width:
-        raise PromptError(f"prompt must be (L >= 2, {width}), got {tuple(embeds.shape)}")
-    checked_int("max_frames", max_frames, 1, error=CapacityError)
 
 
 class Backend(Protocol):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from mktts.errors import CapacityError, PromptError
-from mktts.model.backend import CODE_EMBEDDINGS, Frame, PromptRows, check_start, no_number
+from mktts.model.backend import CODE_EMBEDDINGS, Frame, PromptRows, no_number
 from mktts.model.qwen3 import KVCache, Qwen3Stack
-from mktts.model.sampling import ChoiceRows, FrameNoise, RestrictedRows, Sampling, checked_seed, choose
+from mktts.model.sampling import ChoiceRows, FrameNoise, RestrictedRows, Sampling, check_start
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
@@ -91,51 +91,50 @@ class TorchBackend:
         """Nothing is kept here."""
 
     @torch.inference_mode()
-    def start(self, prompt: PromptRows, sampling: Sampling, seed: int, max_frames: int) -> TorchStream:
-        """With sampling.rng="torch" a seed gives the draws that `torch.manual_seed` gives upstream."""
-        state = self.open(prompt.embeds, sampling, seed, max_frames)
-        self._advance([state], [None])
-        return state
-
-    @torch.inference_mode()
-    def open(self, embeds: Tensor, sampling: Sampling, seed: int, max_frames: int | None = None) -> TorchStream:
-        """A stream behind the prompt `embeds` (L, H), which its first frame reads. max_frames: None takes memory as
-        frames come. Errors as of `Backend.start`."""
-        check_start(embeds, self.config.talker.hidden_size, 1 if max_frames is None else max_frames)
-        seed, grows = checked_seed(seed), max_frames is None
-        positions = self.config.talker.max_position_embeddings if grows else len(embeds) + max_frames
-        return TorchStream(
-            cache=self.talker.new_cache(positions, grows=grows),
+    def start(self, prompt: PromptRows, sampling: Sampling, seed: int, max_frames: int | None = None) -> TorchStream:
+        """With sampling.rng="torch" a seed gives the draws that `torch.manual_seed` gives upstream. max_frames: None is
+        for `tick`: memory is taken as frames come, and the first one reads the prompt."""
+        embeds, grows, c = prompt.embeds, max_frames is None, self.config.talker
+        check_start(embeds, c.hidden_size, seed, 1 if grows else max_frames)
+        state = TorchStream(
+            cache=self.talker.new_cache(c.max_position_embeddings if grows else len(embeds) + max_frames, grows=grows),
             prompt=embeds.to(self.device, self.dtype),
-            seen=torch.zeros(self.config.talker.vocab_size, dtype=torch.bool, device=self.device),
+            seen=torch.zeros(c.vocab_size, dtype=torch.bool, device=self.device),
             sampling=sampling,
-            seed=seed,
-            generator=torch.Generator(self.device).manual_seed(seed) if sampling.rng == "torch" else None,
+            seed=int(seed),
+            generator=torch.Generator(self.device).manual_seed(int(seed)) if sampling.rng == "torch" else None,
             max_frames=max_frames,
         )
+        if not grows:
+            self._advance([state], [None])
+        return state
 
-    def frames(self, state: TorchStream, rows: Sequence[Tensor | None]) -> Iterator[Frame]:
-        for row in rows:
-            yield self.step(state, row)
-            if state.ended:
-                return
-
-    @torch.inference_mode()
     def step(self, state: TorchStream, row: Tensor | None) -> Frame:
         """Raises EngineError where the logits of code 0 are no numbers, else as `Backend.step`."""
-        if state.ended or state.frames >= state.max_frames:
-            raise CapacityError(f"the stream ended after {state.frames} of at most {state.max_frames} frames")
-        started_s = self._clock()
-        if row is not None:
-            self._advance([state], [row])
-        code0, later = self._code0([state])
-        if int(code0) == _FAILED:
-            raise no_number()
-        if state.ended:
-            return Frame(None, talker_ms=1e3 * (self._clock() - started_s), predictor_ms=0.0)
-        talker_s = self._clock()
-        codes = self._later_codes([state], code0, later)[0].cpu()
-        return Frame(codes, talker_ms=1e3 * (talker_s - started_s), predictor_ms=1e3 * (self._clock() - talker_s))
+        (frame,) = self.frames(state, [row])
+        return frame
+
+    @torch.inference_mode()
+    def frames(self, state: TorchStream, rows: Sequence[Tensor | None]) -> Iterator[Frame]:
+        """See `Backend`. Errors as of `step`."""
+        for row in rows:
+            if state.ended or state.frames >= state.max_frames:
+                raise CapacityError(f"the stream ended after {state.frames} of at most {state.max_frames} frames")
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            started_s = time.perf_counter()
+            if row is not None:
+                self._advance([state], [row])
+            code0, noise = self._code0([state])  # waits for the device
+            if int(code0) == _FAILED:
+                raise no_number()
+            talker_s = time.perf_counter()
+            talker_ms = 1e3 * (talker_s - started_s)
+            if state.ended:
+                yield Frame(None, talker_ms, predictor_ms=0.0)
+                return
+            codes = self.later_codes([state], code0, noise)[0].cpu()
+            yield Frame(codes, talker_ms, predictor_ms=1e3 * (time.perf_counter() - talker_s))
 
     @torch.inference_mode()
     def tick(self, streams: Sequence[TorchStream], rows: Sequence[Tensor | None]) -> Tensor:
@@ -145,7 +144,7 @@ class TorchBackend:
         if [row is None for row in rows] != [stream.prompt is not None for stream in streams]:
             raise PromptError("expected no row at a stream's first tick and one at every later tick")
         self._advance(streams, rows)
-        return self._later_codes(streams, *self._code0(streams))
+        return self.later_codes(streams, *self._code0(streams))
 
     def code0_logits(self, state: TorchStream) -> Tensor:
         """Raw talker logits for the next code 0: (vocabulary,) fp32."""
@@ -169,58 +168,55 @@ class TorchBackend:
             # Upstream projects every prompt row; one row alone may round differently in bf16.
             stream.head_rows = some if self.talker.exact else some[-1:]
 
-    def _code0(self, streams: Sequence[TorchStream]) -> tuple[Tensor, Tensor | None]:
-        """Code 0 (B,) of the frame, -1 where there is no number, and noise (B, 15, V) for the others if any draws."""
+    def _code0(self, streams: Sequence[TorchStream]) -> tuple[Tensor, Tensor | torch.Generator | None]:
+        """Code 0 (B,) of the frame, -1 where there is no number, and what the others are drawn with: noise (B, 15, V)
+        if any draws, or the generator of rng="torch", of one stream."""
         logits = self.codec_head(torch.cat([stream.head_rows for stream in streams])).float()
         if logits.shape[0] > len(streams):
             logits = logits[torch.tensor([stream.head_rows.shape[0] for stream in streams]).cumsum(0) - 1]
         made = [stream.frames for stream in streams]
         seen = torch.stack([stream.seen for stream in streams])
         logits = self._limits.restrict(logits, seen, [stream.sampling.repetition_penalty for stream in streams], made)
-        noise, later = None, None
-        if any(choice.do_sample for s in streams for choice in (s.sampling.talker, s.sampling.predictor)):
+        noise = later = streams[0].generator
+        if noise is None and any(
+            choice.do_sample for s in streams for choice in (s.sampling.talker, s.sampling.predictor)
+        ):
             drawn = self._noise.draw([stream.seed for stream in streams], made)
             noise, later = (part.to(self.device) for part in drawn)
-        code0 = self._choices(streams, "talker")(logits, noise)
+        choices = ChoiceRows.of(tuple(stream.sampling.talker for stream in streams), self.device)
+        code0 = choices.choose(logits, noise)
         code0 = torch.where((logits > -torch.inf).any(1), code0, _FAILED)
         for stream, code in zip(streams, code0.tolist(), strict=True):
             stream.seen[code] = True
             stream.ended = code == self.config.codec_ids.eos
         return code0, later
 
-    def _later_codes(self, streams: Sequence[TorchStream], code0: Tensor, noise: Tensor | None) -> Tensor:
-        """All codes (B, 16) of the frame, which is then made."""
-        choose = self._choices(streams, "predictor")
-        of_book = [None] * (NUM_CODEBOOKS - 1) if noise is None else noise.unbind(1)
-        hidden = torch.cat([stream.head_rows[-1:] for stream in streams])
-        made = self.predicted(hidden, code0.clamp(min=0), lambda book, logits: choose(logits, of_book[book - 1]))
-        for stream, codes in zip(streams, made, strict=True):
-            stream.codes = codes
-            stream.frames += not stream.ended
-        return torch.cat((code0[:, None], made[:, 1:]), 1)
-
-    def predicted(self, hidden: Tensor, code0: Tensor, draw: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """The talker's hidden states (B, H) and code 0 (B,) -> all codes (B, 16) int64. draw: (codebook, logits (B, V)
-        fp32) -> codes (B,) of that book."""
-        count, codes = hidden.shape[0], [code0]
-        frame = self.predictor.new_frame(count)
-        x = torch.stack((hidden, self.code_tables[0][code0]), 1)
+    def later_codes(
+        self,
+        streams: Sequence[TorchStream],
+        code0: Tensor,
+        noise: Tensor | torch.Generator | None,
+        draw: Callable[[int, Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """All codes (B, 16) int64 of the frame, which is then made. code0, noise: as `_code0` gives them. draw:
+        (codebook, logits (B, V) fp32) -> codes (B,) of that book, in place of the streams' own choice."""
+        choices, count = (
+            ChoiceRows.of(tuple(stream.sampling.predictor for stream in streams), self.device),
+            len(streams),
+        )
+        of_book = noise.unbind(1) if isinstance(noise, Tensor) else [noise] * len(self.heads)
+        hidden, codes = torch.cat([stream.head_rows[-1:] for stream in streams]), [code0.clamp(min=0)]
+        frame = self.predictor.new_cache(NUM_CODEBOOKS, count)
+        x = torch.stack((hidden, self.code_tables[0][codes[0]]), 1).flatten(0, 1)
         for book, (head, table) in enumerate(zip(self.heads, self.code_tables[1:], strict=True), 1):
             if self.projection is not None:
                 x = self.projection(x)
-            logits = head(self.predictor.forward(x, frame))
-            codes.append(draw(book, (logits if logits.dim() == 2 else logits[:, -1])[:count].float()))
+            new = len(x) // count  # rows of each stream: two, then one
+            logits = head(self.predictor.advance(x, [frame], [new]))[new - 1 :: new][:count].float()
+            codes.append(choices.choose(logits, of_book[book - 1]) if draw is None else draw(book, logits))
             x = table.index_select(0, codes[-1])
-        return torch.stack(codes, 1)
-
-    def _choices(self, streams: Sequence[TorchStream], part: str) -> Callable[[Tensor, Tensor | None], Tensor]:
-        """What chooses codes (B,), of logits (B, V) fp32 and noise (B, V)."""
-        choices, generator = tuple(getattr(stream.sampling, part) for stream in streams), streams[0].generator
-        if generator is not None:
-            return lambda logits, _: choose(logits[0], choices[0], generator)[None]
-        return ChoiceRows.of(choices, self.device).choose
-
-    def _clock(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+        made = torch.stack(codes, 1)
+        for stream, its_codes in zip(streams, made, strict=True):
+            stream.codes = its_codes
+            stream.frames += not stream.ended
+        return torch.cat((code0[:, None], made[:, 1:]), 1)

@@ -23,17 +23,11 @@ _LONGEST_SUM = 768  # terms
 _LARGE = 1 << 20  # values of a matrix that stays in no core's cache
 
 
-def filled_up(x: Tensor, least: int = LEAST_ROWS) -> Tensor:
-    """Rows (R, ...), and the first one again up to `least`, so that a BLAS makes the same of each of them."""
-    missing = least - x.shape[0]
-    return x if missing <= 0 else torch.cat((x, x[:1].expand(missing, *x.shape[1:])))
-
-
 @dataclass(frozen=True)
 class Linear:
     """x @ weight + bias, on a CPU in fp32 with rows that do not depend on how many there are: a BLAS cuts long sums by
     the number of rows, so sums are cut here, short enough for MKL to leave alone, and few rows are filled up to
-    `LEAST_ROWS`."""
+    `LEAST_ROWS`, with the first one again."""
 
     weight: Tensor  # (in, out), or as oneDNN has packed it
     bias: Tensor | None = None
@@ -53,35 +47,30 @@ class Linear:
             return cls(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), LEAST_ROWS), bias)
         return cls(weight.t().contiguous(), bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x` (..., in) -> (..., out)."""
-        if x.dim() > 2:
-            return self(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-        if not self.weight.is_mkldnn:
-            if x.device.type != "cpu" or x.dtype == torch.bfloat16:
-                return self._product(x, self.weight, None, None)
-            if x.shape[0] < LEAST_ROWS:
-                return self.of_rows(filled_up(x))[: x.shape[0]]
-        return self.of_rows(x)
-
-    def of_rows(self, x: Tensor, onto: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """`x` (R, in) -> (R, out): added to `onto` without the bias, or written to `out`, where those are given. R is
-        at least LEAST_ROWS where the matrix is not packed."""
+    def __call__(self, x: Tensor, onto: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """`x` (..., in) -> (..., out). Of rows (R, in) also added to `onto` without the bias, or written to `out`: R is
+        then at least LEAST_ROWS where the matrix is not packed."""
+        rows = x.reshape(-1, x.shape[-1])
         if self.weight.is_mkldnn:
             if onto is not None:
-                return torch.ops.mkldnn._linear_pointwise.binary(x, onto, self.weight, None, "add")
-            y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return y if out is None else out.copy_(y)
-        if x.shape[1] <= _LONGEST_SUM:
-            return self._product(x, self.weight, onto, out)
-        for piece, weight in zip(x.split(_LONGEST_SUM, 1), self.weight.split(_LONGEST_SUM), strict=True):
-            onto = self._product(piece, weight, onto, out)
-        return onto
-
-    def _product(self, x: Tensor, weight: Tensor, onto: Tensor | None, out: Tensor | None) -> Tensor:
-        if onto is not None:
-            return onto.addmm_(x, weight)
-        return torch.mm(x, weight, out=out) if self.bias is None else torch.addmm(self.bias, x, weight, out=out)
+                return torch.ops.mkldnn._linear_pointwise.binary(rows, onto, self.weight, None, "add")
+            y = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+            y = y if out is None else out.copy_(y)
+        else:
+            y, alike = onto, x.device.type == "cpu" and x.dtype != torch.bfloat16
+            if alike and rows.shape[0] < LEAST_ROWS:
+                rows = torch.cat((rows, rows[:1].expand(LEAST_ROWS - rows.shape[0], -1)))
+            pieces = [(rows, self.weight)]
+            if alike and rows.shape[1] > _LONGEST_SUM:
+                pieces = zip(rows.split(_LONGEST_SUM, 1), self.weight.split(_LONGEST_SUM), strict=True)
+            for piece, weight in pieces:
+                if y is not None:
+                    y = y.addmm_(piece, weight)
+                elif self.bias is not None:
+                    y = torch.addmm(self.bias, piece, weight, out=out)
+                else:
+                    y = torch.mm(piece, weight, out=out)
+        return y if y.shape[:-1] == x.shape[:-1] else y[: x.shape[:-1].numel()].view(*x.shape[:-1], -1)
 
 
 @dataclass(frozen=True)
@@ -218,23 +207,20 @@ class Qwen3Stack(Stack):
         """A linear layer (out, in) beside the stack: rows (R, in) -> (R, out)."""
         return lambda x: F.linear(x, weight, bias)
 
-    def new_cache(self, positions: int, streams: int = 1, grows: bool = False) -> KVCache:
-        """A cache for `positions` tokens of so many streams; grows: memory is taken as they come. Raises CapacityError
-        beyond the model's own limit."""
+    def new_cache(self, positions: int, streams: int | None = None, grows: bool = False) -> KVCache:
+        """A cache for `positions` tokens; grows: memory is taken as they come. streams: of a frame of the code
+        predictor, where one cache at a time is in use, until the next is asked for; None: one that stays, of one
+        stream. Raises CapacityError beyond the model's own limit."""
         c = self.config
         if positions > c.max_position_embeddings:
             asked = f"{positions} positions asked for, the model has {c.max_position_embeddings}"
             raise CapacityError(f"{asked}: shorten the text or lower max_frames")
-        shape = (c.num_hidden_layers, 2, streams, c.num_key_value_heads, 0 if grows else positions, c.head_dim)
+        shape = (c.num_hidden_layers, 2, streams or 1, c.num_key_value_heads, 0 if grows else positions, c.head_dim)
         return KVCache(torch.empty(shape, dtype=self.dtype, device=self.device), positions)
 
-    def forward(self, x: Tensor, cache: KVCache) -> Tensor:
-        """Appends `x` (B, T, H), or (B, H), to the cache of B streams; returns the normed hidden states, as many.
-        Raises CapacityError when the cache is full."""
-        return self.advance(x.reshape(-1, x.shape[-1]), [cache], [x.shape[1] if x.dim() > 2 else 1]).view(x.shape)
-
     def advance(self, x: Tensor, caches: Sequence[KVCache], counts: Sequence[int]) -> Tensor:
-        """Appends rows `x` (R, H) to the caches, in order, `counts[i]` to each stream of cache i -> (R, H), normed.
+        """Appends rows `x` (R, H) to the caches, in order, `counts[i]` to each stream of cache i -> (R, H), normed;
+        where a frame's cache is of more streams than were asked for, the others' rows come behind.
         Raises CapacityError when a cache is full."""
         by_cache = [cache.places(count) for cache, count in zip(caches, counts, strict=True)]
         positions = [
@@ -248,19 +234,12 @@ class Qwen3Stack(Stack):
             x = self.layer(w, x, turns, places)
         return self.final(x)
 
-    def new_frame(self, streams: int) -> KVCache:
-        """An empty cache for a frame of the code predictor; one at a time, in use until the next is asked for."""
-        return self.new_cache(NUM_CODEBOOKS, streams)
-
     def layer(self, w: LayerWeights, x: Tensor, turns: tuple[Tensor, ...], places: Sequence[Place]) -> Tensor:
         """One decoder layer over rows `x` (R, H). turns: as of `turns`."""
         c, h = self.config, rms_norm(x, w.input_norm, self.config.rms_norm_eps)
-
-        def heads(weight: Tensor, norm: Tensor | None) -> Tensor:
-            rows = F.linear(h, weight).view(x.shape[0], -1, c.head_dim)
-            return rows if norm is None else rotate(rms_norm(rows, norm, c.rms_norm_eps), *turns)
-
-        q, k, v = heads(w.q, w.q_norm), heads(w.k, w.k_norm), heads(w.v, None)
+        q, k, v = (F.linear(h, weight).view(x.shape[0], -1, c.head_dim) for weight in (w.q, w.k, w.v))
+        q = rotate(rms_norm(q, w.q_norm, c.rms_norm_eps), *turns)
+        k = rotate(rms_norm(k, w.k_norm, c.rms_norm_eps), *turns)
         if len(places) == 1:
             rows = attended(q, k, v, places[0])
         else:

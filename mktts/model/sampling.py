@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mktts.common import checked_int, one_of
-from mktts.errors import SamplingError
+from mktts.errors import CapacityError, PromptError, SamplingError
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
 Rng = Literal["philox", "torch"]
@@ -149,10 +149,13 @@ def drawn_seed() -> int:
     return secrets.randbits(_DRAWN_SEED_BITS)
 
 
-def checked_seed(seed: int) -> int:
-    """`seed`. Raises SamplingError outside [0, 2^64)."""
+def check_start(embeds: Tensor, width: int, seed: int, max_frames: int) -> None:
+    """What every backend refuses: PromptError for rows that are not (L >= 2, width), SamplingError for a seed outside
+    [0, 2^64), CapacityError for no frames."""
+    if embeds.dim() != 2 or embeds.shape[0] < 2 or embeds.shape[1] != width:
+        raise PromptError(f"prompt must be (L >= 2, {width}), got {tuple(embeds.shape)}")
     checked_int("seed", seed, 0, 2**SEED_BITS - 1, SamplingError)
-    return int(seed)
+    checked_int("max_frames", max_frames, 1, error=CapacityError)
 
 
 def restrict(logits: Tensor, history: Tensor, penalty: float, eos: int) -> Tensor:
@@ -168,11 +171,7 @@ def choose(logits: Tensor, choice: Choice, randomness: Tensor | torch.Generator 
     """One id () int64 of `logits` (V,) fp32, -inf marking forbidden ones. randomness: Gumbel noise (V,) fp32
     (`gumbel`): the id with the largest score + noise wins, the lowest of equals; or the generator of rng="torch".
     Greedy needs neither."""
-    if not choice.do_sample:
-        return logits.argmax()
-    if isinstance(randomness, Tensor):
-        return ChoiceRows.of((choice,), logits.device).choose(logits[None], randomness)[0]
-    return torch.multinomial(distribution(logits, choice)[None], 1, generator=randomness)[0, 0]
+    return ChoiceRows.of((choice,), logits.device).choose(logits[None], randomness)[0]
 
 
 def distribution(logits: Tensor, choice: Choice) -> Tensor:
@@ -212,11 +211,14 @@ class ChoiceRows:
             drop=column([1 - choices[lane].top_p for lane in nucleus]) if nucleus else None,
         )
 
-    def choose(self, logits: Tensor, noise: Tensor | None) -> Tensor:
-        """`logits` (B, V) fp32, -inf marking forbidden ids, and Gumbel noise (B, V) -> ids (B,) int64."""
+    def choose(self, logits: Tensor, noise: Tensor | torch.Generator | None) -> Tensor:
+        """`logits` (B, V) fp32, -inf marking forbidden ids, and Gumbel noise (B, V) -> ids (B,) int64. noise: for one
+        row, also the generator of rng="torch"; None where no row draws."""
         # `max` gives the lowest of equals, as argmax does, in half its time on the CPU.
         if not self.draws:
             return logits.max(-1).indices
+        if isinstance(noise, torch.Generator):
+            return torch.multinomial(self.kept(logits, stable=False).softmax(-1), 1, generator=noise)[:, 0]
         drawn = self.kept(logits).add_(noise).max(-1).indices
         return drawn if self.greedy is None else torch.where(self.greedy, logits.max(-1).indices, drawn)
 

@@ -124,13 +124,13 @@ def test_the_arguments_choose_it_and_speak_its_tokens(checkpoint_cache):
 def test_what_an_interruption_left_is_kept_and_the_rest_is_computed(model, monkeypatch):
     """Counted where it is computed: rows that go through the stack."""
     rows: list[int] = []
-    forward = Qwen3Stack.forward
+    advance = Qwen3Stack.advance
 
-    def counted(stack: Qwen3Stack, x: Tensor, cache: object) -> Tensor:
-        rows.append(x.shape[1])
-        return forward(stack, x, cache)
+    def counted(stack: Qwen3Stack, x: Tensor, *caches: object) -> Tensor:
+        rows.append(len(x))
+        return advance(stack, x, *caches)
 
-    monkeypatch.setattr(Qwen3Stack, "forward", counted)
+    monkeypatch.setattr(Qwen3Stack, "advance", counted)
     conversation = TextConversation(model.decoder)
     cut = conversation.reply([SYSTEM, HELLO], seed=1)
     assert rows == [conversation.computed_tokens] and conversation.kept_tokens == 0

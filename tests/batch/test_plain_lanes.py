@@ -128,7 +128,7 @@ def talker_of(checkpoint: Checkpoint) -> TorchBackend:
 
 
 def begun(talker: TorchBackend, segment: RowStream) -> TorchStream:
-    return talker.open(segment.embeds, segment.sampling, segment.seed)
+    return talker.start(PromptRows(segment.embeds), segment.sampling, segment.seed)
 
 
 def row(segment: RowStream, frame: int) -> Tensor | None:
@@ -190,11 +190,11 @@ def test_a_lane_of_nan_is_named_and_harms_no_other(tiny, poison):
 def test_memory_grows_with_a_stream_and_goes_with_it(tiny):
     talker, width = talker_of(tiny), tiny.config.talker.hidden_size
     prompt = torch.randn(CHUNK_POSITIONS, width)
-    stream, whole = (talker.open(prompt, Sampling(), 0, frames) for frames in (None, 9))
+    stream, whole = (talker.start(PromptRows(prompt), Sampling(), 0, frames) for frames in (None, 9))
     sizes = [stream.cache.memory.nbytes]
     for text in (None, torch.zeros(width)):
-        codes = talker.tick([stream, whole], [text, text])
-        assert torch.equal(*codes)
+        (codes,) = talker.tick([stream], [text])
+        assert torch.equal(codes, talker.step(whole, text).codes)
         sizes.append(stream.cache.memory.nbytes)
     assert torch.equal(*(one.cache.memory[..., : CHUNK_POSITIONS + 1, :] for one in (stream, whole)))
     chunk = CHUNK_POSITIONS * 2 * tiny.config.talker.kv_bytes_per_position  # in fp32
@@ -209,7 +209,7 @@ def test_memory_grows_with_a_stream_and_goes_with_it(tiny):
 def test_what_cannot_begin_or_run_is_named_and_changes_nothing(tiny):
     (segment,), talker = random_segments(tiny.config, CPU, 1, 4), talker_of(tiny)
     with pytest.raises(PromptError):
-        talker.open(segment.embeds[:1], Sampling(), 0)
+        talker.start(PromptRows(segment.embeds[:1]), Sampling(), 0)
     made = []
     for refused in (True, False):
         stream = begun(talker, segment)

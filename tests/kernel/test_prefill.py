@@ -32,7 +32,7 @@ def small(dtype: torch.dtype = torch.float32) -> Prefill:
 def oracle(rows: Tensor, of: Qwen3Stack) -> tuple[Tensor, Tensor]:
     """Hidden state of the last row; keys and values."""
     cache = of.new_cache(len(rows))
-    hidden = of.forward(rows[None], cache)[0, -1]
+    hidden = of.advance(rows, [cache], [len(rows)])[-1]
     return hidden, cache.memory[:, :, 0].transpose(0, 1)
 
 

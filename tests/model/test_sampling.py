@@ -1,6 +1,8 @@
 """Sampling against transformers' own logits processors, bit for bit; the counter-based generator against published
 vectors, its noise against that of csrc/sampling.cuh, and its draws against their distribution."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,7 @@ from transformers.generation.logits_process import (
 
 from mktts.errors import SamplingError
 from mktts.model import sampling
-from mktts.model.sampling import Choice, ChoiceRows, Sampling, checked_seed, choose, distribution, gumbel, restrict
+from mktts.model.sampling import Choice, ChoiceRows, Sampling, check_start, choose, distribution, gumbel, restrict
 from mktts.spec import CODEBOOK_SIZE, MIN_NEW_FRAMES, SUPPRESSED_TAIL
 
 SIZE = 300
@@ -141,13 +143,16 @@ def test_on_cuda_the_same_ids_are_drawn(choice):
         assert int(choose(on_cuda, choice, noise.cuda())) == int(choose(logits, choice, noise))
 
 
+start = partial(check_start, torch.zeros(2, 4), 4, max_frames=1)
+
+
 @pytest.mark.parametrize(
     ("made", "given", "named"),
     [
         *((Choice, {"temperature": value}, "temperature") for value in (0.0, float("nan"))),
         *((Choice, {"top_k": value}, "top_k") for value in (-1, 2.5)),
         *((Choice, {"top_p": value}, "top_p") for value in (0.0, 1.1)),
-        *((checked_seed, {"seed": seed}, "seed must be") for seed in (None, -1, 2**64, 1.0, "7", True)),
+        *((start, {"seed": seed}, "seed must be") for seed in (None, -1, 2**64, 1.0, "7", True)),
         (Sampling, {"repetition_penalty": 0.0}, "repetition_penalty"),
         (Sampling, {"rng": "numpy"}, "philox.*torch.*numpy"),
         *((Sampling().with_flat, {"given": {name: 0.1}}, name) for name in ("min_p", "do_sample")),

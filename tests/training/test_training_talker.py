@@ -104,13 +104,13 @@ def test_training_logits_are_those_of_inference(small, layout, language, predict
         for frame, expected in enumerate(codes):
             assert torch.allclose(first[frame], backend.code0_logits(state), atol=1e-4)
             cache = backend.predictor.new_cache(NUM_CODEBOOKS)
-            x = torch.cat((state.hidden, backend.code_tables[0][expected[0]][None, None]), 1)
+            x = torch.stack((state.hidden[0, 0], backend.code_tables[0][expected[0]]))
             for group, head in enumerate(backend.heads):
                 x = x if backend.projection is None else backend.projection(x)
-                logits = head(backend.predictor.forward(x, cache))[0, -1]
+                logits = head(backend.predictor.advance(x, [cache], [len(x)]))[-1]
                 assert torch.allclose(rest[frame, group], logits, atol=1e-4)
                 if group + 1 < len(backend.heads):
-                    x = backend.code_tables[group + 1][expected[group + 1]][None, None]
+                    x = backend.code_tables[group + 1][expected[group + 1]][None]
             state.codes = expected
             backend._advance([state], [prompt.row(frame)])
         assert torch.allclose(first[-1], backend.code0_logits(state), atol=1e-4)

@@ -21,17 +21,17 @@ from mktts.batch.cuda.stage import SETTINGS, BlockLayout, Stage, packed, uploade
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder, PrimedStates
 from mktts.codec.packed import Precision
-from mktts.common import announced
+from mktts.common import announced, checked_int
 from mktts.engine.lanes import Made
 from mktts.engine.pages import Pages
 from mktts.engine.scheduler import Tick, TickModel, TickSettings
 from mktts.engine.stream import Segment
-from mktts.errors import CapacityError, EngineError, PromptError
+from mktts.errors import CapacityError, EngineError, PromptError, SamplingError
 from mktts.kernel.triton_kernels import compiling
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.cuda_graph import record
 from mktts.model.prompt import AddressedRows
-from mktts.model.sampling import checked_seed
+from mktts.model.sampling import SEED_BITS
 from mktts.model.voice import Voice
 from mktts.spec import ModelConfig
 
@@ -161,7 +161,8 @@ class CudaLanes:
         width, most = self.config.talker.hidden_size, self._memory.positions
         if len(prompt.shape) != 2 or not 0 < len(prompt) <= most or prompt.shape[1] != width:
             raise PromptError(f"a prompt must be (1 to {most}, {width}), got {tuple(prompt.shape)}")
-        self._settings[slot] = packed(sampling, checked_seed(segment.seed))
+        checked_int("seed", segment.seed, 0, 2**SEED_BITS - 1, SamplingError)
+        self._settings[slot] = packed(sampling, int(segment.seed))
         if anew:
             self._begin_codec(slot, segment.reference)
         if isinstance(prompt, Tensor):

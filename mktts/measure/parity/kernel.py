@@ -151,9 +151,8 @@ def forced(backend: TorchBackend, state: TorchStream, row: Tensor | None, codes:
         logits.append(given[0])
         return ids[book : book + 1]
 
-    state.codes = backend.predicted(state.hidden[0], ids[:1], draw)[0]
+    backend.later_codes([state], ids[:1], None, draw)
     state.seen[ids[0]] = True
-    state.frames += 1
     return Observed(codes, logits, hidden)
 
 
