@@ -32,7 +32,7 @@ class KeptPrefix:
     """A prefix of `rows` rows; its pages in order, the last one partial where `rows` is no multiple of a page."""
 
     rows: int
-    pages: tuple[int, ...]
+    pages: list[int]
 
 
 class Pages:
@@ -57,7 +57,6 @@ class Pages:
         self._free = list(range(pages - 1, NO_OWNER, -1))
         self._users = [0] * pages  # slots that have the page
         self._keepers = [0] * pages  # prefixes that have it
-        self._slots: dict[int, list[int]] = {}  # their pages, in order
         self._kept: OrderedDict[Hashable, KeptPrefix] = OrderedDict()
         self._changed: set[int] = set()
         self._copies: list[Copy] = []
@@ -113,12 +112,17 @@ class Pages:
                 "max_frames, or wait until other streams end"
             )
         kept, kept_rows = self._kept.get(key), self.find(key)
-        shared = [] if kept is None else list(kept.pages[: kept_rows // self.page_rows])
-        own = self._take(self.count(rows) - len(shared), but=key)
-        for page in shared:
+        shared = [] if kept is None else kept.pages[: kept_rows // self.page_rows]
+        count = self.count(rows) - len(shared)
+        while len(self._free) < count:
+            if not self._forget_one(but=key):
+                raise EngineError(f"{count} pages were promised, {len(self._free)} are free: the book is wrong")
+        own = [self._free.pop() for _ in range(count)]
+        pages = shared + own
+        for page in pages:
             self._users[page] += 1
-        self._slots[slot] = shared + own
-        self._write(slot)
+        self.table[slot, : len(pages)] = pages
+        self._changed.add(slot)
         if kept is not None:
             self._kept.move_to_end(key)
             if partial := kept_rows % self.page_rows:
@@ -127,29 +131,32 @@ class Pages:
 
     def close(self, slot: int) -> None:
         """Its pages, where it has any, are free, except those that others share."""
-        for page in reversed(self._slots.pop(slot, ())):
-            self._users[page] -= 1
-            self._free_if_unheld(page)
-        self._write(slot)
+        for page in reversed(self.table[slot].tolist()):
+            if page != NO_OWNER:
+                self._users[page] -= 1
+                if not self._users[page] and not self._keepers[page]:
+                    self._free.append(page)
+        self.table[slot] = NO_OWNER
+        self._changed.add(slot)
 
     # ---- prefixes
 
     def keep(self, slot: int, key: Hashable, rows: int) -> None:
         """Keeps the first `rows` rows of `slot` under `key`, unless the key is known or there is no room."""
-        held = self._slots[slot]
+        held = self.table[slot].tolist()
         full, partial = divmod(rows, self.page_rows)
         if key in self._kept or full + bool(partial) > self.max_kept:
             return
+        assert NO_OWNER not in held[: full + bool(partial)], f"slot {slot} has no {rows} rows"
         new = sum(not self._keepers[page] for page in held[:full]) + bool(partial)
-        while self.kept + new > self.max_kept and self._forget_one():
-            pass
-        if self.kept + new > self.max_kept or (partial and not self._free and not self._idle(None)):
-            return
-        last = self._take(1, used=False) if partial else []
+        while self.kept + new > self.max_kept or (partial and not self._free):
+            if not self._forget_one():
+                return
+        last = [self._free.pop()] if partial else []
         pages = held[:full] + last
         for page in pages:
             self._keepers[page] += 1
-        self._kept[key] = KeptPrefix(rows, tuple(pages))
+        self._kept[key] = KeptPrefix(rows, pages)
         if partial:
             self._copies.append(Copy(held[full], last[0], partial))
 
@@ -172,7 +179,8 @@ class Pages:
     def _drop(self, key: Hashable) -> None:
         for page in reversed(self._kept.pop(key).pages):
             self._keepers[page] -= 1
-            self._free_if_unheld(page)
+            if not self._users[page] and not self._keepers[page]:
+                self._free.append(page)
 
     def _forget_one(self, but: Hashable | None = None) -> bool:
         """Lets the prefix go that was used longest ago, of those without a user; False: there is none."""
@@ -181,24 +189,3 @@ class Pages:
                 self._drop(key)
                 return True
         return False
-
-    def _take(self, count: int, but: Hashable | None = None, used: bool = True) -> list[int]:
-        """`count` pages, which `fits` has promised."""
-        while len(self._free) < count:
-            if not self._forget_one(but):
-                raise EngineError(f"{count} pages were promised, {len(self._free)} are free: the book is wrong")
-        taken = [self._free.pop() for _ in range(count)]
-        for page in taken:
-            self._users[page] += used
-        return taken
-
-    def _free_if_unheld(self, page: int) -> None:
-        assert self._users[page] >= 0 <= self._keepers[page], f"page {page} was let go twice"
-        if not self._users[page] and not self._keepers[page]:
-            self._free.append(page)
-
-    def _write(self, slot: int) -> None:
-        pages = self._slots.get(slot, [])
-        self.table[slot] = NO_OWNER
-        self.table[slot, : len(pages)] = pages
-        self._changed.add(slot)

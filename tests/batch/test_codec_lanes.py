@@ -14,7 +14,7 @@ from torch import Tensor
 from mktts.batch.cuda.codec import CudaCodec
 from mktts.batch.plain import CodecLanes
 from mktts.checkpoint import Checkpoint, open_checkpoint
-from mktts.codec.decoder import CodecDecoder
+from mktts.codec.decoder import CodecDecoder, CodecState
 from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.parity.codec import snr_db
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
@@ -73,10 +73,17 @@ def int32(codec: CudaCodec, values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=codec.device)
 
 
+def enter(codec: CudaCodec | CodecLanes, slot: int, state: CodecState | None) -> None:
+    if isinstance(codec, CodecLanes):
+        codec.decode(torch.zeros(0, NUM_CODEBOOKS, dtype=torch.int64), [], [(slot, state)])
+    else:
+        codec.enter(slot, state)
+
+
 def decoded(codec: CudaCodec, codes: Tensor, slots: list[int], lanes: int = LANES) -> Tensor:
     """The next frame of `slots`, codes (n, 16), in a pass of `lanes` lanes whose padded ones hold the end of speech."""
     if isinstance(codec, CodecLanes):
-        return codec.decode(codes, slots)
+        return torch.from_numpy(codec.decode(codes, slots)[0])
     frame = torch.full((lanes, NUM_CODEBOOKS), END, dtype=torch.int32, device=codec.device)
     frame[: len(slots)] = codes
     return codec.decode(frame, int32(codec, slots + [codec.nobody] * (lanes - len(slots))))[: len(slots)]
@@ -93,7 +100,7 @@ def test_streams_that_come_and_go_sound_as_alone(codec):
     while waiting or slots:
         while waiting and free:
             slots[waiting[0]] = free.pop()
-            codec.enter(slots[waiting.pop(0)], None)
+            enter(codec, slots[waiting.pop(0)], None)
         going = [i for i in slots if chance.random() < 0.7]
         chance.shuffle(going)
         if not going:
@@ -116,7 +123,7 @@ def test_a_primed_state_goes_on_and_stays_as_it_was(codec, heard):
     state = decoder.start()
     decoder.decode(codes[:heard], state)
     kept = state.copy()
-    codec.enter(3, state)
+    enter(codec, 3, state)
     made = torch.cat([decoded(codec, codes[heard + t][None], [3])[0] for t in range(6)])
     assert torch.equal(state.flat, kept.flat)
     assert snr_db(made.cpu(), decoder.decode(codes[heard:], state).cpu()) > codec.least_db
@@ -189,13 +196,13 @@ def test_neighbours_change_no_bit_on_a_cpu(tiny):
     """Alone, and among more than one group of lanes takes."""
     company, single = (CodecLanes(plain_of(tiny, "cpu")(), slots) for slots in (20, 1))
     codes = codes_of(single, 20, 4)
-    single.enter(0, None)
+    enter(single, 0, None)
     for slot in range(20):
-        company.enter(slot, None)
+        enter(company, slot, None)
     for frame in range(4):
         going = list(range(20)) if frame % 2 else [19, 3, 0]
-        pcm = company.decode(codes[going, frame], going)
-        assert torch.equal(pcm[going.index(19)], single.decode(codes[19:, frame], [0])[0])
+        pcm, alone = decoded(company, codes[going, frame], going), decoded(single, codes[19:, frame], [0])
+        assert torch.equal(pcm[going.index(19)], alone[0])
 
 
 def test_other_codes_lanes_slots_and_states_are_refused(tiny):

@@ -121,7 +121,7 @@ class Desk:
             assert table.frames_made[slot] == len(job.codes) + coming
         if pages is not None:
             begun = {slot for slot, job in batch._streams.items() if job.segment is not None and job.segment.begun}
-            assert begun == set(pages._slots)
+            assert begun == set(np.flatnonzero(pages.table.any(1)).tolist())
             held = {page for slot in slots for page in pages.table[slot].tolist()} - {0}
             kept = {page for prefix in pages._kept.values() for page in prefix.pages}
             assert pages.free + len(held | kept) == len(pages._users) - 1
