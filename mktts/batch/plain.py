@@ -289,7 +289,7 @@ class FoldedStack(Qwen3Stack):
     def advance(self, x: Tensor, caches: Sequence[KVCache], counts: Sequence[int]) -> Tensor:
         frame, count = caches[0], x.shape[0]
         if isinstance(frame, _FrameCache):  # whose streams may be more than were asked for
-            x = filled_up(x.view(-1, counts[0], x.shape[1]), self._least).flatten(0, 1)
+            x = filled_up(x, counts[0] * self._least)
             count = x.shape[0]
             if counts[0] == 1:
                 turns, layers = frame.steps[frame.length]

@@ -212,7 +212,7 @@ class TorchBackend:
             if self.projection is not None:
                 x = self.projection(x)
             new = len(x) // count  # rows of each stream: two, then one
-            logits = head(self.predictor.advance(x, [frame], [new]))[new - 1 :: new][:count].float()
+            logits = head(self.predictor.advance(x, [frame], [new]))[new - 1 : new * count : new].float()
             codes.append(choices.choose(logits, of_book[book - 1]) if draw is None else draw(book, logits))
             x = table.index_select(0, codes[-1])
         made = torch.stack(codes, 1)
