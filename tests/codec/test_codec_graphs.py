@@ -157,19 +157,3 @@ def test_graphs_follow_the_stream_they_are_called_on(on_cuda):
     with torch.cuda.stream(side):
         pcm = graphed.decode(CODES, graphed.start())
     assert_same(on_cuda, pcm, expected)
-
-
-@pytest.mark.gpu
-def test_a_synthesizer_on_cuda_uses_graphs_and_speaks_the_eager_decoders_samples(tiny, on_cuda):
-    from mktts.engine.options import Guard, StreamOptions
-    from mktts.synth import Synthesizer
-
-    options = StreamOptions(guard=Guard.off())
-    with Synthesizer.load(tiny, device="cuda", backend="torch") as synthesizer:
-        assert isinstance(synthesizer.engine.runners["single"].lanes.codec, GraphedCodec)
-        synthesizer.warm_up()
-        speaker = next(iter(tiny.config.speakers))
-        with synthesizer.stream("Words.", speaker=speaker, seed=0, max_frames=31, options=options) as stream:
-            pcm = np.concatenate([chunk.pcm for chunk in stream])
-        expected = on_cuda.decode_all(torch.as_tensor(stream.codes)).cpu().numpy()
-    np.testing.assert_allclose(pcm, expected, atol=TOLERANCE, rtol=0)

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from desk import fed
 from served import WAIT_S, until
 
 from mktts.audio import to_pcm16
@@ -70,12 +69,6 @@ def test_many_streams_in_an_event_loop_each_get_their_own(far, near):
 
     expected = [to_pcm16(near.say("One of many.", seed=seed, max_frames=12)) for seed in range(6)]
     assert asyncio.run(all_of_them()) == expected
-
-
-def test_fed_text_is_spoken_as_here(far, near):
-    sessions = [synth.open(seed=5, max_frames=24) for synth in (far, near)]
-    theirs, ours = (to_pcm16(fed(session, ("Hello ", "my ", "friends."))) for session in sessions)
-    assert theirs == ours
 
 
 def test_a_session_that_another_thread_cancels_while_it_begins_is_cancelled_there_too(far, monkeypatch):

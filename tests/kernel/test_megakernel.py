@@ -17,11 +17,10 @@ from mktts.model.backend import PromptRows
 from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS
-from mktts.synth import Synthesizer
 
 pytestmark = pytest.mark.gpu
 TEXT = Request("Some words, spoken in the streaming layout, and a few more.", speaker="ryan", layout="streaming")
-GREEDY = Sampling().greedy()
+SAMPLED, GREEDY = Sampling(), Sampling().greedy()
 
 
 LONG_FRAMES, LONG_TURNS = 2_000, 50
@@ -90,25 +89,16 @@ def test_sampled_codes_repeat_with_their_seed_and_interleave(tiny):
     assert torch.equal(torch.cat(turns[0]), alone[0]) and torch.equal(torch.cat(turns[1]), alone[2])
 
 
-def test_several_frames_a_launch_are_those_of_single_launches(tiny):
-    backend, prompt = kernel_of(tiny), prompt_of(tiny)
-    expected = our_codes(backend, prompt, Sampling(), 1, 30)
-    state, made = backend.start(prompt, Sampling(), 1, 30), []
-    for count in (1, 2, 3, MAX_FRAMES_A_LAUNCH, MAX_FRAMES_A_LAUNCH, MAX_FRAMES_A_LAUNCH):
-        rows = [prompt.row(t - 1) if t else None for t in range(state.frames, state.frames + count)]
-        made += [frame.codes for frame in backend.frames(state, rows)]
-    assert torch.equal(torch.stack(made), expected)
-
-
-def test_end_of_speech_ends_a_launch_of_several_frames():
-    checkpoint = open_checkpoint("random:tiny:margin:eos9")
+@pytest.mark.parametrize(
+    ("source", "sampling", "frames"), [("random:tiny", Sampling(), 30), ("random:tiny:margin:eos9", GREEDY, 9)]
+)
+def test_several_frames_a_launch_are_those_of_single_launches_and_end_with_the_speech(source, sampling, frames):
+    checkpoint = open_checkpoint(source)
     backend, prompt = kernel_of(checkpoint), prompt_of(checkpoint)
-    state, made = backend.start(prompt, GREEDY, 0, 40), []
-    while not state.ended:
-        rows = [prompt.row(t - 1) if t else None for t in range(state.frames, state.frames + 6)]
-        made += list(backend.frames(state, rows))
-    assert [frame.codes is None for frame in made] == [False] * 9 + [True]
-    assert len(our_codes(backend, prompt, GREEDY, 0, 40)) == 9  # one by one
+    expected = our_codes(backend, prompt, sampling, 1, 30)
+    assert len(expected) == frames
+    for most in (2, 6, MAX_FRAMES_A_LAUNCH):
+        assert torch.equal(codes_of(backend, prompt, 1, 30, sampling, most), expected)
 
 
 def test_a_frame_that_times_out_is_named_and_the_next_stream_is_well(tiny, monkeypatch):
@@ -140,24 +130,11 @@ def test_borders(tiny):
         backend.step(state, prompt.row(0))
 
 
-def test_the_synthesizer_speaks_with_it(tiny_margin):
-    with Synthesizer.load(tiny_margin, backend="megakernel") as synth:
-        assert synth.backend_name == "megakernel"
-        for _ in range(100):  # cancelled at once, again and again
-            synth.stream("Some words.", speaker="ryan", max_frames=50).cancel()
-        ours = synth.stream("Some words.", speaker="ryan", sampling=GREEDY, max_frames=20)
-        pcm = ours.read()
-    with Synthesizer.load(tiny_margin, backend="torch") as synth:
-        theirs = synth.stream("Some words.", speaker="ryan", sampling=GREEDY, max_frames=20)
-        theirs.read()
-    assert len(pcm) and torch.equal(ours.codes, theirs.codes)
-
-
-def codes_of(backend: MegakernelBackend, prompt: Prompt, seed: int, frames: int) -> torch.Tensor:
-    """(T, 16), as many frames a launch as it takes."""
-    state, codes = backend.start(prompt, Sampling(), seed, frames), []
+def codes_of(backend, prompt, seed: int, frames: int, sampling=SAMPLED, most=MAX_FRAMES_A_LAUNCH) -> torch.Tensor:
+    """(T, 16), up to `most` frames a launch."""
+    state, codes = backend.start(prompt, sampling, seed, frames), []
     while len(codes) < frames and not state.ended:
-        last = min(frames, len(codes) + MAX_FRAMES_A_LAUNCH)
+        last = min(frames, len(codes) + most)
         rows = [prompt.row(t - 1) if t else None for t in range(len(codes), last)]
         codes += [frame.codes for frame in backend.frames(state, rows) if frame.codes is not None]
     return torch.stack(codes)

@@ -155,15 +155,19 @@ def test_rows_at_more_positions_than_the_kernels_hold_weights_of_go_through_oper
 
 
 @pytest.mark.gpu
-def test_graphs_from_the_tape_give_the_bits_of_graphs_from_the_stack():
+def test_graphs_from_the_tape_and_from_the_stack_give_the_bits_of_the_stacks_eager_passes():
     shape = shape_of("0.6b", 4)
     weights = weights_of(shape.talker, "cuda")
-    ours, theirs = unpacking(tape_of(shape, weights)), Prefill(stack_of(shape, weights))
+    tape, graphed, eager = unpacking(tape_of(shape, weights)), *(Prefill(stack_of(shape, weights)) for _ in range(2))
+    eager.graphs = False
+    eager._passes.clear()
     for _ in range(3):  # captured, then replayed back to back
-        for count in (1, 10, 64, 100, 500):
+        for count in (1, 10, 17, 64, 100, 500):
             x = rows_of(shape, count).cuda()
-            assert torch.equal(ours.run(x), theirs.run(x))
-            assert torch.equal(ours.keys_values, theirs.keys_values)
+            hidden = eager.run(x)
+            for ours in (tape, graphed):
+                assert torch.equal(ours.run(x), hidden)
+                assert torch.equal(ours.keys_values, eager.keys_values)
 
 
 @pytest.mark.gpu

@@ -75,10 +75,8 @@ def test_the_error_is_that_of_cublas(own, kind, columns, depth, count):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("kind", "columns", "depth"), SHAPES)
-def test_rows_are_equal_bit_for_bit_in_any_number_and_place(kind, columns, depth, dtype):
-    from mktts.batch.cuda.kernels.products import FixedOrderProducts
-
-    case, own = Case(kind, columns, depth, dtype), FixedOrderProducts(torch.device("cuda"))
+def test_rows_are_equal_bit_for_bit_in_any_number_and_place(own, kind, columns, depth, dtype):
+    case = Case(kind, columns, depth, dtype)
     wanted = case.of(own, torch.arange(MOST, device="cuda"))
     generator = torch.Generator().manual_seed(0)
     for count in ROWS:

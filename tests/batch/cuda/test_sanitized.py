@@ -17,24 +17,16 @@ SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer
 WATCHED = [str(SANITIZER), "--tool", "memcheck", "--error-exitcode", "9", "--report-api-errors", "no"]
 
 
-def strained(mode: str, before: list[str], **environment: str) -> None:
+NEEDS_IT = pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer of the CUDA toolkit")
+
+
+@pytest.mark.parametrize("before", [[], pytest.param(WATCHED, marks=NEEDS_IT)], ids=["alone", "sanitizer"])
+@pytest.mark.parametrize("mode", ["eager", "graphs"])
+def test_random_ticks_run_to_their_end_and_the_sanitizer_has_nothing_to_say(mode, before):
     path = os.pathsep.join((python_path()["PYTHONPATH"], str(SCRIPT.parents[1])))  # and what tests share
-    done = subprocess.run(
-        [*before, sys.executable, str(SCRIPT), mode],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        timeout=580,
-    )
+    environment = {**os.environ, "PYTHONPATH": path}
+    if before and mode == "eager":
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    command = [*before, sys.executable, str(SCRIPT), mode]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=580)
     assert done.returncode == 0 and "made " in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
-
-
-@pytest.mark.parametrize("mode", ["eager", "graphs"])
-def test_random_ticks_run_to_their_end(mode):
-    strained(mode, [])
-
-
-@pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer of the CUDA toolkit")
-@pytest.mark.parametrize("mode", ["eager", "graphs"])
-def test_the_sanitizer_has_nothing_to_say_of_the_batch_engine(mode):
-    strained(mode, WATCHED, **({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if mode == "eager" else {}))
