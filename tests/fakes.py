@@ -310,7 +310,7 @@ class FakeLanes:
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> _Launched:
         assert len(self._launched) < (2 if self.overlaps else 1), "too many ticks wait to be collected"
-        assert not tick.empty and len(tick.lanes) <= self.settings.max_lanes
+        assert (len(tick.lanes) or tick.pieces) and len(tick.lanes) <= self.settings.max_lanes
         assert [row is None for row in rows] == [i < tick.new_lanes for i in range(len(tick.lanes))]
         assert len(set(tick.lanes.tolist())) == len(tick.lanes)
         copies, changed = self.pages.changes()

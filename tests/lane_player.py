@@ -144,7 +144,7 @@ class Player:
             while todo and self._free and self._rng.random() < self._coming:
                 self._come(*todo.popleft())
             tick = self._tick() if len(self._flying) < (1 if self._plain else 2) else Tick()
-            if not tick.empty and (not self._flying or self._rng.random() < 0.7):
+            if (len(tick.lanes) or tick.pieces) and (not self._flying or self._rng.random() < 0.7):
                 self._launch(tick)
             elif self._flying:
                 self._collect()

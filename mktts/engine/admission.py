@@ -74,8 +74,8 @@ class Arrival(NamedTuple):
 
 
 class Admission:
-    """The limits and the capacity of an engine, common to all of its lanes. listeners: counts them, for each set of
-    lanes, at a time in perf_counter seconds."""
+    """The limits and the capacity of an engine, common to all of its lanes. listeners: `StreamTable.listening` of each
+    set of lanes, by perf_counter."""
 
     def __init__(self, limits: AdmissionLimits | None = None) -> None:
         self.limits = limits or AdmissionLimits()
@@ -149,14 +149,6 @@ class AdmissionQueue:
         most_s = max(PROMPT_WAIT_S, self._admission.limits.max_wait_s or 0.0)
         return "" if math.isinf(self._admission.most) or now_s < arrived_s + most_s else "waited"
 
-    def __len__(self) -> int:
-        return len(self._paced) + len(self._unpaced)
-
-    @property
-    def names(self) -> list[Any]:
-        """Names of the streams that wait."""
-        return [arrival.name for arrival in (*self._paced, *self._unpaced)]
-
     def held(self, now_s: float, arrived_s: float = -math.inf) -> bool:
         """Whether nothing has run for so long, after such an arrival, that what open streams hold stays held."""
         return now_s >= max(self.idle_since_s, arrived_s) + HELD_S
@@ -198,7 +190,7 @@ class AdmissionQueue:
     def wake_s(self, now_s: float) -> float:
         """Time until which nothing changes for streams that wait; inf where none does. Every time is the sum that is
         compared with elsewhere: rounded otherwise, it could come and change nothing."""
-        if not len(self) and not self.reserved_pages:
+        if not (self._paced or self._unpaced or self.reserved_pages):
             return math.inf
         changes_s = [self._table.changes_s(now_s), self.idle_since_s + HELD_S]
         for waiting in filter(None, (self._paced, self._unpaced)):

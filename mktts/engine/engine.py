@@ -266,10 +266,10 @@ class _Worker:
         wake_s = math.inf
         while self._take_in(wake_s):
             runners = list(self.runners.values())  # one may come
-            alone = sum(runner.open_streams for runner in runners) == 1
+            alone = sum(len(runner.open_streams) for runner in runners) == 1
             for runner in runners:
                 runner.lanes.alone = alone
-            if runners[0].lanes.decodes_beside and runners[-1].open_streams > MANY:
+            if runners[0].lanes.decodes_beside and len(runners[-1].open_streams) > MANY:
                 runners += runners[:1]  # those that are made singly: before and behind the long turn of many
             wake_s = math.inf
             for runner in runners:
@@ -284,7 +284,7 @@ class _Worker:
             self._notifier.flush()
             # Here, not in the runner: behind every turn, also one that failed or ended streams before they had begun.
             if "batch" in self.runners:
-                self._many.count(self.runners["batch"].open_streams)
+                self._many.count(len(self.runners["batch"].open_streams))
             self.sleeps = wake_s == math.inf
         for runner in self.runners.values():
             try:

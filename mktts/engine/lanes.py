@@ -97,7 +97,7 @@ class OneLane:
 @dataclass
 class _Slot:
     """state: the backend's, of the segment. ahead: frames of one launch of which some are to come. queued: the first
-    chunk, decoded behind its frame's launch."""
+    chunk, which is one frame, decoded behind its launch."""
 
     codec_state: CodecState | None = None
     segment: Segment | None = None
@@ -140,14 +140,31 @@ class SingleLanes(OneLane):
             here.ahead.close()
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Made:
-        """Makes the frame. Raises what the backend raises."""
-        here = self._slots[int(tick.lanes[0])]
-        begun_s = time.perf_counter()
+        """Makes the frame; several are asked for at once where no other stream waits and their inputs are known. Raises
+        what the backend raises."""
+        slot, backend, inputs = int(tick.lanes[0]), self.backend, list(rows)
+        here = self._slots[slot]
+        segment, chunker = here.segment, here.segment.stream.chunker
         if tick.new_lanes:
-            segment = here.segment
-            here.state = self.backend.start(segment.prompt, segment.sampling, segment.seed, segment.max_frames)
-            segment.stream.chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
-        frame = self._frame(here, rows[0])
+            begun_s = time.perf_counter()
+            here.state = backend.start(segment.prompt, segment.sampling, segment.seed, segment.max_frames)
+            chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
+        first = here.codec_state is None and not chunker.pending_frames
+        if first and chunker.missing_frames == 1 and self._queues:  # a chunk by itself: decoded behind its launch
+            frame = backend.step(here.state, rows[0], meanwhile=lambda: self._queue_decoding(slot))
+        else:
+            if not here.ahead:
+                if self.alone:  # as far as the rows are known, to the chunk's end
+                    most = min(MAX_FRAMES_AHEAD, chunker.missing_frames, segment.max_frames - segment.launched)
+                    known = segment.launched - 1
+                    while len(inputs) < most and (row := segment.prompt.row(known + len(inputs))) is not None:
+                        inputs.append(row)
+                here.ahead, here.ahead_frames = backend.frames(here.state, inputs), len(inputs)
+            frame = next(here.ahead)
+            here.ahead_frames -= 1
+            if not here.ahead_frames or frame.codes is None:
+                here.ahead.close()
+                here.ahead = None
         ended = frame.codes is None
         codes = np.zeros((1, NUM_CODEBOOKS), np.int64) if ended else np.asarray(frame.codes)[None]
         if ended:
@@ -155,43 +172,19 @@ class SingleLanes(OneLane):
         took_s = (frame.talker_ms + frame.predictor_ms) / 1e3
         return Made(codes, np.array([ended]), None, took_s, predictor_s=frame.predictor_ms / 1e3)
 
-    def submit(self, slot: int, frames: list[Any]) -> PendingPcm:
-        """Begins to decode the next frames, (16,) each, of the stream in `slot`."""
+    def submit(self, slot: int, frames: list[Any] | None) -> PendingPcm:
+        """Begins to decode the next frames, (16,) each, of the stream in `slot`. None: the frame that is being made. It
+        has codes: no stream ends before MIN_NEW_FRAMES."""
         here = self._slots[slot]
         if here.queued is not None:
             queued, here.queued = here.queued, None
             return queued
-        self._open_codec(here)
-        return self.codec.submit(torch.as_tensor(np.stack(frames)), here.codec_state)
-
-    def _frame(self, here: _Slot, row: Tensor | None) -> Frame:
-        """The next frame; several are asked for at once where no other stream waits and their inputs are known."""
-        backend = self.backend
-        if not here.ahead:
-            chunker = here.segment.stream.chunker
-            first = here.codec_state is None and not chunker.pending_frames
-            if first and chunker.missing_frames == 1 and self._queues:
-                return backend.step(here.state, row, meanwhile=lambda: self._queue_decoding(here))
-            segment, rows = here.segment, [row]
-            if self.alone:  # as far as the rows are known, to the chunk's end
-                most = min(MAX_FRAMES_AHEAD, chunker.missing_frames, segment.max_frames - segment.launched)
-                while len(rows) < most and (row := segment.prompt.row(segment.launched - 1 + len(rows))) is not None:
-                    rows.append(row)
-            here.ahead, here.ahead_frames = backend.frames(here.state, rows), len(rows)
-        frame = next(here.ahead)
-        here.ahead_frames -= 1
-        if not here.ahead_frames or frame.codes is None:
-            here.ahead.close()
-            here.ahead = None
-        return frame
-
-    def _queue_decoding(self, here: _Slot) -> None:
-        """The first frame's, which is a chunk by itself. It has codes: no stream ends before MIN_NEW_FRAMES."""
-        self._open_codec(here)
-        codes = self.backend.codes_to_come(here.state)[None]
-        here.queued = self.codec.submit_unmade(codes, here.codec_state)
-
-    def _open_codec(self, here: _Slot) -> None:
         if here.codec_state is None:
             reference = here.segment.reference
             here.codec_state = self.codec.start() if reference is None else self.primed.of(reference).copy()
+        if frames is None:
+            return self.codec.submit_unmade(self.backend.codes_to_come(here.state)[None], here.codec_state)
+        return self.codec.submit(torch.as_tensor(np.stack(frames)), here.codec_state)
+
+    def _queue_decoding(self, slot: int) -> None:
+        self._slots[slot].queued = self.submit(slot, None)

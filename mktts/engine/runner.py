@@ -22,7 +22,7 @@ from mktts.engine.admission import Admission, AdmissionQueue, Arrival, Reason, r
 from mktts.engine.chunker import Chunker
 from mktts.engine.lanes import Lanes, Made
 from mktts.engine.pages import PAGE_ROWS
-from mktts.engine.scheduler import MeanTick, StreamTable, Tick, TickFit, TickModel, lone_tick, next_tick
+from mktts.engine.scheduler import MeanTick, StreamTable, Tick, TickFit, TickModel, next_tick
 from mktts.engine.stream import EngineName, Segment, Utterance
 from mktts.errors import CapacityError, EngineError
 from mktts.model.backend import no_number
@@ -45,10 +45,6 @@ class TickTimes:
         self.counts = [0] * (len(TICK_BOUNDS_S) + 1)
         self.sum_s = 0.0
 
-    def add(self, took_s: float) -> None:
-        self.counts[bisect_left(TICK_BOUNDS_S, took_s)] += 1
-        self.sum_s += took_s
-
 
 class EngineStats(NamedTuple):
     """The state of one set of lanes at the moment.
@@ -70,7 +66,7 @@ class EngineStats(NamedTuple):
 @dataclass
 class Running:
     """A launched tick. lanes: slots and segments. streams: with a lane or a piece of a prompt in it. ends_s: as
-    predicted. follows: the one before it still ran."""
+    predicted where it runs beside the host. follows: the one before it still ran."""
 
     tick: Tick
     lanes: list[tuple[int, Segment]]
@@ -114,14 +110,15 @@ class Runner:
         self._early_s = _EARLY_S  # before the tick that runs ends, when the next one is planned
         self._give_s = 0.0  # from the end of a tick until the last of its frames is with its reader
         self.reference_model: TickModel | None = None  # of the measured capacity: what ticks are expected to take
+        self._table = StreamTable(lanes.slots)
+        admission.listeners.append(self._table.listening)
         self._reset()
-        admission.listeners.append(self.count_listeners)
 
     def _reset(self) -> None:
-        slots = self.lanes.slots
-        self._table = StreamTable(slots)
+        self._table.open[:] = False
         self._queue = AdmissionQueue(self.admission, self._table, self._pages, self._settings)
-        self.free_slots = list(range(slots - 1, -1, -1))
+        self.free_slots = list(range(self.lanes.slots - 1, -1, -1))
+        self.open_streams: dict[Utterance, int | None] = {}  # that are not over, with their slots; None: not admitted
         # An open stream is in one of these, and waits             until
         self._arrived: deque[Utterance] = deque()  # for a look,     this turn or the next
         self._textless: set[Utterance] = set()  # for its first text, an update
@@ -134,22 +131,14 @@ class Runner:
         self._cancelled: set[Utterance] = set()  # since the last tick, of those that were looked at
         self._freed = False  # a stream has ended, or is not read any more, since the queue was looked at
 
-    def count_listeners(self, now_s: float) -> int:
-        """Open streams that need frames in time. Any thread."""
-        return int(self._table.listening(now_s).sum())
-
-    @property
-    def open_streams(self) -> int:
-        """Streams that it was given and that are not over."""
-        return len(self._streams) + len(self._arrived) + len(self._textless) + len(self._queue)
-
     @property
     def stats(self) -> EngineStats:
         """Any thread."""
-        waiting = len(self._queue) + len(self._arrived) + len(self._textless)
+        admitted = len(self._streams)
+        waiting = max(0, len(self.open_streams) - admitted)
         pages = (0, 0) if self._pages is None else (self._pages.all, self._pages.free)
-        listeners = self.count_listeners(time.perf_counter())
-        return EngineStats(listeners, waiting, self.lanes.slots, len(self._streams), *pages, self._times)
+        listeners = self._table.listening(time.perf_counter())
+        return EngineStats(listeners, waiting, self.lanes.slots, admitted, *pages, self._times)
 
     def forget(self, voice: Voice) -> None:
         """Lets go of what is kept for prompts with this voice; streams that are open go on."""
@@ -164,6 +153,8 @@ class Runner:
         if stream.chunker is None or stream in self._textless:
             if stream.chunker is None:
                 stream.chunker = Chunker(stream.plan.options, stream.script.started_s, self._settings.chunks)
+                stream.on_close = partial(self._leave, stream)
+                self.open_streams[stream] = None
             stream.arrived_s = time.perf_counter()
             self._textless.discard(stream)
             self._arrived.append(stream)
@@ -183,7 +174,7 @@ class Runner:
         self._take_arrivals(now_s, now_s + _STARTING_S if running is None else plan_s)
         self._freed = False
         while (left := self._queue.pop(now_s, self.steps.model)) is not None:
-            self._decided(*left, now_s)
+            self._begin(*left, now_s)
         if now_s < plan_s:
             return float("-inf") if self._arrived else plan_s
         if self._cancelled:
@@ -197,13 +188,9 @@ class Runner:
         for slot in list(self._waiting):
             self._resume(slot, now_s)
         begins_s = now_s if running is None else max(now_s, running.ends_s)
-        lone = next(iter(self._awake), None) if self._settings.max_lanes == len(self._awake) == 1 else None
-        if lone is not None and table.text_known[lone] and not table.full[lone]:
-            tick = lone_tick(table, lone, begins_s)
-        else:
-            # Chosen by what a step takes, the host's pause included, for when its frames are with their readers.
-            tick = next_tick(table, begins_s + self._give_s, self.steps.model, self._settings)
-        if not tick.empty:
+        # Chosen by what a step takes, the host's pause included, for when its frames are with their readers.
+        tick = next_tick(table, begins_s + self._give_s, self.steps.model, self._settings)
+        if len(tick.lanes) or tick.pieces:
             self._launch(tick, now_s, begins_s)
         self._queue.idle_since_s = math.inf if self._running else min(self._queue.idle_since_s, now_s)
         if running is not None:
@@ -213,8 +200,13 @@ class Runner:
             return float("-inf") if self._arrived else self._running[0].ends_s - self._early_s
         if self._running:
             self._read()
-        elif tick.empty and running is None and not self._freed and not self._arrived:
-            return self._pause(tick, now_s)
+        elif running is None and not self._freed and not self._arrived:
+            for slot in table.able().tolist():  # they are ahead, and what their readers take is an update
+                stream = self._streams[slot]
+                stream.watched = True
+                if stream.taken_frames != table.frames_taken[slot]:  # it has come
+                    return float("-inf")
+            return min(tick.wake_s - self._give_s, self._queue.wake_s(now_s))
         return float("-inf")
 
     def fail_all(self, error: BaseException) -> None:
@@ -225,56 +217,44 @@ class Runner:
 
     def close(self) -> None:
         self._end_all(lambda stream: (stream.cancel(), stream.end(None)))
-        self.admission.listeners.remove(self.count_listeners)  # a cycle would keep the lanes until collection
 
     def _end_all(self, end: Callable[[Utterance], Any]) -> None:
         """Ends every stream, whatever the lanes say to it."""
         while self._running:
             with contextlib.suppress(Exception):
                 self.lanes.collect(self._running.popleft().launched)
-        for stream in (*self._streams.values(), *self._arrived, *self._textless, *self._queue.names):
+        for stream in list(self.open_streams):
             with contextlib.suppress(Exception):
                 end(stream)
-
-    def _pause(self, tick: Tick, now_s: float) -> float:
-        """Time until which nothing is to be done without an update; -inf where one has come."""
-        for slot in self._table.able().tolist():  # they are ahead, and what their readers take is an update
-            stream = self._streams[slot]
-            stream.watched = True
-            if stream.taken_frames != self._table.frames_taken[slot]:
-                return float("-inf")
-        return min(tick.wake_s - self._give_s, self._queue.wake_s(now_s))
 
     # ---- admission
 
     def _take_arrivals(self, now_s: float, until_s: float) -> None:
         """Looks at streams that arrived, until then, or a little longer; at one always where none is open."""
-        table, most_rows = self._table, self._settings.max_rows
+        table, queue, most_rows = self._table, self._queue, self._settings.max_rows
         while self._arrived:
             late_s = time.perf_counter() - max(until_s, now_s) if self._streams else -1.0
             if late_s >= _LATE_S or (late_s >= 0 and table.prompt_rows[table.open].sum() >= most_rows):
                 return
-            self._take_arrival(self._arrived.popleft(), now_s)
-
-    def _take_arrival(self, stream: Utterance, now_s: float) -> None:
-        try:
-            if stream.cancelled:
-                stream.end(None)
-            elif stream.plan.paced and (reason := self._queue.refused(stream.arrived_s, now_s)):
-                raise self._refusal(reason)  # before a prompt is built for nothing: forty may come at once
-            elif not stream.next_segment(self.lanes.positions) and stream.has_rest:
-                stream.flush()  # it ended without a word
-            if stream.segment is not None:
-                arrival = self._arrival(stream)
-                reason = self._queue.submit(arrival, self.steps.model, now_s)
-                if reason is not None:
-                    self._decided(arrival, reason, now_s)
-        except Exception as error:
-            stream.fail(error)
-        textless = stream.open and stream.segment is None
-        stream.set_idle(textless)
-        if textless:
-            self._textless.add(stream)
+            stream = self._arrived.popleft()
+            try:
+                if stream.cancelled:
+                    stream.end(None)
+                elif stream.plan.paced and (reason := queue.refused(stream.arrived_s, now_s)):
+                    raise self._refusal(reason)  # before a prompt is built for nothing: forty may come at once
+                elif stream.next_segment(self.lanes.positions):
+                    arrival = self._arrival(stream)
+                    reason = queue.submit(arrival, self.steps.model, now_s)
+                    if reason is not None:
+                        self._begin(arrival, reason, now_s)
+                elif stream.has_rest:
+                    stream.flush()  # it ended without a word
+            except Exception as error:
+                stream.fail(error)
+            textless = stream.open and stream.segment is None
+            stream.set_idle(textless)
+            if textless:
+                self._textless.add(stream)
 
     def _arrival(self, stream: Utterance) -> Arrival:
         """Raises CapacityError for a segment whose keys and values could never have their place."""
@@ -291,60 +271,61 @@ class Runner:
             kept = self._pages.find(key)
         return Arrival(stream.arrived_s, rows - kept, most, stream.plan.paced, key, stream)
 
-    def _decided(self, arrival: Arrival, reason: Reason, now_s: float) -> None:
-        stream: Utterance = arrival.name
-        if stream.cancelled:
-            stream.end(None)
-        elif reason:
-            stream.fail(self._refusal(reason))
-        else:
-            slot = self.free_slots.pop()
-            self._streams[slot] = self._awake[slot] = stream
-            stream.on_close = partial(self._leave, slot)
-            self._table.enter(slot, now_s, stream.plan.paced)
-            try:
-                if self.lanes.submit is not None:
-                    stream.submit = partial(self.lanes.submit, slot)
-                self._begin(slot, now_s)
-            except Exception as error:
-                stream.fail(error)
-
     def _refusal(self, reason: Reason) -> Exception:
         return refusal(reason, len(self._streams), self.admission.most)
 
-    def _begin(self, slot: int, now_s: float) -> None:
-        """The segment of the stream in `slot` gets its memory, and its prompt waits to enter."""
-        stream = self._streams[slot]
-        segment: Segment = stream.segment
-        anew = stream.begins_anew or not stream.segment_number
-        if stream.begins_anew:  # the listener gets all that was said before the segment, and the pause
-            stream.begins_anew = False
-            self._flush(slot, stream, now_s)
-            if not stream.open:
+    def _begin(self, arrival: Arrival, reason: Reason, now_s: float) -> None:
+        """The segment of a stream that was admitted, or has its slot, gets its memory, and its prompt waits to enter;
+        a stream that is refused for `reason` ends."""
+        stream: Utterance = arrival.name
+        segment, table, kept = stream.segment, self._table, 0
+        try:
+            if stream.cancelled:
+                stream.end(None)
                 return
-        prompt, kept = segment.prompt, 0
-        rows = len(prompt.embeds)
-        if self._pages is not None:
-            kept = self._pages.open(slot, rows + segment.max_frames, kept_under(prompt))
-        segment.begun = True
-        self.lanes.begin(slot, segment, anew)
-        self._table.prompt(slot, rows - kept, kept)
-        self._table.text(slot, True, now_s)
+            if reason:
+                raise self._refusal(reason)
+            slot = self.open_streams[stream]
+            if slot is None:
+                slot = self.open_streams[stream] = self.free_slots.pop()
+                self._streams[slot] = self._awake[slot] = stream
+                table.enter(slot, now_s, stream.plan.paced)
+                if self.lanes.submit is not None:
+                    stream.submit = partial(self.lanes.submit, slot)
+            anew = stream.begins_anew or not stream.segment_number
+            if stream.begins_anew:  # the listener gets all that was said before the segment, and the pause
+                stream.begins_anew = False
+                self._flush(slot, stream, now_s)
+                if not stream.open:
+                    return
+            if self._pages is not None:
+                kept = self._pages.open(slot, arrival.max_rows, arrival.key)
+            segment.begun = True
+            self.lanes.begin(slot, segment, anew)
+            table.prompt_rows[slot], table.context_rows[slot] = len(segment.prompt.embeds) - kept, kept
+        except Exception as error:
+            stream.fail(error)
 
     def _flush(self, slot: int, stream: Utterance, now_s: float) -> None:
         stream.flush()
         if stream.open:
-            self._table.chunk(slot, stream.made_frames, stream.chunker.pending_frames + stream.chunker.missing_frames)
-            self._table.pause(slot, stream.silent_s, now_s)
+            table, chunker = self._table, stream.chunker
+            table.chunk_start[slot] = stream.made_frames
+            table.chunk_end[slot] = stream.made_frames + chunker.pending_frames + chunker.missing_frames
+            table.pause(slot, stream.silent_s, now_s)
 
-    def _leave(self, slot: int) -> None:
+    def _leave(self, stream: Utterance) -> None:
+        slot = self.open_streams.pop(stream)
+        if slot is None:
+            return
         if self._pages is not None:
             self._pages.close(slot)
         self.lanes.leave(slot)
-        self._asleep.pop(self._streams.pop(slot), None)
+        del self._streams[slot]
+        self._asleep.pop(stream, None)
         self._awake.pop(slot, None)
         self._waiting.pop(slot, None)
-        self._table.leave(slot)
+        self._table.open[slot] = False
         self.free_slots.append(slot)
         self._freed = True
 
@@ -376,24 +357,25 @@ class Runner:
 
     def _resume(self, slot: int, now_s: float) -> None:
         """Lets a stream go on that waited for text, or for memory between two segments, if they have come."""
-        stream, queue, pages = self._streams[slot], self._queue, self._pages
+        stream, queue, pages, known = self._streams[slot], self._queue, self._pages, False
         try:
             if stream.segment is not None and stream.segment.begun:
                 stream.script.update()
                 stream.segment.row = stream.segment.prompt.row(stream.segment.launched - 1)
-                if stream.segment.row is not None:
-                    del self._waiting[slot]
-                    self._table.text(slot, True, now_s)
-                    return
+                known = stream.segment.row is not None
             elif stream.next_segment(self.lanes.positions):  # it precedes streams that arrive
                 arrival = self._arrival(stream)
-                if pages is None or pages.fits(arrival.max_rows, arrival.key, queue.reserved_pages):
-                    del self._waiting[slot]
-                    self._begin(slot, now_s)
-                    return
-                if queue.held(now_s):
+                known = pages is None or pages.fits(arrival.max_rows, arrival.key, queue.reserved_pages)
+                if known:
+                    self._begin(arrival, "", now_s)
+                elif queue.held(now_s):
                     raise self._refusal("held")
-                queue.reserved_pages += pages.count(arrival.max_rows)
+                else:
+                    queue.reserved_pages += pages.count(arrival.max_rows)
+            if known:
+                self._waiting.pop(slot, None)  # not there where it could not begin
+                self._table.text(slot, True, now_s)
+                return
             if stream.has_rest and not stream.unread:
                 self._flush(slot, stream, now_s)  # nothing comes for now: the listener gets what there is
             if stream.open and not stream.unread and (stream.segment is None or stream.segment.begun):
@@ -415,8 +397,8 @@ class Runner:
         except Exception as error:
             self._fail_tick(streams, error)
             return
-        ends_s = begins_s + self.ticks.model.predict(*tick.bucket, tick.context_rows)
-        self._running.append(Running(tick, lanes, streams, launched, ends_s, follows=bool(self._running)))
+        took_s = self.ticks.model.predict(*tick.bucket, tick.context_rows) if self.lanes.overlaps else 0.0
+        self._running.append(Running(tick, lanes, streams, launched, begins_s + took_s, follows=bool(self._running)))
         table.begin(tick)
         for slot, segment in lanes:
             segment.row = segment.prompt.row(segment.launched)
@@ -449,8 +431,9 @@ class Runner:
         if running.follows:
             self._early_s = min(_RELAX * self._early_s + _GAP_PART * paused_s, _MOST_EARLY_S)
         late_s = table.finish(tick, ended_s)
-        self._times.add(made.took_s)
-        counts = len(tick.lanes), tick.new_lanes, tick.rows, len(self._streams)
+        self._times.counts[bisect_left(TICK_BOUNDS_S, made.took_s)] += 1
+        self._times.sum_s += made.took_s
+        counts = len(tick.lanes), tick.new_lanes, sum(piece.rows for piece in tick.pieces), len(self._streams)
         self.log.append((ended_s, made.took_s, *counts, *tick.bucket, float(late_s.max(initial=0.0))))
         if self.reference_model is not None:
             took_s, expected_s = made.took_s + paused_s, self.reference_model.predict(*size)
@@ -472,7 +455,7 @@ class Runner:
         talker_ms = 1e3 * made.took_s / max(len(running.lanes), 1) - predictor_ms
         ahead = self.lanes.alone and self.lanes.decodes_beside
         for index, (slot, segment) in enumerate(running.lanes):
-            stream, ended = segment.stream, bool(made.ended[index])
+            stream, chunker, ended = segment.stream, segment.stream.chunker, bool(made.ended[index])
             if not stream.open:
                 continue
             if stream.segment is not segment or ended:
@@ -483,8 +466,8 @@ class Runner:
                 stream.fail(no_number())
                 continue
             stream.late_s += float(late_s[index])
-            stream.chunker.talker_ms += talker_ms
-            stream.chunker.predictor_ms += predictor_ms
+            chunker.talker_ms += talker_ms
+            chunker.predictor_ms += predictor_ms
             # A copy of its own: the stream's codes may be kept for long, and should not keep the whole tick's.
             codes = None if ended else made.codes[index].copy()
             pcm = None
@@ -498,7 +481,8 @@ class Runner:
             if not stream.open:
                 continue
             if stream.made_frames != before or not before:
-                table.chunk(slot, stream.made_frames, stream.chunker.pending_frames + stream.chunker.missing_frames)
+                table.chunk_start[slot] = stream.made_frames
+                table.chunk_end[slot] = stream.made_frames + chunker.pending_frames + chunker.missing_frames
             if ended:
                 if self._pages is not None:
                     self._pages.close(slot)

@@ -35,7 +35,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tick:
-    """What runs next. An `empty` one runs nothing: ask again when there is an update, at `wake_s` at the latest.
+    """What runs next. Without a lane and a piece it is nothing: ask again when there is an update, at `wake_s` at the
+    latest.
 
     lanes (n,) int32: slots that get a frame; the first `new_lanes` of them those whose prompt ends in this tick.
     frames (n,) int64: which frame of its stream each lane makes. serials (n,) int64: see StreamTable.
@@ -51,14 +52,6 @@ class Tick:
     pieces: tuple[Piece, ...] = ()
     context_rows: int = 0
     wake_s: float = np.inf
-
-    @property
-    def empty(self) -> bool:
-        return not len(self.lanes) and not self.pieces
-
-    @property
-    def rows(self) -> int:
-        return sum(piece.rows for piece in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -286,20 +279,21 @@ class TickSettings:
 
 
 class StreamTable:
-    """What the scheduler knows of the open streams. All arrays have one entry a slot; read them freely, change them by
-    the methods. Times are seconds of one clock, which the caller reads.
+    """What the scheduler knows of the open streams. All arrays have one entry a slot; the methods are for what changes
+    several of them. Times are seconds of one clock, which the caller reads.
 
     A listener is taken to play from the first PCM on, in real time; where PCM came late, the listener has waited, and
     the frames after it are wanted that much later.
 
-    open: in use. paced: somebody listens in real time; otherwise the frames are wanted as soon as others allow it.
-    text_known: the talker's next input is there. full: the reader's buffer takes no more. serial: counts the streams
-    that a slot has had. prompt_rows: rows of the prompt still to enter. context_rows: rows in the keys and values.
-    frames_made, frames_taken: of all segments; made counts the tick that runs. chunk_start, chunk_end: frames made
-    where the chunk begins that is being made, and where it is whole: before that its listener has none of it.
-    arrived_s, newest_s (of the newest frame), playing_since_s (-inf before the first PCM), taken_s (of the newest frame
-    that the reader took). silent_s: of pauses so far, which have no frames. resumed: waited for its text, which has
-    come, and was in no tick since.
+    open: in use; one that is not is in no tick. paced: somebody listens in real time; otherwise the frames are wanted
+    as soon as others allow it. text_known: the talker's next input is there. full: the reader's buffer takes no more.
+    serial: counts the streams that a slot has had. prompt_rows: rows of the segment's prompt still to enter.
+    context_rows: rows in the keys and values, those that lie in shared pages included. frames_made, frames_taken: of
+    all segments; made counts the tick that runs. chunk_start, chunk_end: frames made where the chunk begins that is
+    being made, and where it is whole, a silent lead included: before that its listener has none of it. arrived_s,
+    newest_s (of the newest frame), playing_since_s (-inf before the first PCM), taken_s (of the newest frame that the
+    reader took). silent_s: of pauses so far, which have no frames. resumed: waited for its text, which has come, and
+    was in no tick since.
     """
 
     def __init__(self, slots: int) -> None:
@@ -313,21 +307,13 @@ class StreamTable:
     # ---- what happens to a stream
 
     def enter(self, slot: int, arrived_s: float, paced: bool = True) -> None:
-        """A stream takes a free slot. It makes nothing before `prompt`."""
+        """A stream takes a free slot. Its `prompt_rows` are set before the next tick is planned."""
         self.open[slot], self.paced[slot] = True, paced
         self.text_known[slot], self.full[slot], self.resumed[slot] = True, False, False
         self.serial[slot] += 1
         self._counts[:, slot] = self.silent_s[slot] = 0
         self.arrived_s[slot] = self.newest_s[slot] = self.taken_s[slot] = arrived_s
         self.playing_since_s[slot] = -np.inf
-
-    def leave(self, slot: int) -> None:
-        """The stream is over, or cancelled: it is in no tick from now on."""
-        self.open[slot] = False
-
-    def prompt(self, slot: int, rows: int, kept_rows: int = 0) -> None:
-        """A segment begins: `rows` (> 0) are to enter behind `kept_rows` that lie in shared pages already."""
-        self.prompt_rows[slot], self.context_rows[slot] = rows, kept_rows
 
     def text(self, slot: int, known: bool, now_s: float) -> None:
         """Whether the talker's next input is known. A listener who waited for text hears a pause: no frame was late
@@ -344,10 +330,6 @@ class StreamTable:
         if paused_s:
             played_s = max(float(self.playing_since_s[slot]), now_s - FRAME_S * self.frames_made[slot])
             self.playing_since_s[slot] = played_s + paused_s
-
-    def chunk(self, slot: int, start: int, frames: int) -> None:
-        """The chunk being made has so many frames, a silent lead included, from frame `start` of the stream on."""
-        self.chunk_start[slot], self.chunk_end[slot] = start, start + frames
 
     def read(self, slots: np.ndarray, taken: np.ndarray, now_s: float) -> None:
         """The readers of these slots (n,) have taken so many frames (n,) in all by now."""
@@ -367,9 +349,9 @@ class StreamTable:
         self.context_rows[tick.lanes[tick.new_lanes :]] += 1  # a new lane's first frame comes from its last prompt row
 
     def finish(self, tick: Tick, ended_s: float) -> np.ndarray:
-        """The tick's PCM is on the host; before this, `leave` what has ended. Returns seconds (n,) by which each of the
-        tick's lanes was late for its listener, 0 for those in time, first frames, frames that complete no chunk, and
-        streams that left."""
+        """The tick's PCM is on the host; what has ended is not `open` any more. Returns seconds (n,) by which each of
+        the tick's lanes was late for its listener, 0 for those in time, first frames, frames that complete no chunk,
+        and streams that left."""
         lanes = tick.lanes
         here = self.open[lanes] & (self.serial[lanes] == tick.serials)
         self.newest_s[lanes[here]] = ended_s
@@ -388,12 +370,12 @@ class StreamTable:
 
     # ---- for admission
 
-    def listening(self, now_s: float) -> np.ndarray:
-        """Slots (bool) of streams that need frames in time: paced ones, but those whose readers have gone away, and
-        those that wait for their text and have played what was made."""
+    def listening(self, now_s: float) -> int:
+        """Streams that need frames in time: paced ones, but those whose readers have gone away, and those that wait for
+        their text and have played what was made. Any thread."""
         absent = self.full & (now_s >= self.taken_s + ABSENT_S)
         played_until_s = self.playing_since_s + FRAME_S * self.frames_made
-        return self.open & self.paced & (self.text_known | (played_until_s > now_s)) & ~absent
+        return int((self.open & self.paced & (self.text_known | (played_until_s > now_s)) & ~absent).sum())
 
     def changes_s(self, now_s: float) -> float:
         """When `listening` next changes by time alone; inf for never."""
@@ -405,8 +387,7 @@ class StreamTable:
 
     def able(self) -> np.ndarray:
         """Slots (n,) that could be in a tick now. One that waits for text or for its reader is none of them."""
-        ready = (self.prompt_rows > 0) | (self.context_rows > 0)
-        return np.flatnonzero(self.open & self.text_known & ~self.full & ready)
+        return (self.open & self.text_known & ~self.full).nonzero()[0]
 
     def lead_s(self, slots: np.ndarray, now_s: float, unpaced_s: float) -> np.ndarray:
         """Seconds (n,) from now until each stream's next frame is wanted; what the reader has not taken is certainly
@@ -425,6 +406,18 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     able = table.able()
     if not len(able):
         return Tick()
+    if len(able) > 1 or settings.max_lanes > 1:
+        return _of_many(table, able, now_s, model, settings)
+    # It runs, whatever its lead: what orders many takes a fifth of a millisecond, of every frame and before the first.
+    (slot,) = able.tolist()
+    context, rows = int(table.context_rows[slot]), int(table.prompt_rows[slot])
+    pieces = (Piece(slot, context, rows, True),) if rows else ()
+    frames, serials = table.frames_made[able], table.serial[able]
+    return Tick((1, rows), able.astype(np.int32), len(pieces), frames, serials, pieces, context + rows)
+
+
+def _of_many(table: StreamTable, able: np.ndarray, now_s: float, model: TickModel, settings: TickSettings) -> Tick:
+    """`next_tick` of the streams that are `able` (n,)."""
     limit_s = np.inf if len(able) <= settings.few_lanes else settings.lead_s + _TOLERANCE_S
     waiting = table.prompt_rows[able] > 0
     arrivals = bool(waiting.any())
@@ -479,16 +472,6 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
     context_rows = int(table.context_rows[old].sum()) + sum(piece.start + piece.rows for piece in pieces)
     frames, serials = table.frames_made[lanes], table.serial[lanes]
     return Tick(bucket, lanes.astype(np.int32), len(new), frames, serials, tuple(pieces), context_rows)
-
-
-def lone_tick(table: StreamTable, slot: int, now_s: float) -> Tick:
-    """`next_tick` with `TickSettings.one()` where no slot but this one is able: it runs, whatever its lead. What orders
-    many takes a fifth of a millisecond for one, of every frame and of the time to the first."""
-    lanes = np.array([slot], np.int32)
-    context, rows = int(table.context_rows[slot]), int(table.prompt_rows[slot])
-    pieces = (Piece(slot, context, rows, True),) if rows else ()
-    frames, serials = table.frames_made[lanes], table.serial[lanes]
-    return Tick((1, rows), lanes, len(pieces), frames, serials, pieces, context + rows)
 
 
 def _row_budget(lanes: int, time_s: float, context_rows: float, model: TickModel, settings: TickSettings) -> int:

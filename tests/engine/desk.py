@@ -113,9 +113,10 @@ class Desk:
         asleep = set(batch._asleep.values())
         assert not asleep & set(batch._awake) and asleep | set(batch._awake) == slots
         assert not table.text_known[list(asleep)].any()
-        assert all(
-            job.open for job in (*batch._streams.values(), *batch._arrived, *batch._textless, *batch._queue.names)
-        )
+        queue = batch._queue
+        waiting = [*batch._arrived, *batch._textless, *(one.name for one in (*queue._paced, *queue._unpaced))]
+        assert len(batch.open_streams) == len(slots) + len(waiting) and all(job.open for job in batch.open_streams)
+        assert batch.open_streams == {job: slot for slot, job in batch._streams.items()} | dict.fromkeys(waiting)
         for slot, job in batch._streams.items():
             coming = sum(one.stream is job for running in batch._running for _, one in running.lanes)
             assert table.frames_made[slot] == len(job.codes) + coming

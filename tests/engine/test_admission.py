@@ -29,7 +29,7 @@ class Place:
         self.table, self.pages = StreamTable(slots), Pages(pages, slots, 2_048)
         self.admission = Admission(AdmissionLimits(**limits))
         self.admission.measured = None if capacity is None else Capacity(capacity, "measured by hand")
-        self.admission.listeners.append(lambda now_s: int(self.table.listening(now_s).sum()))
+        self.admission.listeners.append(self.table.listening)
         self.queue = AdmissionQueue(self.admission, self.table, self.pages, TickSettings.h200())
         self.inside = 0
 
@@ -48,7 +48,7 @@ class Place:
 
     def leave(self) -> None:
         self.inside -= 1
-        self.table.leave(self.inside)
+        self.table.open[self.inside] = False
         self.pages.close(self.inside)
 
     def fill(self, most: int = 5_000, **arrival) -> str:
@@ -103,7 +103,7 @@ def test_a_reader_who_is_gone_and_one_who_waits_for_text_hold_no_capacity_and_on
     place.table.frames_taken[1], place.table.full[1] = 5, True
     place.table.read(np.array([0, 1]), np.array([6, 5]), now_s=1.5)
     assert place.queue.wake_s(0.2) == 0.5  # of the one that waits
-    assert [place.table.listening(now_s).sum() for now_s in (1.9, 2.0, 3.4, 3.5)] == [2, 1, 1, 0]
+    assert [place.table.listening(now_s) for now_s in (1.9, 2.0, 3.4, 3.5)] == [2, 1, 1, 0]
     assert place.queue.pop(0.2, MODEL) is None
     place.queue.cancel({None})
     place.table.read(np.array([0, 1]), np.array([7, 7]), now_s=4.0)
@@ -157,7 +157,7 @@ def test_listeners_come_before_others_and_of_each_kind_the_first_comes_first(dat
         first = next((one for one in waiting if one.paced), waiting[0] if waiting else None)
         assert first is None or place.queue.obstacle(first, MODEL, now_s)
         assert all(now_s < one.arrived_s + 1.0 for one in waiting if one.paced)
-        assert len(place.queue) == len(waiting)
+        assert len(place.queue._paced) + len(place.queue._unpaced) == len(waiting)
 
 
 def ticks(admission: Admission, from_s: float, to_s: float, slower: float, late: int) -> None:

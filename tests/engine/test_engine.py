@@ -403,7 +403,7 @@ def test_turns_that_raise_end_their_streams_without_spinning_and_the_next_are_se
         executor.turn = turn
         assert len(list(speak(synth, seed=9))) == 6
         settle(synth)
-        assert open_streams(synth) == 0 and executor.open_streams == 0
+        assert open_streams(synth) == 0 and not executor.open_streams
 
 
 def test_the_streams_of_another_engine_go_on():

@@ -11,6 +11,7 @@ from fakes import OFF, ONE, SETTINGS, FakeBackend, FakeCodec
 
 from mktts.engine.admission import AdmissionLimits
 from mktts.engine.lanes import SingleLanes
+from mktts.engine.runner import TICK_BOUNDS_S
 from mktts.engine.scheduler import FRAME_S
 from mktts.engine.stream import Utterance
 from mktts.errors import CapacityError, EngineError, PromptError
@@ -75,7 +76,7 @@ def test_while_it_waits_for_pages_its_listener_gets_what_there_is_and_newcomers_
     assert at.batch._queue.reserved_pages == 3 and at.pages.free == 2
     small = at.say(seed=3, frames=20)  # one page would do
     at.turn()
-    assert at.batch._queue.names == [small]
+    assert [arrival.name for arrival in at.batch._queue._paced] == [small]
     other.cancel()
     at.run()
     assert len(long.codes) == 10 and long.finish_reason == "eos"
@@ -128,7 +129,7 @@ def test_a_prefix_of_a_page_is_kept_once_and_later_streams_begin_behind_it(toget
         before = len(at.lanes.ticks)
         at.run()
         assert frames_of(job) == alone([text], seed, 4, prefix=prefix)
-        entered = sum(tick.rows for tick in at.lanes.ticks[before:])
+        entered = sum(piece.rows for tick in at.lanes.ticks[before:] for piece in tick.pieces)
         assert entered == len(text) + (rows if seed == 0 or rows < 64 else 0)
     assert [key for _, key, _ in kept] == ([prefix] if rows >= 64 else [])
     assert at.pages.find(prefix) == (rows if kept else 0) and at.all_free()
@@ -247,6 +248,17 @@ def test_after_a_turn_that_raised_everything_is_free_and_the_next_stream_is_serv
         with pytest.raises((EngineError, KeyError), match="a wrong book"):
             chunks_of(job)
     served(at)
+
+
+def test_ticks_are_counted_by_how_long_they_took(desk, monkeypatch):
+    at, took_s = desk(), iter((0.0005, TICK_BOUNDS_S[0], 0.0011, 9.0))
+    collect = at.lanes.collect
+    monkeypatch.setattr(at.lanes, "collect", lambda launched: collect(launched)._replace(took_s=next(took_s)))
+    at.say(frames=4)
+    at.run()
+    times = at.batch.stats.ticks
+    assert times.counts[:2] == [2, 1] and times.counts[-1] == 1 and sum(times.counts) == 4
+    assert times.sum_s == pytest.approx(0.0026 + 9.0)
 
 
 def test_close_ends_every_stream_though_the_device_is_gone(desk, monkeypatch):

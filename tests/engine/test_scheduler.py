@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mktts.engine.admission import AdmissionLimits
 from mktts.engine.pages import Pages
-from mktts.engine.scheduler import FRAME_S, StreamTable, TickFit, TickModel, TickSettings, lone_tick, next_tick
+from mktts.engine.scheduler import FRAME_S, StreamTable, TickFit, TickModel, TickSettings, next_tick
 from mktts.errors import CapacityError, OptionsError
 
 NOW_S = 100.0
@@ -44,7 +44,8 @@ def table_of(streams: list[dict], slots: int = 40, now_s: float = NOW_S) -> Stre
         if stream["state"] == "speaking":
             table.context_rows[slot] = 32 + stream["made"]
         else:
-            table.prompt(slot, stream["rows"], 7 if stream["state"] == "middle of prompt" else 0)
+            table.prompt_rows[slot] = stream["rows"]
+            table.context_rows[slot] = 7 if stream["state"] == "middle of prompt" else 0
         if stream["state"] in ("speaking", "next segment"):
             table.frames_made[slot] = stream["made"]
             table.frames_taken[slot] = min(stream["taken"], stream["made"])
@@ -61,6 +62,14 @@ def speaking(count: int, lead_s: float = 0.1, **changes) -> list[dict]:
 
 def new(count: int, rows: int = 32, **changes) -> list[dict]:
     return speaking(count, **({"state": "new", "rows": rows} | changes))
+
+
+def runs(tick) -> bool:
+    return bool(len(tick.lanes) or tick.pieces)
+
+
+def rows_of(tick) -> int:
+    return sum(piece.rows for piece in tick.pieces)
 
 
 def predicted_s(tick, model: TickModel) -> float:
@@ -82,14 +91,14 @@ def test_a_tick_holds_what_may_be_in_it_and_fits_its_bucket(streams, limits, nam
     able = {i for i, stream in enumerate(streams) if stream["known"] and not stream["full"]}
     assert len(set(lanes)) == len(lanes) and set(lanes) <= able
     assert [piece.slot for piece in tick.pieces if piece.last] == lanes[: tick.new_lanes]
-    assert {piece.slot for piece in tick.pieces} <= able and tick.rows <= tick.bucket[1]
+    assert {piece.slot for piece in tick.pieces} <= able and rows_of(tick) <= tick.bucket[1]
     for piece in tick.pieces:
         left = int(table.prompt_rows[piece.slot])
         assert 1 <= piece.rows <= left and piece.last == (piece.rows == left)
         assert piece.start == table.context_rows[piece.slot]
     assert all(streams[slot]["state"] == "speaking" for slot in lanes[tick.new_lanes :])
     assert len(lanes) <= tick.bucket[0] <= limits.max_lanes and tick.bucket[1] <= limits.max_rows
-    assert tick.empty or not limits.buckets or tick.bucket in limits.buckets
+    assert not runs(tick) or not limits.buckets or tick.bucket in limits.buckets
     # Of those that speak, nobody is left out who has less lead than one who is in.
     talking = np.array([i for i in able if streams[i]["state"] == "speaking"], int)
     lead_s = dict(zip(talking.tolist(), table.lead_s(talking, NOW_S, limits.lead_s).tolist(), strict=True))
@@ -100,7 +109,7 @@ def test_a_tick_holds_what_may_be_in_it_and_fits_its_bucket(streams, limits, nam
         assert tick.pieces
     # Streams that wait for text or for their reader cost nothing.
     for slot in set(range(len(streams))) - able:
-        without.leave(slot)
+        without.open[slot] = False
     other = next_tick(without, NOW_S, MODELS[name], limits)
     assert content(tick) == content(other) and tick.wake_s == other.wake_s
 
@@ -111,10 +120,10 @@ def test_an_empty_tick_says_when_to_ask_again(streams):
     table = table_of([stream | {"lead_s": 0.5 + abs(stream["lead_s"]), "state": "speaking"} for stream in streams])
     table.paced[:] = True
     tick = next_tick(table, NOW_S, TickModel.h200(), SMALL)
-    if tick.empty and np.isfinite(tick.wake_s):
+    if not runs(tick) and np.isfinite(tick.wake_s):
         assert tick.wake_s > NOW_S
-        assert next_tick(table, tick.wake_s - 0.001, TickModel.h200(), SMALL).empty
-        assert not next_tick(table, tick.wake_s, TickModel.h200(), SMALL).empty
+        assert not runs(next_tick(table, tick.wake_s - 0.001, TickModel.h200(), SMALL))
+        assert runs(next_tick(table, tick.wake_s, TickModel.h200(), SMALL))
 
 
 def test_a_lone_stream_gets_its_frames_at_once():
@@ -125,7 +134,7 @@ def test_a_lone_stream_gets_its_frames_at_once():
         table.begin(tick)
         table.finish(tick, NOW_S)
     table.frames_taken[0], table.full[0] = 9, True
-    assert next_tick(table, NOW_S, TickModel.h200(), SMALL).empty
+    assert not runs(next_tick(table, NOW_S, TickModel.h200(), SMALL))
 
 
 def test_streams_far_ahead_skip_and_near_ones_ride_in_empty_lanes():
@@ -139,14 +148,14 @@ def test_with_listeners_pressed_for_time_arrivals_take_few_rows():
     pressed = next_tick(table, NOW_S, TickModel(10e-3, 1e-4, 1e-4, 0.0), SMALL)
     table.playing_since_s[:] += 0.3
     easy = next_tick(table, NOW_S, TickModel(10e-3, 1e-4, 1e-4, 0.0), SMALL)
-    assert (pressed.rows, easy.rows) == (16, 64)
+    assert (rows_of(pressed), rows_of(easy)) == (16, 64)
 
 
 def test_prompts_enter_together_beside_listeners_whose_chunks_small_ticks_complete_in_time():
     """As on an H100, where a tick of a thousand lanes takes 60 ms, and one of those who are pressed 16."""
     table = table_of(speaking(100, lead_s=0.2) + speaking(900, lead_s=0.8) + new(20), slots=1_100)
     for slot in range(100):
-        table.chunk(slot, 8, 4)  # two frames behind the next one complete it
+        table.chunk_start[slot], table.chunk_end[slot] = 8, 12  # two frames behind the next one complete it
     model = TickModel(constant_s=4.4e-3, lane_s=47e-6, row_s=5.4e-6, attention_s=2.7e-6)
     tick = next_tick(table, NOW_S, model, TickSettings.h200())
     assert tick.new_lanes == 20 and set(range(100)) <= set(tick.lanes.tolist()) and 3 * predicted_s(tick, model) < 0.12
@@ -167,7 +176,7 @@ def test_ticks_keep_to_their_longest_time_while_nobody_would_be_late_for_that():
 def test_a_pause_of_the_text_is_not_an_underrun():
     table = table_of(speaking(1, lead_s=0.2))
     table.text(0, known=False, now_s=NOW_S)
-    assert next_tick(table, NOW_S + 3, TickModel.h200(), SMALL).empty
+    assert not runs(next_tick(table, NOW_S + 3, TickModel.h200(), SMALL))
     table.text(0, known=True, now_s=NOW_S + 3)
     tick = next_tick(table, NOW_S + 3, TickModel.h200(), SMALL)
     table.begin(tick)
@@ -178,7 +187,7 @@ def test_a_slot_that_changed_hands_under_a_running_tick_keeps_the_new_streams_cl
     table = table_of(new(1))
     tick = next_tick(table, NOW_S, TickModel.h200(), SMALL)
     table.begin(tick)
-    table.leave(0)
+    table.open[0] = False
     table.enter(0, NOW_S + 0.001)
     assert table.finish(tick, NOW_S + 5).tolist() == [0.0]
     assert table.playing_since_s[0] == -np.inf and table.frames_made[0] == 0
@@ -195,7 +204,7 @@ def test_nobody_starves_even_beyond_the_capacity(paced):
         if rng.random() < 0.05:
             slot = 150 + sum(slot >= 150 for slot in newest)
             table.enter(slot, now_s)
-            table.prompt(slot, int(rng.integers(1, 200)))
+            table.prompt_rows[slot] = rng.integers(1, 200)
             newest[slot] = number
         tick = next_tick(table, now_s, model, SMALL)
         now_s += predicted_s(tick, model)
@@ -228,10 +237,11 @@ def test_settings_that_contradict_each_other_are_refused(error, make):
 @given(STREAM)
 def test_a_stream_that_is_alone_runs_as_it_would_by_what_is_done_for_many(stream):
     table = table_of([stream] + new(1))
-    table.leave(1)
+    table.open[1] = False
     assume(len(table.able()))
-    expected = next_tick(table, NOW_S, TickModel(1.0, 0.0, 0.0, 0.0), TickSettings.one())
-    found = lone_tick(table, 0, NOW_S)
+    model, one = TickModel(1.0, 0.0, 0.0, 0.0), TickSettings.one()
+    expected = next_tick(table, NOW_S, model, replace(one, max_lanes=2))
+    found = next_tick(table, NOW_S, model, one)
     assert content(found) == content(expected) and found.serials == expected.serials
     assert (found.lanes.dtype, found.wake_s) == (expected.lanes.dtype, expected.wake_s)
 

@@ -91,7 +91,7 @@ class Run:
         self.table = StreamTable(self.slots)
         self.admission = Admission(WAITING)
         self.admission.measured = Capacity(capacity_of(self.model), "of a test")
-        self.admission.listeners.append(lambda now_s: int(self.table.listening(now_s).sum()))
+        self.admission.listeners.append(self.table.listening)
         self._queue = AdmissionQueue(self.admission, self.table, None, TICKS)
         self._goal, self._last = np.zeros((2, self.slots), np.int64)  # frames that were asked for, and that are made
         self._chunk = np.zeros(self.slots, np.int64)  # number of the one that is being made
@@ -110,9 +110,9 @@ class Run:
                 if reason is not None:
                     self._enter(one, reason, now_s)
             tick = next_tick(self.table, now_s, self.model, TICKS)
-            if not tick.empty:
+            if len(tick.lanes) or tick.pieces:
                 now_s = self._tick(tick, now_s)
-            elif len(self._queue):
+            elif self._queue._paced:
                 now_s += 1e-3
             else:
                 now_s = max(min(tick.wake_s, coming[0][0] if coming else end_s), now_s + 1e-4)
@@ -124,10 +124,10 @@ class Run:
             return
         slot = self.free.pop()
         self.table.enter(slot, one.arrived_s)
-        self.table.prompt(slot, one.prompt_rows)
+        self.table.prompt_rows[slot] = one.prompt_rows
         self._goal[slot] = self._last[slot] = one.name
         self._chunk[slot], self._players[slot] = 0, Player()
-        self.table.chunk(slot, 0, min(TICKS.chunks[0], one.name))
+        self.table.chunk_end[slot] = min(TICKS.chunks[0], one.name)
         if self._rng.random() < self.cancelled:
             self._last[slot] = self._rng.integers(1, one.name + 1)
 
@@ -149,7 +149,7 @@ class Run:
                 self.late_s.append(late_s)
                 self.late_at_s.append(ended_s)
         for slot in tick.lanes[table.frames_made[tick.lanes] >= self._last[tick.lanes]].tolist():
-            table.leave(slot)
+            table.open[slot] = False
             self.free.append(slot)
         return ended_s
 
@@ -160,7 +160,7 @@ class Run:
         self._chunk[slot] += 1
         frames = chunks[min(int(self._chunk[slot]), len(chunks) - 1)]
         table.frames_taken[slot] = made
-        table.chunk(slot, made, min(frames, int(self._goal[slot]) - made))
+        table.chunk_start[slot], table.chunk_end[slot] = made, made + min(frames, int(self._goal[slot]) - made)
         return late_s
 
 

@@ -176,7 +176,7 @@ class Place(Desk):
     def check_end(self) -> None:
         """Every stream is over, or waits for its own text or its own reader; when those go, nothing is held."""
         batch, one = self.runners["batch"], self.runners["single"]
-        assert not batch._queue.names and not one._queue.names and not batch._arrived
+        assert not any((*of._queue._paced, *of._queue._unpaced, *of._arrived) for of in (batch, one))
         waiting = {*batch._textless, *batch._asleep, *one._asleep, *one._textless}
         for seen in self.seen:
             job, visit = seen.job, seen.visit

@@ -225,14 +225,10 @@ class CudaLanes:
                 of = "no prompt" if prompt is None else f"a prompt of {len(prompt)} rows"
                 raise EngineError(f"{piece} does not fit slot {piece.slot}, which has {of} to enter")
             prompts.append(prompt)
-        new = [piece.slot for piece in tick.pieces if piece.last]
-        if (
-            len(tick.lanes) > layout.lanes
-            or tick.rows > layout.prompt_rows
-            or tick.lanes[: tick.new_lanes].tolist() != new
-        ):
+        new, rows = [piece.slot for piece in tick.pieces if piece.last], sum(piece.rows for piece in tick.pieces)
+        if len(tick.lanes) > layout.lanes or rows > layout.prompt_rows or tick.lanes[: tick.new_lanes].tolist() != new:
             raise EngineError(
-                f"a tick of {len(tick.lanes)} lanes, the first {tick.new_lanes} of them new, and {tick.rows} prompt "
+                f"a tick of {len(tick.lanes)} lanes, the first {tick.new_lanes} of them new, and {rows} prompt "
                 f"rows, which end the prompts of slots {new}, does not fit a bucket of {layout}"
             )
         return prompts
