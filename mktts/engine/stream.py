@@ -516,7 +516,7 @@ class Session(Stream):
 
     def feed(self, piece: str) -> None:
         """Adds text; an empty piece is allowed, and text for a stream that is over is dropped. Raises TextError when
-        `piece` is not a str, the whole exceeds MAX_TEXT_CHARS, and as `TextFeed.push`; such a piece is not spoken.
+        `piece` is not a str, the whole exceeds MAX_TEXT_CHARS, and as `TextFeed.take`; such a piece is not spoken.
         Raises EngineError after `finish`, and in a forked child before the first text."""
         piece = clean_piece(piece)
         with self._writing:
@@ -525,7 +525,7 @@ class Session(Stream):
             if self._utterance.over:
                 return
             check_length(self._chars + len(piece))
-            parts = self._text.push(piece)
+            parts = self._text.take(piece)
             if self._words is not None:
                 self._words.feed(piece)
             self._chars += len(piece)
@@ -542,7 +542,7 @@ class Session(Stream):
 
     def finish(self) -> None:
         """Says that no more text comes; a second call does nothing. Raises TextError where nothing visible was fed, and
-        as `TextFeed.finish`; the stream is then cancelled."""
+        as `TextFeed.take`; the stream is then cancelled."""
         with self._writing:
             if self._finished:
                 return
@@ -550,7 +550,7 @@ class Session(Stream):
             try:
                 if self._utterance.engine is None and not over:
                     raise TextError("expected text to speak before finish, got none")
-                parts = () if over else self._text.finish()
+                parts = () if over else self._text.take("", final=True)
             except TextError:
                 self._utterance.cancel()
                 raise

@@ -18,7 +18,7 @@ from mktts.engine.options import WordTime
 from mktts.errors import TextError
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.text.parts import Pause, TextFeed
-from mktts.text.words import pauses_after, sounds, split_words
+from mktts.text.words import PAUSED, sounds, split_words
 
 LAG_S = 0.5
 _RATE_HZ = 100  # of frames, in which times are counted here
@@ -99,16 +99,16 @@ class WordTimes:
         self._loud, self._mean_db = 0, np.zeros(len(_BANDS_HZ) - 1)
 
     def feed(self, piece: str) -> None:
-        """More text. Raises as `TextFeed.push`."""
+        """More text. Raises as `TextFeed.take`."""
         with self._writing:
             self._written += piece
-            self._take(self._text.push(piece))
+            self._take(self._text.take(piece))
 
     def finish(self) -> None:
         """No more text comes."""
         with self._writing:
             try:
-                self._take([*self._text.finish(), Pause(0)])
+                self._take([*self._text.take("", final=True), Pause(0)])
             except TextError:  # there is nothing to hear
                 self._take([Pause(0)])
 
@@ -246,7 +246,7 @@ def _likeliest(
         for kind in item.sounds:
             search.sound(kind)
         following = items[number] if number < len(items) else None
-        likely = following is None or pauses_after(item.word)
+        likely = following is None or bool(PAUSED.search(item.word))
         search.pause(0.0 if likely else _PAUSE_COST, 0 if following is None else following.earliest - begin)
     if complete:
         search.open = (float(search.least[-1]), len(search.steps), search.frames, False)

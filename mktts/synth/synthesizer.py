@@ -29,8 +29,9 @@ from mktts.model.prompt import Layout, PromptBuilder, Request
 from mktts.model.sampling import Choice, Sampling, drawn_seed
 from mktts.model.voice import Voice
 from mktts.synth.loading import BackendName, EngineChoice, Loading, default_cpu_threads, load_engine
-from mktts.text import FrontEnd
-from mktts.text.lexicon import Lexicon
+from mktts.text.front_end import FrontEnd, FrontEndFeed
+from mktts.text.lexicon import Lexicon, LexiconFeed
+from mktts.text.markup import MarkupFeed
 from mktts.text.parts import TextFeed
 from mktts.text.split import clean_text, segment_chars
 
@@ -231,17 +232,17 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
 
     def _readers(self, request: Request, plan: Plan, settings: StreamSettings) -> tuple[TextFeed, WordTimes | None]:
         """What a stream's text goes through, and what finds the times of its words, where those are asked for."""
-        words, markup, language = settings.get("pronunciations"), plan.options.markup, request.language
-        lexicon = self.lexicon if words is None else Lexicon(words, self.lexicon)
+        said, language, words = settings.get("pronunciations"), request.language, None
+        lexicon = self.lexicon if said is None else Lexicon(said, self.lexicon)
         named = partial(self._named, request, settings.get("voices", {}))
-        if self.front_end is None:
-            text = TextFeed(named, partial(lexicon.feed, markup))
-        else:
-            text = TextFeed(named, partial(self.front_end.feed, language, markup, lexicon))
-        if not plan.options.word_times:
-            return text, None
-        as_written = TextFeed(named, partial(Lexicon().feed, markup))
-        return text, WordTimes(as_written, partial(self.spoken, language=language, lexicon=lexicon))
+        readers: list[Callable[[], Any]] = [MarkupFeed] if plan.options.markup == "strip" else []
+        if plan.options.word_times:
+            words = WordTimes(TextFeed(named, readers), partial(self.spoken, language=language, lexicon=lexicon))
+        if lexicon.tables:
+            readers.append(partial(LexiconFeed, lexicon))
+        if self.front_end is not None:
+            readers.append(partial(FrontEndFeed, self.front_end.languages, language))
+        return TextFeed(named, readers), words
 
     def _named(self, request: Request, voices: Mapping[str, Voice], name: str) -> Request | None:
         """`request`, without text, as spoken by the voice or speaker of that name; None where there is none."""

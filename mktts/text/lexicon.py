@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mktts.errors import OptionsError
-from mktts.text.markup import MarkupFeed
 from mktts.text.readers import WORDS
-from mktts.text.split import Chain, Feed, check_length, clean_piece, is_wide
+from mktts.text.split import check_length, clean_piece, is_wide
 
 MAX_ENTRY_CHARS = 100  # of a word, and of what is said for it
 _APOSTROPHES = "'’"
@@ -29,8 +28,8 @@ class Lexicon:
 
     def __init__(self, words: Mapping[str, str] | None = None, others: Lexicon | None = None) -> None:
         """words: what is said by what is written. others: for words that are not among them. Raises OptionsError."""
-        self._tables = [_table(words)] if words else []
-        self._tables += others._tables if others else []
+        self.tables = [_table(words)] if words else []  # none: nothing is said in place of another
+        self.tables += others.tables if others else []
 
     @classmethod
     def of(cls, source: Mapping[str, str] | str | Path | None) -> Lexicon:
@@ -61,11 +60,7 @@ class Lexicon:
 
     def say(self, text: str) -> str:
         """`text` with what is said. Raises TextError where it becomes longer than a text may be."""
-        return self.feed().take(text, final=True)
-
-    def feed(self, markup: str = "speak") -> Chain:
-        """For a text that arrives in pieces. markup: of `mktts.engine.options.Markup`."""
-        return Chain(MarkupFeed() if markup == "strip" else None, LexiconFeed(self) if self._tables else None)
+        return LexiconFeed(self).take(text, final=True) if self.tables else text
 
     def find(self, text: str, at: int, final: bool) -> tuple[int, str] | None:
         """The end of the word at `at` and its words, or of the character there; None where more text decides."""
@@ -74,7 +69,7 @@ class Lexicon:
             return found
         for end in range(at + 1, len(text) + 1):
             forms = (text[at:end], text[at:end].casefold())
-            known = [table[form] for table in self._tables for form in forms if form in table]
+            known = [table[form] for table in self.tables for form in forms if form in table]
             if not known:
                 return found
             said = next(filter(None, known), "")
@@ -86,7 +81,7 @@ class Lexicon:
         return found if final else None
 
 
-class LexiconFeed(Feed):
+class LexiconFeed:
     """Holds back what may yet become a word of the lexicon, and no more."""
 
     def __init__(self, lexicon: Lexicon) -> None:
@@ -95,7 +90,7 @@ class LexiconFeed(Feed):
         self._at = 0  # where it begins
         self._chars = 0  # handed on
 
-    def take(self, piece: str, final: bool) -> str:
+    def take(self, piece: str, final: bool = False) -> str:
         """Raises TextError where the text has become too long."""
         text, at, said = self._text + piece, self._at, ""
         while at < len(text) and (found := self._lexicon.find(text, at, final)) is not None:

@@ -5,7 +5,6 @@ import re
 
 from mktts.errors import TextError
 from mktts.text.readers import WORDS
-from mktts.text.split import Feed
 
 _TEX = WORDS["tex"]
 _IN_BRACES = r"\{(?:[^{}\n]|\{[^{}\n]{0,80}\}){0,120}\}"
@@ -39,7 +38,7 @@ _KIND = re.compile(r"[\s>]*(?P<item>#{1,6}\s+|[-*+•]\s+(?:\[[ xX]\]\s+)?|(?=\d
 _KIND_OPEN = re.compile(r"[\s>#*+•=_:|-]*(?:\[[^\]\n]{0,80}(?:\](?::.*)?)?|\d{1,3}[.)]?)?|[\s>]*(?:[|]|``?`?|~~?~?).*")
 
 
-class MarkupFeed(Feed):
+class MarkupFeed:
     """What a person would read out of a text with markup."""
 
     def __init__(self) -> None:
@@ -50,7 +49,7 @@ class MarkupFeed(Feed):
         self._said = "\n"  # the last visible character of the line that was handed on
         self._spoken = False  # something visible was handed on
 
-    def take(self, piece: str, final: bool) -> str:
+    def take(self, piece: str, final: bool = False) -> str:
         """Raises TextError where the whole text was markup."""
         *lines, last = (self._rest + piece).split("\n")
         words = "".join(f"{self._line(line)}\n" for line in lines)
@@ -104,16 +103,12 @@ def _without(text: str, final: bool) -> tuple[str, int]:
         said, at = said + text[at : found.start()], found.end()
         if not final and at == len(text):
             return said, found.start()
-        said += _words_of(found)
+        kind, words = found.lastgroup, found[found.lastgroup]
+        if kind == "link":
+            words = _without("\n" + words, True)[0]
+        elif kind == "tex":  # "$\\frac{a}{b}$" is "a over b"
+            words = _FRACTION.sub(lambda m: f"{m[1]}{'/' if m[1][1:-1].isdigit() else ' over '}{m[2]}", words)
+            words = _COMMAND.sub(lambda m: f" {_TEX.get(m[1], '')} ", words)
+            words = " ".join(re.sub(r"[${}]", "", words.replace("_", " ")).split())
+        said += {"gone": "", "space": " ", "entity": html.unescape(words)}.get(kind, words)
     return said + text[at:], len(text)
-
-
-def _words_of(found: re.Match[str]) -> str:
-    kind, text = found.lastgroup, found[found.lastgroup]
-    if kind == "link":
-        return _without("\n" + text, True)[0]
-    if kind == "tex":  # "$\\frac{a}{b}$" is "a over b"
-        text = _FRACTION.sub(lambda m: f"{m[1]}{'/' if m[1][1:-1].isdigit() else ' over '}{m[2]}", text)
-        text = _COMMAND.sub(lambda m: f" {_TEX.get(m[1], '')} ", text)
-        return " ".join(re.sub(r"[${}]", "", text.replace("_", " ")).split())
-    return {"gone": "", "space": " ", "entity": html.unescape(text)}.get(kind, text)

@@ -1,13 +1,12 @@
 """What a text may ask for beside its words: pauses, changes of speaker, and a few elements of SSML."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 from xml.parsers import expat
 
 from mktts.errors import TextError
 from mktts.spec import SAMPLE_RATE_HZ
-from mktts.text.split import Chain, Feed
 
 DEFAULT_PAUSE_S = 0.5
 MAX_PAUSE_S = 10.0
@@ -33,29 +32,58 @@ class Pause(NamedTuple):
     samples: int
 
 
-class TextFeed(Feed):
-    """A text as what is to be made of it: words, a `Pause`, and what `named` gives. What begins with <speak is SSML."""
+class TextFeed:
+    """A text as what is to be made of it: words, a `Pause`, and what `named` gives; in pieces it is the same as whole.
+    What begins with <speak is SSML."""
 
-    def __init__(self, named: Callable[[str], Any | None], new_reader: Callable[[], Any] = Chain) -> None:
-        """named: what stands for a name in brackets, None for text. new_reader: gives a feed for words between tags."""
-        self._named, self._new_reader = named, new_reader
+    def __init__(self, named: Callable[[str], Any | None], new_readers: Iterable[Callable[[], Any]] = ()) -> None:
+        """named: what stands for a name in brackets, None for text. new_readers: what each part between tags goes
+        through, one behind another: each makes an object whose `take` gives the words that are certain."""
+        self._named, self._new_readers = named, tuple(new_readers)
         self._ssml: _Ssml | None = None
         self._begun = False  # whether the text is SSML is known
         self._rest = ""  # what may yet become a tag
-        self._reader = new_reader()
-        self._signs: str | None = ""  # of the present part; None once it has a letter or a digit
+        self._signs = ""  # of the present part, before its first letter or digit
+        self._readers: list[Any] | None = None  # of the present part, once it has a letter or a digit
         self._silent_s = 0.0
         self._said = False  # something is to be heard
 
-    def _tags(self, text: str, final: bool) -> tuple[list[Any], str]:
-        """Text, and what stands for tags in it; and what may yet become one."""
-        found, at = [], 0
+    def take(self, piece: str, final: bool = False) -> list[Any]:
+        """What `piece` makes certain; where it is the last one, all that is left. Raises TextError for a pause that is
+        too long, an element of SSML that is not known here, and what a reader raises, the piece is then not spoken; at
+        the end where nothing is to be heard or an element is open."""
+        rest = self._rest
+        if not self._begun:
+            piece, rest = (rest + piece).lstrip(), ""
+            if not final and "<speak".startswith(piece):
+                self._rest = piece
+                return []
+            if _SPEAK.match(piece):
+                self._begun, self._ssml = True, _Ssml()
+        text, at = rest + (self._ssml.push(piece, final) if self._ssml else piece), 0
+        found: list[Any] = []
         while (tag := _TAG[final].search(text, at)) is not None and tag.lastgroup != "open":
             meant = self._meant(tag)
             found += [text[at : tag.start()], *(meant or tag[0][0])]
             at = tag.end() if meant else tag.start() + 1
-        end = tag.start() if tag else len(text)
-        return [*found, text[at:end]], text[end:]
+        rest = text[tag.start() :] if tag else ""
+        found.append(text[at : len(text) - len(rest)])
+        silent_s = self._silent_s + sum(part.samples for part in found if isinstance(part, Pause)) / SAMPLE_RATE_HZ
+        if silent_s > MAX_PAUSES_S:
+            raise TextError(f"the pauses of a text may have {MAX_PAUSES_S:g} s together, got {silent_s:g}")
+        made: list[Any] = []
+        for part in found:
+            if isinstance(part, str):
+                made.append(self._words(part))
+            else:
+                made += [self._words("", ends=True), part]
+                self._said = self._said or (isinstance(part, Pause) and part.samples > 0)
+        self._begun, self._rest, self._silent_s = True, rest, silent_s
+        if final:
+            made.append(self._words("", ends=True, last=True))
+            if not self._said:
+                raise TextError("expected text to speak, got none beside its tags")
+        return [part for part in made if part != ""]
 
     def _meant(self, tag: re.Match[str]) -> list[Any]:
         """What stands for it; nothing where it is text."""
@@ -69,55 +97,27 @@ class TextFeed(Feed):
             raise TextError(f"a pause may have {MAX_PAUSE_S:g} s, got {number} {unit}: write a shorter one")
         return [Pause(round(seconds * SAMPLE_RATE_HZ))]
 
-    def take(self, piece: str, final: bool) -> list[Any]:
-        """Raises TextError for a pause that is too long, an element of SSML that is not known here, and what a reader
-        raises, the piece is then not spoken; at the end where nothing is to be heard or an element is open."""
-        rest = self._rest
-        if not self._begun:
-            piece, rest = (rest + piece).lstrip(), ""
-            if not final and "<speak".startswith(piece):
-                self._rest = piece
-                return []
-            if _SPEAK.match(piece):
-                self._begun, self._ssml = True, _Ssml()
-        found, rest = self._tags(rest + (self._ssml.push(piece, final) if self._ssml else piece), final)
-        silent_s = self._silent_s + sum(part.samples for part in found if isinstance(part, Pause)) / SAMPLE_RATE_HZ
-        if silent_s > MAX_PAUSES_S:
-            raise TextError(f"the pauses of a text may have {MAX_PAUSES_S:g} s together, got {silent_s:g}")
-        made: list[Any] = []
-        for part in found:
-            if isinstance(part, str):
-                made.append(self._words(part))
-            else:
-                made += [self._end_part(), part]
-                self._said = self._said or (isinstance(part, Pause) and part.samples > 0)
-        self._begun, self._rest, self._silent_s = True, rest, silent_s
-        if final:
-            made.append(self._end_part(last=True))
-            if not self._said:
-                raise TextError("expected text to speak, got none beside its tags")
-        return [part for part in made if part != ""]
-
-    def _words(self, text: str) -> str:
-        """What is spoken of a piece of the present part: signs before its first letter wait for that."""
-        if self._signs is not None:
-            self._signs += text
-            if not any(map(str.isalnum, text)):
+    def _words(self, text: str, ends: bool = False, last: bool = False) -> str:
+        """What is spoken of more of the present part: signs before its first letter or digit wait for that. ends: the
+        part has no more. last: nor has the text."""
+        if self._readers is None:
+            signs = self._signs + text
+            alone = last and signs and not self._said  # the readers say what becomes of signs alone
+            if not (alone or any(map(str.isalnum, text))):
+                self._signs = "" if ends else signs
                 return ""
-            text, self._signs = _MARK.sub("", self._signs) if self._said else self._signs, None
-        return self._reader.take(text, final=False)
-
-    def _end_part(self, last: bool = False) -> str:
-        words, signs = "", self._signs
-        if signs is None or (last and signs and not self._said):  # the reader says what becomes of signs alone
-            try:
-                words = self._reader.take(signs or "", final=True)
-                self._said = True
-            except TextError:  # its markup was all that it had
-                if last and not self._said:
-                    raise
-        self._reader, self._signs = self._new_reader(), ""
-        return words
+            text, self._signs = _MARK.sub("", signs) if self._said else signs, ""
+            self._readers = [new_reader() for new_reader in self._new_readers]
+        try:
+            for reader in self._readers:
+                text = reader.take(text, final=ends)
+            self._said = self._said or ends
+        except TextError:
+            if not ends or (last and not self._said):
+                raise
+            text = ""  # its markup was all that it had
+        self._readers = None if ends else self._readers
+        return text
 
 
 def _time(attributes: str) -> tuple[str | None, str | None]:

@@ -16,6 +16,8 @@ _WORD = re.compile(r"([A-Za-z]+)((?:'[A-Za-z]+)?)")
 _LONGEST_SPELLED = 5
 # Consonants and vowels do not take turns as in a word: three consonants at an end, four anywhere, three vowels.
 _NO_WORD = re.compile(r"^[^aeiouy]{3}|[^aeiouy]{3}$|[^aeiouy]{4}|[aeiou]{3}|^[^aeiouy]*$")
+# But for a few, such as "shh".
+NO_VOWEL = re.compile(rf"(?!(?:{'|'.join(LISTS['sounds'])})\Z)[b-df-hj-np-tv-xz]{{2,}}")
 _ONES = "oh one two three four five six seven eight nine".split()
 _MOST_DIGITS = 15  # more have no name that a listener would know: they are read one by one
 _YEARS = range(1_100, 2_100)  # four digits without a comma that are read in pairs
@@ -30,8 +32,7 @@ def letters(word: str) -> str:
 
 def read_alone(word: str) -> str:
     """A word in lower case as it is read in any case: letter by letter where it has no vowel, but for a few."""
-    no_vowel = len(word) > 1 and not re.search("[aeiouy']", word) and word not in LISTS["sounds"] and word.isalpha()
-    return letters(word) if word in _SPELLED or no_vowel else WORDS["respelled"].get(word, word)
+    return letters(word) if word in _SPELLED or NO_VOWEL.fullmatch(word) else WORDS["respelled"].get(word, word)
 
 
 def all_capitals(text: str) -> bool:

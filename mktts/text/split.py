@@ -4,13 +4,13 @@ best place that fits, of text that is still written, whose beginning is already 
 import re
 import unicodedata
 from enum import IntEnum
-from typing import Any
 
 from mktts.errors import TextError
 from mktts.text.readers import LISTS
 
 SEGMENT_CHARS = 300  # of one generation, where nothing says otherwise: about 20 s of speech
 MAX_TEXT_CHARS = 100_000  # about two hours of speech; a limit against mistakes, not one of the model
+_TOO_LONG = f"{{}} may have {MAX_TEXT_CHARS} characters, got {{}}: send it in several requests"
 
 # Invisible characters the model was not trained to speak: C0/C1 controls, soft hyphen, zero-width space and direction
 # marks, invisible operators, byte-order mark, interlinear marks, lone surrogates. Joiners (U+200C, U+200D) stay:
@@ -54,39 +54,15 @@ def clean_text(text: str, what: str = "text") -> str:
     if not cleaned:
         found = "an empty string" if not text else f"{len(text)} characters, none of them visible: {text[:20]!r}"
         raise TextError(f"expected {what} to speak, got {found}")
-    check_length(len(cleaned), what)
+    if len(cleaned) > MAX_TEXT_CHARS:
+        raise TextError(_TOO_LONG.format(what, len(cleaned)))
     return cleaned
 
 
-def check_length(chars: int, what: str = "text") -> None:
-    """Raises TextError when `chars` is over MAX_TEXT_CHARS."""
+def check_length(chars: int) -> None:
+    """Raises TextError when a text has over MAX_TEXT_CHARS."""
     if chars > MAX_TEXT_CHARS:
-        raise TextError(f"{what} may have {MAX_TEXT_CHARS} characters, got {chars}: send it in several requests")
-
-
-class Feed:
-    """A text that arrives in pieces. What is made of it depends on the text alone, not on the pieces."""
-
-    def take(self, piece: str, final: bool) -> Any:
-        """What `piece` makes certain; where it is the last one, all that is left. Raises TextError."""
-
-    def push(self, piece: str) -> Any:
-        return self.take(piece, final=False)
-
-    def finish(self) -> Any:
-        return self.take("", final=True)
-
-
-class Chain(Feed):
-    """Feeds one behind another: a text goes through all of them that are not None."""
-
-    def __init__(self, *feeds: Feed | None) -> None:
-        self._feeds = [feed for feed in feeds if feed is not None]
-
-    def take(self, piece: str, final: bool) -> str:
-        for feed in self._feeds:
-            piece = feed.take(piece, final)
-        return piece
+        raise TextError(_TOO_LONG.format("text", chars))
 
 
 def segment_chars(longest: int | None, fed: bool) -> int:

@@ -6,7 +6,7 @@ import unicodedata
 # Written without spaces, and a syllable or more a character: kana, ideographs, and the marks that go with them.
 _WIDE = re.compile(r"[\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef]")
 _WORD = re.compile(rf"{_WIDE.pattern}|(?:(?!{_WIDE.pattern})\S)+")
-_PAUSED = re.compile(r"[.,;:?!…—–。，、；：？！]\W*\Z")
+PAUSED = re.compile(r"[.,;:?!…—–。，、；：？！]\W*\Z")  # by the marks behind a word, a pause is likely there
 
 _VOWELS = "aeiouyæœøıаеиоуыэюяαεηιουω"
 _SILENT_E = re.compile(rf"(?<=[{_VOWELS}])(?<!\Ay)([^{_VOWELS}]+)e(?=[sd]?\Z)")
@@ -39,11 +39,6 @@ def split_words(text: str) -> list[str]:
 def is_wide(word: str) -> bool:
     """Whether no space separates it from a neighbour that is wide too."""
     return bool(_WIDE.match(word[-1:]))
-
-
-def pauses_after(word: str) -> bool:
-    """Whether a pause is likely behind it, by its marks."""
-    return bool(_PAUSED.search(word))
 
 
 def sounds(said: str) -> list[str]:

@@ -10,6 +10,7 @@ from record_cases import cases, words, wrong
 
 from mktts.errors import TextError
 from mktts.text import FrontEnd, spoken
+from mktts.text.front_end import FrontEndFeed
 
 SEEN, TABLE = cases("written_numbers.tsv"), cases()
 SENTENCES = [text for text, _ in SEEN + TABLE[:40]]
@@ -48,20 +49,20 @@ def test_what_is_spoken_has_letters_and_plain_marks_only(text):
 
 
 def test_a_plain_word_waits_for_the_next_one_a_number_for_its_unit_and_a_title_for_its_name():
-    feed = FrontEnd().feed()
-    assert [feed.push(piece) for piece in ("The cat", " ran", " down", " today")] == ["", "The", " cat", " ran"]
-    assert feed.finish() == " down today."
-    feed = FrontEnd().feed()
-    assert feed.push("It costs $1") == "It"
-    assert feed.push("2.50 or ") == ""
-    assert feed.push("more. Dr") == " costs twelve dollars and fifty cents or more."
-    assert feed.push(". Who") == ""
-    assert feed.finish() == " Doctor who."
+    feed = FrontEndFeed(("english",))
+    assert [feed.take(piece) for piece in ("The cat", " ran", " down", " today")] == ["", "The", " cat", " ran"]
+    assert feed.take("", final=True) == " down today."
+    feed = FrontEndFeed(("english",))
+    assert feed.take("It costs $1") == "It"
+    assert feed.take("2.50 or ") == ""
+    assert feed.take("more. Dr") == " costs twelve dollars and fifty cents or more."
+    assert feed.take(". Who") == ""
+    assert feed.take("", final=True) == " Doctor who."
 
 
 def test_little_is_held_back_however_long_the_text_has_no_plain_words():
-    feed = FrontEnd().feed()
-    given_out = [len(feed.push(f"{n} KM, ")) > 0 for n in range(1, 400)]
+    feed = FrontEndFeed(("english",))
+    given_out = [len(feed.take(f"{n} KM, ")) > 0 for n in range(1, 400)]
     longest = max(len(run) for run in re.findall("0+", "".join(str(int(out)) for out in given_out)))
     assert longest < 60
 

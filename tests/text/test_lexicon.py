@@ -1,10 +1,14 @@
 """What is said in place of words."""
 
+from functools import partial
+
 import pytest
 
 from mktts.errors import OptionsError, TextError
-from mktts.text import FrontEnd
-from mktts.text.lexicon import MAX_ENTRY_CHARS, Lexicon, respelled
+from mktts.text.front_end import FrontEnd, FrontEndFeed
+from mktts.text.lexicon import MAX_ENTRY_CHARS, Lexicon, LexiconFeed, respelled
+from mktts.text.markup import MarkupFeed
+from mktts.text.parts import TextFeed
 from mktts.text.split import MAX_TEXT_CHARS
 
 WORDS = {
@@ -52,10 +56,10 @@ def test_what_is_said_is_not_looked_up_again_and_an_entry_of_the_request_comes_b
 
 
 def test_only_what_may_become_a_word_is_held_back():
-    feed = LEXICON.feed()
-    pushed = [feed.push(piece) for piece in ("All of ", "it on ng", "in", "x", " is. S", "o")]
+    feed = LexiconFeed(LEXICON)
+    pushed = [feed.take(piece) for piece in ("All of ", "it on ng", "in", "x", " is. S", "o")]
     assert pushed == ["All of ", "it on ", "", "", "engine X is. ", "So"]
-    assert LEXICON.feed().push("No such thing he") == "No such thing he"
+    assert LexiconFeed(LEXICON).take("No such thing he") == "No such thing he"
 
 
 @pytest.mark.parametrize(
@@ -106,11 +110,12 @@ def test_a_text_that_becomes_too_long_is_refused():
 
 def test_a_front_end_reads_what_is_said_and_whole_and_fed_text_alike():
     lexicon = Lexicon({"nginx": "engine $5", "東京": "Tokyo", "worm": "蟲"})
-    front_end = FrontEnd()
-    for markup in ("speak", "strip"):
-        feed = front_end.feed("english", markup, lexicon)
-        fed = "".join(map(feed.push, ("In 東", "京 ngi", "nx cost $1", "2."))) + feed.finish()
-        assert fed == front_end.read(lexicon.say("In 東京 nginx cost $12."))
+    readers = [partial(LexiconFeed, lexicon), partial(FrontEndFeed, ("english",))]
+    for new_readers in (readers, [MarkupFeed, *readers]):
+        feed = TextFeed(lambda name: None, new_readers)
+        made = [*map(feed.take, ("In 東", "京 ngi", "nx cost $1", "2.")), feed.take("", final=True)]
+        fed = "".join(words for each in made for words in each)
+        assert fed == FrontEnd().read(lexicon.say("In 東京 nginx cost $12."))
         assert "tokyo engine five dollars cost twelve dollars" in fed
         with pytest.raises(TextError, match="CJK"):
-            front_end.feed("english", markup, lexicon).push("A worm is there")
+            TextFeed(lambda name: None, new_readers).take("A worm is there")

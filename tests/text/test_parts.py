@@ -1,17 +1,17 @@
 """What a text asks for beside its words: what becomes of it, whole and in pieces."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from mktts.errors import TextError
-from mktts.text import FrontEnd
+from mktts.text.front_end import FrontEnd, FrontEndFeed
 from mktts.text.markup import MarkupFeed
 from mktts.text.parts import Pause, TextFeed, said_as
-from mktts.text.split import Chain
 
-ENGLISH = FrontEnd(["auto", "english"])
+ENGLISH = partial(FrontEndFeed, ("english",))
 HALF = Pause(12_000)
 CUT = Pause(0)
 
@@ -20,11 +20,11 @@ def named(name: str) -> tuple[str] | None:
     return (name.lower(),) if name.lower() in ("ryan", "uncle_fu") else None
 
 
-def parts(pieces: list[str], new_reader: Callable[[], Any] = ENGLISH.feed) -> list:
+def parts(pieces: list[str], *new_readers: Callable[[], Any]) -> list:
     """Words that follow each other are one part, without the space around them."""
-    feed = TextFeed(named, new_reader)
+    feed = TextFeed(named, new_readers)
     joined: list = []
-    for part in (part for made in (*map(feed.push, pieces), feed.finish()) for part in made):
+    for part in (part for made in (*map(feed.take, pieces), feed.take("", final=True)) for part in made):
         if isinstance(part, str) and joined and isinstance(joined[-1], str):
             joined[-1] += part
         else:
@@ -57,12 +57,12 @@ def parts(pieces: list[str], new_reader: Callable[[], Any] = ENGLISH.feed) -> li
     ],
 )
 def test_a_text_becomes_words_pauses_and_turns(text, expected):
-    assert parts([text]) == ([ENGLISH.read(text)] if expected is None else expected)
-    assert parts(list(text)) == parts([text])
+    assert parts([text], ENGLISH) == ([FrontEnd().read(text)] if expected is None else expected)
+    assert parts(list(text), ENGLISH) == parts([text], ENGLISH)
 
 
 def test_without_a_front_end_the_words_stay_and_only_markup_goes_where_that_is_asked_for():
-    assert parts(["Say 5 [pause] **7** <3"], Chain) == ["Say 5", HALF, "**7** <3"]
+    assert parts(["Say 5 [pause] **7** <3"]) == ["Say 5", HALF, "**7** <3"]
     assert parts(["Say 5 [pause] **7** [Ryan] `x`"], MarkupFeed) == ["Say 5", HALF, "7", CUT, ("ryan",), "x"]
     assert " ".join(parts(["Run:\n```sh\nls **\n```\nDone."], MarkupFeed)).split() == ["Run:", "Done."]
 
@@ -83,7 +83,7 @@ def test_without_a_front_end_the_words_stay_and_only_markup_goes_where_that_is_a
 )
 def test_what_is_wrong_is_named(text, error):
     with pytest.raises(TextError, match=error):
-        parts([text])
+        parts([text], ENGLISH)
 
 
 @pytest.mark.parametrize(

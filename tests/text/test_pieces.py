@@ -9,22 +9,22 @@ from hypothesis import strategies as st
 from record_cases import cases
 
 from mktts.errors import TextError
-from mktts.text import FrontEnd
-from mktts.text.lexicon import Lexicon
+from mktts.text.front_end import FrontEndFeed
+from mktts.text.lexicon import Lexicon, LexiconFeed
 from mktts.text.markup import MarkupFeed
 from mktts.text.parts import TextFeed
-from mktts.text.split import Chain
 
 MIXED = "the cat NASA $1 2.50 , . - ' Jan. 5 km Henry VIII 10:30 am St. James \n & % I II 1/2 é 😀"
 WORDS = st.one_of(st.sampled_from(MIXED.split(" ")), st.text(alphabet="aBI 15.,:/-$%'\n", max_size=5))
 ENTRY = st.text(alphabet="aAbB.'+重庆 ", min_size=1, max_size=5).filter(str.strip)
 TAGS = "[pause| 1s]|[Ryan]|(x)|<bre|ak/>|a |<|[|.| 3|]| |<spea|k>|<s>hi</s|></speak>".split("|")
-ENGLISH = partial(FrontEnd(["english"]).feed, markup="strip")
-TAGGED = [partial(TextFeed, {"Ryan": ("ryan",)}.get, reader) for reader in (Chain, ENGLISH, MarkupFeed)]
-LEXICONS = st.dictionaries(ENTRY, st.just("X"), max_size=5).map(lambda words: Lexicon(words).feed)
+READ = partial(FrontEndFeed, ("english",))
+ENGLISH = partial(TextFeed, {}.get, [MarkupFeed, READ])
+TAGGED = [partial(TextFeed, {"Ryan": ("ryan",)}.get, way) for way in ([], [MarkupFeed, READ], [MarkupFeed])]
+LEXICONS = st.dictionaries(ENTRY, st.just("X"), max_size=5).map(lambda words: partial(LexiconFeed, Lexicon(words)))
 FEEDS_AND_TEXTS = st.one_of(
     st.tuples(st.just(MarkupFeed), st.text(alphabet="ab1 *_[]()`~<>&;$|#-^:\\\n!x.=/", max_size=40)),
-    st.tuples(st.sampled_from([ENGLISH, FrontEnd().feed]), st.lists(WORDS, max_size=14).map(" ".join)),
+    st.tuples(st.sampled_from([ENGLISH, READ]), st.lists(WORDS, max_size=14).map(" ".join)),
     st.tuples(LEXICONS, st.text(alphabet="aAbB'’s.@ 重庆é\u0301+", max_size=30)),
     st.tuples(st.sampled_from(TAGGED), st.lists(st.sampled_from(TAGS)).map("".join)),
 )
@@ -35,7 +35,7 @@ def made_of(new_feed, text: str, cuts: list[int]) -> list | None:
     feed, made = new_feed(), []
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     try:
-        for found in [*(feed.push(text[a:b]) for a, b in pairwise(edges)), feed.finish()]:
+        for found in [*(feed.take(text[a:b]) for a, b in pairwise(edges)), feed.take("", final=True)]:
             for part in found:
                 made += part if isinstance(part, str) else [part]
     except TextError:
@@ -49,9 +49,9 @@ def made_of(new_feed, text: str, cuts: list[int]) -> list | None:
 @example((MarkupFeed, "see [a [b]](c(d)) **e** `f`"), [7, 9])
 @example((ENGLISH, "$1 2.50"), [2])
 @example((ENGLISH, "a 5  km"), [3])
-@example((FrontEnd().feed, "eggs\n1. Mix"), [6])
-@example((Lexicon({"a": "X"}).feed, "a'sb"), [1, 2, 3])
-@example((Lexicon({"ab": "X", "ab ab b": "X"}).feed, "ab ab.b"), [2, 4, 6])
+@example((READ, "eggs\n1. Mix"), [6])
+@example((partial(LexiconFeed, Lexicon({"a": "X"})), "a'sb"), [1, 2, 3])
+@example((partial(LexiconFeed, Lexicon({"ab": "X", "ab ab b": "X"})), "ab ab.b"), [2, 4, 6])
 @example((TAGGED[1], "[Ryan]("), [1, 5, 6])
 @example((TAGGED[0], " <speak><s>hi</s></speak>"), [1, 6, 8, 16])
 def test_pieces_give_what_the_whole_gives(feed_and_text, cuts):
