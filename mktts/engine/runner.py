@@ -19,8 +19,8 @@ import numpy as np
 
 from mktts.audio import rows_to_pcm16
 from mktts.engine.admission import Admission, AdmissionQueue, Arrival, Reason, refusal
-from mktts.engine.chunker import Chunker
 from mktts.engine.lanes import Lanes, Made
+from mktts.engine.options import Chunker
 from mktts.engine.pages import PAGE_ROWS
 from mktts.engine.scheduler import MeanTick, StreamTable, Tick, TickFit, TickModel, next_tick
 from mktts.engine.stream import EngineName, Segment, Utterance

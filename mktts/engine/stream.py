@@ -27,8 +27,7 @@ from torch import Tensor
 
 from mktts.audio import joined
 from mktts.codec.decoder import PendingPcm
-from mktts.engine.chunker import Chunker
-from mktts.engine.options import Chunk, FinishReason, GuardState, Plan, WordTime
+from mktts.engine.options import Chunk, Chunker, FinishReason, GuardState, Plan, WordTime
 from mktts.engine.script import Script
 from mktts.engine.words import WordTimes
 from mktts.errors import EngineError, TextError
@@ -149,7 +148,8 @@ class Utterance:
 
     def cancel(self) -> None:
         """Ends the stream: no chunk is handed out after this. No effect on one that is over and taken."""
-        if self.cancelled or (self.over and self._chunks.qsize() <= 1):  # that one is the end
+        made = self.engine is not None and not self.open
+        if self.cancelled or (made and self._chunks.qsize() <= 1):  # that one is the end
             return
         self.cancelled = True
         self.deliver(None, at_once=True)

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -67,20 +67,17 @@ class Prompt:
 
     text_ended = True
     embeds: Any  # Tensor (L, H), or what `SpokenRows` gives
-    rest: Tensor | Callable[[], Tensor]  # `trailing`, or what makes it
+    rest: Tensor | Callable[[], Tensor]  # text rows (N, H), or what makes them: the first frame needs none
     pad: Tensor  # (H,)
     text_tokens: int
     prefix_rows: int = 0  # leading rows of `embeds` that no text changes, fewer than L
     prefix_key: Hashable | None = None  # equal keys of one checkpoint, device and dtype: equal prefix rows
 
-    @cached_property
-    def trailing(self) -> Tensor:
-        """(N, H). Made when first asked for, where the prompt was given what makes it: the first frame needs none."""
-        return self.rest() if callable(self.rest) else self.rest
-
     def row(self, frame: int) -> Tensor:
         """The text embedding (H,) that is added to the codes of frame `frame` (0-based)."""
-        return self.trailing[frame] if frame < len(self.trailing) else self.pad
+        if callable(self.rest):
+            self.rest = self.rest()
+        return self.rest[frame] if frame < len(self.rest) else self.pad
 
 
 class PromptBuilder:
@@ -222,16 +219,14 @@ class PromptBuilder:
         """Rows of tags, speakers and special ids, taken one by one: a GPU would wait for an index that is uploaded."""
         return torch.stack([self._codec_tables[0][id_] for id_ in ids])
 
-    def _language_id(self, request: Request) -> int | None:
-        dialect = self.config.dialects.get(request.speaker, False) if request.speaker else False
-        if request.language in ("auto", "chinese") and dialect:
-            return self.config.languages[str(dialect)]
-        return None if request.language == "auto" else self.config.languages[request.language]
-
     def _prefix_key(self, request: Request, fed: bool = False) -> Hashable:
-        """Everything the prefix is made of. `fed`: it goes on through the transcript."""
+        """Everything the prefix is made of: speaker, the id of a language or of a speaker's dialect, instruction,
+        voice; and `fed`: it goes on through the transcript."""
         voice = None if request.voice is None else request.voice.digest
-        return request.speaker, self._language_id(request), request.instruct, voice, fed
+        language = request.language
+        if language in ("auto", "chinese") and request.speaker:
+            language = str(self.config.dialects.get(request.speaker) or language)
+        return request.speaker, self.config.languages.get(language), request.instruct, voice, fed
 
     def forget(self, voice: Voice) -> None:
         """Lets go of the rows kept for prompts with this voice."""
@@ -242,15 +237,15 @@ class PromptBuilder:
         """Instruction, role, tags and speaker rows. Those used last are kept."""
         key = self._prefix_key(request)
         if key not in self._heads:
-            self._heads[key] = self._made_head(request)
+            self._heads[key] = self._made_head(request, key[1])
             if len(self._heads) > _HEADS:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(key)
         return self._heads[key]
 
-    def _made_head(self, request: Request) -> Tensor:
+    def _made_head(self, request: Request, language_id: int | None) -> Tensor:
         text, codec = self.config.text_ids, self.config.codec_ids
-        rows = [self._codec_rows(*language_tags(codec, self._language_id(request)))]
+        rows = [self._codec_rows(*language_tags(codec, language_id))]
         if request.speaker is not None:
             rows.append(self._codec_rows(self.config.speakers[request.speaker]))
         elif request.voice is not None:

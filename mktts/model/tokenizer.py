@@ -52,7 +52,11 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` as it stands (nothing is stripped or added). Raises TextError for what is not text."""
-        return self._tokenizer.encode(_checked(text), add_special_tokens=False).ids
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except TypeError:  # no str, or no valid Unicode
+            _checked(text)
+            raise
 
     def encode_all(self, texts: list[str]) -> list[list[int]]:
         """`encode` of each, on all cores. Raises TextError for what is not text."""
