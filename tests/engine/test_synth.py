@@ -201,8 +201,8 @@ def test_a_cpu_computes_in_bfloat16_where_that_is_asked_for(tiny):
 @pytest.mark.parametrize(("asked", "used"), [(3, 3), (None, 1)])
 def test_only_the_worker_uses_the_cpu_threads_asked_for(tiny, asked, used, monkeypatch):
     seen = []
-    step = TorchBackend.step
-    monkeypatch.setattr(TorchBackend, "step", lambda *a: seen.append(torch.get_num_threads()) or step(*a))
+    frames = TorchBackend.frames
+    monkeypatch.setattr(TorchBackend, "frames", lambda *a: seen.append(torch.get_num_threads()) or frames(*a))
     before = torch.get_num_threads()
     with Synthesizer.load(tiny, device="cpu", cpu_threads=asked) as synthesizer:
         synthesizer.say(TEXT, **WHO, max_frames=2, options=OFF)

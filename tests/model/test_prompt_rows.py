@@ -10,7 +10,7 @@ import torch
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.errors import CheckpointError, PromptError
-from mktts.model.prompt import AddressedRows, FedPrompt, PromptBuilder, Request, SpokenRows, gather, numbers
+from mktts.model.prompt import AddressedRows, FedPrompt, Prompt, PromptBuilder, Request, SpokenRows, gather, numbers
 from mktts.model.voice import Voice
 
 REQUESTS = [
@@ -25,9 +25,15 @@ def builder_of(checkpoint: Checkpoint, device: str = "cpu", tensors=None, dtype=
     )
 
 
+def rest_of(prompt: Prompt) -> torch.Tensor:
+    """Text rows behind the prompt, which are made when the first of them is asked for."""
+    prompt.row(0)
+    return prompt.rest
+
+
 def rows_of(builder: PromptBuilder, request: Request) -> torch.Tensor:
     prompt = builder.build(request)
-    return torch.cat((prompt.embeds, prompt.trailing, prompt.pad[None]))
+    return torch.cat((prompt.embeds, rest_of(prompt), prompt.pad[None]))
 
 
 def fed_rows_of(builder: PromptBuilder) -> torch.Tensor:
@@ -58,7 +64,7 @@ def test_an_instruction_to_a_clone_is_a_users_turn_before_the_prompt_it_would_ha
     marks, encode = asking.config.text_ids, asking.tokenizer().encode
     turn = builder.text_rows([marks.im_start, *encode("user\nSoftly."), marks.im_end, *encode("\n")])
     assert torch.equal(asked.embeds, torch.cat((turn, plain.embeds)))
-    assert torch.equal(asked.trailing, plain.trailing) and asked.prefix_rows == len(turn) + plain.prefix_rows
+    assert torch.equal(rest_of(asked), rest_of(plain)) and asked.prefix_rows == len(turn) + plain.prefix_rows
     with pytest.raises(CheckpointError, match="expected a Base checkpoint, found custom_voice"):
         tiny.with_instructions()
 
@@ -71,10 +77,10 @@ def test_rows_that_the_first_frame_does_not_need_are_made_when_they_are_asked_fo
     prompt = builder.build(REQUESTS[1])
     assert asked == [ids[:1]]
     assert torch.equal(prompt.row(0), expected[len(prompt.embeds)])
-    assert torch.equal(torch.cat((prompt.embeds, prompt.trailing, prompt.pad[None])), expected)
+    assert torch.equal(torch.cat((prompt.embeds, prompt.rest, prompt.pad[None])), expected)
     assert asked == [ids[:1], ids[1:]]
     alone = builder.build(Request("a", speaker="ryan", layout="streaming"))
-    assert len(alone.trailing) == 1 and len(asked) == 3
+    assert len(rest_of(alone)) == 1 and len(asked) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -111,7 +117,7 @@ def test_rows_at_addresses_are_those_of_the_prompt_that_is_computed_and_a_stream
         torch.testing.assert_close(read(found.embeds), computed.embeds, rtol=1e-5, atol=1e-6)
         same = ("prefix_rows", "prefix_key", "text_tokens")
         assert all(getattr(found, name) == getattr(computed, name) for name in same)
-        assert torch.equal(found.row(3), computed.row(3)) and torch.equal(found.trailing, computed.trailing)
+        assert torch.equal(found.row(3), computed.row(3)) and torch.equal(rest_of(found), rest_of(computed))
         assert torch.equal(read(found.embeds)[: found.prefix_rows], computed.embeds[: found.prefix_rows])
         streaming = replace(request, layout="streaming")
         assert torch.equal(prompts.of_checked(streaming, spoken).embeds, prompts.of_checked(streaming).embeds)

@@ -3,7 +3,7 @@
 
 An encoder learns from nothing which codes of the shipped books make the shipped decoder say what it hears. Its state
 is one that `mktts train codec --resume` goes on from, with encoder and books as they are: a better decoder for codes
-that keep their meaning, so that the talker stays as it is. The commands of the voice in the box, on one H100:
+that keep their meaning, so that the talker stays as it is. On one H100, what LOG.md has of 2026-11-27:
 
     mktts train teacher --kokoro K --texts texts.xz --clips 9000 --out AUDIO --speakers \\
         heart=af_heart:2.4,hearttwo=af_heart:2.4,michael=am_michael:3.9
