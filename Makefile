@@ -21,7 +21,7 @@ GPU_RECORDS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+PYTEST := $(BIN)/python -m pytest -q
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)
 NOTEBOOKS := notebooks/*.ipynb

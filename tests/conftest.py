@@ -11,6 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+# Before torch is imported: as many threads as the models of the tests are served with; workers share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.engine import capacity
 from mktts.engine.admission import Admission, AdmissionLimits, Capacity

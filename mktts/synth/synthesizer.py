@@ -121,7 +121,8 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         device: "cpu", "cuda", "cuda:1", or "auto": CUDA where there is a device.
         dtype: of the talker and code predictor; None takes bfloat16 on CUDA, as the weights are stored, and float32
             on the CPU. The codec computes in float32, unless BatchSettings(codec="fast") says otherwise.
-        cpu_threads: that one operator may use; None takes `default_cpu_threads`.
+        cpu_threads: that one operator may use; None takes `default_cpu_threads`. With more of them than that a small
+            model's last bits depend on its neighbours, as MKL cuts sums by rows and threads.
         engine: "single" makes one stream a step, the quickest for one listener; "batch" makes many together; "auto"
             makes one or two streams singly and further ones together; streams that wait for text or for their reader
             do not count, and a stream whose text is fed is given its engine with the first of it. "auto" keeps to
