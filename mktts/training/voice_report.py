@@ -72,6 +72,7 @@ def figures(evaluation: Mapping[str, Any] | None, required: bool) -> list[dict[s
 
 
 MAX_POINTS = 300  # of a stage's curves
+PAIRS = 5  # sentences to listen to
 
 
 def card(voice: Path, evaluation: Mapping[str, Any]) -> str:
@@ -88,13 +89,13 @@ def card(voice: Path, evaluation: Mapping[str, Any]) -> str:
 
 
 def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path], codec: Codec) -> None:
-    """Puts a sentence of each speaker into `folder`: of the student, of the teacher, and the codec's copy of that."""
+    """Puts the first PAIRS sentences into `folder`: of the student, of the teacher, and the codec's copy of that."""
     for old in folder.glob("*.flac"):
         old.unlink()
     rows: list[dict[str, str]] = []
     for number, (text, speaker, pcm) in enumerate(clips_in(*teacher)):
         spoken, name = keep / f"{speaker}_{number:04}.flac", f"{len(rows)}_{speaker}"
-        if spoken.is_file() and not any(row["speaker"] == speaker for row in rows):
+        if spoken.is_file() and len(rows) < PAIRS:
             write_audio(folder / f"{name}_student.flac", read_audio(spoken)[0])
             write_audio(folder / f"{name}_teacher.flac", from_pcm16(pcm))
             (codes,) = encoded(codec, [pcm])

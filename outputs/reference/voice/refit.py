@@ -3,14 +3,14 @@
 
 An encoder learns from nothing which codes of the shipped books make the shipped decoder say what it hears. Its state
 is one that `mktts train codec --resume` goes on from, with encoder and books as they are: a better decoder for codes
-that keep their meaning, so that the talker stays as it is. On one H100, what LOG.md has of 2026-11-27:
+that keep their meaning, so that the talker stays as it is. On one H200, as the voice in the box was made on 2026-11-28:
 
     mktts train teacher --kokoro K --texts texts.xz --clips 9000 --out AUDIO --speakers \\
         heart=af_heart:2.4,hearttwo=af_heart:2.4,michael=am_michael:3.9
-    python refit.py encoder CODEC AUDIO 2.7
+    python refit.py encoder CODEC AUDIO 3
     mktts train codec --resume --out CODEC --data AUDIO --joint-steps 0 --adversarial-from 0 --judged-frames 8 \\
-        --rate 2.5e-4 --plan 8.4 --minutes 8.4 --graphs
-    python refit.py mean CODEC 0.7 speech_tokenizer/model.safetensors
+        --rate 2.5e-4 --plan 10 --minutes 10 --graphs
+    python refit.py mean CODEC 0.3 speech_tokenizer/model.safetensors
 """
 
 import math

@@ -12,7 +12,7 @@
 # The voice in the box: of `train texts --count 260000`, FIRST=16 CODEC_MORE="--judged-frames 8 --pitch 0" CLIPS=120000 until the codec
 # is at step 25,250, 20,000 of them with its encoder, and the talker at 10,250; from these voice-state, in a run of its own,
 # FIRST=16 CODEC_MORE="--judged-frames 8" CLIPS=100000 MINUTES=21 TALK=10: codec to 41,250, talker to 18,750. 0.2 for both
-# temperatures of generation_config.json, and michael first in config.json.
+# temperatures of generation_config.json, and michael first in config.json. Then refit.py, for the decoder.
 V=${V:-/tmp/v}
 MINUTES=${MINUTES:-25} JOINT=${JOINT:-13} DEVICE=${DEVICE:-cuda} OTHER=${OTHER:-$DEVICE}
 SPEAKERS=${SPEAKERS:-heart=af_heart:2.4,michael=am_michael:3.9}
