@@ -32,7 +32,6 @@ def decode_untrusted(
 ) -> tuple[np.ndarray, int]:
     """Mono float32 (S,), channels averaged, and the sample rate in Hz, of a file of audio: WAV, FLAC, MP3, Ogg, AAC,
     MP4, WebM.
-
     data_bytes, audio_s: at most, of the encoded audio and of sound in it. time_s: of the clock, and of the processor.
     memory_bytes: of the child's address space, on Linux. Raises VoiceError for what is no such audio or over a limit,
     BackendUnavailable without the package av."""

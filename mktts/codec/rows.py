@@ -2,8 +2,7 @@
 that and the states of streams.
 
 Rows of one stream are fp32. Those of many are in stored form: fp16 of a sixteenth (so that fp16's range reaches 10^6),
-alone or with a second fp16 number, LOW_SCALE times what the first rounds away: split, 22 bits.
-"""
+alone or with a second fp16 number, LOW_SCALE times what the first rounds away: split, 22 bits."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ clock or a device.
 As many listeners are served at once as the capacity says, and prompts enter as fast as the first PCM of each stays
 within a bound. The capacity is measured (`mktts.engine.capacity`); frames that come late while ticks take longer than
 measured lower it, ticks that take no longer raise it again. Nothing waits without an end: a listener's stream is
-refused after `max_wait_s`, any stream after `HELD_S` in which no tick has run.
-"""
+refused after `max_wait_s`, any stream after `HELD_S` in which no tick has run."""
 
 import math
 from collections import deque
@@ -35,8 +34,7 @@ class AdmissionLimits:
     min_streams: listeners that are let in even where the capacity is smaller. max_waiting: listeners' streams that
     wait for admission; None: as many as are served at once, up to 1,024. max_wait_s: for how long; None:
     `TickSettings.place_wait_s`, and behind prompts `PROMPT_WAIT_S`.
-    Raises OptionsError for values out of range.
-    """
+    Raises OptionsError for values out of range."""
 
     max_streams: int | None = None
     min_streams: int = 1
@@ -62,8 +60,7 @@ class Capacity(NamedTuple):
 
 class Arrival(NamedTuple):
     """A stream that would begin. prompt_rows: to compute. max_rows: prompt and frames together, at most. key: of the
-    prompt's prefix. name: the caller's. An unpaced one takes time only from listeners, and little of that.
-    """
+    prompt's prefix. name: the caller's. An unpaced one takes time only from listeners, and little of that."""
 
     arrived_s: float
     prompt_rows: int

@@ -2,8 +2,7 @@
 
 Nothing here takes a lock that a garbage-collected stream could need: the worker learns of what happens outside from one
 `queue.SimpleQueue`, whose `put` may be called from finalizers too. All of `Engine` may be called from any thread, in
-the process that made it: threads do not survive `os.fork`.
-"""
+the process that made it: threads do not survive `os.fork`."""
 
 import contextlib
 import gc
@@ -47,11 +46,9 @@ OPEN_SINGLY = 8
 
 
 class Engine:
-    """Owns the worker thread. Close it, or use it as a context manager; dropping it closes it too.
-
-    With both kinds of lanes, one or two streams at a time are made singly and further ones together; those that wait
-    for text or for their reader do not count. A stream stays on the lanes where it began.
-    """
+    """Owns the worker thread. Close it, or use it as a context manager; dropping it closes it too. With both kinds of
+    lanes, one or two streams at a time are made singly and further ones together; those that wait for text or for their
+    reader do not count. A stream stays on the lanes where it began."""
 
     gone = False  # as an engine in another process may be
 
@@ -69,8 +66,7 @@ class Engine:
     ) -> None:
         """One of `single` and `batch` may be None. later: makes `batch` when more streams are open than are made
         singly. admission: of the runners. cpu_threads: for torch's operators on the worker; None leaves torch's choice.
-        capacity_key: what a measured capacity is kept under. device, dtype: of the model.
-        """
+        capacity_key: what a measured capacity is kept under. device, dtype: of the model."""
         self.backend_name, self.device, self.dtype = (single or batch).lanes.name, device, dtype
         self._capacity_key = capacity_key
         self.admission = admission
@@ -331,13 +327,11 @@ MANY, FEW = 16, 8  # open streams of an engine: with more than MANY the process 
 
 
 class ManyStreams:
-    """What the process sets for engines or clients that have many open streams: the part of one, in one thread.
-
-    While any has many, other threads wait SWITCH_S for the interpreter instead of 5 ms, and nothing is collected
-    but where YOUNG_OBJECTS came to what was there: what a stream held is free without the collector, which stops every
-    thread for up to 66 ms. With 1,600 listeners of an engine without a device, on two cores, p99 first PCM was 218 ms
-    with the long interval and 71 ms with this. When the last has few again, what was before is put back.
-    """
+    """What the process sets for engines or clients that have many open streams: the part of one, in one thread. While
+    any has many, other threads wait SWITCH_S for the interpreter instead of 5 ms, and nothing is collected but where
+    YOUNG_OBJECTS came to what was there: what a stream held is free without the collector, which stops every thread for
+    up to 66 ms. With 1,600 listeners of an engine without a device, on two cores, p99 first PCM was 218 ms with the
+    long interval and 71 ms with this. When the last has few again, what was before is put back."""
 
     _lock = threading.Lock()
     _before = contextlib.ExitStack()  # closing it puts back what was; under the lock

@@ -3,8 +3,7 @@
 A stream takes every page that its declared maximum may need when it opens, so none stops for want of one. The rows of a
 prompt's prefix can be kept by key: full pages are shared, to be read only, and a partial last page is copied. Prefixes
 that no open stream uses give way, least recently used first. Page 0 belongs to nobody: unused entries of the table name
-it. One thread at a time.
-"""
+it. One thread at a time."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -37,8 +36,7 @@ class KeptPrefix:
 
 class Pages:
     """The pages of one device. `table` (slots + 1, pages a slot) int32: page of every position / page_rows of a slot;
-    the last row is of no stream.
-    """
+    the last row is of no stream."""
 
     def __init__(
         self, pages: int, slots: int, rows_per_slot: int, page_rows: int = PAGE_ROWS, max_kept: int | None = None

@@ -2,8 +2,7 @@
 
 Where the lanes work beside the host, tick t + 1 is planned while tick t runs, as late as possible, so that streams that
 arrive meanwhile are in it; it is launched before t is read, so that the device has no pause. What t then says can make
-a lane of t + 1 useless (the speech had ended): it is dropped.
-"""
+a lane of t + 1 useless (the speech had ended): it is dropped."""
 
 import contextlib
 import math
@@ -48,11 +47,9 @@ class TickTimes:
 
 class EngineStats(NamedTuple):
     """The state of one set of lanes at the moment.
-
     listeners: streams that need frames in time. waiting: streams that wait for admission. lanes, lanes_used: slots for
     streams, whether frames are made for them now or not. pages, pages_free: of keys and values, 0 where streams bring
-    their own.
-    """
+    their own."""
 
     listeners: int
     waiting: int

@@ -5,8 +5,7 @@ Then the streams that have the least time: their lead before their listeners, le
 them only those below a limit, so that a tick is as small as what is wanted now; one whose text has come after a wait
 goes first. Where many enter at once, only those ride along that would soon be late. Few streams are not held back at
 all, and where nothing is wanted now, a small tick takes those on that are least ahead. A stream that waits for text, or
-for its reader, is in no tick.
-"""
+for its reader, is in no tick."""
 
 from __future__ import annotations
 
@@ -37,12 +36,10 @@ class Piece(NamedTuple):
 class Tick:
     """What runs next. Without a lane and a piece it is nothing: ask again when there is an update, at `wake_s` at the
     latest.
-
     lanes (n,) int32: slots that get a frame; the first `new_lanes` of them those whose prompt ends in this tick.
     frames (n,) int64: which frame of its stream each lane makes. serials (n,) int64: see StreamTable.
     pieces: of prompts, in the order of their rows. bucket: (lanes, prompt rows) to run. context_rows: that all of it
-    attends to.
-    """
+    attends to."""
 
     bucket: tuple[int, int] = (0, 0)
     lanes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -148,7 +145,6 @@ _PATIENCE_S = 1.0  # an unpaced stream's prompt lets those pass that arrive with
 @dataclass(frozen=True)
 class TickSettings:
     """What a tick may be.
-
     buckets: the (lanes, prompt rows) that can run; () where a tick may have any size, up to the limits.
     max_lanes, max_rows: of a tick. At least one bucket has both at once.
     min_rows: prompt rows that may enter even where playing listeners are pressed for time, so that arrivals go on.
@@ -164,8 +160,7 @@ class TickSettings:
     margin: of the ticks' time that listeners may take together: the rest is for what comes unevenly, and for a host
         whose work beside a device is not in the ticks.
     first_pcm_s: the longest predicted wait for a first PCM with which a stream is admitted beside waiting prompts.
-    place_wait_s: that a stream waits for a listener to leave, where `AdmissionLimits` does not say.
-    """
+    place_wait_s: that a stream waits for a listener to leave, where `AdmissionLimits` does not say."""
 
     buckets: tuple[tuple[int, int], ...] = ()
     max_lanes: int = 512
@@ -280,11 +275,9 @@ class TickSettings:
 
 class StreamTable:
     """What the scheduler knows of the open streams. All arrays have one entry a slot; the methods are for what changes
-    several of them. Times are seconds of one clock, which the caller reads.
-
-    A listener is taken to play from the first PCM on, in real time; where PCM came late, the listener has waited, and
-    the frames after it are wanted that much later.
-
+    several of them. Times are seconds of one clock, which the caller reads. A listener is taken to play from the first
+    PCM on, in real time; where PCM came late, the listener has waited, and the frames after it are wanted that much
+    later.
     open: in use; one that is not is in no tick. paced: somebody listens in real time; otherwise the frames are wanted
     as soon as others allow it. text_known: the talker's next input is there. full: the reader's buffer takes no more.
     serial: counts the streams that a slot has had. prompt_rows: rows of the segment's prompt still to enter.
@@ -293,8 +286,7 @@ class StreamTable:
     being made, and where it is whole, a silent lead included: before that its listener has none of it. arrived_s,
     newest_s (of the newest frame), playing_since_s (-inf before the first PCM), taken_s (of the newest frame that the
     reader took). silent_s: of pauses so far, which have no frames. resumed: waited for its text, which has come, and
-    was in no tick since.
-    """
+    was in no tick since."""
 
     def __init__(self, slots: int) -> None:
         self.open, self.paced, self.text_known, self.full, self.resumed = np.zeros((5, slots), bool)

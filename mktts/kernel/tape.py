@@ -2,8 +2,7 @@
 
 Each block has a tape: its rows of every matrix, layer after layer, cut into fragments of 512 bytes. A fragment is the
 A operand of one warp's `mma.m16n8k16` (PTX ISA): 16 rows by 16 columns, where the 16 rows are two output rows, each
-cut into eight parts along k. Within 16 columns the order is permuted so that a lane's four values are neighbours.
-"""
+cut into eight parts along k. Within 16 columns the order is permuted so that a lane's four values are neighbours."""
 
 from collections.abc import Callable
 

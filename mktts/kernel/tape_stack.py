@@ -77,12 +77,10 @@ class TapeStack(Stack):
         return self._layers[index]
 
     def run_few(self, x: Tensor, past: Tensor, end: Tensor, kv: Tensor, rotary: Tensor) -> None:
-        """x (ROWS, H), of positions past.. to end - 1 and padding behind, through all layers, in place: before the
-        last norm, without unpacking. Queued on torch's current stream.
-
-        past, end () int64. kv (2, layers, kv heads, positions, head_dim), contiguous: takes the rows' keys and values.
-        rotary (positions, 2, head_dim): cosines, then sines, whose first half is negated. All but past and end in bf16.
-        """
+        """x (ROWS, H), of positions past.. to end - 1 and padding behind, through all layers, in place: before the last
+        norm, without unpacking. Queued on torch's current stream. past, end () int64. kv (2, layers, kv heads,
+        positions, head_dim), contiguous: takes the rows' keys and values. rotary (positions, 2, head_dim): cosines,
+        then sines, whose first half is negated. All but past and end in bf16."""
         p = RowsParams(block_bytes=self._tape.stride(0) * self._tape.itemsize, positions=kv.shape[3])
         fill_pointers(p, {"x": x, "rotary": rotary, "past": past, "end": end, **self._work})
         c, blocks = self.config, self._shape.blocks

@@ -84,7 +84,6 @@ _FLAT = _places("predictor_", do_sample="greedy", predictor_do_sample="predictor
 @dataclass(frozen=True)
 class Sampling:
     """Settings of one utterance; the defaults are the released checkpoints' generation_config.json.
-
     rng: "philox" draws by counters (`gumbel`): a draw follows from seed, frame, codebook and logits
         alone, the same on every device and in every backend of ours. "torch" takes the draws that
         `torch.manual_seed(seed)` gives upstream: for comparisons with qwen-tts; of our backends only the torch one has
@@ -308,7 +307,6 @@ def exact_log(x: np.ndarray) -> np.ndarray:
 
 def gumbel(seed: int, frame: int, books: range, size: int) -> np.ndarray:
     """Gumbel noise of one frame: (len(books), size) float32. The largest score + noise is a draw of softmax(score).
-
     `seed` in [0, 2^64) is the key. Counters are (id // 4, codebook, frame, STREAM), and id takes word id % 4. Its top
     23 bits k give u = (k + 1/2) 2^-23, exact and inside (0, 1), and -log(-log(u))."""
     blocks = np.arange(-(-size // _IDS))
