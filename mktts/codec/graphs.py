@@ -119,9 +119,8 @@ def capture(decoder: StreamingCodec) -> tuple[dict[int, Recorded[Tensor]], Tenso
     """One graph for each of GRAPH_FRAMES, whose result is its PCM (frames * 1920,), the codes (8, 16) whose first rows
     they read, and the state they advance. Raises BackendUnavailable where the decoder is not on a CUDA device."""
     if decoder.device.type != "cuda" or not torch.cuda.is_available():
-        raise BackendUnavailable(
-            f"CUDA graphs need a decoder on a CUDA device, this one is on {decoder.device}: use CodecDecoder itself"
-        )
+        here = f"this one is on {decoder.device}: use CodecDecoder itself"
+        raise BackendUnavailable(f"CUDA graphs need a decoder on a CUDA device, {here}")
     graphs: dict[int, Recorded[Tensor]] = {}
     with torch.cuda.device(decoder.device), full_products():
         decoder.compile(GRAPH_FRAMES)

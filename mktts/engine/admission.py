@@ -44,10 +44,8 @@ class AdmissionLimits:
     def __post_init__(self) -> None:
         none_at_all = self.max_streams is not None and self.max_streams < 1
         if none_at_all or self.min_streams < 1 or (self.max_waiting or 0) < 0 or not (self.max_wait_s or 0) >= 0:
-            raise OptionsError(
-                f"expected max_streams and min_streams of at least 1, the others at least 0, or None where that is "
-                f"the default, got {self}"
-            )
+            least = "max_streams and min_streams of at least 1, the others at least 0"
+            raise OptionsError(f"expected {least}, or None where that is the default, got {self}")
 
 
 class Capacity(NamedTuple):
@@ -229,10 +227,8 @@ _OBSTACLES: dict[Reason, str] = {
 def refusal(reason: Reason, open_streams: int, most: float) -> BusyError:
     """What ends a stream that was refused for `reason`. most: listeners that are admitted at once."""
     served = "" if math.isinf(most) else f", where {int(most)} can be served at once"
-    error = BusyError(
-        f"refused with {counted(open_streams, 'stream')} open{served}: {_OBSTACLES[reason]}; try again when some have "
-        "ended, or on another machine"
-    )
+    refused = f"refused with {counted(open_streams, 'stream')} open{served}: {_OBSTACLES[reason]}"
+    error = BusyError(f"{refused}; try again when some have ended, or on another machine")
     error.capacity = None if math.isinf(most) else int(most)
     return error
 

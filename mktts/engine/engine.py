@@ -118,9 +118,8 @@ class Engine:
         if self.closed:
             raise EngineError("the synthesizer is closed: load another one")
         if sampling is not None and sampling.rng == "torch" and "single" not in self.runners:
-            raise SamplingError(
-                "the batch engine draws with rng='philox': for rng='torch' take backend='torch', engine='single'"
-            )
+            hint = "for rng='torch' take backend='torch', engine='single'"
+            raise SamplingError(f"the batch engine draws with rng='philox': {hint}")
 
     def _choose(self, sampling: Sampling, engine: EngineName | None = None) -> Runner:
         if engine is not None:

@@ -134,16 +134,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, Sampling):
-            kind = type(self.sampling).__name__
-            raise OptionsError(
-                f"sampling must be a Sampling, got {kind}: pass sampling=Sampling(talker=Choice(temperature=0.8)), or "
-                "replace(synthesizer.sampling, ...) to change one setting"
-            )
+            hint = "pass sampling=Sampling(talker=Choice(temperature=0.8)), or replace(synthesizer.sampling, ...)"
+            raise OptionsError(f"sampling must be a Sampling, got {type(self.sampling).__name__}: {hint}")
         if not isinstance(self.options, StreamOptions):
-            kind = type(self.options).__name__
-            raise OptionsError(
-                f"options must be StreamOptions, got {kind}: pass options=StreamOptions(schedule=(1, 1, 2, 4, 8))"
-            )
+            hint = "pass options=StreamOptions(schedule=(1, 1, 2, 4, 8))"
+            raise OptionsError(f"options must be StreamOptions, got {type(self.options).__name__}: {hint}")
         checked_int("seed", self.seed, at_least=0, at_most=MAX_SEED)
         if self.max_frames is not None:
             checked_int("max_frames", self.max_frames, at_least=1)

@@ -46,10 +46,9 @@ class Pages:
         self.page_rows = page_rows
         self.rows_per_slot = min(rows_per_slot, (pages - 1) * page_rows)
         if min(page_rows, slots, self.rows_per_slot) < 1:
-            raise CapacityError(
-                f"expected at least 2 pages and one row a page, slot and stream, got {pages} pages of {page_rows} "
-                f"rows, {slots} slots of {rows_per_slot} rows: free device memory or lower the limits"
-            )
+            got = f"{pages} pages of {page_rows} rows, {slots} slots of {rows_per_slot} rows"
+            expected = "at least 2 pages and one row a page, slot and stream"
+            raise CapacityError(f"expected {expected}, got {got}: free device memory or lower the limits")
         self.max_kept = min(pages // 8, 256) if max_kept is None else max_kept
         self.table = np.full((slots + 1, self.count(self.rows_per_slot)), NO_OWNER, np.int32)
         self._free = list(range(pages - 1, NO_OWNER, -1))
@@ -104,11 +103,10 @@ class Pages:
         already, 0 where it is not kept. Raises CapacityError where the pages are not there (see `fits`); nothing is
         changed."""
         if not self.fits(rows, key):
-            raise CapacityError(
-                f"a stream of {rows} rows takes {self.count(rows)} pages; {len(self._free) + len(self._idle(None))} "
-                f"can be had, and one stream may have 1 to {self.rows_per_slot} rows: shorten the text or lower "
-                "max_frames, or wait until other streams end"
-            )
+            takes = f"takes {self.count(rows)} pages; {len(self._free) + len(self._idle(None))} can be had"
+            hint = "shorten the text or lower max_frames, or wait until other streams end"
+            limit = f"one stream may have 1 to {self.rows_per_slot} rows: {hint}"
+            raise CapacityError(f"a stream of {rows} rows {takes}, and {limit}")
         kept, kept_rows = self._kept.get(key), self.find(key)
         shared = [] if kept is None else kept.pages[: kept_rows // self.page_rows]
         count = self.count(rows) - len(shared)

@@ -259,10 +259,8 @@ class Runner:
         rows = len(segment.prompt.embeds)
         most = rows + segment.max_frames
         if most > self.lanes.positions:
-            raise CapacityError(
-                f"a stream of {most} positions (prompt and frames) was asked for, one may have "
-                f"{self.lanes.positions}: shorten the text or lower max_frames"
-            )
+            limit = f"one may have {self.lanes.positions}: shorten the text or lower max_frames"
+            raise CapacityError(f"a stream of {most} positions (prompt and frames) was asked for, {limit}")
         if self._pages is not None:
             key = kept_under(segment.prompt)
             kept = self._pages.find(key)

@@ -92,10 +92,9 @@ def import_upstream() -> types.ModuleType:
         with contextlib.redirect_stdout(io.StringIO()):  # a banner about flash-attn, which only the 25 Hz model uses
             return importlib.import_module("qwen_tts")
     except Exception as error:
-        raise BackendUnavailable(
-            "the upstream package qwen-tts (0.1.1, with transformers 4.57.3) is needed here and cannot be imported: "
-            f"{type(error).__name__}: {error}. Install requirements.txt, or choose backend='torch'"
-        ) from error
+        why = f"{type(error).__name__}: {error}. Install requirements.txt, or choose backend='torch'"
+        needed = "the upstream package qwen-tts (0.1.1, with transformers 4.57.3) is needed here"
+        raise BackendUnavailable(f"{needed} and cannot be imported: {why}") from error
 
 
 def load_upstream(

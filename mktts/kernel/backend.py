@@ -216,10 +216,8 @@ class MegakernelBackend:
         if not 1 <= len(rows) <= MAX_FRAMES_A_LAUNCH:
             raise CapacityError(f"a launch makes 1 to {MAX_FRAMES_A_LAUNCH} frames, got {len(rows)}")
         if state.ended or state.frames + len(rows) > state.max_frames:
-            raise CapacityError(
-                f"the stream {'ended' if state.ended else 'is'} after {state.frames} of at most {state.max_frames} "
-                f"frames: {len(rows)} more were asked for"
-            )
+            stands = f"{'ended' if state.ended else 'is'} after {state.frames} of at most {state.max_frames} frames"
+            raise CapacityError(f"the stream {stands}: {len(rows)} more were asked for")
         width = self.config.talker.hidden_size
         for index, row in enumerate(rows):
             if (row is None) != (state.frames + index == 0):

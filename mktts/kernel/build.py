@@ -110,9 +110,8 @@ def require_triton(what: str, device: torch.device) -> None:
         with torch.cuda.device(device):
             rows.silu_mul[1, 1](some[:1], some[1:], N=8, BLOCK=16)
     except Exception as error:  # whatever triton, its compiler or its cache folder raise, or an import without triton
-        raise BackendUnavailable(
-            f"{what} needs triton, which cannot build its kernels here ({type(error).__name__}: {error})"
-        ) from error
+        why = f"which cannot build its kernels here ({type(error).__name__}: {error})"
+        raise BackendUnavailable(f"{what} needs triton, {why}") from error
 
 
 def _candidates() -> list[Path | str]:
@@ -165,10 +164,8 @@ def target_of(capability: tuple[int, int], known: Collection[int] | None = None)
     NVRTC compiles for; None asks it. Raises BackendUnavailable for a GPU before 8.0, and without NVRTC."""
     wanted = 10 * capability[0] + capability[1]
     if wanted < min(map(_number, TARGETS)):
-        raise BackendUnavailable(
-            f"the megakernel is built for compute capability 8.0 and later, this GPU's is "
-            f"{capability[0]}.{capability[1]}: pass backend='torch'"
-        )
+        found = f"this GPU's is {capability[0]}.{capability[1]}: pass backend='torch'"
+        raise BackendUnavailable(f"the megakernel is built for compute capability 8.0 and later, {found}")
     known = known_architectures() if known is None else known
     usable = {_number(name): name for name in TARGETS if _number(name) in known}
     if wanted in usable:
@@ -176,9 +173,8 @@ def target_of(capability: tuple[int, int], known: Collection[int] | None = None)
     # sm_90a's code is for that architecture alone
     earlier = [number for number, name in usable.items() if number < wanted and not name.endswith("a")]
     if not earlier:
-        raise BackendUnavailable(
-            f"this NVRTC compiles for none of {', '.join(TARGETS)}: install nvidia-cuda-nvrtc 12.8 or newer"
-        )
+        hint = "install nvidia-cuda-nvrtc 12.8 or newer"
+        raise BackendUnavailable(f"this NVRTC compiles for none of {', '.join(TARGETS)}: {hint}")
     return f"compute_{max(earlier)}"
 
 
@@ -214,10 +210,9 @@ def build_for(defines: dict[str, int], card: Card, unit: str = "frame.cu") -> Bu
     used_bytes, stage_bytes = (least.constants[name] for name in ("shared_bytes", "stage_bytes"))
     stages = 2 + (card.shared_bytes - used_bytes) // stage_bytes
     if stages < 2:
-        raise BackendUnavailable(
-            f"the megakernel needs {used_bytes} bytes of shared memory a block for this checkpoint, this GPU has "
-            f"{card.shared_bytes}, {used_bytes - card.shared_bytes} too few: pass backend='torch'"
-        )
+        needs = f"the megakernel needs {used_bytes} bytes of shared memory a block for this checkpoint"
+        has = f"this GPU has {card.shared_bytes}, {used_bytes - card.shared_bytes} too few"
+        raise BackendUnavailable(f"{needs}, {has}: pass backend='torch'")
     return compile_kernel({**defines, "RING": min(stages, 4 * defines["T_L"])}, card.arch, unit)
 
 

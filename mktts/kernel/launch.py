@@ -202,10 +202,8 @@ class Launcher(Kernel):
         _, block, thread, wait, tag = self._status[:5].tolist()
         self._status.zero_()
         self._restart_tags()
-        return EngineError(
-            f"the kernel stopped: block {block}, thread {thread} waited too long for "
-            f"{WAITS.get(wait, wait)}, exchange {tag}; the stream is over, others can go on"
-        )
+        what = f"{WAITS.get(wait, wait)}, exchange {tag}; the stream is over, others can go on"
+        return EngineError(f"the kernel stopped: block {block}, thread {thread} waited too long for {what}")
 
     def _check_residence(self) -> None:
         _call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, self.shared_bytes)
@@ -213,9 +211,8 @@ class Launcher(Kernel):
         _call(occupancy, ctypes.byref(each), self._function, self.threads, ctypes.c_size_t(self.shared_bytes))
         present = each.value * torch.cuda.get_device_properties().multi_processor_count
         if present < self.blocks:
-            raise BackendUnavailable(
-                f"{self.blocks} blocks must be resident together and this GPU holds {present}: pass backend='torch'"
-            )
+            holds = f"this GPU holds {present}: pass backend='torch'"
+            raise BackendUnavailable(f"{self.blocks} blocks must be resident together and {holds}")
 
     def _restart_tags(self) -> None:
         self._exchange.zero_()

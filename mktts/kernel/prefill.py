@@ -147,10 +147,9 @@ class Prefill:
         (a Qwen3Stack). Raises CapacityError where it has not."""
         if len(rows) > CAPACITY:
             if not isinstance(self.stack, Qwen3Stack):
-                raise CapacityError(
-                    f"a prompt may have {CAPACITY} rows with the megakernel, this one has {len(rows)}: shorten it "
-                    "(instruction, reference recording and its transcript, text), or pass backend='torch'"
-                )
+                why = f"a prompt may have {CAPACITY} rows with the megakernel, this one has {len(rows)}"
+                parts = "(instruction, reference recording and its transcript, text)"
+                raise CapacityError(f"{why}: shorten it {parts}, or pass backend='torch'")
             cache = self.stack.new_cache(len(rows))
             hidden = self.stack.advance(rows, [cache], [len(rows)])[-1]
             copy_into_cache(cache.memory[:, :, 0].transpose(0, 1), kv)
