@@ -210,9 +210,6 @@ class Tempo:
                 return np.concatenate(pieces)
 
 
-# ---- files
-
-
 def write_audio(path: Path | str, pcm: np.ndarray, sample_rate_hz: int = SAMPLE_RATE_HZ) -> Path:
     """Writes `pcm` (S,) float32 as a mono audio file, whole or not at all; returns its path. The end of its name is the
     format: .wav and .flac (16 bits), .ogg (Vorbis), .opus (at 8, 12, 16, 24 or 48 kHz), .mp3, .aac (ADTS). A device or

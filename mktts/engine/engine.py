@@ -84,8 +84,6 @@ class Engine:
         self._thread.start()
         weakref.finalize(self, _abandon, self._inbox, self._thread)  # also at interpreter exit
 
-    # ---- streams
-
     def reserve(self, plan: Plan, sink: Any = None) -> Utterance:
         """A stream that the worker knows of from `begin` on. sink: see `Utterance`. Raises EngineError after `close`
         and in a forked child, SamplingError for draws that no lanes make."""
@@ -150,8 +148,6 @@ class Engine:
             self.admission.measured = capacities.kept(self._capacity_key, runner)  # that of single lanes is no more
         except Exception as reason:
             _LOG.warning("streams go on taking turns, the batch engine cannot run: %s", reason)
-
-    # ---- all of them
 
     @property
     def stats(self) -> dict[EngineName, EngineStats]:
@@ -316,8 +312,6 @@ def _abandon(inbox: SimpleQueue[Any], thread: threading.Thread) -> None:
     if thread is not threading.current_thread():
         thread.join(_EXIT_WAIT_S)
 
-
-# ---- what a process sets while it makes many streams at once
 
 SWITCH_S = 0.5e-3  # between threads that want to run
 # More than there were before, without which the collector does not look at them: 2 100 streams hold 190 000.

@@ -58,8 +58,6 @@ class Pages:
         self._changed: set[int] = set()
         self._copies: list[Copy] = []
 
-    # ---- what there is
-
     def count(self, rows: int) -> int:
         return -(-rows // self.page_rows)
 
@@ -95,8 +93,6 @@ class Pages:
         copies, changed = self._copies, np.array(sorted(self._changed), np.int64)
         self._copies, self._changed = [], set()
         return copies, changed
-
-    # ---- streams
 
     def open(self, slot: int, rows: int, key: Hashable | None = None) -> int:
         """Gives `slot` every page that `rows` positions need. Returns the rows that the prefix under `key` has filled
@@ -135,8 +131,6 @@ class Pages:
         self.table[slot] = NO_OWNER
         self._changed.add(slot)
 
-    # ---- prefixes
-
     def keep(self, slot: int, key: Hashable, rows: int) -> None:
         """Keeps the first `rows` rows of `slot` under `key`, unless the key is known or there is no room."""
         held = self.table[slot].tolist()
@@ -160,8 +154,6 @@ class Pages:
         """Prefixes whose keys are `unwanted` are not offered any more; streams that share their pages go on."""
         for key in [key for key in self._kept if unwanted(key)]:
             self._drop(key)
-
-    # ---- inside
 
     def _idle(self, but: Hashable | None) -> set[int]:
         """Pages that would become free if all prefixes without a user, except `but`, gave way."""

@@ -224,8 +224,6 @@ class Runner:
             with contextlib.suppress(Exception):
                 end(stream)
 
-    # ---- admission
-
     def _take_arrivals(self, now_s: float, until_s: float) -> None:
         """Looks at streams that arrived, until then, or a little longer; at one always where none is open."""
         table, queue, most_rows = self._table, self._queue, self._settings.max_rows
@@ -324,8 +322,6 @@ class Runner:
         self.free_slots.append(slot)
         self._freed = True
 
-    # ---- readers and text
-
     def _update_readers(self, now_s: float) -> None:
         """What readers of awake streams have taken, and whose buffer is full."""
         table, changed = self._table, list(self._awake.items())
@@ -379,8 +375,6 @@ class Runner:
                 del self._awake[slot], self._waiting[slot]
         except Exception as error:
             stream.fail(error)
-
-    # ---- ticks
 
     def _launch(self, tick: Tick, now_s: float, begins_s: float) -> None:
         table = self._table

@@ -296,8 +296,6 @@ class StreamTable:
         self.serial = np.zeros(slots, np.int64)
         self.arrived_s, self.silent_s, self.newest_s, self.taken_s, self.playing_since_s = np.zeros((5, slots))
 
-    # ---- what happens to a stream
-
     def enter(self, slot: int, arrived_s: float, paced: bool = True) -> None:
         """A stream takes a free slot. Its `prompt_rows` are set before the next tick is planned."""
         self.open[slot], self.paced[slot] = True, paced
@@ -327,8 +325,6 @@ class StreamTable:
         """The readers of these slots (n,) have taken so many frames (n,) in all by now."""
         self.taken_s[slots[self.frames_taken[slots] != taken]] = now_s
         self.frames_taken[slots] = taken
-
-    # ---- ticks
 
     def begin(self, tick: Tick) -> None:
         """The tick runs now: the next one may be planned as if it had ended."""
@@ -360,8 +356,6 @@ class StreamTable:
         self.playing_since_s[lanes] += late_s
         return late_s
 
-    # ---- for admission
-
     def listening(self, now_s: float) -> int:
         """Streams that need frames in time: paced ones, but those whose readers have gone away, and those that wait for
         their text and have played what was made. Any thread."""
@@ -374,8 +368,6 @@ class StreamTable:
         gone_s = self.taken_s[self.open & self.full] + ABSENT_S
         played_s = (self.playing_since_s + FRAME_S * self.frames_made)[self.open & ~self.text_known]
         return min([*gone_s[gone_s > now_s], *played_s[played_s > now_s]], default=np.inf)
-
-    # ---- for the scheduler
 
     def able(self) -> np.ndarray:
         """Slots (n,) that could be in a tick now. One that waits for text or for its reader is none of them."""

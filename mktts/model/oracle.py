@@ -33,15 +33,10 @@ class TorchStream:
     seed: int
     generator: torch.Generator | None  # of rng="torch"; Philox's draws follow from the seed and the frame
     max_frames: int | None
-    head_rows: Tensor | None = None  # (rows, H): what the next code-0 logits are computed with; the last one counts
+    head_rows: Tensor | None = None  # (rows, H), normed: what code-0 logits come of; the last row is the newest one's
     frames: int = 0
     codes: Tensor | None = None  # (16,) int64 of the newest frame, on the device
     ended: bool = False
-
-    @property
-    def hidden(self) -> Tensor:
-        """(1, 1, H) after the final norm, of the newest position."""
-        return self.head_rows[None, -1:]
 
     def copy(self) -> TorchStream:
         generator = None if self.generator is None else self.generator.clone_state()
@@ -178,9 +173,7 @@ class TorchBackend:
         seen = torch.stack([stream.seen for stream in streams])
         logits = self._limits.restrict(logits, seen, [stream.sampling.repetition_penalty for stream in streams], made)
         noise = later = streams[0].generator
-        if noise is None and any(
-            choice.do_sample for s in streams for choice in (s.sampling.talker, s.sampling.predictor)
-        ):
+        if noise is None and any(s.sampling.talker.do_sample or s.sampling.predictor.do_sample for s in streams):
             drawn = self._noise.draw([stream.seed for stream in streams], made)
             noise, later = (part.to(self.device) for part in drawn)
         choices = ChoiceRows.of(tuple(stream.sampling.talker for stream in streams), self.device)
@@ -200,10 +193,8 @@ class TorchBackend:
     ) -> Tensor:
         """All codes (B, 16) int64 of the frame, which is then made. code0, noise: as `_code0` gives them. draw:
         (codebook, logits (B, V) fp32) -> codes (B,) of that book, in place of the streams' own choice."""
-        choices, count = (
-            ChoiceRows.of(tuple(stream.sampling.predictor for stream in streams), self.device),
-            len(streams),
-        )
+        count = len(streams)
+        choices = ChoiceRows.of(tuple(stream.sampling.predictor for stream in streams), self.device)
         of_book = noise.unbind(1) if isinstance(noise, Tensor) else [noise] * len(self.heads)
         hidden, codes = torch.cat([stream.head_rows[-1:] for stream in streams]), [code0.clamp(min=0)]
         frame = self.predictor.new_cache(NUM_CODEBOOKS, count)

@@ -123,8 +123,6 @@ class PromptBuilder:
         self._pad_row = self._pad[0]  # (H,): the same object in all prompts, which lanes tell by that
         self.fed_pad, self.fed_eos = (self.text_rows([id_])[0] for id_ in (text.tts_pad, text.tts_eos))
 
-    # ---- public
-
     def check(self, request: Request) -> Request:
         """The request as `of_checked` takes it: in the checkpoint's spelling, its text stripped, what it leaves out
         filled in; where no speaker is named, the checkpoint's first speaks. Raises PromptError or TextError."""
@@ -187,19 +185,6 @@ class PromptBuilder:
             trailing = partial(self._rest, ids[1:])
         return Prompt(embeds, trailing, self._pad_row, len(ids), len(head), self._prefix_key(request))
 
-    # ---- used by FedPrompt
-
-    def fed_prompt(
-        self, request: Request, rows: Sequence[Tensor], reference_rows: int
-    ) -> tuple[Tensor, int, Hashable | None]:
-        """The streaming prompt, its prefix rows and key, as `PromptRows` has them. `rows` are the text rows so far,
-        each (H,); the first `reference_rows` are a transcript's."""
-        body, _ = self._streaming_body(request, torch.stack(tuple(rows)))
-        embeds = torch.cat((self._head(request), body))
-        # A transcript longer than its recording has frames fills the prompt: the last row is left to be computed.
-        prefix_rows = min(len(embeds) - len(body) + reference_rows, len(embeds) - 1)
-        return embeds, prefix_rows, self._prefix_key(request, fed=reference_rows > 0)
-
     @torch.inference_mode()
     def text_rows(self, ids: Sequence[int]) -> Tensor:
         """Projected text embeddings (N, H), N > 0: fc2(SiLU(fc1(embedding))). Another grouping may round differently.
@@ -213,13 +198,11 @@ class PromptBuilder:
             rows = table[torch.tensor(list(ids), dtype=torch.int64, device=table.device)].to(self.device)
         return F.linear(F.silu(F.linear(rows.to(self.dtype), w1, b1)), w2, b2)
 
-    # ---- parts
-
     def _codec_rows(self, *ids: int) -> Tensor:
         """Rows of tags, speakers and special ids, taken one by one: a GPU would wait for an index that is uploaded."""
         return torch.stack([self._codec_tables[0][id_] for id_ in ids])
 
-    def _prefix_key(self, request: Request, fed: bool = False) -> Hashable:
+    def _prefix_key(self, request: Request, fed: bool = False) -> tuple[Hashable, ...]:
         """Everything the prefix is made of: speaker, the id of a language or of a speaker's dialect, instruction,
         voice; and `fed`: it goes on through the transcript."""
         voice = None if request.voice is None else request.voice.digest
@@ -235,17 +218,11 @@ class PromptBuilder:
 
     def _head(self, request: Request) -> Tensor:
         """Instruction, role, tags and speaker rows. Those used last are kept."""
-        key = self._prefix_key(request)
-        if key not in self._heads:
-            self._heads[key] = self._made_head(request, key[1])
-            if len(self._heads) > _HEADS:
-                self._heads.popitem(last=False)
-        self._heads.move_to_end(key)
-        return self._heads[key]
-
-    def _made_head(self, request: Request, language_id: int | None) -> Tensor:
-        text, codec = self.config.text_ids, self.config.codec_ids
-        rows = [self._codec_rows(*language_tags(codec, language_id))]
+        text, key = self.config.text_ids, self._prefix_key(request)
+        if key in self._heads:
+            self._heads.move_to_end(key)
+            return self._heads[key]
+        rows = [self._codec_rows(*language_tags(self.config.codec_ids, key[1]))]
         if request.speaker is not None:
             rows.append(self._codec_rows(self.config.speakers[request.speaker]))
         elif request.voice is not None:
@@ -256,7 +233,10 @@ class PromptBuilder:
         if request.instruct:
             turn = self.tokenizer.encode(f"user\n{request.instruct}")
             parts.insert(0, self.text_rows([text.im_start, *turn, text.im_end, *self._newline]))
-        return torch.cat(parts)
+        self._heads[key] = head = torch.cat(parts)
+        if len(self._heads) > _HEADS:
+            self._heads.popitem(last=False)
+        return head
 
     def reference_ids(self, request: Request) -> list[int]:
         """Tokens of an in-context voice's transcript, which comes before the text."""
@@ -343,8 +323,12 @@ class FedPrompt:
     def _add(self, rows: Sequence[Tensor]) -> None:
         self._rows += rows
         if self.embeds is None and (self.text_ended or len(self._rows) >= self._in_prompt):
-            made = self._builder.fed_prompt(self._request, self._rows, self._reference_rows)
-            self.embeds, self.prefix_rows, self.prefix_key = made
+            builder, request, in_transcript = self._builder, self._request, self._reference_rows
+            body, _ = builder._streaming_body(request, torch.stack(self._rows))
+            self.embeds = torch.cat((builder._head(request), body))
+            # A transcript longer than its recording has frames fills the prompt: the last row is left to be computed.
+            self.prefix_rows = min(len(self.embeds) - len(body) + in_transcript, len(self.embeds) - 1)
+            self.prefix_key = builder._prefix_key(request, fed=in_transcript > 0)
 
 
 def language_tags(ids: CodecIds, language: int | None) -> list[int]:

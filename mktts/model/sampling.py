@@ -173,11 +173,6 @@ def choose(logits: Tensor, choice: Choice, randomness: Tensor | torch.Generator 
     return ChoiceRows.of((choice,), logits.device).choose(logits[None], randomness)[0]
 
 
-def distribution(logits: Tensor, choice: Choice) -> Tensor:
-    """What upstream draws from: (V,) fp32, summing to 1. Philox's draws follow it but for ties at top-p's border."""
-    return ChoiceRows.of((choice,), logits.device).kept(logits[None], stable=False)[0].softmax(-1)
-
-
 @dataclass(frozen=True)
 class ChoiceRows:
     """The choices of B rows of logits; what none of them needs is None. Rows do not change each other's bits."""
@@ -193,7 +188,6 @@ class ChoiceRows:
     @staticmethod
     @lru_cache(maxsize=64)
     def of(choices: tuple[Choice, ...], device: torch.device) -> ChoiceRows:
-
         def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
