@@ -52,8 +52,7 @@ class FusedLayers:
         self, decoder: CodecDecoder, what: str, kernels: Kernels | None, dtype: torch.dtype, fast: bool = False
     ) -> None:
         """what: this is, for errors. kernels: in place of the Triton ones, for tests. dtype: of rows, fp32, or fp16 in
-        stored form. fast: fp16 operands and sums in the waveform blocks. Raises BackendUnavailable where the kernels
-        cannot run."""
+        stored form. fast: fp16 operands and sums in the waveform blocks. Raises BackendUnavailable."""
         self.config, self.books, self.device = decoder.config, decoder.books, decoder.device
         if kernels is None:
             require_triton(what, self.device)

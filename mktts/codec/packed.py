@@ -121,8 +121,7 @@ class PackedBlock:
 @dataclass(frozen=True)
 class CodecWeights:
     """All weights of a decoder behind its codebooks, in the order of the pass. Layers are those of mktts.codec.layers,
-    with a `Packed` in place of each product, of which the weight of a norm before it is part; frequencies of SnakeBeta
-    are in half turns."""
+    with a `Packed`, which has the norm before it, for each product; frequencies of SnakeBeta are in half turns."""
 
     quantizer: Packed
     entry: Packed  # the convolution before the transformer

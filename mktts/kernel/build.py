@@ -204,8 +204,7 @@ def source(unit: str = "frame.cu", folder: Path = CSRC) -> str:
 def build_for(defines: dict[str, int], card: Card, unit: str = "frame.cu") -> Build:
     """Compiles with as many stages of the ring as the card's shared memory holds, by what two take in a build of the
     shared headers, which compile at once; never more than one token's, whose keys and values must be written before the
-    ring fetches them for the next one. Raises BackendUnavailable as `compile_kernel`, and where the checkpoint's
-    dimensions leave no room for two stages."""
+    ring fetches them for the next one. Raises BackendUnavailable as `compile_kernel`, and where two are too many."""
     least = compile_kernel({**defines, "RING": 2}, card.arch, SHARED)
     used_bytes, stage_bytes = (least.constants[name] for name in ("shared_bytes", "stage_bytes"))
     stages = 2 + (card.shared_bytes - used_bytes) // stage_bytes

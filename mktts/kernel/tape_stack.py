@@ -50,8 +50,7 @@ class TapeStack(Stack):
     One thread and one CUDA stream at a time."""
 
     def __init__(self, shape: Shape, weights: Mapping[str, Tensor], launch: Launch | None = None) -> None:
-        """launch: in place of CUDA's, for tests. Raises BackendUnavailable where csrc/unpack.cu and csrc/rows.cu cannot
-        be used."""
+        """launch: in place of CUDA's, for tests. Raises BackendUnavailable where csrc's kernels cannot be used."""
         super().__init__(shape.talker, weights["talker_final"])
         self._shape, self._tape = shape, weights["talker_tape"]  # (blocks, layers, elements)
         self._launch = launch or _launches(shape, self._tape.device)

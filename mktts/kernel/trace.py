@@ -74,8 +74,7 @@ def phases_of(points: np.ndarray) -> list[Phase]:
 @dataclass(frozen=True)
 class Marks:
     """The marks of one launch; the blocks' clocks have no common zero. points (n,): in order, the same for all blocks.
-    cycles (blocks, n) int64: never falling. starved (blocks, n) int64: cycles for which the marking warp waited for
-    weights."""
+    cycles, starved (blocks, n) int64: never falling, and how many of them the marking warp waited for weights."""
 
     points: np.ndarray
     cycles: np.ndarray

@@ -160,9 +160,8 @@ class PromptBuilder:
         return self.of_checked(self.check(request))
 
     def of_checked(self, request: Request, spoken: SpokenRows | None = None) -> Prompt:
-        """The prompt of a whole text, bit-equal to upstream's embeddings. request: from `check`. spoken: rows of whole
-        prompts are taken from it; they come of products of other sizes, which round differently. Raises TextError where
-        it has no text."""
+        """The prompt of a whole text, bit-equal to upstream's embeddings. request: from `check`. spoken: has the rows
+        of whole prompts, of products of other sizes, which round differently. Raises TextError where it has no text."""
         ids = self.tokenizer.encode(request.text)
         if not ids:
             raise TextError("expected text to speak, got an empty text")

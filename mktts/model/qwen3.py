@@ -27,8 +27,7 @@ _LARGE = 1 << 20  # values of a matrix that stays in no core's cache
 @dataclass(frozen=True)
 class Linear:
     """x @ weight + bias, on a CPU in fp32 with rows that do not depend on how many there are: a BLAS cuts long sums by
-    the number of rows, so sums are cut here, short enough for MKL to leave alone, and few rows are filled up to
-    `LEAST_ROWS`, with the first one again."""
+    the number of rows, so sums are cut here, short enough for MKL, and few rows are filled up to `LEAST_ROWS`."""
 
     weight: Tensor  # (in, out), or as oneDNN has packed it
     bias: Tensor | None = None
@@ -263,7 +262,6 @@ class Qwen3Stack(Stack):
         return x + F.linear(F.silu(F.linear(h, w.gate)) * F.linear(h, w.up), w.down)
 
     def turns(self, positions: Sequence[int]) -> tuple[Tensor, ...]:
-        """What `layer` turns the heads of rows at these positions by."""
         most = max(positions)
         if most >= len(self._table[0]):
             self._table = self._turn_table(2 * most + 2)
