@@ -24,11 +24,7 @@ _MAX_RATE_HZ, _MAX_CHANNELS = 192_000, 8
 
 
 def decode_untrusted(
-    data: bytes,
-    data_bytes: int = 10 * 2**20,
-    audio_s: float = 60.0,
-    time_s: float = 10.0,
-    memory_bytes: int = 2**30,
+    data: bytes, data_bytes: int = 10 * 2**20, audio_s: float = 60.0, time_s: float = 10.0, memory_bytes: int = 2**30
 ) -> tuple[np.ndarray, int]:
     """Mono float32 (S,), channels averaged, and the sample rate in Hz, of a file of audio: WAV, FLAC, MP3, Ogg, AAC,
     MP4, WebM.

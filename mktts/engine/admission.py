@@ -177,10 +177,8 @@ class AdmissionQueue:
 
     def _max_wait_s(self, reason: Reason) -> float:
         """How long a listener's stream may wait that `reason` keeps out."""
-        most_s = self._admission.limits.max_wait_s
-        if most_s is None:
-            most_s = PROMPT_WAIT_S if reason == "first_pcm" else self._ticks.place_wait_s
-        return most_s
+        usual_s = PROMPT_WAIT_S if reason == "first_pcm" else self._ticks.place_wait_s
+        return usual_s if self._admission.limits.max_wait_s is None else self._admission.limits.max_wait_s
 
     def wake_s(self, now_s: float) -> float:
         """Time until which nothing changes for streams that wait; inf where none does. Every time is the sum that is

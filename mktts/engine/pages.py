@@ -7,12 +7,11 @@ it. One thread at a time."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from mktts.errors import CapacityError, EngineError
+from mktts.errors import CapacityError
 
 PAGE_ROWS = 64
 NO_OWNER = 0
@@ -26,8 +25,7 @@ class Copy(NamedTuple):
     rows: int
 
 
-@dataclass(frozen=True)
-class KeptPrefix:
+class KeptPrefix(NamedTuple):
     """A prefix of `rows` rows; its pages in order, the last one partial where `rows` is no multiple of a page."""
 
     rows: int
@@ -106,9 +104,8 @@ class Pages:
         kept, kept_rows = self._kept.get(key), self.find(key)
         shared = [] if kept is None else kept.pages[: kept_rows // self.page_rows]
         count = self.count(rows) - len(shared)
-        while len(self._free) < count:
-            if not self._forget_one(but=key):
-                raise EngineError(f"{count} pages were promised, {len(self._free)} are free: the book is wrong")
+        while len(self._free) < count and self._forget_one(but=key):
+            pass  # there are enough of them: see `fits`
         own = [self._free.pop() for _ in range(count)]
         pages = shared + own
         for page in pages:

@@ -417,7 +417,6 @@ def _of_many(table: StreamTable, able: np.ndarray, now_s: float, model: TickMode
     lead_s[resumed] = lead_s[speaking].min(initial=np.inf) - _TOLERANCE_S
     speaking = speaking[np.argsort(lead_s[speaking], kind="stable")]
     leads_s = lead_s[speaking]
-
     # Late, perhaps, if the next tick were their first: they are in this one, however long it is then.
     pressed = int(np.searchsorted(leads_s, 2 * longest_s))
     most = max(most, settings.size(pressed + arrivals))  # and one that arrives, beside them
@@ -435,7 +434,6 @@ def _of_many(table: StreamTable, able: np.ndarray, now_s: float, model: TickMode
     new = [piece.slot for piece in pieces if piece.last]
     if len(new) >= _MANY_NEW:
         due = min(due, pressed)  # the others can wait until those who came have heard something
-
     count = min(due, most - len(new))
     if not count and not pieces:
         if not settings.idle_lanes:
@@ -461,12 +459,11 @@ def _of_many(table: StreamTable, able: np.ndarray, now_s: float, model: TickMode
 def _row_budget(lanes: int, time_s: float, context_rows: float, model: TickModel, settings: TickSettings) -> int:
     """Prompt rows that may enter: as many as keep to `time_s`, but some always."""
     levels = sorted({rows for size, rows in settings.buckets if rows >= settings.min_rows and size >= lanes})
+    attended = lanes * context_rows
     if levels:
-        fitting = [
-            r for r in levels if model.predict(settings.bucket(model, lanes, r)[0], r, lanes * context_rows) <= time_s
-        ]
+        fitting = [r for r in levels if model.predict(settings.bucket(model, lanes, r)[0], r, attended) <= time_s]
         return min(max(fitting, default=levels[0]), settings.max_rows)
-    spare_s = time_s - model.predict(lanes, 0, lanes * context_rows)
+    spare_s = time_s - model.predict(lanes, 0, attended)
     rows = spare_s / model.row_s if model.row_s else np.inf
     return int(np.clip(rows, settings.min_rows, settings.max_rows))
 

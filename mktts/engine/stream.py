@@ -145,9 +145,8 @@ class Utterance:
 
     def cancel(self) -> None:
         """Ends the stream: no chunk is handed out after this. No effect on one that is over and taken."""
-        made = self.engine is not None and not self.open
-        if self.cancelled or (made and self._chunks.qsize() <= 1):  # that one is the end
-            return
+        if self.cancelled or (self.engine is not None and not self.open and self._chunks.qsize() <= 1):
+            return  # what is in the queue is the end
         self.cancelled = True
         self.deliver(None, at_once=True)
         self.update()
@@ -222,15 +221,9 @@ class Utterance:
         # A key-value cache no longer than the guard allows; the frame that reaches the limit is its runaway.
         guarded = plan.options.guard.limit_frames(prompt.text_tokens) if prompt.text_ended else math.inf
         self.segment_number += 1
-        self.segment = Segment(
-            prompt,
-            plan.sampling,
-            plan.seed + self.segment_number,
-            max(1, min(limit, guarded)),
-            self,
-            None if voice is None else voice.codes,
-            GuardState(plan.options.guard, limit),
-        )
+        seed, frames = plan.seed + self.segment_number, max(1, min(limit, guarded))
+        reference, guard = None if voice is None else voice.codes, GuardState(plan.options.guard, limit)
+        self.segment = Segment(prompt, plan.sampling, seed, frames, self, reference, guard)
         return True
 
     @property

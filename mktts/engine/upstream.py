@@ -78,8 +78,6 @@ class _StandIn(types.ModuleType):
         self.__spec__ = ModuleSpec(name, loader=None)
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
         raise AttributeError(f"{self.__name__}.{attribute}: only a stand-in is loaded, because {self.reason}")
 
 
@@ -110,9 +108,8 @@ def load_upstream(
     with _quiet():
         model = qwen_tts.Qwen3TTSModel.from_pretrained(folder, dtype=dtype, **placed)
         if dtype != torch.float32:  # upstream hands dtype on to the codec, whose weights are float32
-            codec = qwen_tts.Qwen3TTSTokenizer.from_pretrained(
-                f"{folder}/speech_tokenizer", dtype=torch.float32, **placed
-            )
+            placed["dtype"] = torch.float32
+            codec = qwen_tts.Qwen3TTSTokenizer.from_pretrained(f"{folder}/speech_tokenizer", **placed)
             model.model.load_speech_tokenizer(codec)
         model.processor.tokenizer = type(model.processor.tokenizer).from_pretrained(folder)
     return model
@@ -146,10 +143,8 @@ def generate_codes(
     talker = model.model.talker
     hooks = (talker.register_forward_pre_hook(before), talker.register_forward_hook(after))
     cuda = [talker.device] if talker.device.type == "cuda" else []
-    settings = {
-        **sampling.upstream(),
-        "max_new_tokens": max_frames + 1,  # upstream drops the frame of the last token it draws
-    }
+    # Upstream drops the frame of the last token it draws.
+    settings = sampling.upstream() | {"max_new_tokens": max_frames + 1}
     try:
         with _quiet(), _no_codec(model), torch.random.fork_rng(devices=cuda):
             torch.seed() if seed is None else torch.manual_seed(seed)
@@ -325,15 +320,8 @@ class UpstreamLanes(OneLane):
             nonlocal limit
             limit = guard.count(codes, segment.prompt.text_tokens)
 
-        codes = generate_codes(
-            self.upstream,
-            request,
-            segment.sampling,
-            segment.seed,
-            segment.max_frames,
-            cancelled=lambda: stream.cancelled or limit is not None,
-            on_frame=on_frame,
-        )
+        how = segment.sampling, segment.seed, segment.max_frames, lambda: stream.cancelled or limit is not None
+        codes = generate_codes(self.upstream, request, *how, on_frame)
         if stream.cancelled or not len(codes):
             return
         reference = None if request.voice is None else request.voice.codes

@@ -91,15 +91,11 @@ class TorchBackend:
         for `tick`: memory is taken as frames come, and the first one reads the prompt."""
         embeds, grows, c = prompt.embeds, max_frames is None, self.config.talker
         check_start(embeds, c.hidden_size, seed, 1 if grows else max_frames)
-        state = TorchStream(
-            cache=self.talker.new_cache(c.max_position_embeddings if grows else len(embeds) + max_frames, grows=grows),
-            prompt=embeds.to(self.device, self.dtype),
-            seen=torch.zeros(c.vocab_size, dtype=torch.bool, device=self.device),
-            sampling=sampling,
-            seed=int(seed),
-            generator=torch.Generator(self.device).manual_seed(int(seed)) if sampling.rng == "torch" else None,
-            max_frames=max_frames,
-        )
+        cache = self.talker.new_cache(c.max_position_embeddings if grows else len(embeds) + max_frames, grows=grows)
+        seen = torch.zeros(c.vocab_size, dtype=torch.bool, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(int(seed)) if sampling.rng == "torch" else None
+        embeds = embeds.to(self.device, self.dtype)
+        state = TorchStream(cache, embeds, seen, sampling, int(seed), generator, max_frames)
         if not grows:
             self._advance([state], [None])
         return state
