@@ -11,10 +11,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from mktts.codec import packed
 from mktts.codec.decoder import CodecDecoder, CodecState, StreamingCodec
 from mktts.codec.layers import CONVNEXT_EPS, AttentionLayer, SnakeBeta
-from mktts.codec.packed import CodecWeights, Packed, PackedBlock, ProductTile, few_rows_tile, rows_per_frame
-from mktts.codec.rows import PIECE_VALUES, UNIT, CodecWork, Rows, RowsShape, moves
+from mktts.codec.packed import UNIT, CodecWeights, CodecWork, Packed, PackedBlock, ProductTile, Rows, RowsShape
 from mktts.errors import CodecError
 from mktts.kernel.build import require_triton
 from mktts.kernel.grid import power_of_two
@@ -69,7 +69,7 @@ class FusedLayers:
         self._inputs = [  # of one frame
             RowsShape(past, new, channels, self._stored if index < front else self._split)
             for index, ((past, channels), new) in enumerate(
-                zip(decoder.layout.history, rows_per_frame(decoder), strict=True)
+                zip(decoder.layout.history, packed.rows_per_frame(decoder), strict=True)
             )
         ]
         self._work = CodecWork(self.device, dtype)
@@ -92,7 +92,7 @@ class FusedLayers:
         (rows, 16) -> `pcm`, rows * 1920 values. memory: what `table`, of `moves`, copies to and from; `inputs`, of
         every layer that looks back, are part of it."""
         rows, queue, first = self._rows, iter(inputs), inputs[0]
-        grid, sizes = (len(table), first.lanes), {"WORDS": PIECE_VALUES, "FRAMES": first.new}
+        grid, sizes = (len(table), first.lanes), {"WORDS": packed.PIECE_VALUES, "FRAMES": first.new}
         moved = states.histories, memory, table, slots, states.positions, states.nobody, states.words // UNIT
         launch(rows.move, grid, *moved, SAVE=False, **sizes)
         most = max(each.lanes * each.new * each.channels for each in inputs)
@@ -262,7 +262,7 @@ class FusedCodec(FusedLayers, StreamingCodec):
         starts = [start + head * cache.past * cache.channels for start in (keys, values) for head in heads]
         shapes = [cache] * len(starts)
         shapes += [RowsShape(shape.past, frames * shape.new, shape.channels, split=False) for shape in self._inputs]
-        return shapes, moves(1, shapes, starts + histories, self.device)
+        return shapes, packed.moves(1, shapes, starts + histories, self.device)
 
     def _tile(self, rows: int, weight: Packed, normed: bool) -> ProductTile:
-        return few_rows_tile(rows, *weight.high.shape, weight.channels, splittable=not normed)
+        return packed.few_rows_tile(rows, *weight.high.shape, weight.channels, splittable=not normed)

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mktts.engine.stream import Stream
+from mktts.engine.stream import NO_PCM, Stream
 from mktts.errors import EngineError
 
 OpenStream = Callable[[str, Any], Stream]
-_NOTHING = np.zeros(0, np.float32)
 
 
 class SayRequest(NamedTuple):
@@ -29,7 +28,7 @@ class SayResult(NamedTuple):
 
     asked: SayRequest
     stream: Stream | None
-    pcm: np.ndarray = _NOTHING
+    pcm: np.ndarray = NO_PCM
     error: Exception | None = None
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mktts.text.parts import TextFeed
 
 EngineName = Literal["single", "batch"]
-_NO_PCM = np.zeros(0, np.float32)
+NO_PCM = np.zeros(0, np.float32)
 FORKED = "the worker thread stayed in the parent of this fork: load a synthesizer in the child, or begin it by spawn"
 _BEGUN: weakref.WeakSet[Utterance] = weakref.WeakSet()
 MAX_SEGMENT_FRAMES = int(160 * FRAME_RATE_HZ)  # what one prompt may take where the caller sets no limit
@@ -423,11 +423,11 @@ class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsy
 
     def read(self) -> np.ndarray:
         """All PCM that is left, (S,) float32; waits for the end. Raises EngineError as `__iter__`."""
-        return np.concatenate([_NO_PCM, *(chunk.pcm for chunk in self)])
+        return np.concatenate([NO_PCM, *(chunk.pcm for chunk in self)])
 
     async def aread(self) -> np.ndarray:
         """As `read`, for an event loop."""
-        return np.concatenate([_NO_PCM, *[chunk.pcm async for chunk in self]])
+        return np.concatenate([NO_PCM, *[chunk.pcm async for chunk in self]])
 
     def __repr__(self) -> str:
         state = self.finish_reason or ("over" if self._utterance.over else "open")

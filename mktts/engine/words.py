@@ -1,9 +1,7 @@
 """Estimated times of words, because the model gives no alignment: the sounds that letters stand for, found in the PCM.
 
-Every sound is one of a few kinds, which the levels of three bands tell apart roughly, and has a usual duration. The
-times are those of the likeliest row of sounds and pauses (a hidden semi-Markov model, Yu 2010, section 2.2). A pause is
-likelier behind a mark, and exactly as long where the text asks for it. A word is settled once the sound has gone on for
-`LAG_S` behind it; what follows begins there."""
+The times are those of the likeliest row of sounds and pauses (a hidden semi-Markov model, Yu 2010, section 2.2), see
+docs/engine.md. A word is settled once the sound has gone on for `LAG_S` behind it; what follows begins there."""
 
 import math
 import threading

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mktts.errors import BackendUnavailable, CapacityError
 from mktts.kernel.build import require_triton
-from mktts.kernel.tape_stack import MOST_POSITIONS, ROWS, TapeStack
+from mktts.kernel.tape import MOST_POSITIONS, ROWS, TapeStack
 from mktts.model.cuda_graph import record
 from mktts.model.prompt import is_of_voice
 from mktts.model.qwen3 import Qwen3Stack, Stack, rms_norm, rotate
@@ -122,11 +122,6 @@ class Prefill:
                     if extent > least:  # fewer rows would take a smaller bucket
                         self._pass(bucket, extent)
 
-    @torch.inference_mode()
-    def prefix(self, rows: Tensor, key: Hashable | None, kv: Tensor) -> None:
-        """Positions [0, P) from the prefix rows (P, H) alone, found under `key` or computed."""
-        copy_into_cache(self._prefix(rows, key), kv)
-
     def forget(self, voice: Voice) -> None:
         """Lets go of the prefixes with this voice."""
         for key in [key for key in self._prefixes if is_of_voice(key, voice)]:
@@ -138,7 +133,7 @@ class Prefill:
         returns the normed hidden state (H,) of the last one. The prefix is always computed apart from the rest, so that
         the bits are the same whether it was kept or not. Raises CapacityError as `go_on`."""
         apart = prefix_rows and len(rows) <= CAPACITY
-        return self.go_on(rows, kv, self._prefix(rows[:prefix_rows], key) if apart else None)
+        return self.go_on(rows, kv, self.prefix(rows[:prefix_rows], key) if apart else None)
 
     @torch.inference_mode()
     def go_on(self, rows: Tensor, kv: Tensor, kept: Tensor | None) -> Tensor:
@@ -161,8 +156,9 @@ class Prefill:
         copy_into_cache(self.keys_values, kv)
         return hidden
 
-    def _prefix(self, rows: Tensor, key: Hashable | None) -> Tensor:
-        """Keys and values of the prefix rows (P, H)."""
+    @torch.inference_mode()
+    def prefix(self, rows: Tensor, key: Hashable | None) -> Tensor:
+        """Keys and values of the prefix rows (P, H) alone, as of `keys_values`: found under `key`, or computed."""
         kept = None if key is None else self._prefixes.get(key)
         if kept is not None:
             self._prefixes.move_to_end(key)
