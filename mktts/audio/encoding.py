@@ -27,12 +27,9 @@ _TAIL_S = 0.2  # of silence after the end: atempo leaves out the last part of a 
 
 # Ends of names that can be written -> libsndfile's format and encoding.
 FORMATS = {
-    "wav": ("WAV", "PCM_16"),
-    "flac": ("FLAC", "PCM_16"),
-    "ogg": ("OGG", "VORBIS"),
-    "opus": ("OGG", "OPUS"),
+    "wav": ("WAV", "PCM_16"), "flac": ("FLAC", "PCM_16"), "ogg": ("OGG", "VORBIS"), "opus": ("OGG", "OPUS"),
     "mp3": ("MP3", "MPEG_LAYER_III"),
-}
+}  # fmt: skip
 ENDINGS = (*FORMATS, "aac")  # AAC is PyAV's: libsndfile does not have it
 _BLOCK_SAMPLES = 2**16
 

@@ -27,10 +27,9 @@ def decode_untrusted(
     data: bytes, data_bytes: int = 10 * 2**20, audio_s: float = 60.0, time_s: float = 10.0, memory_bytes: int = 2**30
 ) -> tuple[np.ndarray, int]:
     """Mono float32 (S,), channels averaged, and the sample rate in Hz, of a file of audio: WAV, FLAC, MP3, Ogg, AAC,
-    MP4, WebM.
-    data_bytes, audio_s: at most, of the encoded audio and of sound in it. time_s: of the clock, and of the processor.
-    memory_bytes: of the child's address space, on Linux. Raises VoiceError for what is no such audio or over a limit,
-    BackendUnavailable without the package av."""
+    MP4, WebM. data_bytes, audio_s: at most, of the encoded audio and of sound in it. time_s: of the clock, and of the
+    processor. memory_bytes: of the child's address space, on Linux. Raises VoiceError for what is no such audio or over
+    a limit, BackendUnavailable without the package av."""
     import_av()
     if len(data) > data_bytes:
         raise VoiceError(f"audio may have {data_bytes} bytes, got {len(data)}: send a shorter recording")

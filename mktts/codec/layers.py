@@ -26,8 +26,7 @@ _WIDTH = 96  # of rows that elementwise operators take
 
 
 def extended(x: Tensor, history: History, snake: SnakeBeta | None = None) -> Tensor:
-    """`x` (B, L, C), or what `snake` makes of it, with the P rows before it: (B, P + L, C). The history (B, P, C) then
-    holds the newest P rows."""
+    """`x` (B, L, C), or what `snake` makes of it, behind the P rows before it, (B, P + L, C); history moves on."""
     rows = next(history)
     before = rows.shape[1]
     whole = x.new_empty(x.shape[0], before + x.shape[1], x.shape[2])

@@ -95,8 +95,7 @@ def few_rows_tile(rows: int, outs: int, depth: int, channels: int, splittable: b
 def pack(
     linear: Linear, split: bool = True, channels: int | None = None, dilation: int = 1, norm: Tensor | None = None
 ) -> Packed:
-    """`linear` as the kernels take it. channels: of a tap; None: it is one. norm (in,): the weight of the RMSNorm
-    before it, multiplied in."""
+    """`linear` as the kernels take it. channels: of a tap; None: it is one. norm (in,): of the RMSNorm before it."""
     weight = linear.weight if norm is None else linear.weight * norm[:, None]
     weight = weight.t().contiguous()
     high = weight.half()

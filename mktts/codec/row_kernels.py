@@ -41,11 +41,10 @@ def move(
     state, work, pieces, slots, positions, nobody, state_words,
     SAVE: tl.constexpr, WORDS: tl.constexpr, FRAMES: tl.constexpr,
 ):  # fmt: skip
-    """Program (piece, lane): copies a piece of the lane's histories from its slot to the front of the rows that a
-    layer reads, or, with SAVE, the newest rows back.
-    pieces (n, 5) int64, in units of 8 values: where in the slot's state; where in `work` to load to; where to save
-    from; from a lane to the next there; how many (WORDS at most). SAVE: the lane's position goes on, but not that of
-    the slot `nobody`, whose lanes are padding."""
+    """Program (piece, lane): copies a piece of the lane's histories from its slot to the front of the rows that a layer
+    reads, or, with SAVE, the newest rows back. pieces (n, 5) int64, in units of 8 values: where in the slot's state;
+    where in `work` to load to; where to save from; from a lane to the next there; how many (WORDS at most). SAVE: the
+    lane's position goes on, but not that of the slot `nobody`, whose lanes are padding."""
     piece = pieces + 5 * tl.program_id(0)
     lane = tl.program_id(1)
     slot = tl.load(slots + lane)
@@ -86,11 +85,10 @@ def attend(
     HALF: tl.constexpr, WINDOW: tl.constexpr, PLACES: tl.constexpr, RING: tl.constexpr, FRAMES: tl.constexpr,
     NEW: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, row): a query over its window; its own key and value go to memory.
-    qkv (rows, 3 * heads * 2 HALF) fp32; out (rows, planes, heads * 2 HALF). keys, values: with RING, of one frame a
-    lane, (slots, layers, heads, WINDOW, 2 HALF), the frame at position p at place p % WINDOW; else, of one lane,
-    (layers, heads, WINDOW - 1 + FRAMES, 2 HALF), oldest first. PLACES, NEW: powers of two, WINDOW and FRAMES or
-    more."""
+    """Program (head, row): a query over its window; its own key and value go to memory. qkv (rows, 3 * heads * 2 HALF)
+    fp32; out (rows, planes, heads * 2 HALF). keys, values: with RING, of one frame a lane, (slots, layers, heads,
+    WINDOW, 2 HALF), the frame at position p at place p % WINDOW; else, of one lane, (layers, heads, WINDOW - 1 +
+    FRAMES, 2 HALF), oldest first. PLACES, NEW: powers of two, WINDOW and FRAMES or more."""
     h, row, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     D: tl.constexpr = 2 * HALF
     T: tl.constexpr = keys.dtype.element_ty

@@ -29,10 +29,9 @@ _SLOWER, _AGAIN = 1.15, 1.1  # times what was measured: ticks that lower the cap
 @dataclass(frozen=True)
 class AdmissionLimits:
     """What the operator sets. max_streams: listeners at once, however large the capacity; None: the capacity alone.
-    min_streams: listeners that are let in even where the capacity is smaller. max_waiting: listeners' streams that
-    wait for admission; None: as many as are served at once, up to 1,024. max_wait_s: for how long; None:
-    `TickSettings.place_wait_s`, and behind prompts `PROMPT_WAIT_S`.
-    Raises OptionsError for values out of range."""
+    min_streams: listeners that are let in even where the capacity is smaller. max_waiting: listeners' streams that wait
+    for admission; None: as many as are served at once, up to 1,024. max_wait_s: for how long; None:
+    `TickSettings.place_wait_s`, and behind prompts `PROMPT_WAIT_S`. Raises OptionsError for values out of range."""
 
     max_streams: int | None = None
     min_streams: int = 1
@@ -47,8 +46,7 @@ class AdmissionLimits:
 
 
 class Capacity(NamedTuple):
-    """Listeners that are served in time at once, below 1 where the machine is slower than real time for one; and how
-    that is known."""
+    """Listeners that are served in time at once, below 1 on a machine slower than real time; and how that is known."""
 
     streams: float
     basis: str
@@ -67,8 +65,7 @@ class Arrival(NamedTuple):
 
 
 class Admission:
-    """The limits and the capacity of an engine, common to all of its lanes. listeners: `StreamTable.listening` of each
-    set of lanes, by perf_counter."""
+    """Limits and capacity of an engine. listeners: `StreamTable.listening` of each set of lanes, by perf_counter."""
 
     def __init__(self, limits: AdmissionLimits | None = None) -> None:
         self.limits = limits or AdmissionLimits()
@@ -192,8 +189,7 @@ class AdmissionQueue:
         return min((at_s for at_s in changes_s if at_s > now_s), default=now_s)
 
     def obstacle(self, arrival: Arrival, model: TickModel, now_s: float) -> Reason:
-        """What keeps a stream from being admitted now; "" for nothing. The only listener is let in however slow the
-        machine is."""
+        """What keeps a stream from being admitted now; "" for nothing. The only listener is always let in."""
         table, admission = self._table, self._admission
         if table.open.all():
             return "slots"

@@ -94,8 +94,7 @@ class Engine:
         return utterance
 
     def begin(self, utterance: Utterance, script: Callable[[Runner], Script], engine: EngineName | None = None) -> None:
-        """Has a reserved stream made. script: its text, for the runner that makes it. engine: the lanes; None chooses.
-        Raises as `reserve`."""
+        """Has a reserved stream made. script: its text, for its runner. engine: None chooses. Raises as `reserve`."""
         with self._lock:
             self._check(utterance.plan.sampling)
             runner = self._choose(utterance.plan.sampling, engine)
@@ -155,7 +154,6 @@ class Engine:
 
     @property
     def capacity(self) -> Capacity:
-        """Listeners that are admitted at once, and how that is known."""
         return self.admission.capacity
 
     def set_limits(self, limits: AdmissionLimits) -> None:
@@ -176,9 +174,8 @@ class Engine:
 
     def measure_capacity(self, request: Request, renew: bool = False, only_kept: bool = False) -> Capacity:
         """Makes `capacity` that of this machine, by streams of this checked request: what was measured before, or else
-        a measurement of some seconds, which is kept; lanes of many streams that are to come are made for it. renew:
-        measures anew. only_kept: does not measure. Raises EngineError after `close`, and BusyError where streams are
-        open in every place."""
+        a measurement of some seconds, which is kept; lanes of many streams that are to come are made. renew: measures
+        anew. only_kept: does not measure. Raises EngineError after `close`, BusyError where every place is taken."""
         self._check()
         if not only_kept:
             self.make_batch()
@@ -241,8 +238,7 @@ class Engine:
 
 
 class _Worker:
-    """It knows these only, so that dropping the engine can end its thread. sleeps: nothing is to be done without an
-    update."""
+    """It knows these only, so that dropping the engine can end its thread. sleeps: nothing is due without an update."""
 
     def __init__(self, inbox: SimpleQueue[Any], runners: dict[EngineName, Runner], notifier: Notifier) -> None:
         self.sleeps = True
@@ -334,7 +330,6 @@ class ManyStreams:
         self._many = False
 
     def count(self, open_streams: int) -> None:
-        """So many are open now."""
         many = open_streams > (FEW if self._many else MANY)
         if many == self._many:
             return

@@ -66,8 +66,7 @@ class Lanes(Protocol):
         """The stream is over, or `begin` has raised; a tick that still runs may have a lane of it."""
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Any:
-        """Queues one tick; two at most may wait to be collected. rows: for each of `tick.lanes` the text row (H,), None
-        exactly for the `new_lanes`."""
+        """Queues one tick, the second at most. rows: a text row (H,) for each lane, None for the `new_lanes`."""
 
     def collect(self, launched: Any) -> Made:
         """Waits for the oldest launched tick. A lane of a slot that had ended before it is `ended` again."""
@@ -137,8 +136,7 @@ class SingleLanes(OneLane):
             here.ahead.close()
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Made:
-        """Makes the frame; several are asked for at once where no other stream waits and their inputs are known. Raises
-        what the backend raises."""
+        """Makes the frame; several are asked for at once where no other stream waits and their inputs are known."""
         slot, backend, inputs = int(tick.lanes[0]), self.backend, list(rows)
         here = self._slots[slot]
         segment, chunker = here.segment, here.segment.stream.chunker

@@ -33,8 +33,7 @@ class SayResult(NamedTuple):
 
 
 def whole(stream: Stream | Exception) -> np.ndarray:
-    """All PCM (S,) float32 of a stream, or raises why there is none. Raises as `Stream.read`, and EngineError where the
-    stream was cut off."""
+    """All PCM (S,) float32 of a stream. Raises why there is none, and EngineError where the stream was cut off."""
     if isinstance(stream, Exception):
         raise stream
     pcm = stream.read()

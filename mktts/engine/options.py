@@ -146,11 +146,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Timings:
-    """Wall-clock milliseconds (perf_counter).
-    ready_ms: from the call (`stream`, or the first `feed` of a session) to this chunk's PCM on the host.
-    prefill_ms, talker_ms, predictor_ms, codec_ms: compute time since the previous chunk. On a CUDA device prefill
-    returns before the device is done, and the rest of it shows in talker_ms. Where streams are served together, all of
-    a stream's part of their ticks shows in talker_ms."""
+    """Wall-clock milliseconds (perf_counter). ready_ms: from the call (`stream`, or the first `feed` of a session) to
+    this chunk's PCM on the host. prefill_ms, talker_ms, predictor_ms, codec_ms: compute time since the previous chunk.
+    On a CUDA device prefill returns before the device is done, and the rest of it shows in talker_ms. Where streams are
+    served together, all of a stream's part of their ticks shows in talker_ms."""
 
     ready_ms: float
     prefill_ms: float
@@ -172,11 +171,10 @@ class WordTime:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A piece of speech.
-    pcm: (S,) float32 in [-1, 1]. start_s: where it begins in the untrimmed utterance. frames: frames made for it,
-    those that `trim_lead` left out included, so that the sum over an utterance is the length of its codes. ready_pcm16:
-    what `pcm16` gives, where it was made with the samples. words: whose times are known with this chunk, half a second
-    after they were said, where `StreamOptions.word_times` asks for them."""
+    """A piece of speech. pcm: (S,) float32 in [-1, 1]. start_s: where it begins in the untrimmed utterance. frames:
+    frames made for it, those that `trim_lead` left out included, so that the sum over an utterance is the length of its
+    codes. ready_pcm16: what `pcm16` gives, where it was made with the samples. words: whose times are known with this
+    chunk, half a second after they were said, where `StreamOptions.word_times` asks for them."""
 
     pcm: np.ndarray
     start_s: float

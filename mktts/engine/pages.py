@@ -78,8 +78,7 @@ class Pages:
         return self._kept[key].rows if key in self._kept else 0
 
     def fits(self, rows: int, key: Hashable | None = None, beside: int = 0) -> bool:
-        """Whether a stream of at most `rows` rows could open now with the prefix `key`, if that is kept, so that
-        `beside` pages are left for others."""
+        """Whether a stream of at most `rows` rows with this prefix could open now and leave `beside` pages."""
         if not 0 < rows <= self.rows_per_slot:
             return False
         more = self.count(rows) - self.find(key) // self.page_rows + beside

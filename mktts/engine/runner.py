@@ -46,10 +46,9 @@ class TickTimes:
 
 
 class EngineStats(NamedTuple):
-    """The state of one set of lanes at the moment.
-    listeners: streams that need frames in time. waiting: streams that wait for admission. lanes, lanes_used: slots for
-    streams, whether frames are made for them now or not. pages, pages_free: of keys and values, 0 where streams bring
-    their own."""
+    """The state of one set of lanes at the moment. listeners: streams that need frames in time. waiting: streams that
+    wait for admission. lanes, lanes_used: slots for streams, whether frames are made for them now or not. pages,
+    pages_free: of keys and values, 0 where streams bring their own."""
 
     listeners: int
     waiting: int
@@ -92,8 +91,7 @@ class Runner:
         build: Callable[[Request], Any] | None = None,
         open_prompt: Callable[[Request], Any] | None = None,
     ) -> None:
-        """build, open_prompt: make prompts of checked requests, the second where their text comes later; None: as the
-        builder has them."""
+        """build, open_prompt: make prompts of checked requests, whole and fed ones; None: as the builder has them."""
         self.lanes, self.prompts, self.admission = lanes, prompts, admission
         self.log: deque[tuple[Any, ...]] = deque(maxlen=100_000)  # of the newest ticks, as TICKS
         self.build = build or prompts.of_checked
@@ -216,7 +214,6 @@ class Runner:
         self._end_all(lambda stream: (stream.cancel(), stream.end(None)))
 
     def _end_all(self, end: Callable[[Utterance], Any]) -> None:
-        """Ends every stream, whatever the lanes say to it."""
         while self._running:
             with contextlib.suppress(Exception):
                 self.lanes.collect(self._running.popleft().launched)

@@ -127,8 +127,7 @@ class Utterance:
         self.on_close: Callable[[], None] | None = None
 
     def begin(self, script: Script | None, engine: EngineName) -> None:
-        """Before the worker is given it, once: what it says, and the lanes that make it. script: None where another
-        process speaks it."""
+        """Before the worker is given it: what it says (None: another process speaks it), and on which lanes."""
         self.script, self.open = script, True
         _BEGUN.add(self)
         self.engine = engine  # last: from now on the worker looks at it
@@ -163,8 +162,7 @@ class Utterance:
             call()
 
     def take(self, wait: bool = True) -> Chunk | None:
-        """Waits for the next chunk; None at the end. Raises what ended the stream, if something did, and where it is
-        not to wait queue.Empty."""
+        """Waits for the next chunk; None at the end. Raises what ended the stream; queue.Empty if not to wait."""
         chunk = self._chunks.get(wait)
         if chunk is None or self.cancelled:
             self._chunks.put(None)  # for the next call
@@ -204,8 +202,7 @@ class Utterance:
         return spoken or bool(self.chunker.undecoded or self.chunker.decoding) or self._silent_samples > 0
 
     def next_segment(self, positions: int) -> bool:
-        """Whether the next segment's turn has come and its prompt is known; it is then `segment`. positions: that it
-        may have, prompt and frames together."""
+        """Whether the next `segment` is known and may begin. positions: that it may have, prompt and frames."""
         if self.segment is not None:
             return True
         begun_s = time.perf_counter()
@@ -305,8 +302,7 @@ class Utterance:
                 self.sink(self, "idle", None)
 
     def full(self, pending_frames: int) -> bool:
-        """Whether the consumer has to take something first; it then wakes the worker. pending_frames: made or being
-        made, and in no chunk."""
+        """Whether the consumer, who then wakes the worker, has to take something first. pending_frames: in no chunk."""
         self.watched = True  # what is taken from now on wakes the worker: no look at `taken_frames` before this
         waiting = self.made_frames - self.taken_frames
         self.watched = waiting > 0 and waiting + pending_frames >= self.buffer_frames
@@ -396,14 +392,12 @@ class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsy
 
     @property
     def words(self) -> tuple[WordTime, ...]:
-        """Words of the chunks that were taken, and once all were, of the whole text. Empty without
-        `StreamOptions.word_times`."""
+        """Words of the chunks taken, at the end of the whole text; none without `StreamOptions.word_times`."""
         return () if self._words is None else tuple(self._words.settled)
 
     @property
     def engine(self) -> EngineName | None:
-        """What makes it: "single", one stream a step, or "batch", many together; None as long as it has no text. A
-        stream stays where it began."""
+        """What makes it: "single", one stream a step, or "batch", many together; None as long as it has no text."""
         return self._utterance.engine
 
     def cancel(self) -> None:
@@ -416,10 +410,6 @@ class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsy
         """Has `call` called, perhaps twice, when the generation has ended, however it did; at once if it has already.
         It runs in the worker's thread, where it must neither wait nor raise. For a stream whose text is known."""
         self._utterance.when_over(call)
-
-    async def aclose(self) -> None:
-        """`cancel`, for contextlib.aclosing."""
-        self._utterance.cancel()
 
     def read(self) -> np.ndarray:
         """All PCM that is left, (S,) float32; waits for the end. Raises EngineError as `__iter__`."""
@@ -481,6 +471,8 @@ class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsy
 
     async def __aexit__(self, *_: object) -> None:
         self._utterance.cancel()
+
+    aclose = __aexit__  # for contextlib.aclosing
 
 
 class Session(Stream):

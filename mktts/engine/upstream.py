@@ -1,6 +1,5 @@
-"""qwen-tts 0.1.1 as it is: the truth our parity tests compare with, and the fallback backend. Its own wrapper methods
-run unchanged; only what they hand to the talker or to the codec is looked at on the way. It is imported on first
-use."""
+"""qwen-tts 0.1.1 as it is: the truth our parity tests compare with, and the fallback backend. Its wrapper methods run
+unchanged; what they hand to talker and codec is looked at on the way. It is imported on first use."""
 
 from __future__ import annotations
 
@@ -177,8 +176,7 @@ def prompt_embeds(model: Any, request: Request) -> tuple[Tensor, Tensor, Tensor]
 
 
 def decode_codes(model: Any, codes: Tensor, reference: Tensor | None = None) -> np.ndarray:
-    """Upstream's codec on `codes` (T, 16): PCM (T * 1920,) float32; `reference` (R, 16) is decoded before and cut off,
-    as generate_voice_clone does."""
+    """Upstream's codec on `codes` (T, 16), behind those of `reference` (R, 16): PCM (T * 1920,) float32."""
     whole = codes if reference is None else torch.cat([reference.to(codes.device), codes])
     waves, rate_hz = model.model.speech_tokenizer.decode([{"audio_codes": whole}])
     assert rate_hz == SAMPLE_RATE_HZ

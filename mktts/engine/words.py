@@ -100,7 +100,6 @@ class WordTimes:
             self._take(self._text.take(piece))
 
     def finish(self) -> None:
-        """No more text comes."""
         with self._writing:
             try:
                 self._take([*self._text.take("", final=True), Pause(0)])
@@ -247,10 +246,9 @@ def _likeliest(
 
 
 class _Search:
-    """Dynamic programming over what is said, one step a sound and one a pause.
-    least: (T + 1,), the cost of all steps if they end at a frame. steps: where each begins, by where it ends.
-    open: the likeliest end of all sound: its cost, the steps before, where what comes then began, and whether that is
-    of an item."""
+    """Dynamic programming over what is said, one step a sound and one a pause. least: (T + 1,), the cost of all steps
+    if they end at a frame. steps: where each begins, by where it ends. open: the likeliest end of all sound: its cost,
+    the steps before, where what comes then began, and whether that is of an item."""
 
     def __init__(self, costs: dict[str, np.ndarray]) -> None:
         self._costs = costs
@@ -287,7 +285,6 @@ class _Search:
         self.least = ended[self._at, lasting] + self._costs[kind]
 
     def silence(self, frames: int) -> None:
-        """Adds a silence of exactly so many frames."""
         through = self.least - self._costs["silence"]
         begun = through[max(0, self.frames + 1 - frames) :]
         if len(begun):

@@ -125,8 +125,7 @@ class MegakernelBackend:
         return frame
 
     def codes_to_come(self, state: MegakernelStream) -> Tensor:
-        """Where the next launch's first frame writes its codes, (16,) int32, pinned: for work that is queued behind
-        the launch (`meanwhile`)."""
+        """Where the next launch's first frame writes its codes, (16,) int32, pinned: for work queued behind it."""
         return state.out[launch.STATUS_WORDS : launch.STATUS_WORDS + NUM_CODEBOOKS]
 
     def frames(
@@ -243,8 +242,7 @@ class MegakernelBackend:
 
 
 def frame_of(words: np.ndarray, index: int, least_ms: float) -> Frame:
-    """A frame of a launch. What its parts take less than `least_ms` together is added to the talker's. Raises
-    EngineError where one of its codes is no number."""
+    """A frame of a launch, of `least_ms` at least. Raises EngineError where one of its codes is no number."""
     first = launch.STATUS_WORDS + index * launch.FRAME_WORDS
     codes = torch.from_numpy(words[first : first + NUM_CODEBOOKS].astype(np.int64))
     talker_ns, predictor_ns, not_numbers = words[first + NUM_CODEBOOKS : first + NUM_CODEBOOKS + 3].tolist()

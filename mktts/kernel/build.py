@@ -25,17 +25,9 @@ SHARED = "stages.cuh"  # included by frame.cu and text.cu; holds the constants t
 PACKAGE = "nvidia-cuda-nvrtc"
 # Architecture -> shared memory a block may have, bytes (CUDA programming guide, compute capabilities).
 TARGETS = {
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_87": 163 * 1024,
-    "sm_89": 99 * 1024,
-    "sm_90a": 227 * 1024,
-    "sm_100": 227 * 1024,
-    "sm_103": 227 * 1024,
-    "sm_110": 227 * 1024,
-    "sm_120": 99 * 1024,
-    "sm_121": 99 * 1024,
-}
+    "sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_87": 163 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024,
+    "sm_100": 227 * 1024, "sm_103": 227 * 1024, "sm_110": 227 * 1024, "sm_120": 99 * 1024, "sm_121": 99 * 1024,
+}  # fmt: skip
 
 
 @cache

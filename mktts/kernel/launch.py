@@ -19,14 +19,9 @@ STOP = 2  # status word, written by the host: make no further frame
 FRAME_WORDS = 20  # int32: 16 codes, nanoseconds of talker with code 0 and of predictor, whether a code is no number
 # What a block that gave up was waiting for, by the number it leaves in its status (csrc/exchange.cuh).
 WAITS = {
-    1: "exchange words",
-    3: "partial sums",
-    5: "weights",
-    6: "query, key and value words",
-    7: "the host's answer",
-    8: "the end of an earlier copy of weights",
-    9: "the end of the last copies of weights",
-}
+    1: "exchange words", 3: "partial sums", 5: "weights", 6: "query, key and value words", 7: "the host's answer",
+    8: "the end of an earlier copy of weights", 9: "the end of the last copies of weights",
+}  # fmt: skip
 
 _Arguments = ctypes.c_void_p * 1  # held: an array type that nobody holds is left to the garbage collector
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

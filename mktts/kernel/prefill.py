@@ -66,8 +66,7 @@ class Prefill:
     capacity, max_bytes = CAPACITY, 64 << 20
 
     def __init__(self, stack: Stack) -> None:
-        """A TapeStack takes the passes of up to ROWS rows at the first MOST_POSITIONS positions as they are, which then
-        wait for no unpacking."""
+        """A TapeStack takes passes of up to ROWS rows at the first MOST_POSITIONS positions without unpacking."""
         c, self.stack, self._few = stack.config, stack, isinstance(stack, TapeStack)
         shape = (2, c.num_hidden_layers, c.num_key_value_heads, CAPACITY + 1, c.head_dim)  # the last row is for padding
         self._kv = torch.zeros(shape, dtype=stack.dtype, device=stack.device)

@@ -217,8 +217,7 @@ class TapeStack(Stack):
 
 
 def _launches(shape: Shape, device: torch.device) -> Launch:
-    """Compiles csrc/rows.cu and csrc/unpack.cu for one shape and returns what launches their kernels. Raises
-    BackendUnavailable."""
+    """What launches the kernels of csrc/rows.cu and csrc/unpack.cu, for one shape. Raises BackendUnavailable."""
     early, kernels = torch.cuda.get_device_capability(device) >= (9, 0), {}
     units = {"unpack.cu": (["mktts_unpack"], _UNPACK_THREADS, False), "rows.cu": (KERNELS, _ROWS_THREADS, early)}
     with torch.cuda.device(device):

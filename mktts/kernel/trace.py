@@ -128,8 +128,7 @@ class TracedBackend(MegakernelBackend):
         ]
 
     def traced(self, state: MegakernelStream, rows: Sequence[Tensor], still: bool = False) -> tuple[list[Frame], Marks]:
-        """Returns the frames of one launch and its marks, for a stream that has made a frame. still: without the
-        stream of weights."""
+        """Frames and marks of one launch, of a stream that has made a frame. still: without the stream of weights."""
         usual, self._launcher = self._launcher, self._marking[still]
         self._room.zero_()
         fill_pointers(state.params, {"trace": self._room})

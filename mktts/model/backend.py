@@ -32,8 +32,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Rows as a prompt, for measurements and tests; and what a backend reads of a Prompt, or of a FedPrompt that is
-    ready."""
+    """Rows as a prompt, for measurements and tests; what a backend reads of a Prompt or a ready FedPrompt."""
 
     embeds: Tensor  # the talker's inputs, (L, H)
     prefix_rows: int = 0  # leading rows of `embeds` that no text changes, fewer than L

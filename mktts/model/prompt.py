@@ -211,7 +211,6 @@ class PromptBuilder:
         return request.speaker, self.config.languages.get(language), request.instruct, voice, fed
 
     def forget(self, voice: Voice) -> None:
-        """Lets go of the rows kept for prompts with this voice."""
         for key in [key for key in self._heads if is_of_voice(key, voice)]:
             del self._heads[key]
 
@@ -270,8 +269,7 @@ class FedPrompt:
     prefix_key: Hashable | None = None
 
     def __init__(self, builder: PromptBuilder, request: Request) -> None:
-        """request: from `PromptBuilder.check`; its text is the first piece, or empty. Raises PromptError for another
-        layout."""
+        """request: from `PromptBuilder.check`; its text is the first piece. Raises PromptError for a whole layout."""
         if request.layout != "streaming":
             raise PromptError(f"text that arrives later needs the streaming layout, got layout={request.layout!r}")
         self._builder = builder

@@ -75,8 +75,7 @@ class Linear:
 
     @cached_property
     def _cut(self) -> tuple[int, tuple[Tensor, ...]]:
-        """The least rows of a product, and the pieces of the weight that are multiplied one by one: none of a packed
-        one."""
+        """The least rows of a product, and the pieces of the weight multiplied one by one; () if it is packed."""
         if self.weight.is_mkldnn:
             return 1, ()
         if self.weight.device.type != "cpu" or self.weight.dtype == torch.bfloat16:
