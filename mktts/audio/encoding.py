@@ -116,10 +116,8 @@ class AvEncoder:
 
     def __init__(self, kind: str, sample_rate_hz: int) -> None:
         av, (container, name, options, container_options) = import_av(), _CODECS[kind]
-        self._av = av
+        self._av, self._sample_rate_hz, self._samples = av, sample_rate_hz, 0
         self._made: list[bytes] = []
-        self._sample_rate_hz = sample_rate_hz
-        self._samples = 0
         try:
             rates_hz = av.Codec(name, "w").audio_rates
         except av.codec.codec.UnknownCodecError:
@@ -162,8 +160,7 @@ class Tempo:
 
     def __init__(self, speed: float, sample_rate_hz: int = SAMPLE_RATE_HZ) -> None:
         self._av = import_av()
-        self._samples = 0
-        self._given = 0
+        self._samples = self._given = 0
         self._ratio = sample_rate_hz / SAMPLE_RATE_HZ / speed
         # Below 0.5 atempo does not go, and above 2 it skips samples instead of blending them.
         steps = 0 if speed == 1 else 1 if 0.5 <= speed <= 2 else 2

@@ -1,7 +1,6 @@
-"""Audio that anyone may have sent, decoded in a process of its own: `python -m mktts.audio.untrusted`.
-
-A file may be made to break FFmpeg, to fill the memory, or to keep a processor busy. The child has limits of all three,
-no environment of ours, and nothing but standard input and output: audio in; the sample rate and float32 samples out."""
+"""Audio that anyone may have sent, decoded in a process of its own: `python -m mktts.audio.untrusted`. A file may be
+made to break FFmpeg, to fill the memory, or to keep a processor busy. The child has limits of all three, no environment
+of ours, and nothing but standard input and output: audio in; the sample rate and float32 samples out."""
 
 import io
 import os

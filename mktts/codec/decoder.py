@@ -103,11 +103,8 @@ class StreamingCodec(ABC):
 
     def __init__(self, config: CodecConfig, books: Tensor, layout: StateLayout, device: torch.device) -> None:
         """`books` (16 * 2048, codebook_dim / 2): all codebooks, one behind the other, on the device."""
-        self.config = config
-        self.books = books
-        self.layout = layout
-        self.device = device
-        self.dtype = books.dtype
+        self.config, self.layout, self.device = config, layout, device
+        self.books, self.dtype = books, books.dtype
 
     @abstractmethod
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:

@@ -24,9 +24,7 @@ class GraphedCodec:
 
     def __init__(self, decoder: StreamingCodec) -> None:
         """Wraps `decoder`, which must not change afterwards. Raises BackendUnavailable where it is not on CUDA."""
-        self.name = decoder.name
-        self.config = decoder.config
-        self.device = decoder.device
+        self.name, self.config, self.device = decoder.name, decoder.config, decoder.device
         self._decoder = decoder
         with announced("mktts: loading the codec's kernels (a new one is compiled, once)"):
             self._graphs, self._codes, self._state = capture(decoder)

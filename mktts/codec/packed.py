@@ -1,8 +1,7 @@
 """The codec decoder's weights and rows of activations as its fused kernels take them, the memory that rows lie in, and
-what is copied between that and the states of streams; tiles of products.
-
-Rows of one stream are fp32. Those of many are in stored form: fp16 of a sixteenth (so that fp16's range reaches 10^6),
-alone or with a second fp16 number, LOW_SCALE times what the first rounds away: split, 22 bits."""
+what is copied between that and the states of streams; tiles of products. Rows of one stream are fp32. Those of many are
+in stored form: fp16 of a sixteenth (so that fp16's range reaches 10^6), alone or with a second fp16 number, LOW_SCALE
+times what the first rounds away: split, 22 bits."""
 
 from __future__ import annotations
 

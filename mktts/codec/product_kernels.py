@@ -1,13 +1,11 @@
-"""The matrix products of the fused codec: rows of all lanes in one product, with the layer's end at its end.
-
-A causal convolution is a matrix product over the window of rows it sees, of an input that begins with the history rows.
-Operands are in stored form (`mktts.codec.packed`), or fp32 and brought into it in the product. A split product is three
-products of fp16 numbers, high by high, and low by high and high by low in a sum of their own. Every sum has one order.
-
-Of many streams, what a row gives depends on that row alone, bit for bit: no sum is split over programs, a sum's steps
-have the same depth for any number of rows (see `mktts.batch.cuda.tiles`), matrix units treat rows alike at every place
-of a tile of 64 rows or more, and the ends are compiled without contraction (`enable_fp_fusion=False`), with the fused
-operations written out, so that every tile's code rounds alike."""
+"""The matrix products of the fused codec: rows of all lanes in one product, with the layer's end at its end. A causal
+convolution is a matrix product over the window of rows it sees, of an input that begins with the history rows. Operands
+are in stored form (`mktts.codec.packed`), or fp32 and brought into it in the product. A split product is three products
+of fp16 numbers, high by high, and low by high and high by low in a sum of their own. Every sum has one order. Of many
+streams, what a row gives depends on that row alone, bit for bit: no sum is split over programs, a sum's steps have the
+same depth for any number of rows (see `mktts.batch.cuda.tiles`), matrix units treat rows alike at every place of a tile
+of 64 rows or more, and the ends are compiled without contraction (`enable_fp_fusion=False`), with the fused operations
+written out, so that every tile's code rounds alike."""
 
 import torch
 import triton

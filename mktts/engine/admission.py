@@ -1,8 +1,6 @@
 """Decides which streams may begin now, which wait, and which are refused, for a named reason. Nothing here reads a
-clock or a device.
-
-The rules are those of docs/engine.md. Nothing waits without an end: a listener's stream is refused after `max_wait_s`,
-any stream after `HELD_S` in which no tick has run."""
+clock or a device. The rules are those of docs/engine.md. Nothing waits without an end: a listener's stream is refused
+after `max_wait_s`, any stream after `HELD_S` in which no tick has run."""
 
 import math
 from collections import deque

@@ -1,5 +1,4 @@
 """The worker thread that owns the model and makes the open streams, tick by tick; and which lanes make a stream.
-
 Nothing here takes a lock that a garbage-collected stream could need: the worker learns of what happens outside from one
 `queue.SimpleQueue`, whose `put` may be called from finalizers too. All of `Engine` may be called from any thread, in
 the process that made it: threads do not survive `os.fork`."""
@@ -68,8 +67,7 @@ class Engine:
         singly. admission: of the runners. cpu_threads: for torch's operators on the worker; None leaves torch's choice.
         capacity_key: what a measured capacity is kept under. device, dtype: of the model."""
         self.backend_name, self.device, self.dtype = (single or batch).lanes.name, device, dtype
-        self._capacity_key = capacity_key
-        self.admission = admission
+        self.admission, self._capacity_key = admission, capacity_key
         # The worker clears it at its end.
         self.runners: dict[EngineName, Runner] = {one.name: one for one in (single, batch) if one is not None}
         self._later, self._singly = later, SINGLE_STREAMS
@@ -241,8 +239,7 @@ class _Worker:
     """It knows these only, so that dropping the engine can end its thread. sleeps: nothing is due without an update."""
 
     def __init__(self, inbox: SimpleQueue[Any], runners: dict[EngineName, Runner], notifier: Notifier) -> None:
-        self.sleeps = True
-        self.runners = runners
+        self.sleeps, self.runners = True, runners
         self._inbox, self._notifier = inbox, notifier
         self._many = ManyStreams()
 

@@ -1,7 +1,6 @@
-"""The one interface between the engine, which decides ticks, and what runs them: lanes in, codes and PCM out.
-
-The engine owns the slots: it takes one for a stream, begins the stream's segments in it one after the other, and gives
-it back. One thread owns the lanes."""
+"""The one interface between the engine, which decides ticks, and what runs them: lanes in, codes and PCM out. The
+engine owns the slots: it takes one for a stream, begins the stream's segments in it one after the other, and gives it
+back. One thread owns the lanes."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

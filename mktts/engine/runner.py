@@ -1,8 +1,7 @@
-"""Makes the streams of one set of lanes: admission, slots, ticks by the scheduler, and what each tick gave.
-
-Where the lanes work beside the host, tick t + 1 is planned while tick t runs, as late as possible, so that streams that
-arrive meanwhile are in it; it is launched before t is read, so that the device has no pause. What t then says can make
-a lane of t + 1 useless (the speech had ended): it is dropped."""
+"""Makes the streams of one set of lanes: admission, slots, ticks by the scheduler, and what each tick gave. Where the
+lanes work beside the host, tick t + 1 is planned while tick t runs, as late as possible, so that streams that arrive
+meanwhile are in it; it is launched before t is read, so that the device has no pause. What t then says can make a lane
+of t + 1 useless (the speech had ended): it is dropped."""
 
 import contextlib
 import math
@@ -10,7 +9,6 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,8 +57,7 @@ class EngineStats(NamedTuple):
     ticks: TickTimes
 
 
-@dataclass
-class Running:
+class Running(NamedTuple):
     """A launched tick. lanes: slots and segments. streams: with a lane or a piece of a prompt in it. ends_s: as
     predicted where it runs beside the host. follows: the one before it still ran."""
 

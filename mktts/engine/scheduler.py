@@ -1,11 +1,10 @@
-"""Decides one tick: which prompts enter, which streams get a frame, which bucket runs. No device and no clock.
-
-Arrivals come first, oldest first, as far as the bucket's prompt rows go; a longer prompt enters in pieces over ticks.
-Then the streams that have the least time: their lead before their listeners, less what the rest of a chunk takes. Of
-them only those below a limit, so that a tick is as small as what is wanted now; one whose text has come after a wait
-goes first. Where many enter at once, only those ride along that would soon be late. Few streams are not held back at
-all, and where nothing is wanted now, a small tick takes those on that are least ahead. A stream that waits for text, or
-for its reader, is in no tick."""
+"""Decides one tick: which prompts enter, which streams get a frame, which bucket runs. No device and no clock. Arrivals
+come first, oldest first, as far as the bucket's prompt rows go; a longer prompt enters in pieces over ticks. Then the
+streams that have the least time: their lead before their listeners, less what the rest of a chunk takes. Of them only
+those below a limit, so that a tick is as small as what is wanted now; one whose text has come after a wait goes first.
+Where many enter at once, only those ride along that would soon be late. Few streams are not held back at all, and where
+nothing is wanted now, a small tick takes those on that are least ahead. A stream that waits for text, or for its
+reader, is in no tick."""
 
 from __future__ import annotations
 

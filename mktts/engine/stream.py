@@ -1,7 +1,6 @@
-"""A stream: what the worker knows of it while it is made, the queue of its chunks, and what its consumer holds.
-
-Text longer than a segment is spoken segment after segment, each with its own prompt and talker state, while the codec
-state goes on: the waveform is continuous over a join."""
+"""A stream: what the worker knows of it while it is made, the queue of its chunks, and what its consumer holds. Text
+longer than a segment is spoken segment after segment, each with its own prompt and talker state, while the codec state
+goes on: the waveform is continuous over a join."""
 
 from __future__ import annotations
 
@@ -101,7 +100,7 @@ class Utterance:
         self.plan, self.sink = plan, sink
         self.codes: list[Tensor | np.ndarray] = []
         self.cancelled = self.open = self.idle = False
-        self.late_s = 0.0
+        self.late_s = self.silent_s = self.arrived_s = 0.0
         self.error: BaseException | None = None
         self.engine: EngineName | None = None
         self.number = -1  # by which another process knows it
@@ -117,11 +116,9 @@ class Utterance:
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
         self._when_over: Callable[[], None] | None = None
         self.chunker: Chunker | None = None
-        self.arrived_s = 0.0
         self.segment: Segment | None = None
         self.segment_number = -1
         self.begins_anew = False
-        self.silent_s = 0.0
         self._silent_samples = 0  # to be delivered before the segment, or where there is none, now
         self.submit: Callable[[list[Any]], Any] | None = None
         self.on_close: Callable[[], None] | None = None
@@ -361,8 +358,7 @@ class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsy
 
     def __init__(self, engine: Any, utterance: Utterance, words: WordTimes | None = None) -> None:
         """words: finds the times of its words; None where nobody asks for them."""
-        self.seed = utterance.plan.seed
-        self._words = words
+        self.seed, self._words = utterance.plan.seed, words
         self._engine = engine  # kept: dropping the synthesizer must not end a stream that is being read
         self._utterance = utterance
         # Called once, it holds the utterance no more, whose error may hold this by the frames it was raised through.
@@ -490,8 +486,7 @@ class Session(Stream):
         self._script, self._text = script, text
         self._early: list[Any] = []  # of pieces without anything visible
         self._writing = threading.Lock()
-        self._chars = 0
-        self._finished = False
+        self._chars, self._finished = 0, False
 
     def feed(self, piece: str) -> None:
         """Adds text; an empty piece is allowed, and text for a stream that is over is dropped. Raises TextError when

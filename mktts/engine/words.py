@@ -1,5 +1,4 @@
 """Estimated times of words, because the model gives no alignment: the sounds that letters stand for, found in the PCM.
-
 The times are those of the likeliest row of sounds and pauses (a hidden semi-Markov model, Yu 2010, section 2.2), see
 docs/engine.md. A word is settled once the sound has gone on for `LAG_S` behind it; what follows begins there."""
 

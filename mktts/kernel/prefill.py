@@ -1,9 +1,8 @@
-"""Many prompt rows at once through a decoder stack: one launch of a captured CUDA graph a piece.
-
-Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both static, while the
-position is a device tensor. Rounding is `Qwen3Stack.advance`'s, with q, k, v and gate, up as one product each: what
-lies between products is made by kernels of the project where they fit, elsewhere by operators. A few rows may go
-through the frame kernel's tape as it is instead (`TapeStack.run_few`)."""
+"""Many prompt rows at once through a decoder stack: one launch of a captured CUDA graph a piece. Graphs have fixed
+shapes, so rows are padded up to a bucket and keys are read up to an extent, both static, while the position is a device
+tensor. Rounding is `Qwen3Stack.advance`'s, with q, k, v and gate, up as one product each: what lies between products is
+made by kernels of the project where they fit, elsewhere by operators. A few rows may go through the frame kernel's tape
+as it is instead (`TapeStack.run_few`)."""
 
 import contextlib
 import logging

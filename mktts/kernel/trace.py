@@ -3,7 +3,7 @@ clock of its multiprocessor when its first thread passes a point (csrc/state.cuh
 a phase."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ TAIL = (14, 15, 16)
 _CLOCK_BITS, _STARVED_BITS = 40, 16
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """What lies between two marks; `kind` is hop (it ends with words that other blocks sent), product, or other."""
 
     name: str
@@ -71,8 +70,7 @@ def phases_of(points: np.ndarray) -> list[Phase]:
     return [PHASES[here, following] for here, following in zip(points, np.roll(points, -1), strict=True)]
 
 
-@dataclass(frozen=True)
-class Marks:
+class Marks(NamedTuple):
     """The marks of one launch; the blocks' clocks have no common zero. points (n,): in order, the same for all blocks.
     cycles, starved (blocks, n) int64: never falling, and how many of them the marking warp waited for weights."""
 

@@ -1,9 +1,8 @@
 """Talker and code predictor in plain PyTorch, for one stream and for many: code for code equal to upstream qwen-tts on
-CPU, which makes it the oracle of all that is faster.
-
-One frame (spec of the released model): the talker's hidden state gives code 0; the predictor takes two rows
-(hidden state, embedding of code 0) and then one row per code to give codes 1-15, each from its own head; the
-sum of the sixteen embeddings plus the next text embedding is the talker's next input."""
+CPU, which makes it the oracle of all that is faster. One frame (spec of the released model): the talker's hidden state
+gives code 0; the predictor takes two rows (hidden state, embedding of code 0) and then one row per code to give codes
+1-15, each from its own head; the sum of the sixteen embeddings plus the next text embedding is the talker's next
+input."""
 
 from __future__ import annotations
 
@@ -62,9 +61,7 @@ class TorchBackend:
         stacks: type[Qwen3Stack] = Qwen3Stack,
     ) -> None:
         """device, dtype: of the products. stacks: what the talker's and the predictor's are."""
-        self.config = config
-        self.device = torch.device(device)
-        self.dtype = dtype
+        self.config, self.device, self.dtype = config, torch.device(device), dtype
 
         def get(name: str) -> Tensor:
             return tensors[name].to(self.device, dtype)

@@ -92,10 +92,8 @@ class PromptBuilder:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.device = torch.device(device)
-        self.dtype = dtype
+        self.config, self.tokenizer = config, tokenizer
+        self.device, self.dtype = torch.device(device), dtype
 
         def get(name: str) -> Tensor:
             return tensors[name].to(self.device, dtype)
@@ -272,11 +270,9 @@ class FedPrompt:
         """request: from `PromptBuilder.check`; its text is the first piece. Raises PromptError for a whole layout."""
         if request.layout != "streaming":
             raise PromptError(f"text that arrives later needs the streaming layout, got layout={request.layout!r}")
-        self._builder = builder
-        self._request = request
+        self._builder, self._request = builder, request
         self._tokens = IncrementalTokenizer(builder.tokenizer)
-        self.text_tokens = 0
-        self.text_ended = False
+        self.text_tokens, self.text_ended = 0, False
         # Rows (H,) of the transcript of an in-context voice, then one per text token, then end-of-text; and how many of
         # them the prompt holds at most.
         self._rows, self._in_prompt = [], 1

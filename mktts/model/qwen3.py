@@ -1,5 +1,4 @@
 """Qwen3 decoder stacks in plain PyTorch, over rows of any number of streams; keys and values are the caller's.
-
 `Qwen3Stack` rounds where transformers 4.57 rounds (sdpa attention): in bf16 every intermediate named in upstream's
 modules, RMSNorm in fp32, rotary angles in fp32; that makes the greedy codes of one stream equal to upstream's on CPU.
 Talker M-RoPE has equal temporal, height and width positions, so it is ordinary RoPE."""
@@ -165,8 +164,7 @@ class Stack:
 
     def __init__(self, config: StackConfig, norm: Tensor) -> None:
         """`norm` (H,): the weight of the final norm; its device and dtype are the stack's."""
-        self.config = config
-        self.norm = norm
+        self.config, self.norm = config, norm
         self.device, self.dtype = norm.device, norm.dtype
         self._inverse_frequency = inverse_frequency(config.head_dim, config.rope_theta).to(norm.device)
 

@@ -1,9 +1,8 @@
 """From logits to a code, in upstream's order (Hugging Face logits processors as qwen-tts 0.1.1 runs them): repetition
-penalty, minimum length, suppressed ids, temperature, top-k, top-p, draw.
-
-The draws of ours follow from counters alone: the same seed, frame and codebook give the same noise anywhere.
-Philox4x32-10 is from Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). What
-follows it here is the arithmetic of csrc/sampling.cuh, operation by operation, so that both give the same bits."""
+penalty, minimum length, suppressed ids, temperature, top-k, top-p, draw. The draws of ours follow from counters alone:
+the same seed, frame and codebook give the same noise anywhere. Philox4x32-10 is from Salmon, Moraes, Dror and Shaw,
+"Parallel random numbers: as easy as 1, 2, 3" (SC 2011). What follows it here is the arithmetic of csrc/sampling.cuh,
+operation by operation, so that both give the same bits."""
 
 from __future__ import annotations
 

@@ -134,8 +134,7 @@ class _Ssml:
         self._parser = expat.ParserCreate()
         self._parser.StartElementHandler, self._parser.EndElementHandler = self._begin, self._end
         self._parser.CharacterDataHandler = self._text
-        self._found = ""
-        self._subs = 0  # that are open
+        self._found, self._subs = "", 0  # sub elements that are open
         self._kind, self._held = "", ""  # of the present say-as
 
     def push(self, piece: str, final: bool) -> str:
