@@ -66,11 +66,10 @@ class FusedLayers:
         self._raw_dtype = torch.float16 if fast else torch.float32
         self._weights = CodecWeights.pack(decoder, fast)
         front = 2 + len(self._weights.convnexts)  # layers before the waveform blocks
+        layers = enumerate(zip(decoder.layout.history, packed.rows_per_frame(decoder), strict=True))
         self._inputs = [  # of one frame
             RowsShape(past, new, channels, self._stored if index < front else self._split)
-            for index, ((past, channels), new) in enumerate(
-                zip(decoder.layout.history, packed.rows_per_frame(decoder), strict=True)
-            )
+            for index, ((past, channels), new) in layers
         ]
         self._work = CodecWork(self.device, dtype)
 

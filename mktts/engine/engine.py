@@ -73,8 +73,7 @@ class Engine:
         self._later, self._singly = later, SINGLE_STREAMS
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self.notifier = Notifier()
-        self._lock = threading.Lock()
-        self.closed = False
+        self._lock, self.closed = threading.Lock(), False
         self._utterances: weakref.WeakSet[Utterance] = weakref.WeakSet()
         self._pid = os.getpid()
         self._worker = _Worker(self._inbox, self.runners, self.notifier)

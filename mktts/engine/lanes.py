@@ -79,9 +79,7 @@ class OneLane:
     """What lanes of width 1 have in common: streams take turns, and a tick is over when it was launched."""
 
     alone = overlaps = deterministic = decodes_beside = False
-    precision = "full"
-    pages = None
-    slots = SLOTS
+    precision, pages, slots = "full", None, SLOTS
     settings = TickSettings.one()
     model = TickModel(constant_s=1e-3, lane_s=0.0, row_s=0.0, attention_s=0.0)
 

@@ -31,12 +31,10 @@ TOGETHER_SCHEDULE = (1, 1, 2, 2, 4)
 @dataclass(frozen=True)
 class Guard:
     """Ends a segment in which the talker has lost its end: about 0.4 % of real requests never say end-of-speech.
-    repeat_frames: the same code 0 this many frames in a row. Real speech stays below 35 (measured by others on
-        released checkpoints). None switches this off.
-    frames_per_text_token, slack_frames: more frames than slack_frames + frames_per_text_token * text tokens so far.
-        At 150 words a minute and 1.3 tokens a word, speech takes 3.8 frames a token; the defaults allow a second a
-        token and six seconds for pauses.
-        None switches this off."""
+    repeat_frames: the same code 0 this many frames in a row. Real speech stays below 35 (measured by others on released
+    checkpoints). None switches this off. frames_per_text_token, slack_frames: more frames than slack_frames +
+    frames_per_text_token * text tokens so far. At 150 words a minute and 1.3 tokens a word, speech takes 3.8 frames a
+    token; the defaults allow a second a token and six seconds for pauses. None switches this off."""
 
     repeat_frames: int | None = 40
     frames_per_text_token: float | None = FRAME_RATE_HZ  # a second
@@ -201,9 +199,8 @@ class Chunker:
 
     def __init__(self, options: StreamOptions, started_s: float, schedule: tuple[int, ...] = SCHEDULE) -> None:
         """started_s: perf_counter of the call that timings count from. schedule: where the options leave it open."""
-        self._started_s = started_s
+        self._started_s, self._trimming = started_s, options.trim_lead
         self._schedule = options.schedule or schedule
-        self._trimming = options.trim_lead
         self.undecoded: list[Any] = []  # of each frame, what `decode` of `take` takes
         self.decoding: list[tuple[Any, int]] = []  # chunks on their way to the host, with their frames
         self._lead = np.zeros(0, dtype=np.float32)  # the end of the silence so far, while trimming
@@ -226,8 +223,7 @@ class Chunker:
         whole = bool(self.undecoded) if flush else self.missing_frames <= 0
         if not whole and not self.decoding:
             return None
-        begun_s = time.perf_counter()
-        taken = len(self.decoding)
+        begun_s, taken = time.perf_counter(), len(self.decoding)
         if whole:
             self.decoding.append((decode(self.undecoded), len(self.undecoded)))
             self.undecoded = []

@@ -262,8 +262,7 @@ class Runner:
         return refusal(reason, len(self._streams), self.admission.most)
 
     def _begin(self, arrival: Arrival, reason: Reason, now_s: float) -> None:
-        """The segment of a stream that was admitted, or has its slot, gets its memory, and its prompt waits to enter;
-        a stream that is refused for `reason` ends."""
+        """The segment of a stream that was admitted gets its memory; a stream that is refused for `reason` ends."""
         stream: Utterance = arrival.name
         segment, table, kept = stream.segment, self._table, 0
         try:

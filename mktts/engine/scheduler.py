@@ -22,8 +22,7 @@ _CONTEXT_UNIT_ROWS = 100
 
 
 class Piece(NamedTuple):
-    """`rows` of the prompt in `slot` that enter together, from position `start` on; `last`: its first frame is made in
-    the same tick."""
+    """`rows` of the prompt in `slot` that enter at once, from position `start` on; `last`: a frame is made with it."""
 
     slot: int
     start: int
@@ -66,8 +65,7 @@ class TickModel:
 
     @classmethod
     def cpu(cls) -> TickModel:
-        """The voice in the box by batched PyTorch operators in fp32, CPU time of one thread at 2.3 GHz: good for the
-        first ticks only, then `TickFit` knows better."""
+        """The voice in the box by batched PyTorch operators in fp32, a thread at 2.3 GHz: for the first ticks."""
         return cls(constant_s=11.5e-3, lane_s=2.0e-3, row_s=85e-6, attention_s=55e-6)
 
     def predict(self, lanes: int, rows: int, context_rows: float) -> float:
@@ -455,8 +453,7 @@ def _order(
 
 
 def _pieces(table: StreamTable, order: np.ndarray, rows: int, most_prompts: int, whole: bool) -> list[Piece]:
-    """What enters of the prompts in `order`: up to `rows`, and up to `most_prompts` of them to their end.
-    `whole`: none is cut, and one enters always."""
+    """What enters of prompts in `order`: up to `rows`, up to `most_prompts` to their end. whole: uncut, one always."""
     pieces: list[Piece] = []
     for slot in order.tolist():
         left = int(table.prompt_rows[slot])

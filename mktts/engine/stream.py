@@ -152,8 +152,7 @@ class Utterance:
         self._inbox.put(self)
 
     def when_over(self, call: Callable[[], None]) -> None:
-        """Has `call` called, quickly and perhaps twice, when the worker is done with a stream that has begun: from its
-        thread, or from here where it is already."""
+        """Has `call` called, quickly and perhaps twice, once the worker is done with it: in its thread, or here."""
         self._when_over = call
         if not self.open:  # asked behind the line above: the worker saw that, or we see this
             call()
@@ -345,9 +344,6 @@ def _end_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_end_in_child)
-
-
-# ---- what a consumer holds
 
 
 class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsyncContextManager["Stream"]):

@@ -142,8 +142,7 @@ def generate_codes(
     talker = model.model.talker
     hooks = (talker.register_forward_pre_hook(before), talker.register_forward_hook(after))
     cuda = [talker.device] if talker.device.type == "cuda" else []
-    # Upstream drops the frame of the last token it draws.
-    settings = sampling.upstream() | {"max_new_tokens": max_frames + 1}
+    settings = sampling.upstream() | {"max_new_tokens": max_frames + 1}  # the last one's frame is dropped
     try:
         with _quiet(), _no_codec(model), torch.random.fork_rng(devices=cuda):
             torch.seed() if seed is None else torch.manual_seed(seed)

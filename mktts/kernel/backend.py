@@ -140,8 +140,7 @@ class MegakernelBackend:
         stops the kernel within one frame; the frames it made by then count. Raises EngineError where the kernel gave up
         waiting."""
         self._check(state, rows)
-        begun_s = time.perf_counter()
-        words = state.words
+        begun_s, words = time.perf_counter(), state.words
         done = self._launch(state, rows, debug)
         before, made_ms, over = state.frames, 0.0, False
         try:

@@ -120,10 +120,8 @@ class TracedBackend(MegakernelBackend):
         room = MAX_FRAMES_A_LAUNCH * len(self.points) + 1  # words of a block, and one to see that there were no more
         self._room = torch.zeros(self.shape.blocks, room, dtype=torch.int64, device=self.device)
         defines = {**self.shape.defines, "TRACE": room}
-        builds = (defines, {**defines, "STILL": 1})
-        self._marking = [
-            Launcher("frame.cu", "mktts_frames", build, self.device, card_of(self.device)) for build in builds
-        ]
+        builds, card = (defines, {**defines, "STILL": 1}), card_of(self.device)
+        self._marking = [Launcher("frame.cu", "mktts_frames", build, self.device, card) for build in builds]
 
     def traced(self, state: MegakernelStream, rows: Sequence[Tensor], still: bool = False) -> tuple[list[Frame], Marks]:
         """Frames and marks of one launch, of a stream that has made a frame. still: without the stream of weights."""

@@ -121,9 +121,8 @@ CHUNK_POSITIONS = 64  # that a growing cache grows by
 
 
 class Place(NamedTuple):
-    """Where `count` rows of each of B streams belong in one layer of a cache, behind `past` positions. new: (2, B, kv
-    heads, count, head_dim), for their keys and values. keys, values: (B, kv heads, past + count, head_dim), theirs
-    included."""
+    """Where `count` rows of each of B streams belong in a layer of a cache, behind `past` positions. new: (2, B, kv
+    heads, count, head_dim), theirs. keys, values: (B, kv heads, past + count, head_dim), theirs included."""
 
     past: int
     count: int
