@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mktts.codec.packed import LOW_SCALE, Packed, ProductTile
-from mktts.codec.rows import INPUT_SCALE, UNIT, Rows
+from mktts.codec.packed import INPUT_SCALE, LOW_SCALE, UNIT, Packed, ProductTile, Rows
 
 
 class Kernel:

@@ -27,19 +27,15 @@ _TAIL_S = 0.2  # of silence after the end: atempo leaves out the last part of a 
 
 # Ends of names that can be written -> libsndfile's format and encoding.
 FORMATS = {
-    "wav": ("WAV", "PCM_16"),
-    "flac": ("FLAC", "PCM_16"),
-    "ogg": ("OGG", "VORBIS"),
-    "opus": ("OGG", "OPUS"),
+    "wav": ("WAV", "PCM_16"), "flac": ("FLAC", "PCM_16"), "ogg": ("OGG", "VORBIS"), "opus": ("OGG", "OPUS"),
     "mp3": ("MP3", "MPEG_LAYER_III"),
-}
+}  # fmt: skip
 ENDINGS = (*FORMATS, "aac")  # AAC is PyAV's: libsndfile does not have it
 _BLOCK_SAMPLES = 2**16
 
 
 class Encoder:
     """Bytes of a format from PCM (S,) float32 at SAMPLE_RATE_HZ. One thread at a time; not reusable after `finish`.
-
     takes_pcm16: its samples stay as they are, which is no work; `feed_pcm16` takes those that have 16 bits already."""
 
     def __init__(
@@ -120,10 +116,8 @@ class AvEncoder:
 
     def __init__(self, kind: str, sample_rate_hz: int) -> None:
         av, (container, name, options, container_options) = import_av(), _CODECS[kind]
-        self._av = av
+        self._av, self._sample_rate_hz, self._samples = av, sample_rate_hz, 0
         self._made: list[bytes] = []
-        self._sample_rate_hz = sample_rate_hz
-        self._samples = 0
         try:
             rates_hz = av.Codec(name, "w").audio_rates
         except av.codec.codec.UnknownCodecError:
@@ -166,8 +160,7 @@ class Tempo:
 
     def __init__(self, speed: float, sample_rate_hz: int = SAMPLE_RATE_HZ) -> None:
         self._av = import_av()
-        self._samples = 0
-        self._given = 0
+        self._samples = self._given = 0
         self._ratio = sample_rate_hz / SAMPLE_RATE_HZ / speed
         # Below 0.5 atempo does not go, and above 2 it skips samples instead of blending them.
         steps = 0 if speed == 1 else 1 if 0.5 <= speed <= 2 else 2
@@ -209,9 +202,6 @@ class Tempo:
                 pieces.append(self._graph.pull().to_ndarray()[0])
             except (BlockingIOError, EOFError):  # as PyAV says: not yet, and no more
                 return np.concatenate(pieces)
-
-
-# ---- files
 
 
 def write_audio(path: Path | str, pcm: np.ndarray, sample_rate_hz: int = SAMPLE_RATE_HZ) -> Path:

@@ -16,8 +16,7 @@ PIPE = "-"  # in place of a text or a file: standard input or output
 def add_model_arguments(
     parser: argparse.ArgumentParser, checkpoint: str | None = DEFAULT_CHECKPOINT, lexicon: bool = False
 ) -> None:
-    """Which checkpoint, as `add_checkpoint_arguments`, and what runs it: `loading` reads these. lexicon: whether it may
-    have one."""
+    """Which checkpoint, and what runs it: `loading` reads these. lexicon: whether it may have one."""
     model = parser.add_argument_group("model")
     add_checkpoint_arguments(model, checkpoint)
     fastest = "what runs it (default: the fastest that works here)"

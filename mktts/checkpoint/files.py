@@ -42,8 +42,14 @@ def find(folder: Path) -> WeightFiles:
     if not index.is_file():
         lacks = "expected model.safetensors or model.safetensors.index.json, found neither"
         raise CheckpointError(f"{folder}: {lacks}. Pass the folder of a downloaded checkpoint.")
-    weight_map, tensors = _read_index(index), {}
-    shards = list(dict.fromkeys(weight_map.values()))
+    try:
+        weight_map, tensors = json.loads(index.read_text(encoding="utf-8"))["weight_map"], {}
+        shards = list(dict.fromkeys(weight_map.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: expected an object with a weight_map, found: {error!r}") from None
+    if not shards or any(not isinstance(shard, str) or Path(shard).name != shard for shard in shards):
+        found = sorted(map(str, shards))
+        raise CheckpointError(f"{index}: expected file names beside the index in weight_map, found {found}")
     for shard in shards:
         path, names = folder / shard, [name for name, its in weight_map.items() if its == shard]
         if not path.is_file():
@@ -68,15 +74,3 @@ def read_header(path: Path) -> TensorSpecs:
         found = f"expected a safetensors file, found {path.stat().st_size} bytes that are none: {error}"
         hint = "The file is torn or a Git LFS pointer; download it again."
         raise CheckpointError(f"{path}: {found}. {hint}") from None
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = set(weight_map.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: expected an object with a weight_map, found: {error!r}") from None
-    if not shards or any(not isinstance(s, str) or Path(s).name != s for s in shards):
-        found = sorted(map(str, shards))
-        raise CheckpointError(f"{index}: expected file names beside the index in weight_map, found {found}")
-    return weight_map

@@ -1,7 +1,6 @@
 """The 12 Hz codec decoder, streaming without approximation: every layer is causal, so with what each one still needs
 (the last rows before a convolution, the last window - 1 keys and values) any schedule of chunks gives the same samples
-up to fp32 rounding. Upstream decodes chunks of 300 frames and repeats 25, which is shorter than the attention
-window."""
+up to fp32 rounding. Upstream repeats 25 frames, less than the attention window, before each 300."""
 
 from __future__ import annotations
 
@@ -27,9 +26,8 @@ _ALIGNMENT_BYTES = 32  # what the fused decoder's copies are multiples of
 
 @dataclass
 class CodecState:
-    """Everything a stream, or each of several, carries from chunk to chunk, updated in place. Its tensors are made when
-    they are first asked for: captured graphs copy `flat` as a whole, and a hundred views cost 0.16 ms of the time to
-    first PCM."""
+    """Everything a stream, or each of several, carries from chunk to chunk, updated in place. `views` are made on first
+    use: captured graphs copy `flat` as a whole, and a hundred views cost 0.16 ms of the time to first PCM."""
 
     flat: Tensor  # (bytes,) uint8, of several streams (B, bytes): the memory that all tensors are views of
     layout: StateLayout
@@ -105,11 +103,8 @@ class StreamingCodec(ABC):
 
     def __init__(self, config: CodecConfig, books: Tensor, layout: StateLayout, device: torch.device) -> None:
         """`books` (16 * 2048, codebook_dim / 2): all codebooks, one behind the other, on the device."""
-        self.config = config
-        self.books = books
-        self.layout = layout
-        self.device = device
-        self.dtype = books.dtype
+        self.config, self.layout, self.device = config, layout, device
+        self.books, self.dtype = books, books.dtype
 
     @abstractmethod
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
@@ -245,7 +240,6 @@ class PrimedStates:
         self._states: OrderedDict[int, tuple[Tensor, CodecState]] = OrderedDict()
 
     def forget(self, reference: Tensor) -> None:
-        """Lets go of the state after `reference`. No effect on one that is not kept."""
         self._states.pop(id(reference), None)
 
     def of(self, reference: Tensor) -> CodecState:

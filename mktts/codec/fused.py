@@ -11,10 +11,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from mktts.codec import packed
 from mktts.codec.decoder import CodecDecoder, CodecState, StreamingCodec
 from mktts.codec.layers import CONVNEXT_EPS, AttentionLayer, SnakeBeta
-from mktts.codec.packed import CodecWeights, Packed, PackedBlock, ProductTile, few_rows_tile, rows_per_frame
-from mktts.codec.rows import PIECE_VALUES, UNIT, CodecWork, Rows, RowsShape, moves
+from mktts.codec.packed import UNIT, CodecWeights, CodecWork, Packed, PackedBlock, ProductTile, Rows, RowsShape
 from mktts.errors import CodecError
 from mktts.kernel.build import require_triton
 from mktts.kernel.grid import power_of_two
@@ -30,10 +30,8 @@ Kernels = tuple[ModuleType, ModuleType]  # `product_kernels` and `row_kernels`
 @dataclass(frozen=True)
 class States:
     """Where one stream is between passes, as slot 0; many have the same in `RingStates`, by slot.
-
     histories: what `moves` are of, `words` values a slot. positions: frames decoded. keys, values: as of
-    `row_kernels.attend`. nobody: the slot that never moves on.
-    """
+    `row_kernels.attend`. nobody: the slot that never moves on."""
 
     histories: Tensor
     words: int
@@ -46,18 +44,15 @@ class States:
 
 class FusedLayers:
     """The pass over the layers, in the same order for one stream and for many.
-
     Every layer that looks back reads (history + new) rows: histories are copied from the states to the fronts at the
     start, each layer writes its output, through the next one's SnakeBeta, behind the next one's history, and the newest
-    rows are copied back at the end. Additions, biases and activations are the ends of matrix products.
-    """
+    rows are copied back at the end. Additions, biases and activations are the ends of matrix products."""
 
     def __init__(
         self, decoder: CodecDecoder, what: str, kernels: Kernels | None, dtype: torch.dtype, fast: bool = False
     ) -> None:
         """what: this is, for errors. kernels: in place of the Triton ones, for tests. dtype: of rows, fp32, or fp16 in
-        stored form. fast: fp16 operands and sums in the waveform blocks. Raises BackendUnavailable where the kernels
-        cannot run."""
+        stored form. fast: fp16 operands and sums in the waveform blocks. Raises BackendUnavailable."""
         self.config, self.books, self.device = decoder.config, decoder.books, decoder.device
         if kernels is None:
             require_triton(what, self.device)
@@ -71,11 +66,10 @@ class FusedLayers:
         self._raw_dtype = torch.float16 if fast else torch.float32
         self._weights = CodecWeights.pack(decoder, fast)
         front = 2 + len(self._weights.convnexts)  # layers before the waveform blocks
+        layers = enumerate(zip(decoder.layout.history, packed.rows_per_frame(decoder), strict=True))
         self._inputs = [  # of one frame
             RowsShape(past, new, channels, self._stored if index < front else self._split)
-            for index, ((past, channels), new) in enumerate(
-                zip(decoder.layout.history, rows_per_frame(decoder), strict=True)
-            )
+            for index, ((past, channels), new) in layers
         ]
         self._work = CodecWork(self.device, dtype)
 
@@ -97,7 +91,7 @@ class FusedLayers:
         (rows, 16) -> `pcm`, rows * 1920 values. memory: what `table`, of `moves`, copies to and from; `inputs`, of
         every layer that looks back, are part of it."""
         rows, queue, first = self._rows, iter(inputs), inputs[0]
-        grid, sizes = (len(table), first.lanes), {"WORDS": PIECE_VALUES, "FRAMES": first.new}
+        grid, sizes = (len(table), first.lanes), {"WORDS": packed.PIECE_VALUES, "FRAMES": first.new}
         moved = states.histories, memory, table, slots, states.positions, states.nobody, states.words // UNIT
         launch(rows.move, grid, *moved, SAVE=False, **sizes)
         most = max(each.lanes * each.new * each.channels for each in inputs)
@@ -267,7 +261,7 @@ class FusedCodec(FusedLayers, StreamingCodec):
         starts = [start + head * cache.past * cache.channels for start in (keys, values) for head in heads]
         shapes = [cache] * len(starts)
         shapes += [RowsShape(shape.past, frames * shape.new, shape.channels, split=False) for shape in self._inputs]
-        return shapes, moves(1, shapes, starts + histories, self.device)
+        return shapes, packed.moves(1, shapes, starts + histories, self.device)
 
     def _tile(self, rows: int, weight: Packed, normed: bool) -> ProductTile:
-        return few_rows_tile(rows, *weight.high.shape, weight.channels, splittable=not normed)
+        return packed.few_rows_tile(rows, *weight.high.shape, weight.channels, splittable=not normed)

@@ -18,18 +18,13 @@ GRAPH_FRAMES = (1, 2, 4, 8)  # frames of one graph; one of them must be 1
 
 
 class GraphedCodec:
-    """A decoder on CUDA whose `submit` replays graphs: the same kernels, so the same samples and states.
-
-    A call copies its stream's state to the graphs' and back (2 x 5.2 MB at full size, microseconds), so any number of
-    streams can interleave. All work runs on the decoder's CUDA stream, after what the caller's stream held at the call.
-    One thread at a time.
-    """
+    """A decoder on CUDA whose `submit` replays graphs: the same kernels, so the same samples and states. A call copies
+    its stream's state to the graphs' and back (2 x 5.2 MB at full size, microseconds): streams can interleave. Work
+    runs on the decoder's CUDA stream, behind what the caller's stream held at the call. One thread at a time."""
 
     def __init__(self, decoder: StreamingCodec) -> None:
         """Wraps `decoder`, which must not change afterwards. Raises BackendUnavailable where it is not on CUDA."""
-        self.name = decoder.name
-        self.config = decoder.config
-        self.device = decoder.device
+        self.name, self.config, self.device = decoder.name, decoder.config, decoder.device
         self._decoder = decoder
         with announced("mktts: loading the codec's kernels (a new one is compiled, once)"):
             self._graphs, self._codes, self._state = capture(decoder)
@@ -121,9 +116,8 @@ def capture(decoder: StreamingCodec) -> tuple[dict[int, Recorded[Tensor]], Tenso
     """One graph for each of GRAPH_FRAMES, whose result is its PCM (frames * 1920,), the codes (8, 16) whose first rows
     they read, and the state they advance. Raises BackendUnavailable where the decoder is not on a CUDA device."""
     if decoder.device.type != "cuda" or not torch.cuda.is_available():
-        raise BackendUnavailable(
-            f"CUDA graphs need a decoder on a CUDA device, this one is on {decoder.device}: use CodecDecoder itself"
-        )
+        here = f"this one is on {decoder.device}: use CodecDecoder itself"
+        raise BackendUnavailable(f"CUDA graphs need a decoder on a CUDA device, {here}")
     graphs: dict[int, Recorded[Tensor]] = {}
     with torch.cuda.device(decoder.device), full_products():
         decoder.compile(GRAPH_FRAMES)

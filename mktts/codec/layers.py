@@ -1,9 +1,7 @@
-"""Layers of the streaming codec decoder, on channels-last signals (B, L, C) of B streams.
-
-One that looks back takes the next of `history`, an iterator over the states' tensors (B, P, C), and writes the newest
-rows back in place: addresses never change, so a CUDA graph can hold the pass. On a CPU in fp32 a frame's last bits
-depend neither on the streams nor on the frames that it is decoded with.
-"""
+"""Layers of the streaming codec decoder, on channels-last signals (B, L, C) of B streams. One that looks back takes the
+next of `history`, an iterator over the states' tensors (B, P, C), and writes the newest rows back in place: addresses
+never change, so a CUDA graph can hold the pass. On a CPU in fp32 a frame's last bits depend neither on the streams nor
+on the frames that it is decoded with."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ _WIDTH = 96  # of rows that elementwise operators take
 
 
 def extended(x: Tensor, history: History, snake: SnakeBeta | None = None) -> Tensor:
-    """`x` (B, L, C), or what `snake` makes of it, with the P rows before it: (B, P + L, C). The history (B, P, C) then
-    holds the newest P rows."""
+    """`x` (B, L, C), or what `snake` makes of it, behind the P rows before it, (B, P + L, C); history moves on."""
     rows = next(history)
     before = rows.shape[1]
     whole = x.new_empty(x.shape[0], before + x.shape[1], x.shape[2])

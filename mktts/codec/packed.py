@@ -1,9 +1,12 @@
-"""The codec decoder's weights as fused kernels take them, of one stream and of many; tiles of products."""
+"""The codec decoder's weights and rows of activations as its fused kernels take them, the memory that rows lie in, and
+what is copied between that and the states of streams; tiles of products. Rows of one stream are fp32. Those of many are
+in stored form: fp16 of a sixteenth (so that fp16's range reaches 10^6), alone or with a second fp16 number, LOW_SCALE
+times what the first rounds away: split, 22 bits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,15 +14,8 @@ import torch
 from torch import Tensor
 
 from mktts.codec.decoder import CodecDecoder
-from mktts.codec.layers import (
-    AttentionLayer,
-    CausalConv,
-    CodecTransformer,
-    ConvNeXt,
-    ResidualUnit,
-    SnakeBeta,
-    Upsampling,
-)
+from mktts.codec.layers import AttentionLayer, CausalConv, ConvNeXt, ResidualUnit, SnakeBeta, Upsampling
+from mktts.errors import CodecError
 from mktts.model.qwen3 import Linear
 from mktts.spec import SAMPLES_PER_FRAME
 
@@ -28,6 +24,9 @@ from mktts.spec import SAMPLES_PER_FRAME
 # transposed convolutions, which are 95 % of the arithmetic.
 Precision = Literal["full", "fast"]
 LOW_SCALE = 2048  # 2^11: what fp16's 11 bits leave of a number, brought back to its size
+UNIT = 8  # values: strides are multiples, so that rows begin where the widest load may
+INPUT_SCALE = 16  # a stored number is a sixteenth
+PIECE_VALUES = 2048  # of a history, that one program copies
 
 _BUSY_PROGRAMS = 160  # enough for the processors of a large GPU (132 on an H200); fewer programs split the sum
 _SPLIT_DEPTH = 512  # the shortest sum that a program is started for
@@ -95,8 +94,7 @@ def few_rows_tile(rows: int, outs: int, depth: int, channels: int, splittable: b
 def pack(
     linear: Linear, split: bool = True, channels: int | None = None, dilation: int = 1, norm: Tensor | None = None
 ) -> Packed:
-    """`linear` as the kernels take it. channels: of a tap; None: it is one. norm (in,): the weight of the RMSNorm
-    before it, multiplied in."""
+    """`linear` as the kernels take it. channels: of a tap; None: it is one. norm (in,): of the RMSNorm before it."""
     weight = linear.weight if norm is None else linear.weight * norm[:, None]
     weight = weight.t().contiguous()
     high = weight.half()
@@ -121,8 +119,7 @@ class PackedBlock:
 @dataclass(frozen=True)
 class CodecWeights:
     """All weights of a decoder behind its codebooks, in the order of the pass. Layers are those of mktts.codec.layers,
-    with a `Packed` in place of each product, of which the weight of a norm before it is part; frequencies of SnakeBeta
-    are in half turns."""
+    with a `Packed`, which has the norm before it, for each product; frequencies of SnakeBeta are in half turns."""
 
     quantizer: Packed
     entry: Packed  # the convolution before the transformer
@@ -148,7 +145,7 @@ class CodecWeights:
             quantizer=pack(Linear(torch.cat((first.weight, rest.weight)))),
             entry=pack_conv(decoder.pre_conv),
             enter=pack(stack.input),
-            layers=tuple(_layers(stack)),
+            layers=tuple(map(_layer, stack.layers)),
             inverse_frequency=stack.inverse_frequency,
             leave=pack(stack.output, norm=stack.norm),
             convnexts=tuple(_convnexts(stages[:count])),
@@ -178,16 +175,10 @@ def rows_per_frame(decoder: CodecDecoder) -> Iterator[int]:
     yield rows
 
 
-def _layers(stack: CodecTransformer) -> Iterator[AttentionLayer]:
-    for layer in stack.layers:
-        by_turns = layer.gate_up.weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)  # a tile of a product has both
-        yield replace(
-            layer,
-            qkv=pack(layer.qkv, norm=layer.input_norm),
-            out=pack(layer.out),
-            gate_up=pack(Linear(by_turns), norm=layer.post_norm),
-            down=pack(layer.down),
-        )
+def _layer(layer: AttentionLayer) -> AttentionLayer:
+    by_turns = layer.gate_up.weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)  # a tile of a product has both
+    qkv, gate_up = pack(layer.qkv, norm=layer.input_norm), pack(Linear(by_turns), norm=layer.post_norm)
+    return replace(layer, qkv=qkv, out=pack(layer.out), gate_up=gate_up, down=pack(layer.down))
 
 
 def _convnexts(stages: list) -> Iterator[tuple[Packed, ConvNeXt]]:
@@ -197,14 +188,102 @@ def _convnexts(stages: list) -> Iterator[tuple[Packed, ConvNeXt]]:
 
 def _block(stages: list, split: bool) -> PackedBlock:
     snake, up, *units = stages
-    packed = [
-        ResidualUnit(
-            _half_turns(unit.first), pack_conv(unit.conv, split), _half_turns(unit.second), pack(unit.mix, split)
-        )
-        for unit in units
-    ]
+    packed = []
+    for unit in units:
+        first, second = _half_turns(unit.first), _half_turns(unit.second)
+        packed.append(ResidualUnit(first, pack_conv(unit.conv, split), second, pack(unit.mix, split)))
     return PackedBlock(_half_turns(snake), pack(up.linear, split, up.c_in), up.c_out, tuple(packed))
 
 
 def _half_turns(snake: SnakeBeta) -> SnakeBeta:
     return SnakeBeta((snake.frequency.double() / math.pi).float(), snake.magnitude)
+
+
+@dataclass(frozen=True)
+class RowsShape:
+    """The rows of one lane: `new` behind `past` older ones."""
+
+    past: int
+    new: int
+    channels: int
+    split: bool
+
+    @property
+    def plane(self) -> int:
+        """Values from a number's high part to its low part."""
+        return -(-(self.past + self.new) * self.channels // UNIT) * UNIT
+
+    @property
+    def lane(self) -> int:
+        """Values from a lane to the next."""
+        return self.plane * self.planes
+
+    @property
+    def planes(self) -> int:
+        return 2 if self.split else 1
+
+    def rows(self, memory: Tensor) -> Rows:
+        return Rows(self.past, self.new, self.channels, self.split, memory)
+
+
+@dataclass(frozen=True)
+class Rows(RowsShape):
+    """Rows of every lane: (lanes, planes, past + new, channels), each plane padded to UNIT values."""
+
+    memory: Tensor  # (lanes * lane,) fp32, or fp16 in stored form
+
+    @property
+    def lanes(self) -> int:
+        return len(self.memory) // self.lane
+
+    @property
+    def newest(self) -> Tensor:
+        """The memory from the first lane's first new row on."""
+        return self.memory[self.past * self.channels :]
+
+
+class CodecWork:
+    """Memory by name: a pass of fewer rows works at the front of what a larger one took. What was given out stays,
+    because recorded graphs know its address: record the largest pass first."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        """dtype: of rows."""
+        self._device, self._dtype = device, dtype
+        self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._outgrown: list[Tensor] = []
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory of `name`, as it was left."""
+        values, memory = math.prod(shape), self._memory.get((name, dtype))
+        if memory is None or len(memory) < values:
+            if memory is not None:
+                self._outgrown.append(memory)
+            memory = torch.zeros(values, dtype=dtype, device=self._device)
+            self._memory[name, dtype] = memory
+        return memory[:values].view(shape)
+
+    def rows(self, name: str, lanes: int, shape: RowsShape) -> Rows:
+        return shape.rows(self.tensor(name, lanes * shape.lane, dtype=self._dtype))
+
+    def inputs(self, lanes: int, shapes: Sequence[RowsShape]) -> tuple[Tensor, list[Rows]]:
+        """One tensor, and in it, one behind the other, the rows of each of `shapes`."""
+        memory = self.tensor("inputs", lanes * sum(shape.lane for shape in shapes), dtype=self._dtype)
+        pieces = memory.split([lanes * shape.lane for shape in shapes])
+        return memory, [shape.rows(piece) for shape, piece in zip(shapes, pieces, strict=True)]
+
+
+def moves(lanes: int, shapes: Sequence[RowsShape], starts: Sequence[int], device: torch.device) -> Tensor:
+    """The table of `row_kernels.move` for `lanes` lanes of rows as `CodecWork.inputs` lays them, in units of UNIT
+    values. starts: of each of `shapes`, where a stream's state holds its older rows. Raises CodecError for rows that
+    do not come in such units."""
+    table, input_start = [], 0
+    for shape, start in zip(shapes, starts, strict=True):
+        kept, new = shape.past * shape.channels, shape.new * shape.channels
+        if kept % UNIT or new % UNIT:
+            raise CodecError(f"rows of {shape.channels} channels cannot be moved {UNIT} values at a time")
+        for plane in range(shape.planes):
+            state, work = start + plane * kept, input_start + plane * shape.plane
+            for i in range(0, kept, PIECE_VALUES):
+                table.append((state + i, work + i, work + new + i, shape.lane, min(PIECE_VALUES, kept - i)))
+        input_start += lanes * shape.lane
+    return (torch.tensor(table, dtype=torch.int64) // UNIT).to(device)

@@ -1,14 +1,11 @@
-"""The matrix products of the fused codec: rows of all lanes in one product, with the layer's end at its end.
-
-A causal convolution is a matrix product over the window of rows it sees, of an input that begins with the history rows.
-Operands are in stored form (`mktts.codec.rows`), or fp32 and brought into it in the product. A split product is three
-products of fp16 numbers, high by high, and low by high and high by low in a sum of their own. Every sum has one order.
-
-Of many streams, what a row gives depends on that row alone, bit for bit: no sum is split over programs, a sum's steps
-have the same depth for any number of rows (see `mktts.batch.cuda.tiles`), matrix units treat rows alike at every place
-of a tile of 64 rows or more, and the ends are compiled without contraction (`enable_fp_fusion=False`), with the fused
-operations written out, so that every tile's code rounds alike.
-"""
+"""The matrix products of the fused codec: rows of all lanes in one product, with the layer's end at its end. A causal
+convolution is a matrix product over the window of rows it sees, of an input that begins with the history rows. Operands
+are in stored form (`mktts.codec.packed`), or fp32 and brought into it in the product. A split product is three products
+of fp16 numbers, high by high, and low by high and high by low in a sum of their own. Every sum has one order. Of many
+streams, what a row gives depends on that row alone, bit for bit: no sum is split over programs, a sum's steps have the
+same depth for any number of rows (see `mktts.batch.cuda.tiles`), matrix units treat rows alike at every place of a tile
+of 64 rows or more, and the ends are compiled without contraction (`enable_fp_fusion=False`), with the fused operations
+written out, so that every tile's code rounds alike."""
 
 import torch
 import triton
@@ -16,10 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mktts.codec.layers import SnakeBeta
+from mktts.codec.packed import INPUT_SCALE as _INPUT
 from mktts.codec.packed import LOW_SCALE as _LOW
-from mktts.codec.packed import Packed, ProductTile
-from mktts.codec.rows import INPUT_SCALE as _INPUT
-from mktts.codec.rows import Rows
+from mktts.codec.packed import Packed, ProductTile, Rows
 from mktts.kernel.triton_kernels import launch
 
 LOW_SCALE = tl.constexpr(float(_LOW))
@@ -133,14 +129,12 @@ def product(
     PART: tl.constexpr,
 ):  # fmt: skip
     """One tile. Row r of the product is row r % per of lane r // per, and sees x[t], x[t + dilation], ...
-
     x, act: fp32 or stored form; from a lane to the next, and from a number to its low part, in units of 8 values
     (x_lane, x_low, act_lane, act_low), which tells the compiler how they are aligned. high, low (OUTS, DEPTH); low
     None: not split. residual, raw (rows, OUTS) fp32, or fp16 of a sixteenth. EVEN: a step lies within one tap. GROUP:
     so many tiles of rows go together, column after column, while the weights of the column are in the cache. eps: of an
     RMSNorm of x, fp32, whose weight is in the product's; None: none. PART: a program sums so many terms of the depth,
-    to `partial` (parts, rows, OUTS) fp32, which `sum_parts` takes; 0: all of them.
-    """
+    to `partial` (parts, rows, OUTS) fp32, which `sum_parts` takes; 0: all of them."""
     SPLIT: tl.constexpr = low is not None
     PLAIN: tl.constexpr = x.dtype.element_ty == tl.float32
     WHOLE: tl.constexpr = OUTS % (BN + EXTRA) == 0
@@ -271,12 +265,10 @@ def run_product(
     snake: SnakeBeta | None = None, act: Rows | None = None,
 ) -> None:  # fmt: skip
     """The product of `weight` over the newest rows of every lane of `x`, split where `weight` is.
-
     eps: of an RMSNorm of `x`, fp32 and of one tap, before it. Its end, in this order: bias, GELU, or SwiGLU over
     neighbours (gate, up), times `scale` (outs,), plus `residual`; then the value to `raw` and, through `snake` (its
     frequency in half turns), to the newest rows of `act`. residual, raw (lanes * rows, outs) fp32, or fp16 of a
-    sixteenth; they may be the same. With eps or swiglu, `tile` has no parts.
-    """
+    sixteenth; they may be the same. With eps or swiglu, `tile` has no parts."""
     outs, depth = weight.high.shape
     rows, channels = x.lanes * x.new, weight.channels
     parts = tile.parts(depth)

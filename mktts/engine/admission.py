@@ -1,11 +1,6 @@
 """Decides which streams may begin now, which wait, and which are refused, for a named reason. Nothing here reads a
-clock or a device.
-
-As many listeners are served at once as the capacity says, and prompts enter as fast as the first PCM of each stays
-within a bound. The capacity is measured (`mktts.engine.capacity`); frames that come late while ticks take longer than
-measured lower it, ticks that take no longer raise it again. Nothing waits without an end: a listener's stream is
-refused after `max_wait_s`, any stream after `HELD_S` in which no tick has run.
-"""
+clock or a device. The rules are those of docs/engine.md. Nothing waits without an end: a listener's stream is refused
+after `max_wait_s`, any stream after `HELD_S` in which no tick has run."""
 
 import math
 from collections import deque
@@ -32,11 +27,9 @@ _SLOWER, _AGAIN = 1.15, 1.1  # times what was measured: ticks that lower the cap
 @dataclass(frozen=True)
 class AdmissionLimits:
     """What the operator sets. max_streams: listeners at once, however large the capacity; None: the capacity alone.
-    min_streams: listeners that are let in even where the capacity is smaller. max_waiting: listeners' streams that
-    wait for admission; None: as many as are served at once, up to 1,024. max_wait_s: for how long; None:
-    `TickSettings.place_wait_s`, and behind prompts `PROMPT_WAIT_S`.
-    Raises OptionsError for values out of range.
-    """
+    min_streams: listeners that are let in even where the capacity is smaller. max_waiting: listeners' streams that wait
+    for admission; None: as many as are served at once, up to 1,024. max_wait_s: for how long; None:
+    `TickSettings.place_wait_s`, and behind prompts `PROMPT_WAIT_S`. Raises OptionsError for values out of range."""
 
     max_streams: int | None = None
     min_streams: int = 1
@@ -46,15 +39,12 @@ class AdmissionLimits:
     def __post_init__(self) -> None:
         none_at_all = self.max_streams is not None and self.max_streams < 1
         if none_at_all or self.min_streams < 1 or (self.max_waiting or 0) < 0 or not (self.max_wait_s or 0) >= 0:
-            raise OptionsError(
-                f"expected max_streams and min_streams of at least 1, the others at least 0, or None where that is "
-                f"the default, got {self}"
-            )
+            least = "max_streams and min_streams of at least 1, the others at least 0"
+            raise OptionsError(f"expected {least}, or None where that is the default, got {self}")
 
 
 class Capacity(NamedTuple):
-    """Listeners that are served in time at once, below 1 where the machine is slower than real time for one; and how
-    that is known."""
+    """Listeners that are served in time at once, below 1 on a machine slower than real time; and how that is known."""
 
     streams: float
     basis: str
@@ -62,8 +52,7 @@ class Capacity(NamedTuple):
 
 class Arrival(NamedTuple):
     """A stream that would begin. prompt_rows: to compute. max_rows: prompt and frames together, at most. key: of the
-    prompt's prefix. name: the caller's. An unpaced one takes time only from listeners, and little of that.
-    """
+    prompt's prefix. name: the caller's. An unpaced one takes time only from listeners, and little of that."""
 
     arrived_s: float
     prompt_rows: int
@@ -74,8 +63,7 @@ class Arrival(NamedTuple):
 
 
 class Admission:
-    """The limits and the capacity of an engine, common to all of its lanes. listeners: `StreamTable.listening` of each
-    set of lanes, by perf_counter."""
+    """Limits and capacity of an engine. listeners: `StreamTable.listening` of each set of lanes, by perf_counter."""
 
     def __init__(self, limits: AdmissionLimits | None = None) -> None:
         self.limits = limits or AdmissionLimits()
@@ -182,10 +170,8 @@ class AdmissionQueue:
 
     def _max_wait_s(self, reason: Reason) -> float:
         """How long a listener's stream may wait that `reason` keeps out."""
-        most_s = self._admission.limits.max_wait_s
-        if most_s is None:
-            most_s = PROMPT_WAIT_S if reason == "first_pcm" else self._ticks.place_wait_s
-        return most_s
+        usual_s = PROMPT_WAIT_S if reason == "first_pcm" else self._ticks.place_wait_s
+        return usual_s if self._admission.limits.max_wait_s is None else self._admission.limits.max_wait_s
 
     def wake_s(self, now_s: float) -> float:
         """Time until which nothing changes for streams that wait; inf where none does. Every time is the sum that is
@@ -201,8 +187,7 @@ class AdmissionQueue:
         return min((at_s for at_s in changes_s if at_s > now_s), default=now_s)
 
     def obstacle(self, arrival: Arrival, model: TickModel, now_s: float) -> Reason:
-        """What keeps a stream from being admitted now; "" for nothing. The only listener is let in however slow the
-        machine is."""
+        """What keeps a stream from being admitted now; "" for nothing. The only listener is always let in."""
         table, admission = self._table, self._admission
         if table.open.all():
             return "slots"
@@ -232,10 +217,8 @@ _OBSTACLES: dict[Reason, str] = {
 def refusal(reason: Reason, open_streams: int, most: float) -> BusyError:
     """What ends a stream that was refused for `reason`. most: listeners that are admitted at once."""
     served = "" if math.isinf(most) else f", where {int(most)} can be served at once"
-    error = BusyError(
-        f"refused with {counted(open_streams, 'stream')} open{served}: {_OBSTACLES[reason]}; try again when some have "
-        "ended, or on another machine"
-    )
+    refused = f"refused with {counted(open_streams, 'stream')} open{served}: {_OBSTACLES[reason]}"
+    error = BusyError(f"{refused}; try again when some have ended, or on another machine")
     error.capacity = None if math.isinf(most) else int(most)
     return error
 

@@ -123,13 +123,8 @@ def tick_times(lanes: Lanes, slots: Sequence[int], prompt: Any, fit: TickFit) ->
 def _tick(lanes: Lanes, slots: Sequence[int], rows: int, context_rows: int) -> Tick:
     """One in which prompts of so many rows enter, or, with 0, streams with so much context go on."""
     pieces = tuple(Piece(slot, 0, rows, True) for slot in slots) if rows else ()
-    return Tick(
-        bucket=lanes.settings.bucket(lanes.model, len(slots), rows * len(slots)),
-        lanes=np.array(slots, np.int32),
-        new_lanes=len(pieces),
-        pieces=pieces,
-        context_rows=len(slots) * (rows or context_rows),
-    )
+    bucket, attended = lanes.settings.bucket(lanes.model, len(slots), rows * len(slots)), rows or context_rows
+    return Tick(bucket, np.array(slots, np.int32), len(pieces), pieces=pieces, context_rows=len(slots) * attended)
 
 
 def machine_key(device: torch.device, threads: int | None) -> str:

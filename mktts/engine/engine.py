@@ -1,9 +1,7 @@
 """The worker thread that owns the model and makes the open streams, tick by tick; and which lanes make a stream.
-
 Nothing here takes a lock that a garbage-collected stream could need: the worker learns of what happens outside from one
 `queue.SimpleQueue`, whose `put` may be called from finalizers too. All of `Engine` may be called from any thread, in
-the process that made it: threads do not survive `os.fork`.
-"""
+the process that made it: threads do not survive `os.fork`."""
 
 import contextlib
 import gc
@@ -47,11 +45,9 @@ OPEN_SINGLY = 8
 
 
 class Engine:
-    """Owns the worker thread. Close it, or use it as a context manager; dropping it closes it too.
-
-    With both kinds of lanes, one or two streams at a time are made singly and further ones together; those that wait
-    for text or for their reader do not count. A stream stays on the lanes where it began.
-    """
+    """Owns the worker thread. Close it, or use it as a context manager; dropping it closes it too. With both kinds of
+    lanes, one or two streams at a time are made singly and further ones together; those that wait for text or for their
+    reader do not count. A stream stays on the lanes where it began."""
 
     gone = False  # as an engine in another process may be
 
@@ -69,26 +65,21 @@ class Engine:
     ) -> None:
         """One of `single` and `batch` may be None. later: makes `batch` when more streams are open than are made
         singly. admission: of the runners. cpu_threads: for torch's operators on the worker; None leaves torch's choice.
-        capacity_key: what a measured capacity is kept under. device, dtype: of the model.
-        """
+        capacity_key: what a measured capacity is kept under. device, dtype: of the model."""
         self.backend_name, self.device, self.dtype = (single or batch).lanes.name, device, dtype
-        self._capacity_key = capacity_key
-        self.admission = admission
+        self.admission, self._capacity_key = admission, capacity_key
         # The worker clears it at its end.
         self.runners: dict[EngineName, Runner] = {one.name: one for one in (single, batch) if one is not None}
         self._later, self._singly = later, SINGLE_STREAMS
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self.notifier = Notifier()
-        self._lock = threading.Lock()
-        self.closed = False
+        self._lock, self.closed = threading.Lock(), False
         self._utterances: weakref.WeakSet[Utterance] = weakref.WeakSet()
         self._pid = os.getpid()
         self._worker = _Worker(self._inbox, self.runners, self.notifier)
         self._thread = threading.Thread(target=self._worker.run, args=(cpu_threads,), name="mktts-worker", daemon=True)
         self._thread.start()
         weakref.finalize(self, _abandon, self._inbox, self._thread)  # also at interpreter exit
-
-    # ---- streams
 
     def reserve(self, plan: Plan, sink: Any = None) -> Utterance:
         """A stream that the worker knows of from `begin` on. sink: see `Utterance`. Raises EngineError after `close`
@@ -100,8 +91,7 @@ class Engine:
         return utterance
 
     def begin(self, utterance: Utterance, script: Callable[[Runner], Script], engine: EngineName | None = None) -> None:
-        """Has a reserved stream made. script: its text, for the runner that makes it. engine: the lanes; None chooses.
-        Raises as `reserve`."""
+        """Has a reserved stream made. script: its text, for its runner. engine: None chooses. Raises as `reserve`."""
         with self._lock:
             self._check(utterance.plan.sampling)
             runner = self._choose(utterance.plan.sampling, engine)
@@ -122,9 +112,8 @@ class Engine:
         if self.closed:
             raise EngineError("the synthesizer is closed: load another one")
         if sampling is not None and sampling.rng == "torch" and "single" not in self.runners:
-            raise SamplingError(
-                "the batch engine draws with rng='philox': for rng='torch' take backend='torch', engine='single'"
-            )
+            hint = "for rng='torch' take backend='torch', engine='single'"
+            raise SamplingError(f"the batch engine draws with rng='philox': {hint}")
 
     def _choose(self, sampling: Sampling, engine: EngineName | None = None) -> Runner:
         if engine is not None:
@@ -156,15 +145,12 @@ class Engine:
         except Exception as reason:
             _LOG.warning("streams go on taking turns, the batch engine cannot run: %s", reason)
 
-    # ---- all of them
-
     @property
     def stats(self) -> dict[EngineName, EngineStats]:
         return {name: runner.stats for name, runner in list(self.runners.items())}
 
     @property
     def capacity(self) -> Capacity:
-        """Listeners that are admitted at once, and how that is known."""
         return self.admission.capacity
 
     def set_limits(self, limits: AdmissionLimits) -> None:
@@ -185,9 +171,8 @@ class Engine:
 
     def measure_capacity(self, request: Request, renew: bool = False, only_kept: bool = False) -> Capacity:
         """Makes `capacity` that of this machine, by streams of this checked request: what was measured before, or else
-        a measurement of some seconds, which is kept; lanes of many streams that are to come are made for it. renew:
-        measures anew. only_kept: does not measure. Raises EngineError after `close`, and BusyError where streams are
-        open in every place."""
+        a measurement of some seconds, which is kept; lanes of many streams that are to come are made. renew: measures
+        anew. only_kept: does not measure. Raises EngineError after `close`, BusyError where every place is taken."""
         self._check()
         if not only_kept:
             self.make_batch()
@@ -250,12 +235,10 @@ class Engine:
 
 
 class _Worker:
-    """It knows these only, so that dropping the engine can end its thread. sleeps: nothing is to be done without an
-    update."""
+    """It knows these only, so that dropping the engine can end its thread. sleeps: nothing is due without an update."""
 
     def __init__(self, inbox: SimpleQueue[Any], runners: dict[EngineName, Runner], notifier: Notifier) -> None:
-        self.sleeps = True
-        self.runners = runners
+        self.sleeps, self.runners = True, runners
         self._inbox, self._notifier = inbox, notifier
         self._many = ManyStreams()
 
@@ -322,8 +305,6 @@ def _abandon(inbox: SimpleQueue[Any], thread: threading.Thread) -> None:
         thread.join(_EXIT_WAIT_S)
 
 
-# ---- what a process sets while it makes many streams at once
-
 SWITCH_S = 0.5e-3  # between threads that want to run
 # More than there were before, without which the collector does not look at them: 2 100 streams hold 190 000.
 YOUNG_OBJECTS = 1_000_000
@@ -331,13 +312,11 @@ MANY, FEW = 16, 8  # open streams of an engine: with more than MANY the process 
 
 
 class ManyStreams:
-    """What the process sets for engines or clients that have many open streams: the part of one, in one thread.
-
-    While any has many, other threads wait SWITCH_S for the interpreter instead of 5 ms, and nothing is collected
-    but where YOUNG_OBJECTS came to what was there: what a stream held is free without the collector, which stops every
-    thread for up to 66 ms. With 1,600 listeners of an engine without a device, on two cores, p99 first PCM was 218 ms
-    with the long interval and 71 ms with this. When the last has few again, what was before is put back.
-    """
+    """What the process sets for engines or clients that have many open streams: the part of one, in one thread. While
+    any has many, other threads wait SWITCH_S for the interpreter instead of 5 ms, and nothing is collected but where
+    YOUNG_OBJECTS came to what was there: what a stream held is free without the collector, which stops every thread for
+    up to 66 ms. With 1,600 listeners of an engine without a device, on two cores, p99 first PCM was 218 ms with the
+    long interval and 71 ms with this. When the last has few again, what was before is put back."""
 
     _lock = threading.Lock()
     _before = contextlib.ExitStack()  # closing it puts back what was; under the lock
@@ -347,7 +326,6 @@ class ManyStreams:
         self._many = False
 
     def count(self, open_streams: int) -> None:
-        """So many are open now."""
         many = open_streams > (FEW if self._many else MANY)
         if many == self._many:
             return

@@ -1,8 +1,6 @@
-"""The one interface between the engine, which decides ticks, and what runs them: lanes in, codes and PCM out.
-
-The engine owns the slots: it takes one for a stream, begins the stream's segments in it one after the other, and gives
-it back. One thread owns the lanes.
-"""
+"""The one interface between the engine, which decides ticks, and what runs them: lanes in, codes and PCM out. The
+engine owns the slots: it takes one for a stream, begins the stream's segments in it one after the other, and gives it
+back. One thread owns the lanes."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +24,10 @@ from mktts.spec import NUM_CODEBOOKS
 
 class Made(NamedTuple):
     """What a tick made, for its lanes in their order. The arrays may be written again after the next but one `launch`.
-
     codes (n, 16) int64; code 0 is -1 where the model gave no number. ended (n,) bool: end of speech; codes and PCM of
     such a lane mean nothing. pcm (n, 1920) float32 in [-1, 1]; None where chunks are decoded by `Lanes.submit`.
     took_s: the time of the tick on the device; predictor_s: of it, where that is known. idle_s: how long the device had
-    done nothing before it.
-    """
+    done nothing before it."""
 
     codes: np.ndarray
     ended: np.ndarray
@@ -69,8 +65,7 @@ class Lanes(Protocol):
         """The stream is over, or `begin` has raised; a tick that still runs may have a lane of it."""
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Any:
-        """Queues one tick; two at most may wait to be collected. rows: for each of `tick.lanes` the text row (H,), None
-        exactly for the `new_lanes`."""
+        """Queues one tick, the second at most. rows: a text row (H,) for each lane, None for the `new_lanes`."""
 
     def collect(self, launched: Any) -> Made:
         """Waits for the oldest launched tick. A lane of a slot that had ended before it is `ended` again."""
@@ -84,9 +79,7 @@ class OneLane:
     """What lanes of width 1 have in common: streams take turns, and a tick is over when it was launched."""
 
     alone = overlaps = deterministic = decodes_beside = False
-    precision = "full"
-    pages = None
-    slots = SLOTS
+    precision, pages, slots = "full", None, SLOTS
     settings = TickSettings.one()
     model = TickModel(constant_s=1e-3, lane_s=0.0, row_s=0.0, attention_s=0.0)
 
@@ -140,8 +133,7 @@ class SingleLanes(OneLane):
             here.ahead.close()
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Made:
-        """Makes the frame; several are asked for at once where no other stream waits and their inputs are known. Raises
-        what the backend raises."""
+        """Makes the frame; several are asked for at once where no other stream waits and their inputs are known."""
         slot, backend, inputs = int(tick.lanes[0]), self.backend, list(rows)
         here = self._slots[slot]
         segment, chunker = here.segment, here.segment.stream.chunker

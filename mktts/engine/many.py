@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mktts.engine.stream import Stream
+from mktts.engine.stream import NO_PCM, Stream
 from mktts.errors import EngineError
 
 OpenStream = Callable[[str, Any], Stream]
-_NOTHING = np.zeros(0, np.float32)
 
 
 class SayRequest(NamedTuple):
@@ -29,13 +28,12 @@ class SayResult(NamedTuple):
 
     asked: SayRequest
     stream: Stream | None
-    pcm: np.ndarray = _NOTHING
+    pcm: np.ndarray = NO_PCM
     error: Exception | None = None
 
 
 def whole(stream: Stream | Exception) -> np.ndarray:
-    """All PCM (S,) float32 of a stream, or raises why there is none. Raises as `Stream.read`, and EngineError where the
-    stream was cut off."""
+    """All PCM (S,) float32 of a stream. Raises why there is none, and EngineError where the stream was cut off."""
     if isinstance(stream, Exception):
         raise stream
     pcm = stream.read()
@@ -72,10 +70,8 @@ def say_many(open_stream: OpenStream, texts: Iterable[str], settings: Any, at_on
 
 def say_each(open_stream: OpenStream, ask: Callable[[], SayRequest | None], at_once: int) -> Iterator[SayResult]:
     """Keeps `at_once` streams open, and hands each out as soon as it is over; an error is that text's alone.
-
     ask: gives the next one, or None where there is none for now: it is asked again after each that was handed out. What
-    it raises is raised. Leaving the iterator ends what is open.
-    """
+    it raises is raised. Leaving the iterator ends what is open."""
     over: SimpleQueue[int] = SimpleQueue()
     waiting: dict[int, SayResult] = {}  # by number
     numbers = count()

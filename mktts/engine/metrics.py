@@ -1,11 +1,9 @@
-"""What the chunks of one stream say about it. The words mean the same everywhere.
-
-TTFC: from the `stream()` call to the first PCM in host memory, on a warm model. Audible TTFC: to the first audible 10
-ms of a listener whose player starts with the first chunk; None where nothing is audible. RTF: seconds from the call to
-the last PCM, divided by seconds of audio; it counts everything between, so it means something only for a stream that
-has the machine to itself. Stage times: the backend's and codec's own clocks. Underrun: that player runs dry. Prebuffer:
-how much later it would have to start to never run dry.
-"""
+"""What the chunks of one stream say about it. The words mean the same everywhere. TTFC: from the `stream()` call to the
+first PCM in host memory, on a warm model. Audible TTFC: to the first audible 10 ms of a listener whose player starts
+with the first chunk; None where nothing is audible. RTF: seconds from the call to the last PCM, divided by seconds of
+audio; it counts everything between, so it means something only for a stream that has the machine to itself. Stage
+times: the backend's and codec's own clocks. Underrun: that player runs dry. Prebuffer: how much later it would have to
+start to never run dry."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -87,9 +85,7 @@ def summarise(chunks: Iterable[Chunk]) -> StreamMetrics:
     """Metrics of one utterance from its chunks in order. Raises MetricsError where they hold no audio."""
     chunks = [chunk for chunk in chunks if len(chunk.pcm)]
     if not chunks:
-        raise MetricsError(
-            "expected at least one chunk with audio, found none: the stream was cancelled or stayed empty"
-        )
+        raise MetricsError("expected a chunk with audio, found none: the stream was cancelled or stayed empty")
     timings = [chunk.timings for chunk in chunks]
     playback = play([t.ready_ms for t in timings], [len(chunk.pcm) for chunk in chunks])
     audible_ms = None

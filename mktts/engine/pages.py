@@ -1,19 +1,16 @@
-"""Which stream or prefix has which page of keys and values: the host's book; the pages themselves lie on the device.
-
-A stream takes every page that its declared maximum may need when it opens, so none stops for want of one. The rows of a
+"""Which stream or prefix has which page of keys and values: the host's book; the pages themselves lie on the device. A
+stream takes every page that its declared maximum may need when it opens, so none stops for want of one. The rows of a
 prompt's prefix can be kept by key: full pages are shared, to be read only, and a partial last page is copied. Prefixes
 that no open stream uses give way, least recently used first. Page 0 belongs to nobody: unused entries of the table name
-it. One thread at a time.
-"""
+it. One thread at a time."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from mktts.errors import CapacityError, EngineError
+from mktts.errors import CapacityError
 
 PAGE_ROWS = 64
 NO_OWNER = 0
@@ -27,8 +24,7 @@ class Copy(NamedTuple):
     rows: int
 
 
-@dataclass(frozen=True)
-class KeptPrefix:
+class KeptPrefix(NamedTuple):
     """A prefix of `rows` rows; its pages in order, the last one partial where `rows` is no multiple of a page."""
 
     rows: int
@@ -37,8 +33,7 @@ class KeptPrefix:
 
 class Pages:
     """The pages of one device. `table` (slots + 1, pages a slot) int32: page of every position / page_rows of a slot;
-    the last row is of no stream.
-    """
+    the last row is of no stream."""
 
     def __init__(
         self, pages: int, slots: int, rows_per_slot: int, page_rows: int = PAGE_ROWS, max_kept: int | None = None
@@ -48,10 +43,9 @@ class Pages:
         self.page_rows = page_rows
         self.rows_per_slot = min(rows_per_slot, (pages - 1) * page_rows)
         if min(page_rows, slots, self.rows_per_slot) < 1:
-            raise CapacityError(
-                f"expected at least 2 pages and one row a page, slot and stream, got {pages} pages of {page_rows} "
-                f"rows, {slots} slots of {rows_per_slot} rows: free device memory or lower the limits"
-            )
+            got = f"{pages} pages of {page_rows} rows, {slots} slots of {rows_per_slot} rows"
+            expected = "at least 2 pages and one row a page, slot and stream"
+            raise CapacityError(f"expected {expected}, got {got}: free device memory or lower the limits")
         self.max_kept = min(pages // 8, 256) if max_kept is None else max_kept
         self.table = np.full((slots + 1, self.count(self.rows_per_slot)), NO_OWNER, np.int32)
         self._free = list(range(pages - 1, NO_OWNER, -1))
@@ -60,8 +54,6 @@ class Pages:
         self._kept: OrderedDict[Hashable, KeptPrefix] = OrderedDict()
         self._changed: set[int] = set()
         self._copies: list[Copy] = []
-
-    # ---- what there is
 
     def count(self, rows: int) -> int:
         return -(-rows // self.page_rows)
@@ -85,8 +77,7 @@ class Pages:
         return self._kept[key].rows if key in self._kept else 0
 
     def fits(self, rows: int, key: Hashable | None = None, beside: int = 0) -> bool:
-        """Whether a stream of at most `rows` rows could open now with the prefix `key`, if that is kept, so that
-        `beside` pages are left for others."""
+        """Whether a stream of at most `rows` rows with this prefix could open now and leave `beside` pages."""
         if not 0 < rows <= self.rows_per_slot:
             return False
         more = self.count(rows) - self.find(key) // self.page_rows + beside
@@ -99,24 +90,20 @@ class Pages:
         self._copies, self._changed = [], set()
         return copies, changed
 
-    # ---- streams
-
     def open(self, slot: int, rows: int, key: Hashable | None = None) -> int:
         """Gives `slot` every page that `rows` positions need. Returns the rows that the prefix under `key` has filled
         already, 0 where it is not kept. Raises CapacityError where the pages are not there (see `fits`); nothing is
         changed."""
         if not self.fits(rows, key):
-            raise CapacityError(
-                f"a stream of {rows} rows takes {self.count(rows)} pages; {len(self._free) + len(self._idle(None))} "
-                f"can be had, and one stream may have 1 to {self.rows_per_slot} rows: shorten the text or lower "
-                "max_frames, or wait until other streams end"
-            )
+            takes = f"takes {self.count(rows)} pages; {len(self._free) + len(self._idle(None))} can be had"
+            hint = "shorten the text or lower max_frames, or wait until other streams end"
+            limit = f"one stream may have 1 to {self.rows_per_slot} rows: {hint}"
+            raise CapacityError(f"a stream of {rows} rows {takes}, and {limit}")
         kept, kept_rows = self._kept.get(key), self.find(key)
         shared = [] if kept is None else kept.pages[: kept_rows // self.page_rows]
         count = self.count(rows) - len(shared)
-        while len(self._free) < count:
-            if not self._forget_one(but=key):
-                raise EngineError(f"{count} pages were promised, {len(self._free)} are free: the book is wrong")
+        while len(self._free) < count and self._forget_one(but=key):
+            pass  # there are enough of them: see `fits`
         own = [self._free.pop() for _ in range(count)]
         pages = shared + own
         for page in pages:
@@ -138,8 +125,6 @@ class Pages:
                     self._free.append(page)
         self.table[slot] = NO_OWNER
         self._changed.add(slot)
-
-    # ---- prefixes
 
     def keep(self, slot: int, key: Hashable, rows: int) -> None:
         """Keeps the first `rows` rows of `slot` under `key`, unless the key is known or there is no room."""
@@ -164,8 +149,6 @@ class Pages:
         """Prefixes whose keys are `unwanted` are not offered any more; streams that share their pages go on."""
         for key in [key for key in self._kept if unwanted(key)]:
             self._drop(key)
-
-    # ---- inside
 
     def _idle(self, but: Hashable | None) -> set[int]:
         """Pages that would become free if all prefixes without a user, except `but`, gave way."""

@@ -1,9 +1,7 @@
-"""Makes the streams of one set of lanes: admission, slots, ticks by the scheduler, and what each tick gave.
-
-Where the lanes work beside the host, tick t + 1 is planned while tick t runs, as late as possible, so that streams that
-arrive meanwhile are in it; it is launched before t is read, so that the device has no pause. What t then says can make
-a lane of t + 1 useless (the speech had ended): it is dropped.
-"""
+"""Makes the streams of one set of lanes: admission, slots, ticks by the scheduler, and what each tick gave. Where the
+lanes work beside the host, tick t + 1 is planned while tick t runs, as late as possible, so that streams that arrive
+meanwhile are in it; it is launched before t is read, so that the device has no pause. What t then says can make a lane
+of t + 1 useless (the speech had ended): it is dropped."""
 
 import contextlib
 import math
@@ -11,7 +9,6 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,12 +44,9 @@ class TickTimes:
 
 
 class EngineStats(NamedTuple):
-    """The state of one set of lanes at the moment.
-
-    listeners: streams that need frames in time. waiting: streams that wait for admission. lanes, lanes_used: slots for
-    streams, whether frames are made for them now or not. pages, pages_free: of keys and values, 0 where streams bring
-    their own.
-    """
+    """The state of one set of lanes at the moment. listeners: streams that need frames in time. waiting: streams that
+    wait for admission. lanes, lanes_used: slots for streams, whether frames are made for them now or not. pages,
+    pages_free: of keys and values, 0 where streams bring their own."""
 
     listeners: int
     waiting: int
@@ -63,8 +57,7 @@ class EngineStats(NamedTuple):
     ticks: TickTimes
 
 
-@dataclass
-class Running:
+class Running(NamedTuple):
     """A launched tick. lanes: slots and segments. streams: with a lane or a piece of a prompt in it. ends_s: as
     predicted where it runs beside the host. follows: the one before it still ran."""
 
@@ -95,8 +88,7 @@ class Runner:
         build: Callable[[Request], Any] | None = None,
         open_prompt: Callable[[Request], Any] | None = None,
     ) -> None:
-        """build, open_prompt: make prompts of checked requests, the second where their text comes later; None: as the
-        builder has them."""
+        """build, open_prompt: make prompts of checked requests, whole and fed ones; None: as the builder has them."""
         self.lanes, self.prompts, self.admission = lanes, prompts, admission
         self.log: deque[tuple[Any, ...]] = deque(maxlen=100_000)  # of the newest ticks, as TICKS
         self.build = build or prompts.of_checked
@@ -219,15 +211,12 @@ class Runner:
         self._end_all(lambda stream: (stream.cancel(), stream.end(None)))
 
     def _end_all(self, end: Callable[[Utterance], Any]) -> None:
-        """Ends every stream, whatever the lanes say to it."""
         while self._running:
             with contextlib.suppress(Exception):
                 self.lanes.collect(self._running.popleft().launched)
         for stream in list(self.open_streams):
             with contextlib.suppress(Exception):
                 end(stream)
-
-    # ---- admission
 
     def _take_arrivals(self, now_s: float, until_s: float) -> None:
         """Looks at streams that arrived, until then, or a little longer; at one always where none is open."""
@@ -262,10 +251,8 @@ class Runner:
         rows = len(segment.prompt.embeds)
         most = rows + segment.max_frames
         if most > self.lanes.positions:
-            raise CapacityError(
-                f"a stream of {most} positions (prompt and frames) was asked for, one may have "
-                f"{self.lanes.positions}: shorten the text or lower max_frames"
-            )
+            limit = f"one may have {self.lanes.positions}: shorten the text or lower max_frames"
+            raise CapacityError(f"a stream of {most} positions (prompt and frames) was asked for, {limit}")
         if self._pages is not None:
             key = kept_under(segment.prompt)
             kept = self._pages.find(key)
@@ -275,8 +262,7 @@ class Runner:
         return refusal(reason, len(self._streams), self.admission.most)
 
     def _begin(self, arrival: Arrival, reason: Reason, now_s: float) -> None:
-        """The segment of a stream that was admitted, or has its slot, gets its memory, and its prompt waits to enter;
-        a stream that is refused for `reason` ends."""
+        """The segment of a stream that was admitted gets its memory; a stream that is refused for `reason` ends."""
         stream: Utterance = arrival.name
         segment, table, kept = stream.segment, self._table, 0
         try:
@@ -328,8 +314,6 @@ class Runner:
         self._table.open[slot] = False
         self.free_slots.append(slot)
         self._freed = True
-
-    # ---- readers and text
 
     def _update_readers(self, now_s: float) -> None:
         """What readers of awake streams have taken, and whose buffer is full."""
@@ -384,8 +368,6 @@ class Runner:
                 del self._awake[slot], self._waiting[slot]
         except Exception as error:
             stream.fail(error)
-
-    # ---- ticks
 
     def _launch(self, tick: Tick, now_s: float, begins_s: float) -> None:
         table = self._table

@@ -1,12 +1,10 @@
-"""Decides one tick: which prompts enter, which streams get a frame, which bucket runs. No device and no clock.
-
-Arrivals come first, oldest first, as far as the bucket's prompt rows go; a longer prompt enters in pieces over ticks.
-Then the streams that have the least time: their lead before their listeners, less what the rest of a chunk takes. Of
-them only those below a limit, so that a tick is as small as what is wanted now; one whose text has come after a wait
-goes first. Where many enter at once, only those ride along that would soon be late. Few streams are not held back at
-all, and where nothing is wanted now, a small tick takes those on that are least ahead. A stream that waits for text, or
-for its reader, is in no tick.
-"""
+"""Decides one tick: which prompts enter, which streams get a frame, which bucket runs. No device and no clock. Arrivals
+come first, oldest first, as far as the bucket's prompt rows go; a longer prompt enters in pieces over ticks. Then the
+streams that have the least time: their lead before their listeners, less what the rest of a chunk takes. Of them only
+those below a limit, so that a tick is as small as what is wanted now; one whose text has come after a wait goes first.
+Where many enter at once, only those ride along that would soon be late. Few streams are not held back at all, and where
+nothing is wanted now, a small tick takes those on that are least ahead. A stream that waits for text, or for its
+reader, is in no tick."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ _CONTEXT_UNIT_ROWS = 100
 
 
 class Piece(NamedTuple):
-    """`rows` of the prompt in `slot` that enter together, from position `start` on; `last`: its first frame is made in
-    the same tick."""
+    """`rows` of the prompt in `slot` that enter at once, from position `start` on; `last`: a frame is made with it."""
 
     slot: int
     start: int
@@ -35,14 +32,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tick:
-    """What runs next. Without a lane and a piece it is nothing: ask again when there is an update, at `wake_s` at the
-    latest.
-
-    lanes (n,) int32: slots that get a frame; the first `new_lanes` of them those whose prompt ends in this tick.
-    frames (n,) int64: which frame of its stream each lane makes. serials (n,) int64: see StreamTable.
-    pieces: of prompts, in the order of their rows. bucket: (lanes, prompt rows) to run. context_rows: that all of it
-    attends to.
-    """
+    """What runs next. Without a lane and a piece it is nothing: ask again at an update, at `wake_s` at the latest.
+    lanes (n,) int32: slots that get a frame; the first `new_lanes` of them those whose prompt ends in this tick. frames
+    (n,) int64: which frame of its stream each lane makes. serials (n,) int64: see StreamTable. pieces: of prompts, in
+    the order of their rows. bucket: (lanes, prompt rows) to run. context_rows: that all of it attends to."""
 
     bucket: tuple[int, int] = (0, 0)
     lanes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -57,8 +50,7 @@ class Tick:
 @dataclass(frozen=True)
 class TickModel:
     """Seconds: `constant_s` + `lane_s` a lane + `row_s` a prompt row + `attention_s` a hundred rows attended to. Lanes
-    and prompt rows are those of the bucket that runs, padding included; what is attended to is of the lanes that are
-    filled."""
+    and prompt rows are those of the bucket that runs, what is attended to is of the lanes that are filled."""
 
     constant_s: float
     lane_s: float
@@ -73,8 +65,7 @@ class TickModel:
 
     @classmethod
     def cpu(cls) -> TickModel:
-        """The voice in the box by batched PyTorch operators in fp32, CPU time of one thread at 2.3 GHz: good for the
-        first ticks only, then `TickFit` knows better."""
+        """The voice in the box by batched PyTorch operators in fp32, a thread at 2.3 GHz: for the first ticks."""
         return cls(constant_s=11.5e-3, lane_s=2.0e-3, row_s=85e-6, attention_s=55e-6)
 
     def predict(self, lanes: int, rows: int, context_rows: float) -> float:
@@ -100,8 +91,7 @@ class TickFit:
         self._right = np.zeros(len(self._parts))
 
     def observe(self, lanes: int, rows: int, context_rows: float, took_s: float) -> None:
-        """Takes a tick that was run (as `TickModel.predict`) and its measured seconds, no further than a factor of
-        three from what is expected."""
+        """Takes a tick that was run and its measured seconds, within a factor of three of what is expected."""
         if not took_s > 0:
             return
         expected_s = self.model.predict(lanes, rows, context_rows)
@@ -147,25 +137,20 @@ _PATIENCE_S = 1.0  # an unpaced stream's prompt lets those pass that arrive with
 
 @dataclass(frozen=True)
 class TickSettings:
-    """What a tick may be.
-
-    buckets: the (lanes, prompt rows) that can run; () where a tick may have any size, up to the limits.
-    max_lanes, max_rows: of a tick. At least one bucket has both at once.
-    min_rows: prompt rows that may enter even where playing listeners are pressed for time, so that arrivals go on.
-    max_tick_s: ticks are no longer than this, as predicted, while nobody would be late for that: the time that an
-        arrival waits for the tick that runs. It must leave a listener's second frame in time: below 80 ms.
-    lead_s: a stream with this much lead is not wanted now. fill_lead_s: up to this lead it may ride in an empty lane,
-    or where a tick has fewer than `fill_lanes`.
-    few_lanes: so many streams at once are not held back by their lead. idle_lanes: of a tick while nothing is wanted.
-    whole_prompts: a prompt enters in one tick, also where it has more rows than those limits.
-    chunks: frames of a stream's first, second, ... chunk, see `StreamOptions.schedule`, where it leaves that open. A
-        chunk can be heard when its last frame is made: with ticks of `max_tick_s` it should be no larger than those
-        that are made while the chunks before it are played.
-    margin: of the ticks' time that listeners may take together: the rest is for what comes unevenly, and for a host
-        whose work beside a device is not in the ticks.
-    first_pcm_s: the longest predicted wait for a first PCM with which a stream is admitted beside waiting prompts.
-    place_wait_s: that a stream waits for a listener to leave, where `AdmissionLimits` does not say.
-    """
+    """What a tick may be. buckets: the (lanes, prompt rows) that can run; () where a tick may have any size, up to the
+    limits. max_lanes, max_rows: of a tick. At least one bucket has both at once. min_rows: prompt rows that may enter
+    even where playing listeners are pressed for time, so that arrivals go on. max_tick_s: ticks are no longer than
+    this, as predicted, while nobody would be late for that: the time that an arrival waits for the tick that runs. It
+    must leave a listener's second frame in time: below 80 ms. lead_s: a stream with this much lead is not wanted now.
+    fill_lead_s: up to this lead it may ride in an empty lane, or where a tick has fewer than `fill_lanes`. few_lanes:
+    so many streams at once are not held back by their lead. idle_lanes: of a tick while nothing is wanted.
+    whole_prompts: a prompt enters in one tick, also where it has more rows than those limits. chunks: frames of a
+    stream's first, second, ... chunk, see `StreamOptions.schedule`, where it leaves that open. A chunk can be heard
+    when its last frame is made: with ticks of `max_tick_s` it should be no larger than those that are made while the
+    chunks before it are played. margin: of the ticks' time that listeners may take together: the rest is for what comes
+    unevenly, and for a host whose work beside a device is not in the ticks. first_pcm_s: the longest predicted wait for
+    a first PCM with which a stream is admitted beside waiting prompts. place_wait_s: that a stream waits for a listener
+    to leave, where `AdmissionLimits` does not say."""
 
     buckets: tuple[tuple[int, int], ...] = ()
     max_lanes: int = 512
@@ -201,32 +186,19 @@ class TickSettings:
     def cpu(cls) -> TickSettings:
         """Ticks of any size, up to 24 lanes: operators cost by the call, not by the row, but a frame lasts 80 ms."""
         return cls(
-            max_lanes=24,
-            max_rows=256,
-            min_rows=16,
-            max_tick_s=0.064,
-            few_lanes=2,
-            idle_lanes=4,
-            fill_lanes=12,
-            whole_prompts=True,
+            max_lanes=24, max_rows=256, min_rows=16, max_tick_s=0.064, few_lanes=2, idle_lanes=4, fill_lanes=12,
+            whole_prompts=True, first_pcm_s=0.3,
             margin=0.65,  # the host's own work, on the same cores, is in no tick
             chunks=(*[1] * 10, 2),  # larger ones are not there in time where a tick takes 70 ms
-            first_pcm_s=0.3,
-        )
+        )  # fmt: skip
 
     @classmethod
     def one(cls) -> TickSettings:
         """One stream a tick, its prompt in one piece."""
         return cls(
-            max_lanes=1,
-            max_rows=1,
-            min_rows=1,
-            few_lanes=1,
-            idle_lanes=1,
-            whole_prompts=True,
-            chunks=SCHEDULE,
+            max_lanes=1, max_rows=1, min_rows=1, few_lanes=1, idle_lanes=1, whole_prompts=True, chunks=SCHEDULE,
             first_pcm_s=0.5,
-        )
+        )  # fmt: skip
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -279,22 +251,17 @@ class TickSettings:
 
 
 class StreamTable:
-    """What the scheduler knows of the open streams. All arrays have one entry a slot; the methods are for what changes
-    several of them. Times are seconds of one clock, which the caller reads.
-
-    A listener is taken to play from the first PCM on, in real time; where PCM came late, the listener has waited, and
-    the frames after it are wanted that much later.
-
-    open: in use; one that is not is in no tick. paced: somebody listens in real time; otherwise the frames are wanted
-    as soon as others allow it. text_known: the talker's next input is there. full: the reader's buffer takes no more.
-    serial: counts the streams that a slot has had. prompt_rows: rows of the segment's prompt still to enter.
-    context_rows: rows in the keys and values, those that lie in shared pages included. frames_made, frames_taken: of
-    all segments; made counts the tick that runs. chunk_start, chunk_end: frames made where the chunk begins that is
-    being made, and where it is whole, a silent lead included: before that its listener has none of it. arrived_s,
-    newest_s (of the newest frame), playing_since_s (-inf before the first PCM), taken_s (of the newest frame that the
-    reader took). silent_s: of pauses so far, which have no frames. resumed: waited for its text, which has come, and
-    was in no tick since.
-    """
+    """What the scheduler knows of the open streams: arrays with one entry a slot; the methods are for what changes
+    several of them. Times are seconds of one clock, which the caller reads. A listener is taken to play from the first
+    PCM on, in real time; where PCM came late, the frames after it are wanted that much later.
+    open: in use; others are in no tick. paced: somebody listens in real time; otherwise the frames are wanted as soon
+    as others allow it. text_known: the talker's next input is there. full: the reader's buffer takes no more. serial:
+    counts the streams that a slot has had. prompt_rows: of the segment's prompt, still to enter. context_rows: rows in
+    the keys and values, shared pages included. frames_made, frames_taken: of all segments; made counts the tick that
+    runs. chunk_start, chunk_end: frames made where the present chunk begins, and where it is whole, a silent lead
+    included: before that its listener has none of it. arrived_s, newest_s (of the newest frame), playing_since_s (-inf
+    before the first PCM), taken_s (of the newest frame that the reader took). silent_s: of pauses so far, which have no
+    frames. resumed: its text has come after a wait, and it was in no tick since."""
 
     def __init__(self, slots: int) -> None:
         self.open, self.paced, self.text_known, self.full, self.resumed = np.zeros((5, slots), bool)
@@ -303,8 +270,6 @@ class StreamTable:
         self.chunk_start, self.chunk_end = self._counts[4:]
         self.serial = np.zeros(slots, np.int64)
         self.arrived_s, self.silent_s, self.newest_s, self.taken_s, self.playing_since_s = np.zeros((5, slots))
-
-    # ---- what happens to a stream
 
     def enter(self, slot: int, arrived_s: float, paced: bool = True) -> None:
         """A stream takes a free slot. Its `prompt_rows` are set before the next tick is planned."""
@@ -336,8 +301,6 @@ class StreamTable:
         self.taken_s[slots[self.frames_taken[slots] != taken]] = now_s
         self.frames_taken[slots] = taken
 
-    # ---- ticks
-
     def begin(self, tick: Tick) -> None:
         """The tick runs now: the next one may be planned as if it had ended."""
         for piece in tick.pieces:
@@ -368,8 +331,6 @@ class StreamTable:
         self.playing_since_s[lanes] += late_s
         return late_s
 
-    # ---- for admission
-
     def listening(self, now_s: float) -> int:
         """Streams that need frames in time: paced ones, but those whose readers have gone away, and those that wait for
         their text and have played what was made. Any thread."""
@@ -382,8 +343,6 @@ class StreamTable:
         gone_s = self.taken_s[self.open & self.full] + ABSENT_S
         played_s = (self.playing_since_s + FRAME_S * self.frames_made)[self.open & ~self.text_known]
         return min([*gone_s[gone_s > now_s], *played_s[played_s > now_s]], default=np.inf)
-
-    # ---- for the scheduler
 
     def able(self) -> np.ndarray:
         """Slots (n,) that could be in a tick now. One that waits for text or for its reader is none of them."""
@@ -401,8 +360,7 @@ class StreamTable:
 
 
 def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: TickSettings) -> Tick:
-    """The tick to run at `now_s`. Changes nothing: `StreamTable.begin` does, when it runs. Takes about 0.1 ms
-    at 1,000 streams."""
+    """The tick to run at `now_s`, in 0.1 ms at 1,000 streams. Changes nothing: `StreamTable.begin` does that."""
     able = table.able()
     if not len(able):
         return Tick()
@@ -417,7 +375,6 @@ def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: Tick
 
 
 def _of_many(table: StreamTable, able: np.ndarray, now_s: float, model: TickModel, settings: TickSettings) -> Tick:
-    """`next_tick` of the streams that are `able` (n,)."""
     limit_s = np.inf if len(able) <= settings.few_lanes else settings.lead_s + _TOLERANCE_S
     waiting = table.prompt_rows[able] > 0
     arrivals = bool(waiting.any())
@@ -433,7 +390,6 @@ def _of_many(table: StreamTable, able: np.ndarray, now_s: float, model: TickMode
     lead_s[resumed] = lead_s[speaking].min(initial=np.inf) - _TOLERANCE_S
     speaking = speaking[np.argsort(lead_s[speaking], kind="stable")]
     leads_s = lead_s[speaking]
-
     # Late, perhaps, if the next tick were their first: they are in this one, however long it is then.
     pressed = int(np.searchsorted(leads_s, 2 * longest_s))
     most = max(most, settings.size(pressed + arrivals))  # and one that arrives, beside them
@@ -451,7 +407,6 @@ def _of_many(table: StreamTable, able: np.ndarray, now_s: float, model: TickMode
     new = [piece.slot for piece in pieces if piece.last]
     if len(new) >= _MANY_NEW:
         due = min(due, pressed)  # the others can wait until those who came have heard something
-
     count = min(due, most - len(new))
     if not count and not pieces:
         if not settings.idle_lanes:
@@ -477,12 +432,11 @@ def _of_many(table: StreamTable, able: np.ndarray, now_s: float, model: TickMode
 def _row_budget(lanes: int, time_s: float, context_rows: float, model: TickModel, settings: TickSettings) -> int:
     """Prompt rows that may enter: as many as keep to `time_s`, but some always."""
     levels = sorted({rows for size, rows in settings.buckets if rows >= settings.min_rows and size >= lanes})
+    attended = lanes * context_rows
     if levels:
-        fitting = [
-            r for r in levels if model.predict(settings.bucket(model, lanes, r)[0], r, lanes * context_rows) <= time_s
-        ]
+        fitting = [r for r in levels if model.predict(settings.bucket(model, lanes, r)[0], r, attended) <= time_s]
         return min(max(fitting, default=levels[0]), settings.max_rows)
-    spare_s = time_s - model.predict(lanes, 0, lanes * context_rows)
+    spare_s = time_s - model.predict(lanes, 0, attended)
     rows = spare_s / model.row_s if model.row_s else np.inf
     return int(np.clip(rows, settings.min_rows, settings.max_rows))
 
@@ -499,8 +453,7 @@ def _order(
 
 
 def _pieces(table: StreamTable, order: np.ndarray, rows: int, most_prompts: int, whole: bool) -> list[Piece]:
-    """What enters of the prompts in `order`: up to `rows`, and up to `most_prompts` of them to their end.
-    `whole`: none is cut, and one enters always."""
+    """What enters of prompts in `order`: up to `rows`, up to `most_prompts` to their end. whole: uncut, one always."""
     pieces: list[Piece] = []
     for slot in order.tolist():
         left = int(table.prompt_rows[slot])

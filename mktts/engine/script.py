@@ -1,5 +1,4 @@
-"""The text of one utterance as a row of segments: known at the start, or fed while it is being spoken. Everything but
-`feed` belongs to the worker."""
+"""The text of one utterance as a row of segments: known, or fed while it is spoken. All but `feed` is the worker's."""
 
 import time
 from collections import deque
@@ -14,8 +13,7 @@ from mktts.text.split import FeedSplitter, split_text
 
 
 def cut(request: Request, parts: Iterable[str | Pause | Request], max_chars: int) -> list[Request | Pause]:
-    """A request a segment, with the pauses between them. parts: of a known text; a request among them speaks from there
-    on."""
+    """A request a segment, pauses between them. parts: of a known text; a request speaks from there on."""
     cut_parts: list[Request | Pause] = []
     words = ""
     for part in (*parts, Pause(0)):
@@ -73,8 +71,7 @@ class FedScript(Script):
         self._written: Any | None = None  # the prompt that text goes to
 
     def feed(self, *pieces: str | Pause | Request | None) -> None:
-        """More text, cleaned; a pause; a request, without text, that says how what follows is spoken; or None, where no
-        more comes. Any thread."""
+        """More text, cleaned; a pause; a request, without text, that speaks from then on; None: the end. Any thread."""
         self._pieces.extend(pieces)
 
     def next_segment(self) -> tuple[Any | None, Voice | None, int | None]:
@@ -84,7 +81,6 @@ class FedScript(Script):
         return super().next_segment()
 
     def update(self) -> None:
-        """Passes on what has been fed since the last call."""
         while self._pieces:
             piece = self._pieces.popleft()
             if isinstance(piece, str):

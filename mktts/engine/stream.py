@@ -1,8 +1,6 @@
-"""A stream: what the worker knows of it while it is made, the queue of its chunks, and what its consumer holds.
-
-Text longer than a segment is spoken segment after segment, each with its own prompt and talker state, while the codec
-state goes on: the waveform is continuous over a join.
-"""
+"""A stream: what the worker knows of it while it is made, the queue of its chunks, and what its consumer holds. Text
+longer than a segment is spoken segment after segment, each with its own prompt and talker state, while the codec state
+goes on: the waveform is continuous over a join."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from mktts.text.parts import TextFeed
 
 EngineName = Literal["single", "batch"]
-_NO_PCM = np.zeros(0, np.float32)
+NO_PCM = np.zeros(0, np.float32)
 FORKED = "the worker thread stayed in the parent of this fork: load a synthesizer in the child, or begin it by spawn"
 _BEGUN: weakref.WeakSet[Utterance] = weakref.WeakSet()
 MAX_SEGMENT_FRAMES = int(160 * FRAME_RATE_HZ)  # what one prompt may take where the caller sets no limit
@@ -88,15 +86,13 @@ class Segment:
 
 class Utterance:
     """One stream between the worker, which makes it, and its consumer, which takes its chunks.
-
     engine: the lanes that make it, None before it has text. open: frames may be made for it: from `begin` on, until it
     is over. codes: one (16,) int64 tensor or array a frame so far, of all segments. idle: it waits for its text, or for
     its consumer. late_s: by which chunks came behind the place of a listener who plays from the first one on.
     The worker's: chunker, and arrived_s, when the worker got it, or its first text: set when the lanes have it.
     segment: that is being made, None before the first and between two; segment_number: from 0; begins_anew: a pause
     stands before the segment, so that the codec begins anew; silent_s: of pauses that were delivered; submit: decodes
-    frames to a pending result where lanes give no PCM; on_close: called once, at the end.
-    """
+    frames to a pending result where lanes give no PCM; on_close: called once, at the end."""
 
     def __init__(self, plan: Plan, inbox: SimpleQueue[Any], notifier: Notifier, sink: Any = None) -> None:
         """sink: for a consumer in another process, instead of `take`: called by the worker with this, with "chunk",
@@ -104,7 +100,7 @@ class Utterance:
         self.plan, self.sink = plan, sink
         self.codes: list[Tensor | np.ndarray] = []
         self.cancelled = self.open = self.idle = False
-        self.late_s = 0.0
+        self.late_s = self.silent_s = self.arrived_s = 0.0
         self.error: BaseException | None = None
         self.engine: EngineName | None = None
         self.number = -1  # by which another process knows it
@@ -120,18 +116,15 @@ class Utterance:
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
         self._when_over: Callable[[], None] | None = None
         self.chunker: Chunker | None = None
-        self.arrived_s = 0.0
         self.segment: Segment | None = None
         self.segment_number = -1
         self.begins_anew = False
-        self.silent_s = 0.0
         self._silent_samples = 0  # to be delivered before the segment, or where there is none, now
         self.submit: Callable[[list[Any]], Any] | None = None
         self.on_close: Callable[[], None] | None = None
 
     def begin(self, script: Script | None, engine: EngineName) -> None:
-        """Before the worker is given it, once: what it says, and the lanes that make it. script: None where another
-        process speaks it."""
+        """Before the worker is given it: what it says (None: another process speaks it), and on which lanes."""
         self.script, self.open = script, True
         _BEGUN.add(self)
         self.engine = engine  # last: from now on the worker looks at it
@@ -148,9 +141,8 @@ class Utterance:
 
     def cancel(self) -> None:
         """Ends the stream: no chunk is handed out after this. No effect on one that is over and taken."""
-        made = self.engine is not None and not self.open
-        if self.cancelled or (made and self._chunks.qsize() <= 1):  # that one is the end
-            return
+        if self.cancelled or (self.engine is not None and not self.open and self._chunks.qsize() <= 1):
+            return  # what is in the queue is the end
         self.cancelled = True
         self.deliver(None, at_once=True)
         self.update()
@@ -160,15 +152,13 @@ class Utterance:
         self._inbox.put(self)
 
     def when_over(self, call: Callable[[], None]) -> None:
-        """Has `call` called, quickly and perhaps twice, when the worker is done with a stream that has begun: from its
-        thread, or from here where it is already."""
+        """Has `call` called, quickly and perhaps twice, once the worker is done with it: in its thread, or here."""
         self._when_over = call
         if not self.open:  # asked behind the line above: the worker saw that, or we see this
             call()
 
     def take(self, wait: bool = True) -> Chunk | None:
-        """Waits for the next chunk; None at the end. Raises what ended the stream, if something did, and where it is
-        not to wait queue.Empty."""
+        """Waits for the next chunk; None at the end. Raises what ended the stream; queue.Empty if not to wait."""
         chunk = self._chunks.get(wait)
         if chunk is None or self.cancelled:
             self._chunks.put(None)  # for the next call
@@ -208,8 +198,7 @@ class Utterance:
         return spoken or bool(self.chunker.undecoded or self.chunker.decoding) or self._silent_samples > 0
 
     def next_segment(self, positions: int) -> bool:
-        """Whether the next segment's turn has come and its prompt is known; it is then `segment`. positions: that it
-        may have, prompt and frames together."""
+        """Whether the next `segment` is known and may begin. positions: that it may have, prompt and frames."""
         if self.segment is not None:
             return True
         begun_s = time.perf_counter()
@@ -225,15 +214,9 @@ class Utterance:
         # A key-value cache no longer than the guard allows; the frame that reaches the limit is its runaway.
         guarded = plan.options.guard.limit_frames(prompt.text_tokens) if prompt.text_ended else math.inf
         self.segment_number += 1
-        self.segment = Segment(
-            prompt,
-            plan.sampling,
-            plan.seed + self.segment_number,
-            max(1, min(limit, guarded)),
-            self,
-            None if voice is None else voice.codes,
-            GuardState(plan.options.guard, limit),
-        )
+        seed, frames = plan.seed + self.segment_number, max(1, min(limit, guarded))
+        reference, guard = None if voice is None else voice.codes, GuardState(plan.options.guard, limit)
+        self.segment = Segment(prompt, plan.sampling, seed, frames, self, reference, guard)
         return True
 
     @property
@@ -315,8 +298,7 @@ class Utterance:
                 self.sink(self, "idle", None)
 
     def full(self, pending_frames: int) -> bool:
-        """Whether the consumer has to take something first; it then wakes the worker. pending_frames: made or being
-        made, and in no chunk."""
+        """Whether the consumer, who then wakes the worker, has to take something first. pending_frames: in no chunk."""
         self.watched = True  # what is taken from now on wakes the worker: no look at `taken_frames` before this
         waiting = self.made_frames - self.taken_frames
         self.watched = waiting > 0 and waiting + pending_frames >= self.buffer_frames
@@ -364,9 +346,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_end_in_child)
 
 
-# ---- what a consumer holds
-
-
 class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsyncContextManager["Stream"]):
     """Chunks of one utterance, in order, made while they are taken. Iterate with `for` or with `async for`, one
     consumer at a time. Leaving the `with` block, `close`, `aclose`, dropping the object, an exception while waiting
@@ -375,8 +354,7 @@ class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsy
 
     def __init__(self, engine: Any, utterance: Utterance, words: WordTimes | None = None) -> None:
         """words: finds the times of its words; None where nobody asks for them."""
-        self.seed = utterance.plan.seed
-        self._words = words
+        self.seed, self._words = utterance.plan.seed, words
         self._engine = engine  # kept: dropping the synthesizer must not end a stream that is being read
         self._utterance = utterance
         # Called once, it holds the utterance no more, whose error may hold this by the frames it was raised through.
@@ -406,14 +384,12 @@ class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsy
 
     @property
     def words(self) -> tuple[WordTime, ...]:
-        """Words of the chunks that were taken, and once all were, of the whole text. Empty without
-        `StreamOptions.word_times`."""
+        """Words of the chunks taken, at the end of the whole text; none without `StreamOptions.word_times`."""
         return () if self._words is None else tuple(self._words.settled)
 
     @property
     def engine(self) -> EngineName | None:
-        """What makes it: "single", one stream a step, or "batch", many together; None as long as it has no text. A
-        stream stays where it began."""
+        """What makes it: "single", one stream a step, or "batch", many together; None as long as it has no text."""
         return self._utterance.engine
 
     def cancel(self) -> None:
@@ -427,17 +403,13 @@ class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsy
         It runs in the worker's thread, where it must neither wait nor raise. For a stream whose text is known."""
         self._utterance.when_over(call)
 
-    async def aclose(self) -> None:
-        """`cancel`, for contextlib.aclosing."""
-        self._utterance.cancel()
-
     def read(self) -> np.ndarray:
         """All PCM that is left, (S,) float32; waits for the end. Raises EngineError as `__iter__`."""
-        return np.concatenate([_NO_PCM, *(chunk.pcm for chunk in self)])
+        return np.concatenate([NO_PCM, *(chunk.pcm for chunk in self)])
 
     async def aread(self) -> np.ndarray:
         """As `read`, for an event loop."""
-        return np.concatenate([_NO_PCM, *[chunk.pcm async for chunk in self]])
+        return np.concatenate([NO_PCM, *[chunk.pcm async for chunk in self]])
 
     def __repr__(self) -> str:
         state = self.finish_reason or ("over" if self._utterance.over else "open")
@@ -492,15 +464,14 @@ class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsy
     async def __aexit__(self, *_: object) -> None:
         self._utterance.cancel()
 
+    aclose = __aexit__  # for contextlib.aclosing
+
 
 class Session(Stream):
     """A stream whose text is written while it is spoken; `feed` and `finish` never wait, and may be called from any
-    thread.
-
-    A word is spoken once it is complete, that is, when the next one begins; where the checkpoint names a text front
-    end, once its reading is certain: numbers and names wait for the words around them, other words for the next one's
-    end.
-    """
+    thread. A word is spoken once it is complete, that is, when the next one begins; where the checkpoint names a text
+    front end, once its reading is certain: numbers and names wait for the words around them, other words for the next
+    one's end."""
 
     def __init__(
         self, engine: Any, utterance: Utterance, script: Callable[..., Script], text: TextFeed, words: WordTimes | None
@@ -511,8 +482,7 @@ class Session(Stream):
         self._script, self._text = script, text
         self._early: list[Any] = []  # of pieces without anything visible
         self._writing = threading.Lock()
-        self._chars = 0
-        self._finished = False
+        self._chars, self._finished = 0, False
 
     def feed(self, piece: str) -> None:
         """Adds text; an empty piece is allowed, and text for a stream that is over is dropped. Raises TextError when

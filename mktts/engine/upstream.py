@@ -1,6 +1,5 @@
-"""qwen-tts 0.1.1 as it is: the truth our parity tests compare with, and the fallback backend. Its own wrapper methods
-run unchanged; only what they hand to the talker or to the codec is looked at on the way. It is imported on first
-use."""
+"""qwen-tts 0.1.1 as it is: the truth our parity tests compare with, and the fallback backend. Its wrapper methods run
+unchanged; what they hand to talker and codec is looked at on the way. It is imported on first use."""
 
 from __future__ import annotations
 
@@ -78,8 +77,6 @@ class _StandIn(types.ModuleType):
         self.__spec__ = ModuleSpec(name, loader=None)
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
         raise AttributeError(f"{self.__name__}.{attribute}: only a stand-in is loaded, because {self.reason}")
 
 
@@ -92,30 +89,26 @@ def import_upstream() -> types.ModuleType:
         with contextlib.redirect_stdout(io.StringIO()):  # a banner about flash-attn, which only the 25 Hz model uses
             return importlib.import_module("qwen_tts")
     except Exception as error:
-        raise BackendUnavailable(
-            "the upstream package qwen-tts (0.1.1, with transformers 4.57.3) is needed here and cannot be imported: "
-            f"{type(error).__name__}: {error}. Install requirements.txt, or choose backend='torch'"
-        ) from error
+        why = f"{type(error).__name__}: {error}. Install requirements.txt, or choose backend='torch'"
+        needed = "the upstream package qwen-tts (0.1.1, with transformers 4.57.3) is needed here"
+        raise BackendUnavailable(f"{needed} and cannot be imported: {why}") from error
 
 
 def load_upstream(
     checkpoint: Checkpoint | str | Path, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
 ) -> Any:
-    """Loads a checkpoint folder into qwen_tts.Qwen3TTSModel: talker and predictor in `dtype`, codec in float32.
-
-    Of a local folder transformers 4.57.3 takes Mistral's pre-tokenizer for Qwen's ("iPhone" becomes "i", "Phone"),
-    because upstream passes fix_mistral_regex=True; the tokenizer is loaded again without that, so that text becomes the
-    ids of the Hub checkpoint. Raises BackendUnavailable without qwen-tts.
-    """
+    """Loads a checkpoint folder into qwen_tts.Qwen3TTSModel: talker and predictor in `dtype`, codec in float32. Of a
+    local folder transformers 4.57.3 takes Mistral's pre-tokenizer for Qwen's ("iPhone" becomes "i", "Phone"), because
+    upstream passes fix_mistral_regex=True; the tokenizer is loaded again without that, so that text becomes the ids of
+    the Hub checkpoint. Raises BackendUnavailable without qwen-tts."""
     qwen_tts = import_upstream()
     folder = str(getattr(checkpoint, "folder", checkpoint))
     placed = {} if str(device) == "cpu" else {"device_map": str(device)}
     with _quiet():
         model = qwen_tts.Qwen3TTSModel.from_pretrained(folder, dtype=dtype, **placed)
         if dtype != torch.float32:  # upstream hands dtype on to the codec, whose weights are float32
-            codec = qwen_tts.Qwen3TTSTokenizer.from_pretrained(
-                f"{folder}/speech_tokenizer", dtype=torch.float32, **placed
-            )
+            placed["dtype"] = torch.float32
+            codec = qwen_tts.Qwen3TTSTokenizer.from_pretrained(f"{folder}/speech_tokenizer", **placed)
             model.model.load_speech_tokenizer(codec)
         model.processor.tokenizer = type(model.processor.tokenizer).from_pretrained(folder)
     return model
@@ -130,12 +123,10 @@ def generate_codes(
     cancelled: Callable[[], bool] = lambda: False,
     on_frame: Callable[[Tensor], None] = lambda codes: None,
 ) -> Tensor:
-    """Upstream's own generate: codes (T, 16) int64 on the CPU, T <= max_frames, without reference frames.
-
-    Every draw comes from torch's global generator seeded with `seed` (None: a fresh one), whose state is put back.
-    cancelled: asked once a frame, ends the run with the frames so far. on_frame: gets each frame's codes (16,). Not
-    re-entrant on one model. Raises PromptError for what upstream refuses and CapacityError for max_frames < 1.
-    """
+    """Upstream's own generate: codes (T, 16) int64 on the CPU, T <= max_frames, without reference frames. Every draw
+    comes from torch's global generator seeded with `seed` (None: a fresh one), whose state is put back. cancelled:
+    asked once a frame, ends the run with the frames so far. on_frame: gets each frame's codes (16,). Not re-entrant on
+    one model. Raises PromptError for what upstream refuses and CapacityError for max_frames < 1."""
     checked_int("max_frames", max_frames, 1, error=CapacityError)
     frames: list[Tensor] = []
 
@@ -151,10 +142,7 @@ def generate_codes(
     talker = model.model.talker
     hooks = (talker.register_forward_pre_hook(before), talker.register_forward_hook(after))
     cuda = [talker.device] if talker.device.type == "cuda" else []
-    settings = {
-        **sampling.upstream(),
-        "max_new_tokens": max_frames + 1,  # upstream drops the frame of the last token it draws
-    }
+    settings = sampling.upstream() | {"max_new_tokens": max_frames + 1}  # the last one's frame is dropped
     try:
         with _quiet(), _no_codec(model), torch.random.fork_rng(devices=cuda):
             torch.seed() if seed is None else torch.manual_seed(seed)
@@ -187,8 +175,7 @@ def prompt_embeds(model: Any, request: Request) -> tuple[Tensor, Tensor, Tensor]
 
 
 def decode_codes(model: Any, codes: Tensor, reference: Tensor | None = None) -> np.ndarray:
-    """Upstream's codec on `codes` (T, 16): PCM (T * 1920,) float32; `reference` (R, 16) is decoded before and cut off,
-    as generate_voice_clone does."""
+    """Upstream's codec on `codes` (T, 16), behind those of `reference` (R, 16): PCM (T * 1920,) float32."""
     whole = codes if reference is None else torch.cat([reference.to(codes.device), codes])
     waves, rate_hz = model.model.speech_tokenizer.decode([{"audio_codes": whole}])
     assert rate_hz == SAMPLE_RATE_HZ
@@ -330,15 +317,8 @@ class UpstreamLanes(OneLane):
             nonlocal limit
             limit = guard.count(codes, segment.prompt.text_tokens)
 
-        codes = generate_codes(
-            self.upstream,
-            request,
-            segment.sampling,
-            segment.seed,
-            segment.max_frames,
-            cancelled=lambda: stream.cancelled or limit is not None,
-            on_frame=on_frame,
-        )
+        how = segment.sampling, segment.seed, segment.max_frames, lambda: stream.cancelled or limit is not None
+        codes = generate_codes(self.upstream, request, *how, on_frame)
         if stream.cancelled or not len(codes):
             return
         reference = None if request.voice is None else request.voice.codes

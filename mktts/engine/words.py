@@ -1,10 +1,6 @@
 """Estimated times of words, because the model gives no alignment: the sounds that letters stand for, found in the PCM.
-
-Every sound is one of a few kinds, which the levels of three bands tell apart roughly, and has a usual duration. The
-times are those of the likeliest row of sounds and pauses (a hidden semi-Markov model, Yu 2010, section 2.2). A pause is
-likelier behind a mark, and exactly as long where the text asks for it. A word is settled once the sound has gone on for
-`LAG_S` behind it; what follows begins there.
-"""
+The times are those of the likeliest row of sounds and pauses (a hidden semi-Markov model, Yu 2010, section 2.2), see
+docs/engine.md. A word is settled once the sound has gone on for `LAG_S` behind it; what follows begins there."""
 
 import math
 import threading
@@ -74,9 +70,7 @@ class _Wanted:
 
 class WordTimes:
     """The words of one stream and their times, as its text and its sound come; text may come from another thread.
-
-    settled: words whose times do not change any more.
-    """
+    settled: words whose times do not change any more."""
 
     def __init__(self, text: TextFeed, spoken: Callable[[str], str], sample_rate_hz: int = SAMPLE_RATE_HZ) -> None:
         """text: what tells words from tags. spoken: gives a word as it is said, "twelve dollars" for "$12".
@@ -105,7 +99,6 @@ class WordTimes:
             self._take(self._text.take(piece))
 
     def finish(self) -> None:
-        """No more text comes."""
         with self._writing:
             try:
                 self._take([*self._text.take("", final=True), Pause(0)])
@@ -233,9 +226,7 @@ def _likeliest(
     items: Sequence[_Wanted], costs: dict[str, np.ndarray], begin: int, complete: bool
 ) -> list[tuple[int, int]] | None:
     """Spans of the items that have begun, in frames; None where there is too little sound for all, if it is complete.
-
-    costs: as `_costs`, and of "silence". begin: the frame that the spans count from.
-    """
+    costs: as `_costs`, and of "silence". begin: the frame that the spans count from."""
     search = _Search(costs)
     search.pause(0.0, items[0].earliest - begin if items else 0)
     for number, item in enumerate(items, 1):
@@ -254,12 +245,9 @@ def _likeliest(
 
 
 class _Search:
-    """Dynamic programming over what is said, one step a sound and one a pause.
-
-    least: (T + 1,), the cost of all steps if they end at a frame. steps: where each begins, by where it ends.
-    open: the likeliest end of all sound: its cost, the steps before, where what comes then began, and whether that is
-    of an item.
-    """
+    """Dynamic programming over what is said, one step a sound and one a pause. least: (T + 1,), the cost of all steps
+    if they end at a frame. steps: where each begins, by where it ends. open: the likeliest end of all sound: its cost,
+    the steps before, where what comes then began, and whether that is of an item."""
 
     def __init__(self, costs: dict[str, np.ndarray]) -> None:
         self._costs = costs
@@ -296,7 +284,6 @@ class _Search:
         self.least = ended[self._at, lasting] + self._costs[kind]
 
     def silence(self, frames: int) -> None:
-        """Adds a silence of exactly so many frames."""
         through = self.least - self._costs["silence"]
         begun = through[max(0, self.frames + 1 - frames) :]
         if len(begun):

@@ -10,25 +10,12 @@ import torch
 from torch import Tensor
 
 from mktts.errors import CapacityError, PromptError, SamplingError
+from mktts.kernel import launch
 from mktts.kernel.build import Card, card_of
 from mktts.kernel.grid import choose_shape
-from mktts.kernel.launch import (
-    ENDED,
-    FRAME_WORDS,
-    MADE,
-    STATUS_WORDS,
-    STOP,
-    Launcher,
-    Params,
-    check_device,
-    fill_pointers,
-    params_of,
-    pinned_words,
-    set_choice,
-)
-from mktts.kernel.prefill import Prefill
-from mktts.kernel.tape import model_weights
-from mktts.kernel.tape_stack import TapeStack
+from mktts.kernel.launch import Launcher, Params, check_device, fill_pointers, params_of, pinned_words, set_choice
+from mktts.kernel.prefill import Prefill, copy_into_cache
+from mktts.kernel.tape import TapeStack, model_weights
 from mktts.model.backend import CODE_EMBEDDINGS, Frame, PromptRows, no_number
 from mktts.model.sampling import Sampling, check_start
 from mktts.model.voice import Voice
@@ -111,7 +98,7 @@ class MegakernelBackend:
             state.hidden.copy_(self._prefill.fill(embeds, state.kv, prefix_rows, prompt.prefix_key))
             return state
         if prefix_rows:
-            self._prefill.prefix(embeds[:prefix_rows], prompt.prefix_key, state.kv)
+            copy_into_cache(self._prefill.prefix(embeds[:prefix_rows], prompt.prefix_key), state.kv)
         self.put_rows(state, embeds[prefix_rows:], prefix_rows)
         return state
 
@@ -138,9 +125,8 @@ class MegakernelBackend:
         return frame
 
     def codes_to_come(self, state: MegakernelStream) -> Tensor:
-        """Where the next launch's first frame writes its codes, (16,) int32, pinned: for work that is queued behind
-        the launch (`meanwhile`)."""
-        return state.out[STATUS_WORDS : STATUS_WORDS + NUM_CODEBOOKS]
+        """Where the next launch's first frame writes its codes, (16,) int32, pinned: for work queued behind it."""
+        return state.out[launch.STATUS_WORDS : launch.STATUS_WORDS + NUM_CODEBOOKS]
 
     def frames(
         self,
@@ -154,8 +140,7 @@ class MegakernelBackend:
         stops the kernel within one frame; the frames it made by then count. Raises EngineError where the kernel gave up
         waiting."""
         self._check(state, rows)
-        begun_s = time.perf_counter()
-        words = state.words
+        begun_s, words = time.perf_counter(), state.words
         done = self._launch(state, rows, debug)
         before, made_ms, over = state.frames, 0.0, False
         try:
@@ -165,10 +150,10 @@ class MegakernelBackend:
                 last = index + 1 == len(rows)
                 if last:
                     done.synchronize()
-                while words[MADE] <= index and not done.query():  # the making of later frames hides these pauses
+                while words[launch.MADE] <= index and not done.query():  # the making of later frames hides these pauses
                     time.sleep(_POLL_S)
-                over = last or words[MADE] <= index  # the launch is known to be
-                if words[MADE] <= index:
+                over = last or words[launch.MADE] <= index  # the launch is known to be
+                if words[launch.MADE] <= index:
                     break
                 # Whatever the kernel did not take of the first one's time is launch and hand-over.
                 frame = frame_of(words, index, 0.0 if index else 1e3 * (time.perf_counter() - begun_s))
@@ -177,10 +162,10 @@ class MegakernelBackend:
                 yield frame
         finally:
             if not over:
-                words[STOP] = 1
+                words[launch.STOP] = 1
                 done.synchronize()
-            state.frames = before + int(words[MADE])
-            state.ended = bool(words[ENDED])
+            state.frames = before + int(words[launch.MADE])
+            state.ended = bool(words[launch.ENDED])
         if state.ended:
             yield Frame(None, max(0.0, 1e3 * (time.perf_counter() - begun_s) - made_ms), 0.0)
         elif state.frames < before + len(rows):
@@ -216,10 +201,8 @@ class MegakernelBackend:
         if not 1 <= len(rows) <= MAX_FRAMES_A_LAUNCH:
             raise CapacityError(f"a launch makes 1 to {MAX_FRAMES_A_LAUNCH} frames, got {len(rows)}")
         if state.ended or state.frames + len(rows) > state.max_frames:
-            raise CapacityError(
-                f"the stream {'ended' if state.ended else 'is'} after {state.frames} of at most {state.max_frames} "
-                f"frames: {len(rows)} more were asked for"
-            )
+            stands = f"{'ended' if state.ended else 'is'} after {state.frames} of at most {state.max_frames} frames"
+            raise CapacityError(f"the stream {stands}: {len(rows)} more were asked for")
         width = self.config.talker.hidden_size
         for index, row in enumerate(rows):
             if (row is None) != (state.frames + index == 0):
@@ -234,7 +217,7 @@ class MegakernelBackend:
         params.frames = len(rows)
         if debug is not None:
             fill_pointers(params, {"debug_logits": debug.logits, "debug_hidden": debug.hidden})
-        state.words[:STATUS_WORDS] = 0
+        state.words[: launch.STATUS_WORDS] = 0
         state.done = self._launcher.launch(params, len(rows) * self._tags_per_frame, state.done)
         return state.done
 
@@ -258,9 +241,8 @@ class MegakernelBackend:
 
 
 def frame_of(words: np.ndarray, index: int, least_ms: float) -> Frame:
-    """A frame of a launch. What its parts take less than `least_ms` together is added to the talker's. Raises
-    EngineError where one of its codes is no number."""
-    first = STATUS_WORDS + index * FRAME_WORDS
+    """A frame of a launch, of `least_ms` at least. Raises EngineError where one of its codes is no number."""
+    first = launch.STATUS_WORDS + index * launch.FRAME_WORDS
     codes = torch.from_numpy(words[first : first + NUM_CODEBOOKS].astype(np.int64))
     talker_ns, predictor_ns, not_numbers = words[first + NUM_CODEBOOKS : first + NUM_CODEBOOKS + 3].tolist()
     if not_numbers:

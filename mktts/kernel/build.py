@@ -25,17 +25,9 @@ SHARED = "stages.cuh"  # included by frame.cu and text.cu; holds the constants t
 PACKAGE = "nvidia-cuda-nvrtc"
 # Architecture -> shared memory a block may have, bytes (CUDA programming guide, compute capabilities).
 TARGETS = {
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_87": 163 * 1024,
-    "sm_89": 99 * 1024,
-    "sm_90a": 227 * 1024,
-    "sm_100": 227 * 1024,
-    "sm_103": 227 * 1024,
-    "sm_110": 227 * 1024,
-    "sm_120": 99 * 1024,
-    "sm_121": 99 * 1024,
-}
+    "sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_87": 163 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024,
+    "sm_100": 227 * 1024, "sm_103": 227 * 1024, "sm_110": 227 * 1024, "sm_120": 99 * 1024, "sm_121": 99 * 1024,
+}  # fmt: skip
 
 
 @cache
@@ -110,9 +102,8 @@ def require_triton(what: str, device: torch.device) -> None:
         with torch.cuda.device(device):
             rows.silu_mul[1, 1](some[:1], some[1:], N=8, BLOCK=16)
     except Exception as error:  # whatever triton, its compiler or its cache folder raise, or an import without triton
-        raise BackendUnavailable(
-            f"{what} needs triton, which cannot build its kernels here ({type(error).__name__}: {error})"
-        ) from error
+        why = f"which cannot build its kernels here ({type(error).__name__}: {error})"
+        raise BackendUnavailable(f"{what} needs triton, {why}") from error
 
 
 def _candidates() -> list[Path | str]:
@@ -165,10 +156,8 @@ def target_of(capability: tuple[int, int], known: Collection[int] | None = None)
     NVRTC compiles for; None asks it. Raises BackendUnavailable for a GPU before 8.0, and without NVRTC."""
     wanted = 10 * capability[0] + capability[1]
     if wanted < min(map(_number, TARGETS)):
-        raise BackendUnavailable(
-            f"the megakernel is built for compute capability 8.0 and later, this GPU's is "
-            f"{capability[0]}.{capability[1]}: pass backend='torch'"
-        )
+        found = f"this GPU's is {capability[0]}.{capability[1]}: pass backend='torch'"
+        raise BackendUnavailable(f"the megakernel is built for compute capability 8.0 and later, {found}")
     known = known_architectures() if known is None else known
     usable = {_number(name): name for name in TARGETS if _number(name) in known}
     if wanted in usable:
@@ -176,9 +165,8 @@ def target_of(capability: tuple[int, int], known: Collection[int] | None = None)
     # sm_90a's code is for that architecture alone
     earlier = [number for number, name in usable.items() if number < wanted and not name.endswith("a")]
     if not earlier:
-        raise BackendUnavailable(
-            f"this NVRTC compiles for none of {', '.join(TARGETS)}: install nvidia-cuda-nvrtc 12.8 or newer"
-        )
+        hint = "install nvidia-cuda-nvrtc 12.8 or newer"
+        raise BackendUnavailable(f"this NVRTC compiles for none of {', '.join(TARGETS)}: {hint}")
     return f"compute_{max(earlier)}"
 
 
@@ -208,16 +196,14 @@ def source(unit: str = "frame.cu", folder: Path = CSRC) -> str:
 def build_for(defines: dict[str, int], card: Card, unit: str = "frame.cu") -> Build:
     """Compiles with as many stages of the ring as the card's shared memory holds, by what two take in a build of the
     shared headers, which compile at once; never more than one token's, whose keys and values must be written before the
-    ring fetches them for the next one. Raises BackendUnavailable as `compile_kernel`, and where the checkpoint's
-    dimensions leave no room for two stages."""
+    ring fetches them for the next one. Raises BackendUnavailable as `compile_kernel`, and where two are too many."""
     least = compile_kernel({**defines, "RING": 2}, card.arch, SHARED)
     used_bytes, stage_bytes = (least.constants[name] for name in ("shared_bytes", "stage_bytes"))
     stages = 2 + (card.shared_bytes - used_bytes) // stage_bytes
     if stages < 2:
-        raise BackendUnavailable(
-            f"the megakernel needs {used_bytes} bytes of shared memory a block for this checkpoint, this GPU has "
-            f"{card.shared_bytes}, {used_bytes - card.shared_bytes} too few: pass backend='torch'"
-        )
+        needs = f"the megakernel needs {used_bytes} bytes of shared memory a block for this checkpoint"
+        has = f"this GPU has {card.shared_bytes}, {used_bytes - card.shared_bytes} too few"
+        raise BackendUnavailable(f"{needs}, {has}: pass backend='torch'")
     return compile_kernel({**defines, "RING": min(stages, 4 * defines["T_L"])}, card.arch, unit)
 
 

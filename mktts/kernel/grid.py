@@ -116,17 +116,14 @@ def _best(t: StackConfig, p: StackConfig, multiprocessors: int, head_rows: int) 
     misfits = [_misfit(shape, head_rows) for shape in shapes]
     fitting = [shape for shape, misfit in zip(shapes, misfits, strict=True) if misfit is None]
     if not fitting:
-        raise BackendUnavailable(
-            f"no grid of the megakernel fits hidden sizes {t.hidden_size} and {p.hidden_size}, feed-forward "
-            f"{t.intermediate_size} and {p.intermediate_size}: {misfits[-1]}: pass backend='torch'"
-        )
+        inner = f"feed-forward {t.intermediate_size} and {p.intermediate_size}: {misfits[-1]}: pass backend='torch'"
+        sizes = f"hidden sizes {t.hidden_size} and {p.hidden_size}, {inner}"
+        raise BackendUnavailable(f"no grid of the megakernel fits {sizes}")
     held = [shape for shape in fitting if shape.blocks <= multiprocessors]
     if not held:
         least = fitting[0].blocks
-        raise BackendUnavailable(
-            f"the megakernel needs {least} multiprocessors for this checkpoint, this GPU has {multiprocessors}, "
-            f"{least - multiprocessors} too few: pass backend='torch'"
-        )
+        has = f"this GPU has {multiprocessors}, {least - multiprocessors} too few: pass backend='torch'"
+        raise BackendUnavailable(f"the megakernel needs {least} multiprocessors for this checkpoint, {has}")
     even = [shape.blocks for shape in held if shape.blocks.bit_count() == 1]
     wider = [shape for shape in held if shape.blocks >= max(even, default=0)]
     return min(wider, key=lambda shape: _cost(shape, multiprocessors))

@@ -19,14 +19,9 @@ STOP = 2  # status word, written by the host: make no further frame
 FRAME_WORDS = 20  # int32: 16 codes, nanoseconds of talker with code 0 and of predictor, whether a code is no number
 # What a block that gave up was waiting for, by the number it leaves in its status (csrc/exchange.cuh).
 WAITS = {
-    1: "exchange words",
-    3: "partial sums",
-    5: "weights",
-    6: "query, key and value words",
-    7: "the host's answer",
-    8: "the end of an earlier copy of weights",
-    9: "the end of the last copies of weights",
-}
+    1: "exchange words", 3: "partial sums", 5: "weights", 6: "query, key and value words", 7: "the host's answer",
+    8: "the end of an earlier copy of weights", 9: "the end of the last copies of weights",
+}  # fmt: skip
 
 _Arguments = ctypes.c_void_p * 1  # held: an array type that nobody holds is left to the garbage collector
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -202,10 +197,8 @@ class Launcher(Kernel):
         _, block, thread, wait, tag = self._status[:5].tolist()
         self._status.zero_()
         self._restart_tags()
-        return EngineError(
-            f"the kernel stopped: block {block}, thread {thread} waited too long for "
-            f"{WAITS.get(wait, wait)}, exchange {tag}; the stream is over, others can go on"
-        )
+        what = f"{WAITS.get(wait, wait)}, exchange {tag}; the stream is over, others can go on"
+        return EngineError(f"the kernel stopped: block {block}, thread {thread} waited too long for {what}")
 
     def _check_residence(self) -> None:
         _call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, self.shared_bytes)
@@ -213,9 +206,8 @@ class Launcher(Kernel):
         _call(occupancy, ctypes.byref(each), self._function, self.threads, ctypes.c_size_t(self.shared_bytes))
         present = each.value * torch.cuda.get_device_properties().multi_processor_count
         if present < self.blocks:
-            raise BackendUnavailable(
-                f"{self.blocks} blocks must be resident together and this GPU holds {present}: pass backend='torch'"
-            )
+            holds = f"this GPU holds {present}: pass backend='torch'"
+            raise BackendUnavailable(f"{self.blocks} blocks must be resident together and {holds}")
 
     def _restart_tags(self) -> None:
         self._exchange.zero_()

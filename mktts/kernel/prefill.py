@@ -1,10 +1,8 @@
-"""Many prompt rows at once through a decoder stack: one launch of a captured CUDA graph a piece.
-
-Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both static, while the
-position is a device tensor. Rounding is `Qwen3Stack.advance`'s, with q, k, v and gate, up as one product each: what
-lies between products is made by kernels of the project where they fit, elsewhere by operators. A few rows may go
-through the frame kernel's tape as it is instead (`TapeStack.run_few`).
-"""
+"""Many prompt rows at once through a decoder stack: one launch of a captured CUDA graph a piece. Graphs have fixed
+shapes, so rows are padded up to a bucket and keys are read up to an extent, both static, while the position is a device
+tensor. Rounding is `Qwen3Stack.advance`'s, with q, k, v and gate, up as one product each: what lies between products is
+made by kernels of the project where they fit, elsewhere by operators. A few rows may go through the frame kernel's tape
+as it is instead (`TapeStack.run_few`)."""
 
 import contextlib
 import logging
@@ -21,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mktts.errors import BackendUnavailable, CapacityError
 from mktts.kernel.build import require_triton
-from mktts.kernel.tape_stack import MOST_POSITIONS, ROWS, TapeStack
+from mktts.kernel.tape import MOST_POSITIONS, ROWS, TapeStack
 from mktts.model.cuda_graph import record
 from mktts.model.prompt import is_of_voice
 from mktts.model.qwen3 import Qwen3Stack, Stack, rms_norm, rotate
@@ -61,16 +59,13 @@ _MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # flash ta
 class Prefill:
     """Prompts into caches laid out as csrc/state.cuh has them: (layers, kv heads, group, slots, 2, head_dim); up to
     CAPACITY positions by way of a workspace of its own, 112 KiB a position at the released sizes. The stack must not
-    change afterwards. One thread and one CUDA stream at a time.
-
-    Keys and values of prefixes are kept by `Prompt.prefix_key`; the least recently used ones go first when they take
-    more than `max_bytes` of device memory."""
+    change afterwards. One thread and one CUDA stream at a time. Keys and values of prefixes are kept by
+    `Prompt.prefix_key`; the least recently used ones go first when they take more than `max_bytes` of device memory."""
 
     capacity, max_bytes = CAPACITY, 64 << 20
 
     def __init__(self, stack: Stack) -> None:
-        """A TapeStack takes the passes of up to ROWS rows at the first MOST_POSITIONS positions as they are, which then
-        wait for no unpacking."""
+        """A TapeStack takes passes of up to ROWS rows at the first MOST_POSITIONS positions without unpacking."""
         c, self.stack, self._few = stack.config, stack, isinstance(stack, TapeStack)
         shape = (2, c.num_hidden_layers, c.num_key_value_heads, CAPACITY + 1, c.head_dim)  # the last row is for padding
         self._kv = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
@@ -125,11 +120,6 @@ class Prefill:
                     if extent > least:  # fewer rows would take a smaller bucket
                         self._pass(bucket, extent)
 
-    @torch.inference_mode()
-    def prefix(self, rows: Tensor, key: Hashable | None, kv: Tensor) -> None:
-        """Positions [0, P) from the prefix rows (P, H) alone, found under `key` or computed."""
-        copy_into_cache(self._prefix(rows, key), kv)
-
     def forget(self, voice: Voice) -> None:
         """Lets go of the prefixes with this voice."""
         for key in [key for key in self._prefixes if is_of_voice(key, voice)]:
@@ -141,7 +131,7 @@ class Prefill:
         returns the normed hidden state (H,) of the last one. The prefix is always computed apart from the rest, so that
         the bits are the same whether it was kept or not. Raises CapacityError as `go_on`."""
         apart = prefix_rows and len(rows) <= CAPACITY
-        return self.go_on(rows, kv, self._prefix(rows[:prefix_rows], key) if apart else None)
+        return self.go_on(rows, kv, self.prefix(rows[:prefix_rows], key) if apart else None)
 
     @torch.inference_mode()
     def go_on(self, rows: Tensor, kv: Tensor, kept: Tensor | None) -> Tensor:
@@ -150,10 +140,9 @@ class Prefill:
         (a Qwen3Stack). Raises CapacityError where it has not."""
         if len(rows) > CAPACITY:
             if not isinstance(self.stack, Qwen3Stack):
-                raise CapacityError(
-                    f"a prompt may have {CAPACITY} rows with the megakernel, this one has {len(rows)}: shorten it "
-                    "(instruction, reference recording and its transcript, text), or pass backend='torch'"
-                )
+                why = f"a prompt may have {CAPACITY} rows with the megakernel, this one has {len(rows)}"
+                parts = "(instruction, reference recording and its transcript, text)"
+                raise CapacityError(f"{why}: shorten it {parts}, or pass backend='torch'")
             cache = self.stack.new_cache(len(rows))
             hidden = self.stack.advance(rows, [cache], [len(rows)])[-1]
             copy_into_cache(cache.memory[:, :, 0].transpose(0, 1), kv)
@@ -165,8 +154,9 @@ class Prefill:
         copy_into_cache(self.keys_values, kv)
         return hidden
 
-    def _prefix(self, rows: Tensor, key: Hashable | None) -> Tensor:
-        """Keys and values of the prefix rows (P, H)."""
+    @torch.inference_mode()
+    def prefix(self, rows: Tensor, key: Hashable | None) -> Tensor:
+        """Keys and values of the prefix rows (P, H) alone, as of `keys_values`: found under `key`, or computed."""
         kept = None if key is None else self._prefixes.get(key)
         if kept is not None:
             self._prefixes.move_to_end(key)

@@ -3,7 +3,7 @@ clock of its multiprocessor when its first thread passes a point (csrc/state.cuh
 a phase."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ TAIL = (14, 15, 16)
 _CLOCK_BITS, _STARVED_BITS = 40, 16
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """What lies between two marks; `kind` is hop (it ends with words that other blocks sent), product, or other."""
 
     name: str
@@ -71,11 +70,9 @@ def phases_of(points: np.ndarray) -> list[Phase]:
     return [PHASES[here, following] for here, following in zip(points, np.roll(points, -1), strict=True)]
 
 
-@dataclass(frozen=True)
-class Marks:
+class Marks(NamedTuple):
     """The marks of one launch; the blocks' clocks have no common zero. points (n,): in order, the same for all blocks.
-    cycles (blocks, n) int64: never falling. starved (blocks, n) int64: cycles for which the marking warp waited for
-    weights."""
+    cycles, starved (blocks, n) int64: never falling, and how many of them the marking warp waited for weights."""
 
     points: np.ndarray
     cycles: np.ndarray
@@ -123,14 +120,11 @@ class TracedBackend(MegakernelBackend):
         room = MAX_FRAMES_A_LAUNCH * len(self.points) + 1  # words of a block, and one to see that there were no more
         self._room = torch.zeros(self.shape.blocks, room, dtype=torch.int64, device=self.device)
         defines = {**self.shape.defines, "TRACE": room}
-        builds = (defines, {**defines, "STILL": 1})
-        self._marking = [
-            Launcher("frame.cu", "mktts_frames", build, self.device, card_of(self.device)) for build in builds
-        ]
+        builds, card = (defines, {**defines, "STILL": 1}), card_of(self.device)
+        self._marking = [Launcher("frame.cu", "mktts_frames", build, self.device, card) for build in builds]
 
     def traced(self, state: MegakernelStream, rows: Sequence[Tensor], still: bool = False) -> tuple[list[Frame], Marks]:
-        """Returns the frames of one launch and its marks, for a stream that has made a frame. still: without the
-        stream of weights."""
+        """Frames and marks of one launch, of a stream that has made a frame. still: without the stream of weights."""
         usual, self._launcher = self._launcher, self._marking[still]
         self._room.zero_()
         fill_pointers(state.params, {"trace": self._room})

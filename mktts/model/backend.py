@@ -32,8 +32,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Rows as a prompt, for measurements and tests; and what a backend reads of a Prompt, or of a FedPrompt that is
-    ready."""
+    """Rows as a prompt, for measurements and tests; what a backend reads of a Prompt or a ready FedPrompt."""
 
     embeds: Tensor  # the talker's inputs, (L, H)
     prefix_rows: int = 0  # leading rows of `embeds` that no text changes, fewer than L
@@ -46,10 +45,8 @@ def no_number() -> EngineError:
 
 
 class Backend(Protocol):
-    """Talker and code predictor of one checkpoint.
-
-    One whose frames are made beside the host may also have `codes_to_come(state)`, where the next first frame writes
-    its codes, and then its `step` takes `meanwhile`, a call between launch and wait: see `MegakernelBackend`."""
+    """Talker and code predictor of one checkpoint. One that makes frames beside the host may also have
+    `codes_to_come(state)`, and a `step` that takes `meanwhile`: see `MegakernelBackend`."""
 
     name: str
     embeddings: Mapping[str, Tensor]  # CODE_EMBEDDINGS, (vocabulary, H) each; prompts read them too
@@ -64,8 +61,7 @@ class Backend(Protocol):
 
     def step(self, state: StreamState, row: Tensor | None) -> Frame:
         """Makes the next frame. row (H,): the text embedding that is added to the newest frame's code embeddings; None
-        exactly on the first call, whose input was the prompt. Raises CapacityError after end-of-speech or `max_frames`
-        frames."""
+        exactly on the first call. Raises CapacityError after end-of-speech or `max_frames` frames."""
 
     def frames(self, state: StreamState, rows: Sequence[Tensor | None]) -> Iterator[Frame]:
         """As many steps as there are `rows`, ending early after end-of-speech, each frame as it is made. Closing the
@@ -91,7 +87,6 @@ def device_named(name: str | torch.device) -> torch.device:
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 on CUDA, as the weights are stored; float32 on the CPU, where bfloat16 halves the memory, and pays only
-    for large models on a processor with bfloat16 units (AMX: 0.77 of float32's time a frame at 0.6B, 1.65 at tiny
-    size)."""
+    """bfloat16 on CUDA, as the weights are stored; float32 on the CPU, where bfloat16 pays only for large models on a
+    processor with units for it (AMX: 0.77 of float32's time a frame at 0.6B, 1.65 at tiny size)."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -1,9 +1,8 @@
 """Talker and code predictor in plain PyTorch, for one stream and for many: code for code equal to upstream qwen-tts on
-CPU, which makes it the oracle of all that is faster.
-
-One frame (spec of the released model): the talker's hidden state gives code 0; the predictor takes two rows
-(hidden state, embedding of code 0) and then one row per code to give codes 1-15, each from its own head; the
-sum of the sixteen embeddings plus the next text embedding is the talker's next input."""
+CPU, which makes it the oracle of all that is faster. One frame (spec of the released model): the talker's hidden state
+gives code 0; the predictor takes two rows (hidden state, embedding of code 0) and then one row per code to give codes
+1-15, each from its own head; the sum of the sixteen embeddings plus the next text embedding is the talker's next
+input."""
 
 from __future__ import annotations
 
@@ -33,15 +32,10 @@ class TorchStream:
     seed: int
     generator: torch.Generator | None  # of rng="torch"; Philox's draws follow from the seed and the frame
     max_frames: int | None
-    head_rows: Tensor | None = None  # (rows, H): what the next code-0 logits are computed with; the last one counts
+    head_rows: Tensor | None = None  # (rows, H), normed: what code-0 logits come of; the last row is the newest one's
     frames: int = 0
     codes: Tensor | None = None  # (16,) int64 of the newest frame, on the device
     ended: bool = False
-
-    @property
-    def hidden(self) -> Tensor:
-        """(1, 1, H) after the final norm, of the newest position."""
-        return self.head_rows[None, -1:]
 
     def copy(self) -> TorchStream:
         generator = None if self.generator is None else self.generator.clone_state()
@@ -67,9 +61,7 @@ class TorchBackend:
         stacks: type[Qwen3Stack] = Qwen3Stack,
     ) -> None:
         """device, dtype: of the products. stacks: what the talker's and the predictor's are."""
-        self.config = config
-        self.device = torch.device(device)
-        self.dtype = dtype
+        self.config, self.device, self.dtype = config, torch.device(device), dtype
 
         def get(name: str) -> Tensor:
             return tensors[name].to(self.device, dtype)
@@ -96,15 +88,11 @@ class TorchBackend:
         for `tick`: memory is taken as frames come, and the first one reads the prompt."""
         embeds, grows, c = prompt.embeds, max_frames is None, self.config.talker
         check_start(embeds, c.hidden_size, seed, 1 if grows else max_frames)
-        state = TorchStream(
-            cache=self.talker.new_cache(c.max_position_embeddings if grows else len(embeds) + max_frames, grows=grows),
-            prompt=embeds.to(self.device, self.dtype),
-            seen=torch.zeros(c.vocab_size, dtype=torch.bool, device=self.device),
-            sampling=sampling,
-            seed=int(seed),
-            generator=torch.Generator(self.device).manual_seed(int(seed)) if sampling.rng == "torch" else None,
-            max_frames=max_frames,
-        )
+        cache = self.talker.new_cache(c.max_position_embeddings if grows else len(embeds) + max_frames, grows=grows)
+        seen = torch.zeros(c.vocab_size, dtype=torch.bool, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(int(seed)) if sampling.rng == "torch" else None
+        embeds = embeds.to(self.device, self.dtype)
+        state = TorchStream(cache, embeds, seen, sampling, int(seed), generator, max_frames)
         if not grows:
             self._advance([state], [None])
         return state
@@ -178,9 +166,7 @@ class TorchBackend:
         seen = torch.stack([stream.seen for stream in streams])
         logits = self._limits.restrict(logits, seen, [stream.sampling.repetition_penalty for stream in streams], made)
         noise = later = streams[0].generator
-        if noise is None and any(
-            choice.do_sample for s in streams for choice in (s.sampling.talker, s.sampling.predictor)
-        ):
+        if noise is None and any(s.sampling.talker.do_sample or s.sampling.predictor.do_sample for s in streams):
             drawn = self._noise.draw([stream.seed for stream in streams], made)
             noise, later = (part.to(self.device) for part in drawn)
         choices = ChoiceRows.of(tuple(stream.sampling.talker for stream in streams), self.device)
@@ -200,10 +186,8 @@ class TorchBackend:
     ) -> Tensor:
         """All codes (B, 16) int64 of the frame, which is then made. code0, noise: as `_code0` gives them. draw:
         (codebook, logits (B, V) fp32) -> codes (B,) of that book, in place of the streams' own choice."""
-        choices, count = (
-            ChoiceRows.of(tuple(stream.sampling.predictor for stream in streams), self.device),
-            len(streams),
-        )
+        count = len(streams)
+        choices = ChoiceRows.of(tuple(stream.sampling.predictor for stream in streams), self.device)
         of_book = noise.unbind(1) if isinstance(noise, Tensor) else [noise] * len(self.heads)
         hidden, codes = torch.cat([stream.head_rows[-1:] for stream in streams]), [code0.clamp(min=0)]
         frame = self.predictor.new_cache(NUM_CODEBOOKS, count)

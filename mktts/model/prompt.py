@@ -92,10 +92,8 @@ class PromptBuilder:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.device = torch.device(device)
-        self.dtype = dtype
+        self.config, self.tokenizer = config, tokenizer
+        self.device, self.dtype = torch.device(device), dtype
 
         def get(name: str) -> Tensor:
             return tensors[name].to(self.device, dtype)
@@ -122,8 +120,6 @@ class PromptBuilder:
         self._whole_end = torch.cat((self._eos + self._codec_pad, self._codec_bos + self._pad))  # (2, H)
         self._pad_row = self._pad[0]  # (H,): the same object in all prompts, which lanes tell by that
         self.fed_pad, self.fed_eos = (self.text_rows([id_])[0] for id_ in (text.tts_pad, text.tts_eos))
-
-    # ---- public
 
     def check(self, request: Request) -> Request:
         """The request as `of_checked` takes it: in the checkpoint's spelling, its text stripped, what it leaves out
@@ -162,9 +158,8 @@ class PromptBuilder:
         return self.of_checked(self.check(request))
 
     def of_checked(self, request: Request, spoken: SpokenRows | None = None) -> Prompt:
-        """The prompt of a whole text, bit-equal to upstream's embeddings. request: from `check`. spoken: rows of whole
-        prompts are taken from it; they come of products of other sizes, which round differently. Raises TextError where
-        it has no text."""
+        """The prompt of a whole text, bit-equal to upstream's embeddings. request: from `check`. spoken: has the rows
+        of whole prompts, of products of other sizes, which round differently. Raises TextError where it has no text."""
         ids = self.tokenizer.encode(request.text)
         if not ids:
             raise TextError("expected text to speak, got an empty text")
@@ -187,19 +182,6 @@ class PromptBuilder:
             trailing = partial(self._rest, ids[1:])
         return Prompt(embeds, trailing, self._pad_row, len(ids), len(head), self._prefix_key(request))
 
-    # ---- used by FedPrompt
-
-    def fed_prompt(
-        self, request: Request, rows: Sequence[Tensor], reference_rows: int
-    ) -> tuple[Tensor, int, Hashable | None]:
-        """The streaming prompt, its prefix rows and key, as `PromptRows` has them. `rows` are the text rows so far,
-        each (H,); the first `reference_rows` are a transcript's."""
-        body, _ = self._streaming_body(request, torch.stack(tuple(rows)))
-        embeds = torch.cat((self._head(request), body))
-        # A transcript longer than its recording has frames fills the prompt: the last row is left to be computed.
-        prefix_rows = min(len(embeds) - len(body) + reference_rows, len(embeds) - 1)
-        return embeds, prefix_rows, self._prefix_key(request, fed=reference_rows > 0)
-
     @torch.inference_mode()
     def text_rows(self, ids: Sequence[int]) -> Tensor:
         """Projected text embeddings (N, H), N > 0: fc2(SiLU(fc1(embedding))). Another grouping may round differently.
@@ -213,13 +195,11 @@ class PromptBuilder:
             rows = table[torch.tensor(list(ids), dtype=torch.int64, device=table.device)].to(self.device)
         return F.linear(F.silu(F.linear(rows.to(self.dtype), w1, b1)), w2, b2)
 
-    # ---- parts
-
     def _codec_rows(self, *ids: int) -> Tensor:
         """Rows of tags, speakers and special ids, taken one by one: a GPU would wait for an index that is uploaded."""
         return torch.stack([self._codec_tables[0][id_] for id_ in ids])
 
-    def _prefix_key(self, request: Request, fed: bool = False) -> Hashable:
+    def _prefix_key(self, request: Request, fed: bool = False) -> tuple[Hashable, ...]:
         """Everything the prefix is made of: speaker, the id of a language or of a speaker's dialect, instruction,
         voice; and `fed`: it goes on through the transcript."""
         voice = None if request.voice is None else request.voice.digest
@@ -229,23 +209,16 @@ class PromptBuilder:
         return request.speaker, self.config.languages.get(language), request.instruct, voice, fed
 
     def forget(self, voice: Voice) -> None:
-        """Lets go of the rows kept for prompts with this voice."""
         for key in [key for key in self._heads if is_of_voice(key, voice)]:
             del self._heads[key]
 
     def _head(self, request: Request) -> Tensor:
         """Instruction, role, tags and speaker rows. Those used last are kept."""
-        key = self._prefix_key(request)
-        if key not in self._heads:
-            self._heads[key] = self._made_head(request, key[1])
-            if len(self._heads) > _HEADS:
-                self._heads.popitem(last=False)
-        self._heads.move_to_end(key)
-        return self._heads[key]
-
-    def _made_head(self, request: Request, language_id: int | None) -> Tensor:
-        text, codec = self.config.text_ids, self.config.codec_ids
-        rows = [self._codec_rows(*language_tags(codec, language_id))]
+        text, key = self.config.text_ids, self._prefix_key(request)
+        if key in self._heads:
+            self._heads.move_to_end(key)
+            return self._heads[key]
+        rows = [self._codec_rows(*language_tags(self.config.codec_ids, key[1]))]
         if request.speaker is not None:
             rows.append(self._codec_rows(self.config.speakers[request.speaker]))
         elif request.voice is not None:
@@ -256,7 +229,10 @@ class PromptBuilder:
         if request.instruct:
             turn = self.tokenizer.encode(f"user\n{request.instruct}")
             parts.insert(0, self.text_rows([text.im_start, *turn, text.im_end, *self._newline]))
-        return torch.cat(parts)
+        self._heads[key] = head = torch.cat(parts)
+        if len(self._heads) > _HEADS:
+            self._heads.popitem(last=False)
+        return head
 
     def reference_ids(self, request: Request) -> list[int]:
         """Tokens of an in-context voice's transcript, which comes before the text."""
@@ -291,15 +267,12 @@ class FedPrompt:
     prefix_key: Hashable | None = None
 
     def __init__(self, builder: PromptBuilder, request: Request) -> None:
-        """request: from `PromptBuilder.check`; its text is the first piece, or empty. Raises PromptError for another
-        layout."""
+        """request: from `PromptBuilder.check`; its text is the first piece. Raises PromptError for a whole layout."""
         if request.layout != "streaming":
             raise PromptError(f"text that arrives later needs the streaming layout, got layout={request.layout!r}")
-        self._builder = builder
-        self._request = request
+        self._builder, self._request = builder, request
         self._tokens = IncrementalTokenizer(builder.tokenizer)
-        self.text_tokens = 0
-        self.text_ended = False
+        self.text_tokens, self.text_ended = 0, False
         # Rows (H,) of the transcript of an in-context voice, then one per text token, then end-of-text; and how many of
         # them the prompt holds at most.
         self._rows, self._in_prompt = [], 1
@@ -343,8 +316,12 @@ class FedPrompt:
     def _add(self, rows: Sequence[Tensor]) -> None:
         self._rows += rows
         if self.embeds is None and (self.text_ended or len(self._rows) >= self._in_prompt):
-            made = self._builder.fed_prompt(self._request, self._rows, self._reference_rows)
-            self.embeds, self.prefix_rows, self.prefix_key = made
+            builder, request, in_transcript = self._builder, self._request, self._reference_rows
+            body, _ = builder._streaming_body(request, torch.stack(self._rows))
+            self.embeds = torch.cat((builder._head(request), body))
+            # A transcript longer than its recording has frames fills the prompt: the last row is left to be computed.
+            self.prefix_rows = min(len(self.embeds) - len(body) + in_transcript, len(self.embeds) - 1)
+            self.prefix_key = builder._prefix_key(request, fed=in_transcript > 0)
 
 
 def language_tags(ids: CodecIds, language: int | None) -> list[int]:

@@ -1,5 +1,4 @@
 """Qwen3 decoder stacks in plain PyTorch, over rows of any number of streams; keys and values are the caller's.
-
 `Qwen3Stack` rounds where transformers 4.57 rounds (sdpa attention): in bf16 every intermediate named in upstream's
 modules, RMSNorm in fp32, rotary angles in fp32; that makes the greedy codes of one stream equal to upstream's on CPU.
 Talker M-RoPE has equal temporal, height and width positions, so it is ordinary RoPE."""
@@ -27,8 +26,7 @@ _LARGE = 1 << 20  # values of a matrix that stays in no core's cache
 @dataclass(frozen=True)
 class Linear:
     """x @ weight + bias, on a CPU in fp32 with rows that do not depend on how many there are: a BLAS cuts long sums by
-    the number of rows, so sums are cut here, short enough for MKL to leave alone, and few rows are filled up to
-    `LEAST_ROWS`, with the first one again."""
+    the number of rows, so sums are cut here, short enough for MKL, and few rows are filled up to `LEAST_ROWS`."""
 
     weight: Tensor  # (in, out), or as oneDNN has packed it
     bias: Tensor | None = None
@@ -76,8 +74,7 @@ class Linear:
 
     @cached_property
     def _cut(self) -> tuple[int, tuple[Tensor, ...]]:
-        """The least rows of a product, and the pieces of the weight that are multiplied one by one: none of a packed
-        one."""
+        """The least rows of a product, and the pieces of the weight multiplied one by one; () if it is packed."""
         if self.weight.is_mkldnn:
             return 1, ()
         if self.weight.device.type != "cpu" or self.weight.dtype == torch.bfloat16:
@@ -117,28 +114,15 @@ class LayerWeights:
         return replace(self, q=q, k=k, v=v, gate=gate, up=up, qkv=qkv, gate_up=gate_up)
 
 
-_LAYER_NAMES = {
-    "input_norm": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "post_norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
-
-
+_LAYER_NAMES = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
+_LAYER_NAMES |= {name: f"self_attn.{name}_proj" for name in "qkvo"} | {f"{x}_norm": f"self_attn.{x}_norm" for x in "qk"}
+_LAYER_NAMES |= {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 CHUNK_POSITIONS = 64  # that a growing cache grows by
 
 
 class Place(NamedTuple):
-    """Where `count` rows of each of B streams belong in one layer of a cache, behind `past` positions. new: (2, B, kv
-    heads, count, head_dim), for their keys and values. keys, values: (B, kv heads, past + count, head_dim), theirs
-    included."""
+    """Where `count` rows of each of B streams belong in a layer of a cache, behind `past` positions. new: (2, B, kv
+    heads, count, head_dim), theirs. keys, values: (B, kv heads, past + count, head_dim), theirs included."""
 
     past: int
     count: int
@@ -179,8 +163,7 @@ class Stack:
 
     def __init__(self, config: StackConfig, norm: Tensor) -> None:
         """`norm` (H,): the weight of the final norm; its device and dtype are the stack's."""
-        self.config = config
-        self.norm = norm
+        self.config, self.norm = config, norm
         self.device, self.dtype = norm.device, norm.dtype
         self._inverse_frequency = inverse_frequency(config.head_dim, config.rope_theta).to(norm.device)
 
@@ -263,7 +246,6 @@ class Qwen3Stack(Stack):
         return x + F.linear(F.silu(F.linear(h, w.gate)) * F.linear(h, w.up), w.down)
 
     def turns(self, positions: Sequence[int]) -> tuple[Tensor, ...]:
-        """What `layer` turns the heads of rows at these positions by."""
         most = max(positions)
         if most >= len(self._table[0]):
             self._table = self._turn_table(2 * most + 2)

@@ -1,9 +1,8 @@
 """From logits to a code, in upstream's order (Hugging Face logits processors as qwen-tts 0.1.1 runs them): repetition
-penalty, minimum length, suppressed ids, temperature, top-k, top-p, draw.
-
-The draws of ours follow from counters alone: the same seed, frame and codebook give the same noise anywhere.
-Philox4x32-10 is from Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). What
-follows it here is the arithmetic of csrc/sampling.cuh, operation by operation, so that both give the same bits."""
+penalty, minimum length, suppressed ids, temperature, top-k, top-p, draw. The draws of ours follow from counters alone:
+the same seed, frame and codebook give the same noise anywhere. Philox4x32-10 is from Salmon, Moraes, Dror and Shaw,
+"Parallel random numbers: as easy as 1, 2, 3" (SC 2011). What follows it here is the arithmetic of csrc/sampling.cuh,
+operation by operation, so that both give the same bits."""
 
 from __future__ import annotations
 
@@ -84,11 +83,9 @@ _FLAT = _places("predictor_", do_sample="greedy", predictor_do_sample="predictor
 @dataclass(frozen=True)
 class Sampling:
     """Settings of one utterance; the defaults are the released checkpoints' generation_config.json.
-
-    rng: "philox" draws by counters (`gumbel`): a draw follows from seed, frame, codebook and logits
-        alone, the same on every device and in every backend of ours. "torch" takes the draws that
-        `torch.manual_seed(seed)` gives upstream: for comparisons with qwen-tts; of our backends only the torch one has
-        it. backend="upstream" is qwen-tts itself and always draws that way."""
+    rng: "philox" draws by counters (`gumbel`): a draw follows from seed, frame, codebook and logits alone, the same in
+    every backend of ours on every device. "torch" takes the draws that `torch.manual_seed(seed)` gives upstream, for
+    comparisons; of our backends only the torch one has it, and backend="upstream" always draws so."""
 
     talker: Choice = field(default_factory=Choice)
     predictor: Choice = field(default_factory=Choice)
@@ -159,8 +156,7 @@ def check_start(embeds: Tensor, width: int, seed: int, max_frames: int) -> None:
 
 
 def restrict(logits: Tensor, history: Tensor, penalty: float, eos: int) -> Tensor:
-    """`RestrictedRows` of one row `logits` (V,) fp32. Returns a copy. `history` (N,) int64: code 0 of every frame so
-    far."""
+    """`RestrictedRows` of one row `logits` (V,) fp32, copied. `history` (N,) int64: code 0 of every frame so far."""
     seen = torch.zeros(1, len(logits), dtype=torch.bool, device=logits.device)
     seen[0, history] = True
     rows = RestrictedRows(len(logits), eos, logits.device)
@@ -168,15 +164,9 @@ def restrict(logits: Tensor, history: Tensor, penalty: float, eos: int) -> Tenso
 
 
 def choose(logits: Tensor, choice: Choice, randomness: Tensor | torch.Generator | None) -> Tensor:
-    """One id () int64 of `logits` (V,) fp32, -inf marking forbidden ones. randomness: Gumbel noise (V,) fp32
-    (`gumbel`): the id with the largest score + noise wins, the lowest of equals; or the generator of rng="torch".
-    Greedy needs neither."""
+    """One id () int64 of `logits` (V,) fp32, -inf marking forbidden ones; the lowest of equals wins. randomness: Gumbel
+    noise (V,) fp32 (`gumbel`), or the generator of rng="torch"; greedy needs neither."""
     return ChoiceRows.of((choice,), logits.device).choose(logits[None], randomness)[0]
-
-
-def distribution(logits: Tensor, choice: Choice) -> Tensor:
-    """What upstream draws from: (V,) fp32, summing to 1. Philox's draws follow it but for ties at top-p's border."""
-    return ChoiceRows.of((choice,), logits.device).kept(logits[None], stable=False)[0].softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -194,7 +184,6 @@ class ChoiceRows:
     @staticmethod
     @lru_cache(maxsize=64)
     def of(choices: tuple[Choice, ...], device: torch.device) -> ChoiceRows:
-
         def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
@@ -282,9 +271,8 @@ def philox(
 
 
 def exact_log(x: np.ndarray) -> np.ndarray:
-    """Natural logarithm of positive normal float32, of additions and multiplications that are each rounded once: the
-    same bits on every machine, as a library's are not. Its error is below 1e-7, or 1e-7 of the logarithm where that is
-    above 1."""
+    """Natural logarithm of positive normal float32, by additions and multiplications that are each rounded once: the
+    same bits on every machine. Its error is below 1e-7, or 1e-7 of the logarithm where that is above 1."""
     bits = x.view(np.uint32)
     m = ((bits & np.uint32(0x007FFFFF)) | np.uint32(0x3F000000)).view(np.float32)  # x = m * 2^exponent, m in [1/2, 1)
     small = m < _SQRT_HALF
@@ -308,7 +296,6 @@ def exact_log(x: np.ndarray) -> np.ndarray:
 
 def gumbel(seed: int, frame: int, books: range, size: int) -> np.ndarray:
     """Gumbel noise of one frame: (len(books), size) float32. The largest score + noise is a draw of softmax(score).
-
     `seed` in [0, 2^64) is the key. Counters are (id // 4, codebook, frame, STREAM), and id takes word id % 4. Its top
     23 bits k give u = (k + 1/2) 2^-23, exact and inside (0, 1), and -log(-log(u))."""
     blocks = np.arange(-(-size // _IDS))

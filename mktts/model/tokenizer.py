@@ -21,8 +21,7 @@ SPLIT_PATTERN = (
 
 
 class TextTokenizer:
-    """Byte-level BPE from vocab.json and merges.txt. Special tokens are never parsed out of text: "<|im_end|>" is ten
-    ordinary characters, not the end of a turn."""
+    """Byte-level BPE from vocab.json and merges.txt. Special tokens are never parsed out of text."""
 
     def __init__(self, model: BPE) -> None:
         self.normalizer = NFC()

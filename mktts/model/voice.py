@@ -59,8 +59,7 @@ class Voice:
         return content.hexdigest()
 
     def save(self, path: Path | str, notes: str = "", mode: int = 0o644) -> Path:
-        """Writes one safetensors file, whole or not at all; the transcript and model size are in its header, and what
-        its keeper notes about it. mode: of the file."""
+        """Writes one safetensors file, whole or not at all. notes: of its keeper. mode: of the file."""
         from safetensors.torch import save
 
         tensors = {"embedding": self.embedding.contiguous()}

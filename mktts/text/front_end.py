@@ -217,6 +217,5 @@ class FrontEnd:
 
 
 def spoken(text: str, language: str = ENGLISH) -> str:
-    """`text` without markup, as the front end of `language` reads it; for a language without one as it then stands.
-    Raises TextError."""
+    """`text` without markup, as the front end of `language` reads it, where there is one. Raises TextError."""
     return FrontEnd((language,)).read(MarkupFeed().take(text, final=True))

@@ -117,10 +117,8 @@ def _entry(word: str, said: str) -> tuple[str, str]:
     for part in (word, said):
         if not isinstance(part, str) or not 0 < len(part.strip()) <= MAX_ENTRY_CHARS:
             found = f"{len(part)} characters" if isinstance(part, str) else type(part).__name__
-            raise OptionsError(
-                f"pronunciations: expected a word and what is said for it, 1 to {MAX_ENTRY_CHARS} characters each, got "
-                f"{found}: {str(part)[:20]!r}"
-            )
+            wanted = f"a word and what is said for it, 1 to {MAX_ENTRY_CHARS} characters each"
+            raise OptionsError(f"pronunciations: expected {wanted}, got {found}: {str(part)[:20]!r}")
     word, said = (" ".join(unicodedata.normalize("NFC", clean_piece(part)).split()) for part in (word, said))
     if not word or not any(map(str.isalnum, said)):
         raise OptionsError(f"pronunciations: expected letters or digits to say for {word!r}, got {said!r}")

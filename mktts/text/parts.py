@@ -33,8 +33,7 @@ class Pause(NamedTuple):
 
 
 class TextFeed:
-    """A text as what is to be made of it: words, a `Pause`, and what `named` gives; in pieces it is the same as whole.
-    What begins with <speak is SSML."""
+    """A text as what is to be made of it: words, a `Pause`, and what `named` gives. What begins with <speak is SSML."""
 
     def __init__(self, named: Callable[[str], Any | None], new_readers: Iterable[Callable[[], Any]] = ()) -> None:
         """named: what stands for a name in brackets, None for text. new_readers: what each part between tags goes
@@ -135,8 +134,7 @@ class _Ssml:
         self._parser = expat.ParserCreate()
         self._parser.StartElementHandler, self._parser.EndElementHandler = self._begin, self._end
         self._parser.CharacterDataHandler = self._text
-        self._found = ""
-        self._subs = 0  # that are open
+        self._found, self._subs = "", 0  # sub elements that are open
         self._kind, self._held = "", ""  # of the present say-as
 
     def push(self, piece: str, final: bool) -> str:

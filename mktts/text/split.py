@@ -27,6 +27,7 @@ _WIDE_SENTENCE = "。！？｡．"
 _SENTENCE = ".!?…"
 _WIDE_CLAUSE = "，、；："
 _CLAUSE = ",;:—–"
+_SKIN_TONES = "\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"  # of the character before
 _FIRST_WIDE = 0x2E80  # East Asian scripts start here; they put no space after a mark
 _LOOK_BACK_CHARS = 24  # enough for the longest abbreviation and its closers
 
@@ -139,7 +140,8 @@ def boundary(before: str, gap: str, after: str) -> Cut:
     if ends and (gap or is_wide(after)):
         return Cut.SENTENCE
     if not gap:
-        return Cut.INSIDE if _inside_character(before[-1], after) else Cut.NONE
+        joined = "\u200d" in (before[-1], after) or after in _SKIN_TONES or unicodedata.category(after).startswith("M")
+        return Cut.INSIDE if joined else Cut.NONE
     return Cut.CLAUSE if "\n" in gap or before[-1] in _CLAUSE else Cut.SPACE
 
 
@@ -151,8 +153,3 @@ def _goes_on(core: str, after: str, quoted: bool) -> bool:
         return False
     word = (core[:-1].split() or [""])[-1].lstrip("(\"'“‘«[").lower()
     return word in LISTS["abbreviations"] or bool(_STOPPED.fullmatch(word))  # of the model's European languages
-
-
-def _inside_character(before: str, after: str) -> bool:
-    joiner, skin_tones = "\u200d", "\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"
-    return joiner in (before, after) or after in skin_tones or unicodedata.category(after).startswith("M")

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from mktts.batch.cuda.tiles import product_tile
 from mktts.codec.layers import SnakeBeta
-from mktts.codec.packed import LOW_SCALE, Packed, ProductTile, pack
-from mktts.codec.rows import INPUT_SCALE, Rows, RowsShape
+from mktts.codec.packed import INPUT_SCALE, LOW_SCALE, Packed, ProductTile, Rows, RowsShape, pack
 from mktts.model.qwen3 import Linear
 
 pytestmark = pytest.mark.gpu

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from mktts.checkpoint import Checkpoint
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.fused import MAX_FUSED_FRAMES, FusedCodec
-from mktts.codec.packed import few_rows_tile
-from mktts.codec.rows import PIECE_VALUES, RowsShape, moves
+from mktts.codec.packed import PIECE_VALUES, RowsShape, few_rows_tile, moves
 from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.parity.codec import random_codes, snr_db
 

@@ -19,8 +19,7 @@ from mktts.kernel.backend import Debug, MegakernelBackend
 from mktts.kernel.build import CSRC, source
 from mktts.kernel.grid import MOST_ROWS, Shape
 from mktts.kernel.launch import WAITS, Params
-from mktts.kernel.tape import model_weights
-from mktts.kernel.tape_stack import Launch, RowsParams
+from mktts.kernel.tape import Launch, RowsParams, model_weights
 from mktts.measure.parity.kernel import Observed, vocabularies
 from mktts.model.backend import PromptRows
 from mktts.model.prompt import Prompt
@@ -51,7 +50,7 @@ def build(shape: Shape, folder: Path, most_rows: int = MOST_ROWS, ring: int = 4,
 
 
 def row_launches(shape: Shape, folder: Path, most_rows: int) -> Launch:
-    """Launches of csrc/rows.cu as `mktts.kernel.tape_stack` wants them; compiles in `folder`."""
+    """Launches of csrc/rows.cu as `mktts.kernel.tape` wants them; compiles in `folder`."""
     library = _compiled("rows.cu", "launch_rows.h", folder, most_rows, [], {**shape.defines, "__shared__": "static"})
     seeds = itertools.count(1)
 

@@ -12,8 +12,7 @@ from mktts.checkpoint.random.weights import random_tensors
 from mktts.checkpoint.tensors import stack_shapes, tensor_specs
 from mktts.kernel.grid import Shape, choose_shape
 from mktts.kernel.prefill import Prefill
-from mktts.kernel.tape import stack_weights
-from mktts.kernel.tape_stack import KERNELS, Launch, TapeStack
+from mktts.kernel.tape import KERNELS, Launch, TapeStack, stack_weights
 from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack, Stack
 from mktts.spec import StackConfig

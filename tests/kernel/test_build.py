@@ -16,7 +16,7 @@ from mktts.kernel import build as kernel_build
 from mktts.kernel.build import SHARED, TARGETS, Build, Card, build_for, compile_kernel, target_of
 from mktts.kernel.grid import EPS, FRAGMENTS, WARPS, choose_shape, choose_text_shape, layer_matrices
 from mktts.kernel.launch import FRAME_WORDS, STATUS_WORDS, Params
-from mktts.kernel.tape_stack import MOST_POSITIONS, ROWS, RowsParams, UnpackParams
+from mktts.kernel.tape import MOST_POSITIONS, ROWS, RowsParams, UnpackParams
 from mktts.measure.inspection import config_at
 from mktts.spec import ModelConfig
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mktts.checkpoint import open_checkpoint
-from mktts.kernel.prefill import Prefill, kept_of_cache
+from mktts.kernel.prefill import Prefill, copy_into_cache, kept_of_cache
 from mktts.measure.parity.upstream import made_up_voice
 from mktts.model.prompt import FedPrompt, Prompt, PromptBuilder, Request
 from mktts.model.qwen3 import Qwen3Stack
@@ -160,7 +160,7 @@ def test_a_known_prefix_gives_the_bits_of_a_new_one_and_speakers_do_not_mix(stac
     rows = prompts[0].prefix_rows + sum(prompt.prefix_rows for prompt in prompts[-2:])
     assert prefill.prefix_bytes == rows * stack.config.kv_bytes_per_position
     alone = cache_of(stack)
-    prefill.prefix(prompts[0].embeds[: prompts[0].prefix_rows], prompts[0].prefix_key, alone)
+    copy_into_cache(prefill.prefix(prompts[0].embeds[: prompts[0].prefix_rows], prompts[0].prefix_key), alone)
     kept = [kept_of_cache(kv, prompts[0].prefix_rows) for kv in (alone, expected[0][1])]
     assert torch.equal(*kept) and prefill.prefix_bytes == rows * stack.config.kv_bytes_per_position
 

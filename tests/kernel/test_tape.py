@@ -18,8 +18,7 @@ from mktts.kernel import grid
 from mktts.kernel.build import CSRC
 from mktts.kernel.grid import Shape, choose_shape
 from mktts.kernel.prefill import Prefill
-from mktts.kernel.tape import model_weights, pack_rows, unpack
-from mktts.kernel.tape_stack import KERNELS, MOST_POSITIONS, ROWS
+from mktts.kernel.tape import KERNELS, MOST_POSITIONS, ROWS, model_weights, pack_rows, unpack
 from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack
 

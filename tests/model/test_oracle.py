@@ -43,9 +43,9 @@ def test_a_stream_keeps_nothing_for_a_gradient(tiny):
     backend, prompt = made(tiny)
     embeds = prompt.embeds.detach().clone().requires_grad_()
     state = backend.start(PromptRows(embeds), Sampling(), 3, 4)
-    assert not state.hidden.requires_grad and not state.cache.memory.requires_grad
+    assert not state.head_rows.requires_grad and not state.cache.memory.requires_grad
     assert not backend.code0_logits(state).requires_grad
-    assert state.hidden.is_inference()
+    assert state.head_rows.is_inference()
 
 
 def test_rows_in_pieces_see_what_they_see_at_once(tiny):

@@ -104,7 +104,7 @@ def test_training_logits_are_those_of_inference(small, layout, language, predict
         for frame, expected in enumerate(codes):
             assert torch.allclose(first[frame], backend.code0_logits(state), atol=1e-4)
             cache = backend.predictor.new_cache(NUM_CODEBOOKS)
-            x = torch.stack((state.hidden[0, 0], backend.code_tables[0][expected[0]]))
+            x = torch.stack((state.head_rows[-1], backend.code_tables[0][expected[0]]))
             for group, head in enumerate(backend.heads):
                 x = x if backend.projection is None else backend.projection(x)
                 logits = head(backend.predictor.advance(x, [cache], [len(x)]))[-1]

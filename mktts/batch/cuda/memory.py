@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from mktts.codec.decoder import CodecState, StateLayout
-from mktts.codec.packed import LOW_SCALE
-from mktts.codec.rows import INPUT_SCALE, RowsShape, moves
+from mktts.codec.packed import INPUT_SCALE, LOW_SCALE, RowsShape, moves
 from mktts.engine.pages import PAGE_ROWS
 from mktts.errors import CodecError
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig, StackConfig

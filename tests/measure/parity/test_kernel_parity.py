@@ -56,7 +56,7 @@ def test_a_forced_frame_shows_the_logits_its_codes_were_chosen_from_and_leaves_t
     assert observed.hidden.shape == (config.talker.num_hidden_layers, config.talker.hidden_size)
     last = observed.hidden[-1]  # through the final norm it is the state that the heads saw
     normed = last / last.pow(2).mean().add(config.talker.rms_norm_eps).sqrt() * backend.talker.norm
-    assert torch.allclose(normed, made.hidden[0, 0], rtol=1e-4, atol=1e-5)
+    assert torch.allclose(normed, made.head_rows[-1], rtol=1e-4, atol=1e-5)
     keys = [state.cache.memory[:, 0, :, :, : state.cache.length] for state in (made, free)]
     assert torch.equal(*keys)
 
