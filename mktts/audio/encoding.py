@@ -36,6 +36,7 @@ _BLOCK_SAMPLES = 2**16
 
 class Encoder:
     """Bytes of a format from PCM (S,) float32 at SAMPLE_RATE_HZ. One thread at a time; not reusable after `finish`.
+
     takes_pcm16: its samples stay as they are, which is no work; `feed_pcm16` takes those that have 16 bits already."""
 
     def __init__(

@@ -1,6 +1,7 @@
-"""Audio that anyone may have sent, decoded in a process of its own: `python -m mktts.audio.untrusted`. A file may be
-made to break FFmpeg, to fill the memory, or to keep a processor busy. The child has limits of all three, no environment
-of ours, and nothing but standard input and output: audio in; the sample rate and float32 samples out."""
+"""Audio that anyone may have sent, decoded in a process of its own: `python -m mktts.audio.untrusted`.
+
+A file may be made to break FFmpeg, to fill the memory, or to keep a processor busy. The child has limits of all three,
+no environment of ours, and nothing but standard input and output: audio in; the sample rate and float32 samples out."""
 
 import io
 import os
@@ -26,9 +27,11 @@ def decode_untrusted(
     data: bytes, data_bytes: int = 10 * 2**20, audio_s: float = 60.0, time_s: float = 10.0, memory_bytes: int = 2**30
 ) -> tuple[np.ndarray, int]:
     """Mono float32 (S,), channels averaged, and the sample rate in Hz, of a file of audio: WAV, FLAC, MP3, Ogg, AAC,
-    MP4, WebM. data_bytes, audio_s: at most, of the encoded audio and of sound in it. time_s: of the clock, and of the
-    processor. memory_bytes: of the child's address space, on Linux. Raises VoiceError for what is no such audio or over
-    a limit, BackendUnavailable without the package av."""
+    MP4, WebM.
+
+    data_bytes, audio_s: at most, of the encoded audio and of sound in it. time_s: of the clock, and of the processor.
+    memory_bytes: of the child's address space, on Linux. Raises VoiceError for what is no such audio or over a limit,
+    BackendUnavailable without the package av."""
     import_av()
     if len(data) > data_bytes:
         raise VoiceError(f"audio may have {data_bytes} bytes, got {len(data)}: send a shorter recording")

@@ -115,6 +115,7 @@ class Checkpoint:
 
 def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
     """Opens and validates a checkpoint.
+
     source: "small" (the trained voice that comes with the package), a folder, a Hub id such as
     "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice" (`revision`: a commit, branch or tag; the released checkpoints are pinned),
     or "random:SIZE[:TYPE][:full-codec][:margin]", which is made in the cache on first use. Raises CheckpointError."""

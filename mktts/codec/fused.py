@@ -30,6 +30,7 @@ Kernels = tuple[ModuleType, ModuleType]  # `product_kernels` and `row_kernels`
 @dataclass(frozen=True)
 class States:
     """Where one stream is between passes, as slot 0; many have the same in `RingStates`, by slot.
+
     histories: what `moves` are of, `words` values a slot. positions: frames decoded. keys, values: as of
     `row_kernels.attend`. nobody: the slot that never moves on."""
 
@@ -44,6 +45,7 @@ class States:
 
 class FusedLayers:
     """The pass over the layers, in the same order for one stream and for many.
+
     Every layer that looks back reads (history + new) rows: histories are copied from the states to the fronts at the
     start, each layer writes its output, through the next one's SnakeBeta, behind the next one's history, and the newest
     rows are copied back at the end. Additions, biases and activations are the ends of matrix products."""

@@ -18,9 +18,11 @@ GRAPH_FRAMES = (1, 2, 4, 8)  # frames of one graph; one of them must be 1
 
 
 class GraphedCodec:
-    """A decoder on CUDA whose `submit` replays graphs: the same kernels, so the same samples and states. A call copies
-    its stream's state to the graphs' and back (2 x 5.2 MB at full size, microseconds): streams can interleave. Work
-    runs on the decoder's CUDA stream, behind what the caller's stream held at the call. One thread at a time."""
+    """A decoder on CUDA whose `submit` replays graphs: the same kernels, so the same samples and states.
+
+    A call copies its stream's state to the graphs' and back (2 x 5.2 MB at full size, microseconds), so any number of
+    streams can interleave. All work runs on the decoder's CUDA stream, after what the caller's stream held at the call.
+    One thread at a time."""
 
     def __init__(self, decoder: StreamingCodec) -> None:
         """Wraps `decoder`, which must not change afterwards. Raises BackendUnavailable where it is not on CUDA."""

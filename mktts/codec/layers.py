@@ -1,7 +1,8 @@
-"""Layers of the streaming codec decoder, on channels-last signals (B, L, C) of B streams. One that looks back takes the
-next of `history`, an iterator over the states' tensors (B, P, C), and writes the newest rows back in place: addresses
-never change, so a CUDA graph can hold the pass. On a CPU in fp32 a frame's last bits depend neither on the streams nor
-on the frames that it is decoded with."""
+"""Layers of the streaming codec decoder, on channels-last signals (B, L, C) of B streams.
+
+One that looks back takes the next of `history`, an iterator over the states' tensors (B, P, C), and writes the newest
+rows back in place: addresses never change, so a CUDA graph can hold the pass. On a CPU in fp32 a frame's last bits
+depend neither on the streams nor on the frames that it is decoded with."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""The matrix products of the fused codec: rows of all lanes in one product, with the layer's end at its end. A causal
-convolution is a matrix product over the window of rows it sees, of an input that begins with the history rows. Operands
-are in stored form (`mktts.codec.packed`), or fp32 and brought into it in the product. A split product is three products
-of fp16 numbers, high by high, and low by high and high by low in a sum of their own. Every sum has one order. Of many
-streams, what a row gives depends on that row alone, bit for bit: no sum is split over programs, a sum's steps have the
-same depth for any number of rows (see `mktts.batch.cuda.tiles`), matrix units treat rows alike at every place of a tile
-of 64 rows or more, and the ends are compiled without contraction (`enable_fp_fusion=False`), with the fused operations
-written out, so that every tile's code rounds alike."""
+"""The matrix products of the fused codec: rows of all lanes in one product, with the layer's end at its end.
+
+A causal convolution is a matrix product over the window of rows it sees, of an input that begins with the history rows.
+Operands are in stored form (`mktts.codec.rows`), or fp32 and brought into it in the product. A split product is three
+products of fp16 numbers, high by high, and low by high and high by low in a sum of their own. Every sum has one order.
+
+Of many streams, what a row gives depends on that row alone, bit for bit: no sum is split over programs, a sum's steps
+have the same depth for any number of rows (see `mktts.batch.cuda.tiles`), matrix units treat rows alike at every place
+of a tile of 64 rows or more, and the ends are compiled without contraction (`enable_fp_fusion=False`), with the fused
+operations written out, so that every tile's code rounds alike."""
 
 import torch
 import triton
@@ -129,6 +131,7 @@ def product(
     PART: tl.constexpr,
 ):  # fmt: skip
     """One tile. Row r of the product is row r % per of lane r // per, and sees x[t], x[t + dilation], ...
+
     x, act: fp32 or stored form; from a lane to the next, and from a number to its low part, in units of 8 values
     (x_lane, x_low, act_lane, act_low), which tells the compiler how they are aligned. high, low (OUTS, DEPTH); low
     None: not split. residual, raw (rows, OUTS) fp32, or fp16 of a sixteenth. EVEN: a step lies within one tap. GROUP:
@@ -265,6 +268,7 @@ def run_product(
     snake: SnakeBeta | None = None, act: Rows | None = None,
 ) -> None:  # fmt: skip
     """The product of `weight` over the newest rows of every lane of `x`, split where `weight` is.
+
     eps: of an RMSNorm of `x`, fp32 and of one tap, before it. Its end, in this order: bias, GELU, or SwiGLU over
     neighbours (gate, up), times `scale` (outs,), plus `residual`; then the value to `raw` and, through `snake` (its
     frequency in half turns), to the newest rows of `act`. residual, raw (lanes * rows, outs) fp32, or fp16 of a

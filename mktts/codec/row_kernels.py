@@ -1,6 +1,7 @@
-"""The fused codec's kernels that are not matrix products. Rows are fp32 or in stored form (`mktts.codec.packed`), of
-FRAMES frames of each lane; row r is of lane r // FRAMES. Each sum is made by one program, in a block whose shape does
-not depend on how many lanes there are."""
+"""The fused codec's kernels that are not matrix products. Rows are fp32 or in stored form (`mktts.codec.rows`), of
+FRAMES frames of each lane; row r is of lane r // FRAMES.
+
+Each sum is made by one program, in a block whose shape does not depend on how many lanes there are."""
 
 import triton
 import triton.language as tl
@@ -14,6 +15,7 @@ def begin(
     ENTRIES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, FRAMES: tl.constexpr,
 ):  # fmt: skip
     """Program (row): what the codes (rows, GROUPS) integers stand for, and the rotation of the frame's position.
+
     quantized (rows, planes, 2 * WIDTH): the entry of book 0, then the sum of the others'. turns (rows, 2, HALF):
     cosines, then sines. An id that is not an entry of its book (end of speech) is taken as the nearest one."""
     row = tl.program_id(0)
@@ -40,10 +42,12 @@ def move(
     state, work, pieces, slots, positions, nobody, state_words,
     SAVE: tl.constexpr, WORDS: tl.constexpr, FRAMES: tl.constexpr,
 ):  # fmt: skip
-    """Program (piece, lane): copies a piece of the lane's histories from its slot to the front of the rows that a layer
-    reads, or, with SAVE, the newest rows back. pieces (n, 5) int64, in units of 8 values: where in the slot's state;
-    where in `work` to load to; where to save from; from a lane to the next there; how many (WORDS at most). SAVE: the
-    lane's position goes on, but not that of the slot `nobody`, whose lanes are padding."""
+    """Program (piece, lane): copies a piece of the lane's histories from its slot to the front of the rows that a
+    layer reads, or, with SAVE, the newest rows back.
+
+    pieces (n, 5) int64, in units of 8 values: where in the slot's state; where in `work` to load to; where to save
+    from; from a lane to the next there; how many (WORDS at most). SAVE: the lane's position goes on, but not that of
+    the slot `nobody`, whose lanes are padding."""
     piece = pieces + 5 * tl.program_id(0)
     lane = tl.program_id(1)
     slot = tl.load(slots + lane)
@@ -63,8 +67,9 @@ def move(
 
 @triton.jit
 def norm(x, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row): x (rows, WIDTH) fp32 by its root mean square -> out (rows, 2, WIDTH), stored form. The norm's
-    weight is in the product that follows."""
+    """Program (row): x (rows, WIDTH) fp32 by its root mean square -> out (rows, 2, WIDTH), stored form.
+
+    The norm's weight is in the product that follows."""
     row = tl.program_id(0)
     c = tl.arange(0, BLOCK)
     here = c < WIDTH
@@ -84,10 +89,12 @@ def attend(
     HALF: tl.constexpr, WINDOW: tl.constexpr, PLACES: tl.constexpr, RING: tl.constexpr, FRAMES: tl.constexpr,
     NEW: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, row): a query over its window; its own key and value go to memory. qkv (rows, 3 * heads * 2 HALF)
-    fp32; out (rows, planes, heads * 2 HALF). keys, values: with RING, of one frame a lane, (slots, layers, heads,
-    WINDOW, 2 HALF), the frame at position p at place p % WINDOW; else, of one lane, (layers, heads, WINDOW - 1 +
-    FRAMES, 2 HALF), oldest first. PLACES, NEW: powers of two, WINDOW and FRAMES or more."""
+    """Program (head, row): a query over its window; its own key and value go to memory.
+
+    qkv (rows, 3 * heads * 2 HALF) fp32; out (rows, planes, heads * 2 HALF). keys, values: with RING, of one frame a
+    lane, (slots, layers, heads, WINDOW, 2 HALF), the frame at position p at place p % WINDOW; else, of one lane,
+    (layers, heads, WINDOW - 1 + FRAMES, 2 HALF), oldest first. PLACES, NEW: powers of two, WINDOW and FRAMES or more.
+    """
     h, row, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     D: tl.constexpr = 2 * HALF
     T: tl.constexpr = keys.dtype.element_ty
@@ -157,6 +164,7 @@ def depthwise_norm(
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (row): the depthwise convolution of ConvNeXt and its LayerNorm. Row r is row r % per of lane r // per.
+
     x (lanes, planes, TAPS - 1 + per, CHANNELS), out (lanes, planes, per, CHANNELS), with strides of 8 x_lane, 8 x_low,
     8 out_lane and 8 out_low."""
     row = tl.program_id(0)
@@ -181,6 +189,7 @@ def waveform(
     SPLIT: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (block of ROWS rows): the last convolution, to one channel, clamped to full scale.
+
     x (lanes, planes, TAPS - 1 + per, CHANNELS); taps (TAPS, CHANNELS); pcm (rows,) fp32."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)

@@ -1,6 +1,10 @@
 """Decides which streams may begin now, which wait, and which are refused, for a named reason. Nothing here reads a
-clock or a device. The rules are those of docs/engine.md. Nothing waits without an end: a listener's stream is refused
-after `max_wait_s`, any stream after `HELD_S` in which no tick has run."""
+clock or a device.
+
+As many listeners are served at once as the capacity says, and prompts enter as fast as the first PCM of each stays
+within a bound. The capacity is measured (`mktts.engine.capacity`); frames that come late while ticks take longer than
+measured lower it, ticks that take no longer raise it again. Nothing waits without an end: a listener's stream is
+refused after `max_wait_s`, any stream after `HELD_S` in which no tick has run."""
 
 import math
 from collections import deque

@@ -1,4 +1,5 @@
 """The worker thread that owns the model and makes the open streams, tick by tick; and which lanes make a stream.
+
 Nothing here takes a lock that a garbage-collected stream could need: the worker learns of what happens outside from one
 `queue.SimpleQueue`, whose `put` may be called from finalizers too. All of `Engine` may be called from any thread, in
 the process that made it: threads do not survive `os.fork`."""
@@ -45,9 +46,10 @@ OPEN_SINGLY = 8
 
 
 class Engine:
-    """Owns the worker thread. Close it, or use it as a context manager; dropping it closes it too. With both kinds of
-    lanes, one or two streams at a time are made singly and further ones together; those that wait for text or for their
-    reader do not count. A stream stays on the lanes where it began."""
+    """Owns the worker thread. Close it, or use it as a context manager; dropping it closes it too.
+
+    With both kinds of lanes, one or two streams at a time are made singly and further ones together; those that wait
+    for text or for their reader do not count. A stream stays on the lanes where it began."""
 
     gone = False  # as an engine in another process may be
 
@@ -312,11 +314,12 @@ MANY, FEW = 16, 8  # open streams of an engine: with more than MANY the process 
 
 
 class ManyStreams:
-    """What the process sets for engines or clients that have many open streams: the part of one, in one thread. While
-    any has many, other threads wait SWITCH_S for the interpreter instead of 5 ms, and nothing is collected but where
-    YOUNG_OBJECTS came to what was there: what a stream held is free without the collector, which stops every thread for
-    up to 66 ms. With 1,600 listeners of an engine without a device, on two cores, p99 first PCM was 218 ms with the
-    long interval and 71 ms with this. When the last has few again, what was before is put back."""
+    """What the process sets for engines or clients that have many open streams: the part of one, in one thread.
+
+    While any has many, other threads wait SWITCH_S for the interpreter instead of 5 ms, and nothing is collected
+    but where YOUNG_OBJECTS came to what was there: what a stream held is free without the collector, which stops every
+    thread for up to 66 ms. With 1,600 listeners of an engine without a device, on two cores, p99 first PCM was 218 ms
+    with the long interval and 71 ms with this. When the last has few again, what was before is put back."""
 
     _lock = threading.Lock()
     _before = contextlib.ExitStack()  # closing it puts back what was; under the lock

@@ -1,6 +1,7 @@
-"""The one interface between the engine, which decides ticks, and what runs them: lanes in, codes and PCM out. The
-engine owns the slots: it takes one for a stream, begins the stream's segments in it one after the other, and gives it
-back. One thread owns the lanes."""
+"""The one interface between the engine, which decides ticks, and what runs them: lanes in, codes and PCM out.
+
+The engine owns the slots: it takes one for a stream, begins the stream's segments in it one after the other, and gives
+it back. One thread owns the lanes."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from mktts.spec import NUM_CODEBOOKS
 
 class Made(NamedTuple):
     """What a tick made, for its lanes in their order. The arrays may be written again after the next but one `launch`.
+
     codes (n, 16) int64; code 0 is -1 where the model gave no number. ended (n,) bool: end of speech; codes and PCM of
     such a lane mean nothing. pcm (n, 1920) float32 in [-1, 1]; None where chunks are decoded by `Lanes.submit`.
     took_s: the time of the tick on the device; predictor_s: of it, where that is known. idle_s: how long the device had

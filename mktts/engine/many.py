@@ -70,6 +70,7 @@ def say_many(open_stream: OpenStream, texts: Iterable[str], settings: Any, at_on
 
 def say_each(open_stream: OpenStream, ask: Callable[[], SayRequest | None], at_once: int) -> Iterator[SayResult]:
     """Keeps `at_once` streams open, and hands each out as soon as it is over; an error is that text's alone.
+
     ask: gives the next one, or None where there is none for now: it is asked again after each that was handed out. What
     it raises is raised. Leaving the iterator ends what is open."""
     over: SimpleQueue[int] = SimpleQueue()

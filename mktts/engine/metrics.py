@@ -1,9 +1,10 @@
-"""What the chunks of one stream say about it. The words mean the same everywhere. TTFC: from the `stream()` call to the
-first PCM in host memory, on a warm model. Audible TTFC: to the first audible 10 ms of a listener whose player starts
-with the first chunk; None where nothing is audible. RTF: seconds from the call to the last PCM, divided by seconds of
-audio; it counts everything between, so it means something only for a stream that has the machine to itself. Stage
-times: the backend's and codec's own clocks. Underrun: that player runs dry. Prebuffer: how much later it would have to
-start to never run dry."""
+"""What the chunks of one stream say about it. The words mean the same everywhere.
+
+TTFC: from the `stream()` call to the first PCM in host memory, on a warm model. Audible TTFC: to the first audible 10
+ms of a listener whose player starts with the first chunk; None where nothing is audible. RTF: seconds from the call to
+the last PCM, divided by seconds of audio; it counts everything between, so it means something only for a stream that
+has the machine to itself. Stage times: the backend's and codec's own clocks. Underrun: that player runs dry. Prebuffer:
+how much later it would have to start to never run dry."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence

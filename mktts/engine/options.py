@@ -31,10 +31,13 @@ TOGETHER_SCHEDULE = (1, 1, 2, 2, 4)
 @dataclass(frozen=True)
 class Guard:
     """Ends a segment in which the talker has lost its end: about 0.4 % of real requests never say end-of-speech.
-    repeat_frames: the same code 0 this many frames in a row. Real speech stays below 35 (measured by others on released
-    checkpoints). None switches this off. frames_per_text_token, slack_frames: more frames than slack_frames +
-    frames_per_text_token * text tokens so far. At 150 words a minute and 1.3 tokens a word, speech takes 3.8 frames a
-    token; the defaults allow a second a token and six seconds for pauses. None switches this off."""
+
+    repeat_frames: the same code 0 this many frames in a row. Real speech stays below 35 (measured by others on
+        released checkpoints). None switches this off.
+    frames_per_text_token, slack_frames: more frames than slack_frames + frames_per_text_token * text tokens so far.
+        At 150 words a minute and 1.3 tokens a word, speech takes 3.8 frames a token; the defaults allow a second a
+        token and six seconds for pauses.
+        None switches this off."""
 
     repeat_frames: int | None = 40
     frames_per_text_token: float | None = FRAME_RATE_HZ  # a second
@@ -84,6 +87,7 @@ class GuardState:
 @dataclass(frozen=True)
 class StreamOptions:
     """How the frames of one utterance become chunks.
+
     schedule: frames of the first, second, ... chunk; the last entry repeats. None takes what suits the engine that
         serves the stream: SCHEDULE, or of streams made together what `mktts.engine.scheduler.TickSettings` says.
     trim_lead: leave out the silence before the first audible 10 ms, all but its last 40 ms (the first frame is silent
@@ -144,10 +148,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Timings:
-    """Wall-clock milliseconds (perf_counter). ready_ms: from the call (`stream`, or the first `feed` of a session) to
-    this chunk's PCM on the host. prefill_ms, talker_ms, predictor_ms, codec_ms: compute time since the previous chunk.
-    On a CUDA device prefill returns before the device is done, and the rest of it shows in talker_ms. Where streams are
-    served together, all of a stream's part of their ticks shows in talker_ms."""
+    """Wall-clock milliseconds (perf_counter).
+
+    ready_ms: from the call (`stream`, or the first `feed` of a session) to this chunk's PCM on the host.
+    prefill_ms, talker_ms, predictor_ms, codec_ms: compute time since the previous chunk. On a CUDA device prefill
+    returns before the device is done, and the rest of it shows in talker_ms. Where streams are served together, all of
+    a stream's part of their ticks shows in talker_ms."""
 
     ready_ms: float
     prefill_ms: float
@@ -159,6 +165,7 @@ class Timings:
 @dataclass(frozen=True, slots=True)
 class WordTime:
     """A word of the text that was given, with its marks, and when it is said: seconds from the first sample on.
+
     estimated: the model gives no alignment, so that this was found in the sound: see `mktts.engine.words`."""
 
     word: str
@@ -169,10 +176,12 @@ class WordTime:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A piece of speech. pcm: (S,) float32 in [-1, 1]. start_s: where it begins in the untrimmed utterance. frames:
-    frames made for it, those that `trim_lead` left out included, so that the sum over an utterance is the length of its
-    codes. ready_pcm16: what `pcm16` gives, where it was made with the samples. words: whose times are known with this
-    chunk, half a second after they were said, where `StreamOptions.word_times` asks for them."""
+    """A piece of speech.
+
+    pcm: (S,) float32 in [-1, 1]. start_s: where it begins in the untrimmed utterance. frames: frames made for it,
+    those that `trim_lead` left out included, so that the sum over an utterance is the length of its codes. ready_pcm16:
+    what `pcm16` gives, where it was made with the samples. words: whose times are known with this chunk, half a second
+    after they were said, where `StreamOptions.word_times` asks for them."""
 
     pcm: np.ndarray
     start_s: float
@@ -218,6 +227,7 @@ class Chunker:
 
     def take(self, decode: Callable[[list[Any]], Any], flush: bool = False, ahead: bool = False) -> Chunk | None:
         """The next chunk once the schedule has it whole, or what there is with `flush`; None for nothing to hear.
+
         decode: begins to turn `undecoded` into PCM (T * SAMPLES_PER_FRAME,) float32, which its result waits for. ahead:
         a chunk that has become whole is only begun to be decoded, and the next call hands it out."""
         whole = bool(self.undecoded) if flush else self.missing_frames <= 0

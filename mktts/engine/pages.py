@@ -1,5 +1,6 @@
-"""Which stream or prefix has which page of keys and values: the host's book; the pages themselves lie on the device. A
-stream takes every page that its declared maximum may need when it opens, so none stops for want of one. The rows of a
+"""Which stream or prefix has which page of keys and values: the host's book; the pages themselves lie on the device.
+
+A stream takes every page that its declared maximum may need when it opens, so none stops for want of one. The rows of a
 prompt's prefix can be kept by key: full pages are shared, to be read only, and a partial last page is copied. Prefixes
 that no open stream uses give way, least recently used first. Page 0 belongs to nobody: unused entries of the table name
 it. One thread at a time."""

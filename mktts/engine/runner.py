@@ -1,7 +1,8 @@
-"""Makes the streams of one set of lanes: admission, slots, ticks by the scheduler, and what each tick gave. Where the
-lanes work beside the host, tick t + 1 is planned while tick t runs, as late as possible, so that streams that arrive
-meanwhile are in it; it is launched before t is read, so that the device has no pause. What t then says can make a lane
-of t + 1 useless (the speech had ended): it is dropped."""
+"""Makes the streams of one set of lanes: admission, slots, ticks by the scheduler, and what each tick gave.
+
+Where the lanes work beside the host, tick t + 1 is planned while tick t runs, as late as possible, so that streams that
+arrive meanwhile are in it; it is launched before t is read, so that the device has no pause. What t then says can make
+a lane of t + 1 useless (the speech had ended): it is dropped."""
 
 import contextlib
 import math
@@ -44,9 +45,11 @@ class TickTimes:
 
 
 class EngineStats(NamedTuple):
-    """The state of one set of lanes at the moment. listeners: streams that need frames in time. waiting: streams that
-    wait for admission. lanes, lanes_used: slots for streams, whether frames are made for them now or not. pages,
-    pages_free: of keys and values, 0 where streams bring their own."""
+    """The state of one set of lanes at the moment.
+
+    listeners: streams that need frames in time. waiting: streams that wait for admission. lanes, lanes_used: slots for
+    streams, whether frames are made for them now or not. pages, pages_free: of keys and values, 0 where streams bring
+    their own."""
 
     listeners: int
     waiting: int

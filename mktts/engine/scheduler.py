@@ -1,10 +1,11 @@
-"""Decides one tick: which prompts enter, which streams get a frame, which bucket runs. No device and no clock. Arrivals
-come first, oldest first, as far as the bucket's prompt rows go; a longer prompt enters in pieces over ticks. Then the
-streams that have the least time: their lead before their listeners, less what the rest of a chunk takes. Of them only
-those below a limit, so that a tick is as small as what is wanted now; one whose text has come after a wait goes first.
-Where many enter at once, only those ride along that would soon be late. Few streams are not held back at all, and where
-nothing is wanted now, a small tick takes those on that are least ahead. A stream that waits for text, or for its
-reader, is in no tick."""
+"""Decides one tick: which prompts enter, which streams get a frame, which bucket runs. No device and no clock.
+
+Arrivals come first, oldest first, as far as the bucket's prompt rows go; a longer prompt enters in pieces over ticks.
+Then the streams that have the least time: their lead before their listeners, less what the rest of a chunk takes. Of
+them only those below a limit, so that a tick is as small as what is wanted now; one whose text has come after a wait
+goes first. Where many enter at once, only those ride along that would soon be late. Few streams are not held back at
+all, and where nothing is wanted now, a small tick takes those on that are least ahead. A stream that waits for text, or
+for its reader, is in no tick."""
 
 from __future__ import annotations
 
@@ -32,10 +33,13 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tick:
-    """What runs next. Without a lane and a piece it is nothing: ask again at an update, at `wake_s` at the latest.
-    lanes (n,) int32: slots that get a frame; the first `new_lanes` of them those whose prompt ends in this tick. frames
-    (n,) int64: which frame of its stream each lane makes. serials (n,) int64: see StreamTable. pieces: of prompts, in
-    the order of their rows. bucket: (lanes, prompt rows) to run. context_rows: that all of it attends to."""
+    """What runs next. Without a lane and a piece it is nothing: ask again when there is an update, at `wake_s` at the
+    latest.
+
+    lanes (n,) int32: slots that get a frame; the first `new_lanes` of them those whose prompt ends in this tick.
+    frames (n,) int64: which frame of its stream each lane makes. serials (n,) int64: see StreamTable.
+    pieces: of prompts, in the order of their rows. bucket: (lanes, prompt rows) to run. context_rows: that all of it
+    attends to."""
 
     bucket: tuple[int, int] = (0, 0)
     lanes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -137,20 +141,24 @@ _PATIENCE_S = 1.0  # an unpaced stream's prompt lets those pass that arrive with
 
 @dataclass(frozen=True)
 class TickSettings:
-    """What a tick may be. buckets: the (lanes, prompt rows) that can run; () where a tick may have any size, up to the
-    limits. max_lanes, max_rows: of a tick. At least one bucket has both at once. min_rows: prompt rows that may enter
-    even where playing listeners are pressed for time, so that arrivals go on. max_tick_s: ticks are no longer than
-    this, as predicted, while nobody would be late for that: the time that an arrival waits for the tick that runs. It
-    must leave a listener's second frame in time: below 80 ms. lead_s: a stream with this much lead is not wanted now.
-    fill_lead_s: up to this lead it may ride in an empty lane, or where a tick has fewer than `fill_lanes`. few_lanes:
-    so many streams at once are not held back by their lead. idle_lanes: of a tick while nothing is wanted.
-    whole_prompts: a prompt enters in one tick, also where it has more rows than those limits. chunks: frames of a
-    stream's first, second, ... chunk, see `StreamOptions.schedule`, where it leaves that open. A chunk can be heard
-    when its last frame is made: with ticks of `max_tick_s` it should be no larger than those that are made while the
-    chunks before it are played. margin: of the ticks' time that listeners may take together: the rest is for what comes
-    unevenly, and for a host whose work beside a device is not in the ticks. first_pcm_s: the longest predicted wait for
-    a first PCM with which a stream is admitted beside waiting prompts. place_wait_s: that a stream waits for a listener
-    to leave, where `AdmissionLimits` does not say."""
+    """What a tick may be.
+
+    buckets: the (lanes, prompt rows) that can run; () where a tick may have any size, up to the limits.
+    max_lanes, max_rows: of a tick. At least one bucket has both at once.
+    min_rows: prompt rows that may enter even where playing listeners are pressed for time, so that arrivals go on.
+    max_tick_s: ticks are no longer than this, as predicted, while nobody would be late for that: the time that an
+        arrival waits for the tick that runs. It must leave a listener's second frame in time: below 80 ms.
+    lead_s: a stream with this much lead is not wanted now. fill_lead_s: up to this lead it may ride in an empty lane,
+    or where a tick has fewer than `fill_lanes`.
+    few_lanes: so many streams at once are not held back by their lead. idle_lanes: of a tick while nothing is wanted.
+    whole_prompts: a prompt enters in one tick, also where it has more rows than those limits.
+    chunks: frames of a stream's first, second, ... chunk, see `StreamOptions.schedule`, where it leaves that open. A
+        chunk can be heard when its last frame is made: with ticks of `max_tick_s` it should be no larger than those
+        that are made while the chunks before it are played.
+    margin: of the ticks' time that listeners may take together: the rest is for what comes unevenly, and for a host
+        whose work beside a device is not in the ticks.
+    first_pcm_s: the longest predicted wait for a first PCM with which a stream is admitted beside waiting prompts.
+    place_wait_s: that a stream waits for a listener to leave, where `AdmissionLimits` does not say."""
 
     buckets: tuple[tuple[int, int], ...] = ()
     max_lanes: int = 512
@@ -186,19 +194,32 @@ class TickSettings:
     def cpu(cls) -> TickSettings:
         """Ticks of any size, up to 24 lanes: operators cost by the call, not by the row, but a frame lasts 80 ms."""
         return cls(
-            max_lanes=24, max_rows=256, min_rows=16, max_tick_s=0.064, few_lanes=2, idle_lanes=4, fill_lanes=12,
-            whole_prompts=True, first_pcm_s=0.3,
+            max_lanes=24,
+            max_rows=256,
+            min_rows=16,
+            max_tick_s=0.064,
+            few_lanes=2,
+            idle_lanes=4,
+            fill_lanes=12,
+            whole_prompts=True,
             margin=0.65,  # the host's own work, on the same cores, is in no tick
             chunks=(*[1] * 10, 2),  # larger ones are not there in time where a tick takes 70 ms
-        )  # fmt: skip
+            first_pcm_s=0.3,
+        )
 
     @classmethod
     def one(cls) -> TickSettings:
         """One stream a tick, its prompt in one piece."""
         return cls(
-            max_lanes=1, max_rows=1, min_rows=1, few_lanes=1, idle_lanes=1, whole_prompts=True, chunks=SCHEDULE,
+            max_lanes=1,
+            max_rows=1,
+            min_rows=1,
+            few_lanes=1,
+            idle_lanes=1,
+            whole_prompts=True,
+            chunks=SCHEDULE,
             first_pcm_s=0.5,
-        )  # fmt: skip
+        )
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -251,17 +272,21 @@ class TickSettings:
 
 
 class StreamTable:
-    """What the scheduler knows of the open streams: arrays with one entry a slot; the methods are for what changes
-    several of them. Times are seconds of one clock, which the caller reads. A listener is taken to play from the first
-    PCM on, in real time; where PCM came late, the frames after it are wanted that much later.
-    open: in use; others are in no tick. paced: somebody listens in real time; otherwise the frames are wanted as soon
-    as others allow it. text_known: the talker's next input is there. full: the reader's buffer takes no more. serial:
-    counts the streams that a slot has had. prompt_rows: of the segment's prompt, still to enter. context_rows: rows in
-    the keys and values, shared pages included. frames_made, frames_taken: of all segments; made counts the tick that
-    runs. chunk_start, chunk_end: frames made where the present chunk begins, and where it is whole, a silent lead
-    included: before that its listener has none of it. arrived_s, newest_s (of the newest frame), playing_since_s (-inf
-    before the first PCM), taken_s (of the newest frame that the reader took). silent_s: of pauses so far, which have no
-    frames. resumed: its text has come after a wait, and it was in no tick since."""
+    """What the scheduler knows of the open streams. All arrays have one entry a slot; the methods are for what changes
+    several of them. Times are seconds of one clock, which the caller reads.
+
+    A listener is taken to play from the first PCM on, in real time; where PCM came late, the listener has waited, and
+    the frames after it are wanted that much later.
+
+    open: in use; one that is not is in no tick. paced: somebody listens in real time; otherwise the frames are wanted
+    as soon as others allow it. text_known: the talker's next input is there. full: the reader's buffer takes no more.
+    serial: counts the streams that a slot has had. prompt_rows: rows of the segment's prompt still to enter.
+    context_rows: rows in the keys and values, those that lie in shared pages included. frames_made, frames_taken: of
+    all segments; made counts the tick that runs. chunk_start, chunk_end: frames made where the chunk begins that is
+    being made, and where it is whole, a silent lead included: before that its listener has none of it. arrived_s,
+    newest_s (of the newest frame), playing_since_s (-inf before the first PCM), taken_s (of the newest frame that the
+    reader took). silent_s: of pauses so far, which have no frames. resumed: waited for its text, which has come, and
+    was in no tick since."""
 
     def __init__(self, slots: int) -> None:
         self.open, self.paced, self.text_known, self.full, self.resumed = np.zeros((5, slots), bool)

@@ -1,6 +1,7 @@
-"""A stream: what the worker knows of it while it is made, the queue of its chunks, and what its consumer holds. Text
-longer than a segment is spoken segment after segment, each with its own prompt and talker state, while the codec state
-goes on: the waveform is continuous over a join."""
+"""A stream: what the worker knows of it while it is made, the queue of its chunks, and what its consumer holds.
+
+Text longer than a segment is spoken segment after segment, each with its own prompt and talker state, while the codec
+state goes on: the waveform is continuous over a join."""
 
 from __future__ import annotations
 
@@ -86,6 +87,7 @@ class Segment:
 
 class Utterance:
     """One stream between the worker, which makes it, and its consumer, which takes its chunks.
+
     engine: the lanes that make it, None before it has text. open: frames may be made for it: from `begin` on, until it
     is over. codes: one (16,) int64 tensor or array a frame so far, of all segments. idle: it waits for its text, or for
     its consumer. late_s: by which chunks came behind the place of a listener who plays from the first one on.
@@ -469,9 +471,11 @@ class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsy
 
 class Session(Stream):
     """A stream whose text is written while it is spoken; `feed` and `finish` never wait, and may be called from any
-    thread. A word is spoken once it is complete, that is, when the next one begins; where the checkpoint names a text
-    front end, once its reading is certain: numbers and names wait for the words around them, other words for the next
-    one's end."""
+    thread.
+
+    A word is spoken once it is complete, that is, when the next one begins; where the checkpoint names a text front
+    end, once its reading is certain: numbers and names wait for the words around them, other words for the next one's
+    end."""
 
     def __init__(
         self, engine: Any, utterance: Utterance, script: Callable[..., Script], text: TextFeed, words: WordTimes | None

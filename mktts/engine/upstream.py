@@ -97,10 +97,11 @@ def import_upstream() -> types.ModuleType:
 def load_upstream(
     checkpoint: Checkpoint | str | Path, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
 ) -> Any:
-    """Loads a checkpoint folder into qwen_tts.Qwen3TTSModel: talker and predictor in `dtype`, codec in float32. Of a
-    local folder transformers 4.57.3 takes Mistral's pre-tokenizer for Qwen's ("iPhone" becomes "i", "Phone"), because
-    upstream passes fix_mistral_regex=True; the tokenizer is loaded again without that, so that text becomes the ids of
-    the Hub checkpoint. Raises BackendUnavailable without qwen-tts."""
+    """Loads a checkpoint folder into qwen_tts.Qwen3TTSModel: talker and predictor in `dtype`, codec in float32.
+
+    Of a local folder transformers 4.57.3 takes Mistral's pre-tokenizer for Qwen's ("iPhone" becomes "i", "Phone"),
+    because upstream passes fix_mistral_regex=True; the tokenizer is loaded again without that, so that text becomes the
+    ids of the Hub checkpoint. Raises BackendUnavailable without qwen-tts."""
     qwen_tts = import_upstream()
     folder = str(getattr(checkpoint, "folder", checkpoint))
     placed = {} if str(device) == "cpu" else {"device_map": str(device)}
@@ -123,10 +124,11 @@ def generate_codes(
     cancelled: Callable[[], bool] = lambda: False,
     on_frame: Callable[[Tensor], None] = lambda codes: None,
 ) -> Tensor:
-    """Upstream's own generate: codes (T, 16) int64 on the CPU, T <= max_frames, without reference frames. Every draw
-    comes from torch's global generator seeded with `seed` (None: a fresh one), whose state is put back. cancelled:
-    asked once a frame, ends the run with the frames so far. on_frame: gets each frame's codes (16,). Not re-entrant on
-    one model. Raises PromptError for what upstream refuses and CapacityError for max_frames < 1."""
+    """Upstream's own generate: codes (T, 16) int64 on the CPU, T <= max_frames, without reference frames.
+
+    Every draw comes from torch's global generator seeded with `seed` (None: a fresh one), whose state is put back.
+    cancelled: asked once a frame, ends the run with the frames so far. on_frame: gets each frame's codes (16,). Not
+    re-entrant on one model. Raises PromptError for what upstream refuses and CapacityError for max_frames < 1."""
     checked_int("max_frames", max_frames, 1, error=CapacityError)
     frames: list[Tensor] = []
 

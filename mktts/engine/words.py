@@ -1,6 +1,9 @@
 """Estimated times of words, because the model gives no alignment: the sounds that letters stand for, found in the PCM.
-The times are those of the likeliest row of sounds and pauses (a hidden semi-Markov model, Yu 2010, section 2.2), see
-docs/engine.md. A word is settled once the sound has gone on for `LAG_S` behind it; what follows begins there."""
+
+Every sound is one of a few kinds, which the levels of three bands tell apart roughly, and has a usual duration. The
+times are those of the likeliest row of sounds and pauses (a hidden semi-Markov model, Yu 2010, section 2.2). A pause is
+likelier behind a mark, and exactly as long where the text asks for it. A word is settled once the sound has gone on for
+`LAG_S` behind it; what follows begins there."""
 
 import math
 import threading
@@ -70,6 +73,7 @@ class _Wanted:
 
 class WordTimes:
     """The words of one stream and their times, as its text and its sound come; text may come from another thread.
+
     settled: words whose times do not change any more."""
 
     def __init__(self, text: TextFeed, spoken: Callable[[str], str], sample_rate_hz: int = SAMPLE_RATE_HZ) -> None:
@@ -226,6 +230,7 @@ def _likeliest(
     items: Sequence[_Wanted], costs: dict[str, np.ndarray], begin: int, complete: bool
 ) -> list[tuple[int, int]] | None:
     """Spans of the items that have begun, in frames; None where there is too little sound for all, if it is complete.
+
     costs: as `_costs`, and of "silence". begin: the frame that the spans count from."""
     search = _Search(costs)
     search.pause(0.0, items[0].earliest - begin if items else 0)
@@ -245,9 +250,11 @@ def _likeliest(
 
 
 class _Search:
-    """Dynamic programming over what is said, one step a sound and one a pause. least: (T + 1,), the cost of all steps
-    if they end at a frame. steps: where each begins, by where it ends. open: the likeliest end of all sound: its cost,
-    the steps before, where what comes then began, and whether that is of an item."""
+    """Dynamic programming over what is said, one step a sound and one a pause.
+
+    least: (T + 1,), the cost of all steps if they end at a frame. steps: where each begins, by where it ends.
+    open: the likeliest end of all sound: its cost, the steps before, where what comes then began, and whether that is
+    of an item."""
 
     def __init__(self, costs: dict[str, np.ndarray]) -> None:
         self._costs = costs

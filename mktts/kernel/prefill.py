@@ -1,8 +1,9 @@
-"""Many prompt rows at once through a decoder stack: one launch of a captured CUDA graph a piece. Graphs have fixed
-shapes, so rows are padded up to a bucket and keys are read up to an extent, both static, while the position is a device
-tensor. Rounding is `Qwen3Stack.advance`'s, with q, k, v and gate, up as one product each: what lies between products is
-made by kernels of the project where they fit, elsewhere by operators. A few rows may go through the frame kernel's tape
-as it is instead (`TapeStack.run_few`)."""
+"""Many prompt rows at once through a decoder stack: one launch of a captured CUDA graph a piece.
+
+Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both static, while the
+position is a device tensor. Rounding is `Qwen3Stack.advance`'s, with q, k, v and gate, up as one product each: what
+lies between products is made by kernels of the project where they fit, elsewhere by operators. A few rows may go
+through the frame kernel's tape as it is instead (`TapeStack.run_few`)."""
 
 import contextlib
 import logging
@@ -59,8 +60,10 @@ _MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # flash ta
 class Prefill:
     """Prompts into caches laid out as csrc/state.cuh has them: (layers, kv heads, group, slots, 2, head_dim); up to
     CAPACITY positions by way of a workspace of its own, 112 KiB a position at the released sizes. The stack must not
-    change afterwards. One thread and one CUDA stream at a time. Keys and values of prefixes are kept by
-    `Prompt.prefix_key`; the least recently used ones go first when they take more than `max_bytes` of device memory."""
+    change afterwards. One thread and one CUDA stream at a time.
+
+    Keys and values of prefixes are kept by `Prompt.prefix_key`; the least recently used ones go first when they take
+    more than `max_bytes` of device memory."""
 
     capacity, max_bytes = CAPACITY, 64 << 20
 

@@ -41,6 +41,7 @@ def silu_mul(gate_up, out, N: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def norm_rope(heads, weight, cos, sin, eps, T: tl.constexpr, D: tl.constexpr):
     """Heads at `heads` (N, D / 2), which points at their first halves, normalised and rotated: both halves, in T.
+
     weight: as wide, points at the first half of the norm's. cos, sin fp32, as wide."""
     HALF: tl.constexpr = D // 2
     a = tl.load(heads).to(tl.float32)
@@ -59,8 +60,10 @@ def turn_heads(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, TILE kv heads): norm and rotation of their query heads, into q_out, and of their keys; keys and
-    values go to position index[row]. qkv (rows, (HEADS + 2 KV_HEADS) D); cos, sin (positions, D / 2), turns_stride from
-    one position to the next; q_out (KV_HEADS, HEADS / KV_HEADS, rows, D); keys, values (KV_HEADS, positions, D)."""
+    values go to position index[row].
+
+    qkv (rows, (HEADS + 2 KV_HEADS) D); cos, sin (positions, D / 2), turns_stride from one position to the next; q_out
+    (KV_HEADS, HEADS / KV_HEADS, rows, D); keys, values (KV_HEADS, positions, D)."""
     T: tl.constexpr = qkv.dtype.element_ty
     HALF: tl.constexpr = D // 2
     GROUP: tl.constexpr = HEADS // KV_HEADS

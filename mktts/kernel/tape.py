@@ -1,9 +1,10 @@
 """A checkpoint's weights as the frame kernel takes them: tapes, norms, rotary tables, embedding rows; all bf16. And a
 decoder stack on a tape: a few prompt rows go through it as it is (csrc/rows.cu), for more a layer at a time is unpacked
-into matrices (csrc/unpack.cu). Each block has a tape: its rows of every matrix, layer after layer, cut into fragments
-of 512 bytes. A fragment is the A operand of one warp's `mma.m16n8k16` (PTX ISA): 16 rows by 16 columns, where the 16
-rows are two output rows, each cut into eight parts along k. Within 16 columns the order is permuted so that a lane's
-four values are neighbours."""
+into matrices (csrc/unpack.cu).
+
+Each block has a tape: its rows of every matrix, layer after layer, cut into fragments of 512 bytes. A fragment is the
+A operand of one warp's `mma.m16n8k16` (PTX ISA): 16 rows by 16 columns, where the 16 rows are two output rows, each
+cut into eight parts along k. Within 16 columns the order is permuted so that a lane's four values are neighbours."""
 
 import ctypes
 from collections.abc import Callable, Mapping

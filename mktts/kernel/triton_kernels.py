@@ -43,8 +43,10 @@ def compiling() -> Iterator[None]:
 
 def _kind(value: Any) -> Hashable:
     """What of an argument decides which binary a launch takes: of a tensor its dtype and whether it is aligned, of a
-    whole number its width, whether it is 1 and whether 16 divides it. Triton decides by no more than that. Two launches
-    that are taken for one although they are not cost time: the second compiles when it first runs."""
+    whole number its width, whether it is 1 and whether 16 divides it.
+
+    Triton decides by no more than that. Two launches that are taken for one although they are not cost time: the
+    second compiles when it first runs."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if (block := getattr(value, "block_shape", None)) is not None:  # a tensor descriptor

@@ -45,8 +45,10 @@ def no_number() -> EngineError:
 
 
 class Backend(Protocol):
-    """Talker and code predictor of one checkpoint. One that makes frames beside the host may also have
-    `codes_to_come(state)`, and a `step` that takes `meanwhile`: see `MegakernelBackend`."""
+    """Talker and code predictor of one checkpoint.
+
+    One whose frames are made beside the host may also have `codes_to_come(state)`, where the next first frame writes
+    its codes, and then its `step` takes `meanwhile`, a call between launch and wait: see `MegakernelBackend`."""
 
     name: str
     embeddings: Mapping[str, Tensor]  # CODE_EMBEDDINGS, (vocabulary, H) each; prompts read them too

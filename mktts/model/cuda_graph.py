@@ -19,9 +19,11 @@ class Recorded(NamedTuple, Generic[Result]):
 
 
 def record(work: Callable[[], Result], pool: Any, side: torch.cuda.Stream, warm_ups: int = 1) -> Recorded[Result]:
-    """Runs `work`, which reads and writes static tensors only, `warm_ups` times on `side`, the same stream for all
-    graphs of a caller, and records it: libraries make what they need in the first run. pool: graphs of one share
-    working memory and must not run at the same time; None: a pool of its own."""
+    """Runs `work`, which reads and writes static tensors only, `warm_ups` times on `side`, then records it: libraries
+    make what they need in the first run. Its `result` is what `work` returned while recorded.
+
+    pool: graphs of one share working memory, so they must not run at the same time; None: a pool of its own. side: the
+    caller's, one for all its graphs."""
     with _CAPTURE:
         collecting = gc.isenabled()
         gc.disable()  # freeing another graph would end the capture

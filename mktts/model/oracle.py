@@ -1,8 +1,9 @@
 """Talker and code predictor in plain PyTorch, for one stream and for many: code for code equal to upstream qwen-tts on
-CPU, which makes it the oracle of all that is faster. One frame (spec of the released model): the talker's hidden state
-gives code 0; the predictor takes two rows (hidden state, embedding of code 0) and then one row per code to give codes
-1-15, each from its own head; the sum of the sixteen embeddings plus the next text embedding is the talker's next
-input."""
+CPU, which makes it the oracle of all that is faster.
+
+One frame (spec of the released model): the talker's hidden state gives code 0; the predictor takes two rows
+(hidden state, embedding of code 0) and then one row per code to give codes 1-15, each from its own head; the
+sum of the sixteen embeddings plus the next text embedding is the talker's next input."""
 
 from __future__ import annotations
 

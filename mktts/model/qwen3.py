@@ -1,4 +1,5 @@
 """Qwen3 decoder stacks in plain PyTorch, over rows of any number of streams; keys and values are the caller's.
+
 `Qwen3Stack` rounds where transformers 4.57 rounds (sdpa attention): in bf16 every intermediate named in upstream's
 modules, RMSNorm in fp32, rotary angles in fp32; that makes the greedy codes of one stream equal to upstream's on CPU.
 Talker M-RoPE has equal temporal, height and width positions, so it is ordinary RoPE."""

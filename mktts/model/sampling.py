@@ -1,8 +1,9 @@
 """From logits to a code, in upstream's order (Hugging Face logits processors as qwen-tts 0.1.1 runs them): repetition
-penalty, minimum length, suppressed ids, temperature, top-k, top-p, draw. The draws of ours follow from counters alone:
-the same seed, frame and codebook give the same noise anywhere. Philox4x32-10 is from Salmon, Moraes, Dror and Shaw,
-"Parallel random numbers: as easy as 1, 2, 3" (SC 2011). What follows it here is the arithmetic of csrc/sampling.cuh,
-operation by operation, so that both give the same bits."""
+penalty, minimum length, suppressed ids, temperature, top-k, top-p, draw.
+
+The draws of ours follow from counters alone: the same seed, frame and codebook give the same noise anywhere.
+Philox4x32-10 is from Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). What
+follows it here is the arithmetic of csrc/sampling.cuh, operation by operation, so that both give the same bits."""
 
 from __future__ import annotations
 
@@ -83,9 +84,11 @@ _FLAT = _places("predictor_", do_sample="greedy", predictor_do_sample="predictor
 @dataclass(frozen=True)
 class Sampling:
     """Settings of one utterance; the defaults are the released checkpoints' generation_config.json.
-    rng: "philox" draws by counters (`gumbel`): a draw follows from seed, frame, codebook and logits alone, the same in
-    every backend of ours on every device. "torch" takes the draws that `torch.manual_seed(seed)` gives upstream, for
-    comparisons; of our backends only the torch one has it, and backend="upstream" always draws so."""
+
+    rng: "philox" draws by counters (`gumbel`): a draw follows from seed, frame, codebook and logits
+        alone, the same on every device and in every backend of ours. "torch" takes the draws that
+        `torch.manual_seed(seed)` gives upstream: for comparisons with qwen-tts; of our backends only the torch one has
+        it. backend="upstream" is qwen-tts itself and always draws that way."""
 
     talker: Choice = field(default_factory=Choice)
     predictor: Choice = field(default_factory=Choice)
@@ -296,6 +299,7 @@ def exact_log(x: np.ndarray) -> np.ndarray:
 
 def gumbel(seed: int, frame: int, books: range, size: int) -> np.ndarray:
     """Gumbel noise of one frame: (len(books), size) float32. The largest score + noise is a draw of softmax(score).
+
     `seed` in [0, 2^64) is the key. Counters are (id // 4, codebook, frame, STREAM), and id takes word id % 4. Its top
     23 bits k give u = (k + 1/2) 2^-23, exact and inside (0, 1), and -log(-log(u))."""
     blocks = np.arange(-(-size // _IDS))

@@ -79,6 +79,7 @@ def make(
     full_codec: bool = False,
 ) -> Path:
     """Writes a random checkpoint, bfloat16 with a float32 codec, to `folder` (all of it or nothing) and returns that.
+
     size: one of SIZES; in "tiny-projected" the talker is wider than the predictor.
     margin: widely separated logits, so that greedy runs agree code for code between backends.
     eos_after: with `margin`, end-of-speech after that many frames; otherwise end-of-speech is left to chance.

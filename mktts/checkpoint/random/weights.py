@@ -72,6 +72,7 @@ def _fan_in(name: str, shape: Shape) -> int:
 
 def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, eos_after: int | None = None) -> None:
     """Rewrites talker and predictor in place so that every greedy choice wins by a wide margin.
+
     A talker code is a pair (step, word): the next step follows the present one in a fixed cycle, the word follows the
     text embedding of this frame, which takes one of TEXT_CLASSES values (token id modulo that). Each later code is a
     permutation of the one before it. Attention and MLPs still add their part, but a small one. Runs that differ in
