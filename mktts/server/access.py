@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import re
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from fastapi.datastructures import Headers
 from fastapi.requests import HTTPConnection
 
-from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, current_id, new_id
+from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, current_id
 from mktts.server.settings import LOOPBACK_ORIGIN, is_own_name
 
 # A speech server answers these without a key, and what lies under /page/: probes, the OpenAPI document, its pages.
@@ -60,7 +61,7 @@ class AccessMiddleware:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
-        id = new_id()
+        id = uuid.uuid4().hex  # cannot be guessed: it gives access to the record of a stream
         current_id.set(id)  # not reset: an outer error handler answers in this task and needs it
 
         async def send_with_id(message: Any) -> None:

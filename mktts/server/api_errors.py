@@ -1,9 +1,9 @@
 """Errors of the API: OpenAI's error object with an HTTP status, and the id of the request that it belongs to."""
 
 import json
-import uuid
 from collections.abc import Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi.responses import Response
@@ -25,22 +25,18 @@ _BY_ERROR = {
 }
 
 
-def new_id() -> str:
-    """32 hexadecimal digits that cannot be guessed: the id of a request gives access to its record."""
-    return uuid.uuid4().hex
-
-
+@dataclass(eq=False)
 class ApiError(errors.MkttsError):
     """status: of HTTP. code: for programs. param: the wrong key. streams_max: see ErrorDetail."""
 
-    def __init__(
-        self, status: int, code: str, message: str, param: str | None = None, streams_max: int | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.param = param
-        self.streams_max = streams_max
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    streams_max: int | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def retry_after_s(self) -> int | None:
@@ -49,27 +45,24 @@ class ApiError(errors.MkttsError):
 
     def in_openai_terms(self) -> "ApiError":
         """The error of a route of OpenAI's shape: status 400, and the caller's names of our keys."""
-        name = _OPENAI_KEYS.get(self.param or "", self.param)
-        message = str(self)
+        name, message = _OPENAI_KEYS.get(self.param or "", self.param), self.message
         if self.param and message.startswith(self.param):
             message = f"{name}{message.removeprefix(self.param)}"
-        return ApiError(400 if self.status == 422 else self.status, self.code, message, name, self.streams_max)
+        return replace(self, status=400 if self.status == 422 else self.status, message=message, param=name)
 
     def detail(self, id: str | None = None) -> ErrorDetail:
         """id: of the stream that it ended; None takes that of the request."""
         kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
         kind = kind if self.status < 500 else "server_error"
-        id = id or current_id.get()
-        return ErrorDetail(
-            message=str(self), type=kind, param=self.param, code=self.code, request_id=id, streams_max=self.streams_max
-        )
+        said = {"message": self.message, "param": self.param, "code": self.code, "streams_max": self.streams_max}
+        return ErrorDetail(type=kind, request_id=id or current_id.get(), **said)
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
         detail = self.detail()
         more = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         more |= {} if detail.request_id is None else {REQUEST_ID_HEADER: detail.request_id}
         # ASCII: a message may quote a name that has half a surrogate pair in it
-        body = json.dumps({"error": detail.shown()}, ensure_ascii=True)
+        body = json.dumps({"error": detail.shown()})
         return Response(body, self.status, {**more, **(headers or {})}, media_type="application/json")
 
 

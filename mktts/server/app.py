@@ -5,13 +5,14 @@ import asyncio
 import contextlib
 import logging
 import socket
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import Depends, FastAPI, Request, Security, WebSocket
+from fastapi import FastAPI, Request, Security, WebSocket
 from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
@@ -25,9 +26,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, h11
 from mktts.audio.encoding import Encoder, import_av
 from mktts.errors import BackendUnavailable
 from mktts.server.access import AccessMiddleware
-from mktts.server.api_errors import ApiError, current_id, from_error, from_validation, new_id
+from mktts.server.api_errors import ApiError, current_id, from_error, from_validation
 from mktts.server.audio_response import AUDIO_HEADERS, AudioResponse, documented
-from mktts.server.openai_routes import PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
+from mktts.server.openai_routes import PREFIX, SPEECH_PATH, VOICES_PATH, openai_routes
 from mktts.server.schemas import ErrorBody, Health, SpeechRequest, StreamState
 from mktts.server.service import SpeechService
 from mktts.server.settings import LOOPBACK_ORIGIN, Limits
@@ -117,7 +118,12 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
     async def refuse(request: Request, error: Exception) -> Response:
         headers = getattr(error, "headers", None)
         if isinstance(error, RequestValidationError):
-            error = from_validation(list(error.errors()))
+            if isinstance(error.body, bytes):  # it was not said to be JSON, as curl's and a form's are not
+                found = f"got {request.headers.get('content-type') or 'none'}"
+                message = f"expected the header Content-Type: application/json, {found}"
+                error = ApiError(415, "not_json", message, "Content-Type")
+            else:
+                error = from_validation(list(error.errors()))
         elif isinstance(error, StarletteHTTPException):
             if error.status_code == 405:  # the framework names only the methods of the path's first route
                 asked = {method: {**request.scope, "method": method} for method in _METHODS}
@@ -135,9 +141,7 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
     # AccessMiddleware checks the key; the scheme is named here for the OpenAPI document.
     locked = [] if access.get("api_key") is None else [Security(HTTPBearer(auto_error=False))]
 
-    raw = {200: documented("audio/pcm")}
-
-    @app.post("/tts/stream", response_class=Response, dependencies=[*locked, Depends(json_only)], responses=raw)
+    @app.post("/tts/stream", response_class=Response, dependencies=locked, responses={200: documented("audio/pcm")})
     async def tts_stream(body: SpeechRequest, request: Request) -> Response:
         """Speaks a text; raw 16-bit PCM is sent while it is made."""
         stream = service.speak("tts_stream", body, body.text, owner=request.state.owner)
@@ -287,7 +291,7 @@ class _TimedHttp(H11Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answers a request that no application will see, and closes the connection."""
-        current_id.set(new_id())
+        current_id.set(uuid.uuid4().hex)
         found = error.response({"Connection": "close"})
         head = h11.Response(status_code=error.status, headers=found.raw_headers)
         answer = head, h11.Data(data=found.body), h11.EndOfMessage()

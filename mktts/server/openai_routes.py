@@ -39,14 +39,6 @@ def wrong(code: str, key: str, what: str) -> ApiError:
     return ApiError(400, code, f"{key}: {what}", key)
 
 
-async def json_only(request: Request) -> None:
-    """Raises ApiError 415 for a body that does not say that it is JSON: curl's and a form's default."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        found = f"got {kind}" if kind else "got none"
-        raise ApiError(415, "not_json", f"expected the header Content-Type: application/json, {found}", "Content-Type")
-
-
 async def no_foreign_element(request: Request) -> None:
     """Raises ApiError 403 for an element or a link of a page from elsewhere: its GET brings no Origin to be checked,
     and would let any page make this machine speak. Pages of this machine are same-site to it."""
@@ -140,7 +132,7 @@ def openai_routes(service: SpeechService) -> APIRouter:
     spoken = {200: documented(*media, "text/event-stream")}
     in_parts = {**spoken, 206: {"description": "The part that Range asks for."}}
 
-    @router.post(SPEECH_PATH, response_class=Response, dependencies=[Depends(json_only)], responses=spoken)
+    @router.post(SPEECH_PATH, response_class=Response, responses=spoken)
     async def openai_speech(body: OpenAISpeechRequest, request: Request) -> Response:
         """OpenAI's speech endpoint, with more keys for this model. The sound is encoded and sent while it is made; a
         WAV's header then says 0xFFFFFFFF bytes, as its length is not known."""

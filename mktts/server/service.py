@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import astuple
@@ -28,7 +29,7 @@ from mktts.errors import MkttsError
 from mktts.model.prompt import Layout
 from mktts.model.voice import Voice
 from mktts.server.access import NO_OWNER
-from mktts.server.api_errors import ApiError, current_id, from_error, new_id
+from mktts.server.api_errors import ApiError, current_id, from_error
 from mktts.server.schemas import DEFAULT, Health, ModelInfo, Route, StreamState, VoiceParams
 from mktts.server.settings import Limits
 from mktts.server.voices import VoiceFolder, voice_aliases
@@ -159,8 +160,8 @@ class SpeechService:
         if params.max_frames is not None and params.max_frames > limits.max_frames:
             message = f"max_frames may be {limits.max_frames} ({limits.max_duration_s:g} s), got {params.max_frames}"
             raise ApiError(422, "duration_too_long", message, "max_frames")
-        language = language_named(params.language)
-        if language not in self.languages:
+        language = params.language
+        if language not in self.languages and (language := language_named(language)) not in self.languages:
             known = ", ".join(self.languages)
             raise ApiError(422, "bad_prompt", f"language must be one of {known}; got {params.language!r}", "language")
         speaker, voice = (None, voice) if voice is not None else self._speaker_or_voice(params.speaker, owner)
@@ -328,7 +329,7 @@ class ServedStream:
         self, service: SpeechService, route: Route, stream: Stream | Session, chars: int, word_times: bool = False
     ) -> None:
         # A request over HTTP speaks once; its id is that of its stream.
-        self.id = new_id() if route == "tts_ws" else (current_id.get() or new_id())
+        self.id = (route != "tts_ws" and current_id.get()) or uuid.uuid4().hex
         self.stream = stream
         self.chars = chars
         self.error: ApiError | None = None
