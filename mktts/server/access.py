@@ -66,8 +66,8 @@ class ApiError(errors.MkttsError):
 
     def detail(self, id: str | None = None) -> ErrorDetail:
         """id: of the stream that it ended; None takes that of the request."""
-        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
-        kind = kind if self.status < 500 else "server_error"
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
         said = {"message": self.message, "param": self.param, "code": self.code, "streams_max": self.streams_max}
         return ErrorDetail(type=kind, request_id=id or current_id.get(), **said)
 
@@ -192,9 +192,7 @@ class AccessMiddleware:
         client left meanwhile. Raises ApiError."""
         at_most = self.max_body_bytes(connection.scope["path"])
         length = connection.headers.get("content-length", "")
-        found_bytes = int(length) if length.isdigit() else 0
-        body = bytearray()
-        more = True
+        found_bytes, body, more = int(length) if length.isdigit() else 0, bytearray(), True
         try:
             async with asyncio.timeout(self.body_s + at_most / _SLOWEST_BYTES_PER_S):
                 while more and found_bytes <= at_most:

@@ -183,13 +183,9 @@ class AudioResponse(StreamingResponse):
             "Cache-Control": "no-store",
             "X-Accel-Buffering": "no",  # a proxy (nginx) passes on what comes at once
         }
-        if ignored_keys:
-            headers["X-Mktts-Ignored"] = ", ".join(ignored_keys)
+        headers |= {"X-Mktts-Ignored": ", ".join(ignored_keys)} if ignored_keys else {}
         super().__init__(stream.chunks(), headers=headers)
-        self._stream = stream
-        self._encoder = encoder
-        self._events_of = events_of
-        self._kept = kept
+        self._stream, self._encoder, self._events_of, self._kept = stream, encoder, events_of, kept
         self._words = 0  # that were sent
 
     async def stream_response(self, send: Any) -> None:

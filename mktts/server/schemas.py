@@ -108,10 +108,8 @@ class OpenAISpeechRequest(VoiceParams):
         if not isinstance(given, dict):
             return given
         given = {key: value for key, value in given.items() if value is not None}
-        for name, ours in _OTHER_NAMES.items():
-            if name not in given:
-                continue
-            value = given.pop(name)
+        for name in [name for name in _OTHER_NAMES if name in given]:
+            value, ours = given.pop(name), _OTHER_NAMES[name]
             if ours.endswith("greedy"):
                 if not isinstance(value, bool):
                     raise ValueError(f"{name} must be true or false")

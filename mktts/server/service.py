@@ -78,8 +78,8 @@ class SpeechService:
         self.synthesizer, self.uploads, self.strict, self.stopping = synthesizer, uploads, strict, False
         if uploads is not None:
             uploads.on_gone = synthesizer.forget
-        admission = AdmissionLimits(limits.max_streams, limits.min_streams, limits.max_waiting, limits.wait_s)
-        synthesizer.set_limits(admission)
+        bounds = limits.max_streams, limits.min_streams, limits.max_waiting, limits.wait_s
+        synthesizer.set_limits(AdmissionLimits(*bounds))
         self._voices = {name.lower(): voice for name, voice in (voices or {}).items()}
         self.checkpoint = checkpoint = synthesizer.checkpoint
         self.tokenizer = cache(checkpoint.tokenizer)  # its first call reads it: too long for the event loop
@@ -137,6 +137,7 @@ class SpeechService:
             if "greedy" in given:
                 given.setdefault("predictor_greedy", given["greedy"])
             speaker, voice = (None, voice) if voice is not None else self._speaker_or_voice(params.speaker, owner)
+            options = {"trim_lead": params.trim_lead, "markup": params.markup, "word_times": params.word_timestamps}
             settings = {
                 "language": language,
                 "speaker": speaker,
@@ -148,12 +149,7 @@ class SpeechService:
                 "max_frames": wanted or most,
                 "pronunciations": params.pronunciations,
                 "layout": layout,
-                "options": StreamOptions(
-                    trim_lead=params.trim_lead,
-                    buffer_frames=self.limits.buffer_frames,
-                    markup=params.markup,
-                    word_times=params.word_timestamps,
-                ),
+                "options": StreamOptions(buffer_frames=self.limits.buffer_frames, **options),
             }
             stream = self.synthesizer.open(**settings) if text is None else self.synthesizer.stream(text, **settings)
         except Exception as error:
@@ -300,9 +296,8 @@ class Meters(Collector):
             yield family
         ticks = HistogramMetricFamily("mktts_tick_seconds", "Ticks, on the device, by engine.", labels=("engine",))
         for engine, one in stats.items():
-            counts = list(accumulate(list(one.ticks.counts)))
-            bounds = [*map(str, TICK_BOUNDS_S), "+Inf"]
-            ticks.add_metric((engine,), list(zip(bounds, counts, strict=True)), one.ticks.sum_s)
+            buckets = zip((*map(str, TICK_BOUNDS_S), "+Inf"), accumulate(list(one.ticks.counts)), strict=True)
+            ticks.add_metric((engine,), list(buckets), one.ticks.sum_s)
         yield ticks
 
 
@@ -319,11 +314,10 @@ class ServedStream:
         # A request over HTTP speaks once; its id is that of its stream.
         self.id = (route != "tts_ws" and current_id.get()) or uuid.uuid4().hex
         self.service, self.stream, self.chars = service, stream, chars
-        self.error: ApiError | None = None
         self.state = StreamState(id=self.id, route=route, seed=stream.seed, words=[] if word_times else None)
+        self.error: ApiError | None = None
         self.closed = False
-        self._started_s = time.perf_counter()
-        self._player = Player()
+        self._started_s, self._player = time.perf_counter(), Player()
 
     async def chunks(self) -> AsyncGenerator[Chunk]:
         """Chunks as they are to be written, each within `sending`: at once, or several together where the listener has
@@ -408,8 +402,7 @@ class ServedStream:
         state.finish_reason = "error" if error is not None else self.stream.finish_reason or "cancelled"
         state.error = error and error.detail(self.id)
         self.service.has_ended(self)
-        first_ms = state.first_audio_ms
-        heard = "no audio" if first_ms is None else f"{state.frames} frames, first audio after {first_ms} ms"
+        heard = f"{state.frames} frames, first audio after {state.first_audio_ms} ms" if state.frames else "no audio"
         how = f"{state.finish_reason}, {heard}"
         if error is not None:  # of its message only busy's, which has numbers in it: others may quote the text
             how = f"{error.code}: {error}" if error.code == "busy" else f"{error.code}, {how}"
