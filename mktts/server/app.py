@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Security, WebSocket
 from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import Match
 from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
@@ -61,12 +61,10 @@ _ERRORS = {  # of every route: the shape is the same everywhere
     "4XX": {"description": "The caller's mistake, or a server with too much to do (429).", "model": ErrorBody},
     "5XX": {"description": "The server's own, or that it stops (503).", "model": ErrorBody},
 }
-_EXPOSED = [*AUDIO_HEADERS, "X-Sample-Rate", "X-Mktts-Ignored", "Retry-After"]
 _METHODS = ("GET", "HEAD", "POST", "DELETE")
-_FLUSH_S = 1.0  # for the last bytes to connections whose work has ended
 _UVICORN = {  # with h11 and websockets everything was tested, whatever else is installed
     "ws": "websockets-sansio", "loop": "asyncio", "log_config": None, "access_log": False, "server_header": False,
-    "proxy_headers": False, "timeout_graceful_shutdown": _FLUSH_S,
+    "proxy_headers": False, "timeout_graceful_shutdown": 1.0,  # the last bytes of connections whose work has ended
     "log_level": "warning",  # below it, uvicorn logs addresses, which may hold keys, and frames
 }  # fmt: skip
 # What uvicorn logs and is no fault of this server: a refused handshake, a body that is broken off so that none takes it
@@ -113,7 +111,7 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
         allow_origin_regex=LOOPBACK_ORIGIN,
         allow_methods=_METHODS,
         allow_headers=["*"],
-        expose_headers=_EXPOSED,
+        expose_headers=[*AUDIO_HEADERS, "X-Sample-Rate", "X-Mktts-Ignored", "Retry-After"],
     )
 
     @app.exception_handler(ApiError)
@@ -174,7 +172,9 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
         wants_more = service.health.status == "ok"
         return JSONResponse({"ready": wants_more}, 200 if wants_more else 503)
 
-    @app.get("/metrics", response_class=PlainTextResponse, dependencies=locked)
+    plain = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+    @app.get("/metrics", response_class=Response, dependencies=locked, responses=plain)
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(generate_latest(service.meters.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

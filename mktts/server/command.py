@@ -118,9 +118,8 @@ def _loaded(arguments: argparse.Namespace) -> Synthesizer:
 def runs_apart(process: str, engine: str, device: str) -> bool:
     """Whether the engine gets a process of its own, of the words of --engine-process, --engine and --device.
 
-    With "auto", where a GPU may serve many: one H200 serves 680 listeners from one process and 1,100 from two; an H100
-    that said 1,048 had 2,801 of 9,602 stall in one (LOG.md, 2026-11-22 and 27). One listener gets the first byte up to
-    0.7 ms later from two (CPU), so others stay as they are. Raises BackendUnavailable for no device."""
+    With "auto", where a GPU may serve many: one H200 serves 680 listeners from one process and 1,100 from two (LOG.md,
+    2026-11-22 and 27). One listener waits up to 0.7 ms longer with two. Raises BackendUnavailable for no device."""
     from mktts.model.backend import device_named
 
     if process == "auto":

@@ -84,20 +84,16 @@ class References:
 
     async def make(self, data: bytes, transcript: str | None, key: str = "ref_audio") -> Voice:
         """The voice of a recording's bytes, in-context with a transcript. key: the caller's. Raises ApiError."""
-        service, said = self._service, transcript or None
+        service = self._service
         if not service.model.clones:
             what = f"a {service.model.type} checkpoint clones no voices: serve a Base one"
             raise wrong("cloning_unavailable", key, what)
-        service.check_chars(len(said or ""), "ref_text")
+        service.check_chars(len(transcript or ""), "ref_text")
         service.admit()  # before the work, not after it
-
-        def made() -> Voice:
-            pcm, rate_hz = decode_untrusted(data, *self._decoding)
-            return clone_voice(service.checkpoint, pcm, rate_hz, said)
-
         try:
             async with self._lock:
-                return await asyncio.to_thread(made)
+                pcm, rate_hz = await asyncio.to_thread(decode_untrusted, data, *self._decoding)
+                return await asyncio.to_thread(clone_voice, service.checkpoint, pcm, rate_hz, transcript or None)
         except MkttsError as error:
             unable = isinstance(error, BackendUnavailable)
             raise wrong("cloning_unavailable" if unable else "bad_reference", key, str(error)) from None
@@ -306,8 +302,7 @@ def openai_routes(service: SpeechService) -> APIRouter:
         strict = service.strict if body.strict is None else body.strict
         ignored = []
         for key in body.model_extra or {}:
-            near = get_close_matches(key, keys, 1, 0.85)
-            if near or strict:
+            if (near := get_close_matches(key, keys, 1, 0.85)) or strict:
                 hint = f"did you mean {near[0]}?" if near else "leave it out, or send strict: false"
                 raise wrong("unknown_key", key[:_MAX_KEY_CHARS], f"there is no such key, {hint}")
             if key.isidentifier() and key.isascii() and len(key) <= _MAX_KEY_CHARS:  # the header takes no odd ones
@@ -407,8 +402,8 @@ def openai_routes(service: SpeechService) -> APIRouter:
         )
         await asyncio.to_thread(kept.keep, owner, voice, record)
         # OpenAI's shape, and under `voice` vLLM-Omni's
-        kept_voice = {"object": "audio.voice", "id": name, "name": name, "created_at": now_s}
-        return {**kept_voice, "success": True, "voice": record}
+        shape = {"object": "audio.voice", "id": name, "name": name, "created_at": now_s}
+        return {**shape, "success": True, "voice": record}
 
     @router.delete(f"{VOICES_PATH}/{{name}}")
     async def delete_voice(name: str, request: Request) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from dataclasses import astuple
 from functools import cache, partial
 from itertools import accumulate, chain, islice
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.process_collector import ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from mktts import audio
@@ -266,8 +265,8 @@ class Meters(Collector):
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         seconds = partial(Histogram, labelnames=("route",), buckets=_FIRST_AUDIO_S, registry=registry)
         since = "From the request (or the first text) to the first"
-        model, served = service.model, service.served
-        labels = {"model": model.checkpoint, "random_weights": str(model.random_weights).lower(), **served}
+        model = service.model
+        labels = {"model": model.checkpoint, "random_weights": str(model.random_weights).lower(), **service.served}
         ProcessCollector(registry=registry)  # resident memory, open files
         gauge("mktts_info", "Always 1; the labels say what is served.", tuple(labels)).labels(**labels).set(1)
         gauge("mktts_capacity", "Listeners that are admitted at once.").set_function(lambda: service.streams_max)
