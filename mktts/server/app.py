@@ -117,6 +117,7 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
     @app.exception_handler(ApiError)
     @app.exception_handler(RequestValidationError)
     @app.exception_handler(StarletteHTTPException)
+    @app.exception_handler(Exception)
     async def refuse(request: Request, error: Exception) -> Response:
         headers = getattr(error, "headers", None)
         if isinstance(error, RequestValidationError) and isinstance(error.body, bytes):  # curl's, or a form's
@@ -132,13 +133,11 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
                 headers = {"Allow": ", ".join(there)}
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
             error = ApiError(error.status_code, code, str(error.detail))
+        elif not isinstance(error, ApiError):
+            log.error("request %s failed", current_id.get())
+            error = from_error(error)
         service.meters.refuse(error.code)
         return (error.in_openai_terms() if request.url.path.startswith(_OPENAI) else error).response(headers)
-
-    @app.exception_handler(Exception)
-    async def bug(request: Request, error: Exception) -> Response:
-        log.error("request %s failed", current_id.get())
-        return from_error(error).response()
 
     # AccessMiddleware checks the key; the scheme is named here for the OpenAPI document.
     locked = [] if access.get("api_key") is None else [Security(HTTPBearer(auto_error=False))]

@@ -345,18 +345,15 @@ def openai_routes(service: SpeechService) -> APIRouter:
         for a while, by its address and the caller's key, and Range is heeded."""
         return await openai_speech(query, request)
 
-    def card(id: str) -> dict[str, Any]:
-        return {"id": id, "object": "model", "created": started_s, "owned_by": "mktts"}
-
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The one model there is; requests may call it by any name."""
-        return {"object": "list", "data": [card(model.checkpoint)]}
+        return {"object": "list", "data": [await one_model(model.checkpoint)]}
 
     @router.get("/v1/models/{id:path}")
     async def one_model(id: str) -> dict[str, Any]:
         """The model, by any name, as POST /v1/audio/speech takes any."""
-        return card(id)
+        return {"id": id, "object": "model", "created": started_s, "owned_by": "mktts"}
 
     @router.get("/v1/audio/models", include_in_schema=False)
     async def audio_models() -> dict[str, Any]:
