@@ -1,6 +1,5 @@
 """An engine in a process of its own (`Child`), behind the engine's interface (`RemoteEngine`): in one process, the
-engine's worker and an event loop with its sockets wait for each other's interpreter lock thousands of times a
-second."""
+worker and an event loop with its sockets wait for each other's interpreter lock thousands of times a second."""
 
 import contextlib
 import itertools
@@ -42,10 +41,7 @@ _PROGRAM = (
     "run_child(int(sys.argv[1]), Synthesizer.load)"
 )
 _LOG = logging.getLogger(__name__)
-
-
-# Of a method in the other process, pickled: of `Child` or its engine, or of `RemoteEngine`, whose names begin with
-# `_on_`; its arguments; and the number of the reply that is wanted, None where none is.
+# A method of `Child`, its engine or `RemoteEngine`, its arguments, and the number of the reply where one is wanted.
 Call = tuple[str, tuple[Any, ...], int | None]
 
 
@@ -72,8 +68,7 @@ class RemoteEngine:
     """What a synthesizer needs of `mktts.engine.engine.Engine`, in another process, where codes stay.
 
     Loading is waited for and raises what it raises there. Where the other process dies, every stream ends with
-    EngineError, the engine is `gone`, and `on_gone` is called, from a thread of this.
-    """
+    EngineError, the engine is `gone`, and `on_gone` is called, from a thread of this."""
 
     def __init__(self, checkpoint: str, revision: str | None, settings: dict[str, Any]) -> None:
         """What the other process loads, by the arguments of `open_checkpoint` and `Synthesizer.load`."""
@@ -92,8 +87,7 @@ class RemoteEngine:
         here, there = socket.socketpair()
         with there:
             command = [sys.executable, "-c", _PROGRAM, str(there.fileno())]
-            environment = {**os.environ, **python_path()}
-            self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=environment)
+            self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=os.environ | python_path())
         self._wire = Wire(here)
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._receive, self._tell)]
         for thread in self._threads:
@@ -104,8 +98,6 @@ class RemoteEngine:
             self.close()
             raise
         self.backend_name, self.device, self.dtype = loaded
-
-    # ---- streams
 
     def reserve(self, plan: Plan) -> Utterance:
         self._check_open()
@@ -129,8 +121,6 @@ class RemoteEngine:
         if texts and utterance.number in self._utterances:
             self._send("feed", utterance.number, texts)
 
-    # ---- all of them
-
     def close(self) -> None:
         """Ends every stream and the other process. Idempotent."""
         with self._lock:
@@ -149,8 +139,6 @@ class RemoteEngine:
     def _check_open(self) -> None:
         if self.closed:
             raise self._end()
-
-    # ---- the wire
 
     def _send(self, method: str, *arguments: Any, number: int | None = None) -> None:
         try:
@@ -214,10 +202,9 @@ class RemoteEngine:
         """Why nothing can be asked any more."""
         if self.closed and not self.gone:
             return EngineError("the synthesizer is closed: load another one")
+        how = "has closed its connection"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_DEAD_S)
-        status = self._process.returncode
-        how = "has closed its connection" if status is None else f"has ended with status {status}"
+            how = f"has ended with status {self._process.wait(_DEAD_S)}"
         return EngineError(f"the engine's process {how}: its messages stand above; start the server again")
 
     # ---- what the other process calls; a stream that was cancelled is not known any more
@@ -265,14 +252,6 @@ class Child:
         self._made: list[Call] = []  # in this turn; the worker's
         self._out: SimpleQueue[list[Call]] = SimpleQueue()
 
-    def run(self) -> None:
-        """Returns when the other process is gone."""
-        with contextlib.suppress(OSError, EOFError):
-            while True:
-                for call in self._wire.recv():
-                    self._do(*call)
-                call = None  # it keeps no voice while it waits
-
     def tell(self, id: int, utterance: Utterance, what: str, chunk: Chunk | None) -> None:
         """Worker: see `Utterance.sink`; it goes out behind the turn."""
         if what == "chunk":
@@ -290,12 +269,11 @@ class Child:
 
     def _send(self) -> None:
         sent_s = 0.0
-        with contextlib.suppress(OSError):  # the other process is gone: `receive` says so too
+        with contextlib.suppress(OSError):  # the other process is gone: `recv` says so too
             while True:
-                try:
+                calls: list[Call] = []
+                with contextlib.suppress(Empty):
                     calls = self._out.get(timeout=_STATE_S)
-                except Empty:
-                    calls = []
                 if time.monotonic() - sent_s >= _STATE_S:
                     sent_s = time.monotonic()
                     calls.append(self._state())
@@ -304,7 +282,7 @@ class Child:
     def _state(self) -> Call:
         return "_on_state", (self._engine.stats, self._engine.capacity), None
 
-    def _do(self, method: str, arguments: tuple[Any, ...], number: int | None) -> None:
+    def do(self, method: str, arguments: tuple[Any, ...], number: int | None) -> None:
         of = self if hasattr(self, method) else self._engine
         value = error = None
         try:
@@ -342,14 +320,13 @@ class Child:
     def taken(self, frames: dict[int, int | None]) -> None:
         """Frames that consumers have taken in all, by stream; None: cancelled."""
         for id, count in frames.items():
-            if (utterance := self._streams.get(id)) is None:
-                continue
-            if count is None:
+            utterance = self._streams.get(id)
+            if utterance is not None and count is None:
                 utterance.cancel()
-                continue
-            utterance.taken_frames = count
-            if utterance.watched:
-                utterance.update()
+            elif utterance is not None:
+                utterance.taken_frames = count
+                if utterance.watched:
+                    utterance.update()
         self._streams = {id: utterance for id, utterance in self._streams.items() if not utterance.over}
 
 
@@ -358,5 +335,11 @@ def run_child(handle: int, load: Callable[..., Any]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # they go to the whole group: this process decides
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
-    Child(Wire(socket.socket(fileno=handle)), load).run()
+    wire = Wire(socket.socket(fileno=handle))
+    child = Child(wire, load)
+    with contextlib.suppress(OSError, EOFError):
+        while True:
+            for call in wire.recv():
+                child.do(*call)
+            call = None  # it keeps no voice while it waits
     os._exit(0)  # without teardown: nothing here is to be kept, and a thread of a library may hold it up

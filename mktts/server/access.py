@@ -1,24 +1,108 @@
-"""Middleware that checks a request before its body is parsed: its id, key, host, origin, size and time."""
+"""What is refused: middleware that checks a request before its body is parsed (its id, key, host, origin, size and
+time), and errors of the API in OpenAI's shape, with the id of their request."""
 
 import asyncio
 import hashlib
+import json
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import InitVar, dataclass
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 from fastapi.datastructures import Headers
 from fastapi.requests import HTTPConnection
+from fastapi.responses import Response
 
-from mktts.server.api_errors import REQUEST_ID_HEADER, ApiError, current_id, new_id
+from mktts import errors
+from mktts.server.schemas import ErrorDetail
 from mktts.server.settings import LOOPBACK_ORIGIN, is_own_name
 
+REQUEST_ID_HEADER = "X-Request-Id"
+RETRY_AFTER_S = 1  # a stream ends every few seconds; a client that asks once a second loses little
+current_id: ContextVar[str | None] = ContextVar("mktts_request_id", default=None)
+_OPENAI_KEYS = {"text": "input", "instruct": "instructions", "speaker": "voice"}  # its names of our keys
+_BY_ERROR = {
+    errors.TextError: ("bad_text", "text"),
+    errors.PromptError: ("bad_prompt", None),
+    errors.OptionsError: ("bad_option", None),
+    errors.SamplingError: ("bad_sampling", None),
+    errors.VoiceError: ("bad_voice", "speaker"),
+    errors.CapacityError: ("text_too_long", "text"),
+}
 # A speech server answers these without a key, and what lies under /page/: probes, the OpenAPI document, its pages.
 _OPEN_PATHS = ("/", "/docs", "/health", "/v1/health", "/ready", "/ping", "/openapi.json")
 NO_OWNER = "nobody"  # the owner of all requests to a server without a key
 _OWNER_PREFIX = b"mktts: owner of uploaded voices\0"
 _SLOWEST_BYTES_PER_S = 64 * 1024  # of a body
 _FIRST_MESSAGES = ("http.response.start", "websocket.accept", "websocket.http.response.start")
+
+
+@dataclass(eq=False)
+class ApiError(errors.MkttsError):
+    """status: of HTTP. code: for programs. param: the wrong key. streams_max: see ErrorDetail."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    streams_max: int | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def retry_after_s(self) -> int | None:
+        """When the same request may succeed; None where it will not."""
+        return RETRY_AFTER_S if self.status in (429, 503) else None
+
+    def in_openai_terms(self) -> "ApiError":
+        """The error of a route of OpenAI's shape: status 400, and the caller's names of our keys."""
+        name, message = _OPENAI_KEYS.get(self.param or "", self.param), self.message
+        if self.param and message.startswith(self.param):
+            message = f"{name}{message.removeprefix(self.param)}"
+        return replace(self, status=400 if self.status == 422 else self.status, message=message, param=name)
+
+    def detail(self, id: str | None = None) -> ErrorDetail:
+        """id: of the stream that it ended; None takes that of the request."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        said = {"message": self.message, "param": self.param, "code": self.code, "streams_max": self.streams_max}
+        return ErrorDetail(type=kind, request_id=id or current_id.get(), **said)
+
+    def response(self, headers: Mapping[str, str] | None = None) -> Response:
+        detail = self.detail()
+        more = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        more |= {} if detail.request_id is None else {REQUEST_ID_HEADER: detail.request_id}
+        # ASCII: a message may quote a name that has half a surrogate pair in it
+        body = json.dumps({"error": detail.shown()})
+        return Response(body, self.status, {**more, **(headers or {})}, media_type="application/json")
+
+
+def from_error(error: BaseException) -> ApiError:
+    """The caller's mistakes with their message; anything else as a failure whose message stays in the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, errors.BusyError):
+        return ApiError(429, "busy", str(error), streams_max=error.capacity)
+    for kind, (code, param) in _BY_ERROR.items():
+        if isinstance(error, kind):
+            return ApiError(422, code, str(error), param)
+    return ApiError(500, "engine_error", "the generation failed: the server's log says why, under the stream's id")
+
+
+def from_validation(errors: list[Any], tagged: bool = False) -> ApiError:
+    """The first of pydantic's errors, without the input. tagged: the message's type stands before each key."""
+    first = errors[0]
+    path = [str(part) for part in first["loc"] if part not in ("body", "query")]
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":  # its place is one in the text, not a key
+        reason = first.get("ctx", {}).get("error", message)
+        where = f" at character {path[0]}" if path else ""
+        return ApiError(422, "invalid_json", f"expected JSON, could not read it{where}: {reason}")
+    key = ".".join(path[1:] if tagged else path)
+    return ApiError(422, "invalid_value", f"{key or 'the body'}: {message}", key or None)
 
 
 def owner_of(key: str) -> str:
@@ -31,15 +115,12 @@ class AccessMiddleware:
     """ASGI middleware that gives every request an id and, in its state, the `owner` of its key, and refuses those that
     may not pass.
 
+    max_body_bytes: by a request's path. on_refusal: called with the code of each refusal.
     api_key: one or several keys; None accepts every request, which is for loopback only (`access_of`).
     origins: of web pages that may use the server, as browsers write them. Pages from loopback may use a server without
         a key. Any other page is refused: neither WebSocket nor a plain POST waits for CORS.
-    max_body_bytes: of a request's body, by its path.
-    on_refusal: called with the code of each refusal.
-    hosts: accepted values of Host in addition to IP addresses and localhost. A server with a key checks Host only
-        where some are given.
-    body_s: time for a body, in seconds; longer for a long one.
-    is_open: whether a path is answered without a key.
+    hosts: accepted beside IP addresses and localhost. A server with a key checks Host only where some are given.
+    body_s: time for a body, in seconds; longer for a long one. is_open: whether a path is answered without a key.
     key_in_query: whether ?key= is accepted over HTTP, as it is for WebSockets, whose headers a page cannot set."""
 
     app: Any
@@ -58,9 +139,8 @@ class AccessMiddleware:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket"):
-            await self.app(scope, receive, send)
-            return
-        id = new_id()
+            return await self.app(scope, receive, send)
+        id = uuid.uuid4().hex  # cannot be guessed: it gives access to the record of a stream
         current_id.set(id)  # not reset: an outer error handler answers in this task and needs it
 
         async def send_with_id(message: Any) -> None:
@@ -77,9 +157,8 @@ class AccessMiddleware:
                 return
         except ApiError as error:
             self.on_refusal(error.code)
-            headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-            if error.status in (408, 413):
-                headers["Connection"] = "close"  # what is left of the body will not be read
+            unread = {"Connection": "close"}  # what is left of the body will not be read
+            headers = {401: {"WWW-Authenticate": "Bearer"}, 408: unread, 413: unread}.get(error.status)
             await error.response(headers)(scope, receive, send_with_id)  # a WebSocket's handshake is refused, too
         else:
             await self.app(scope, receive, send_with_id)
@@ -96,10 +175,9 @@ class AccessMiddleware:
         if not self._owners:
             return NO_OWNER
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        keys = [bearer.strip()] if scheme.lower() == "bearer" else []
         in_query = self.key_in_query or connection.scope["type"] == "websocket"
-        if in_query:
-            keys += connection.query_params.getlist("key")
+        keys = [bearer.strip()] if scheme.lower() == "bearer" else []
+        keys += connection.query_params.getlist("key") if in_query else []
         for owner in map(owner_of, keys):
             if owner in self._owners:  # digests: the time it takes tells nothing of a key
                 return owner
@@ -114,9 +192,7 @@ class AccessMiddleware:
         client left meanwhile. Raises ApiError."""
         at_most = self.max_body_bytes(connection.scope["path"])
         length = connection.headers.get("content-length", "")
-        found_bytes = int(length) if length.isdigit() else 0
-        body = bytearray()
-        more = True
+        found_bytes, body, more = int(length) if length.isdigit() else 0, bytearray(), True
         try:
             async with asyncio.timeout(self.body_s + at_most / _SLOWEST_BYTES_PER_S):
                 while more and found_bytes <= at_most:

@@ -1,17 +1,19 @@
-"""The ASGI application (middleware, error handlers, and the routes that are our own), and uvicorn as it serves one:
-ending in order on a signal, with a time limit for request heads and without texts or keys in its log."""
+"""The ASGI application, with the routes that are our own, and uvicorn as it serves one: ending in order on a signal,
+with a time limit for request heads and without texts or keys in its log."""
 
 import asyncio
 import contextlib
 import logging
 import socket
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import Depends, FastAPI, Request, Security, WebSocket
+from fastapi import FastAPI, Request, Security, WebSocket
 from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
@@ -24,10 +26,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, h11
 
 from mktts.audio.encoding import Encoder, import_av
 from mktts.errors import BackendUnavailable
-from mktts.server.access import AccessMiddleware
-from mktts.server.api_errors import ApiError, current_id, from_error, from_validation, new_id
-from mktts.server.audio_response import AUDIO_HEADERS, AudioResponse, documented
-from mktts.server.openai_routes import PREFIX, SPEECH_PATH, VOICES_PATH, json_only, openai_routes
+from mktts.server.access import AccessMiddleware, ApiError, current_id, from_error, from_validation
+from mktts.server.openai_routes import AUDIO_HEADERS, SPEECH_PATH, VOICES_PATH, AudioResponse, documented, openai_routes
 from mktts.server.schemas import ErrorBody, Health, SpeechRequest, StreamState
 from mktts.server.service import SpeechService
 from mktts.server.settings import LOOPBACK_ORIGIN, Limits
@@ -36,6 +36,7 @@ from mktts.server.websocket import SpeechSocket
 from mktts.spec import SAMPLE_RATE_HZ
 
 PAGE = Path(__file__).parent / "page"
+_OPENAI = "/v1/"  # under it the caller's mistakes are 400, as OpenAI's are
 # The page may load from this server alone; blob: is audio that the page has made itself.
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
@@ -60,10 +61,12 @@ _ERRORS = {  # of every route: the shape is the same everywhere
     "4XX": {"description": "The caller's mistake, or a server with too much to do (429).", "model": ErrorBody},
     "5XX": {"description": "The server's own, or that it stops (503).", "model": ErrorBody},
 }
-_EXPOSED = [*AUDIO_HEADERS, "X-Sample-Rate", "X-Mktts-Ignored", "Retry-After"]
-_CODES = {404: "not_found", 405: "method_not_allowed"}
 _METHODS = ("GET", "HEAD", "POST", "DELETE")
-_FLUSH_S = 1.0  # for the last bytes to connections whose work has ended
+_UVICORN = {  # with h11 and websockets everything was tested, whatever else is installed
+    "ws": "websockets-sansio", "loop": "asyncio", "log_config": None, "access_log": False, "server_header": False,
+    "proxy_headers": False, "timeout_graceful_shutdown": 1.0,  # the last bytes of connections whose work has ended
+    "log_level": "warning",  # below it, uvicorn logs addresses, which may hold keys, and frames
+}  # fmt: skip
 # What uvicorn logs and is no fault of this server: a refused handshake, a body that is broken off so that none takes it
 # for a whole one (the record says why), and broken text of a client.
 _NO_FAULTS = (
@@ -78,8 +81,8 @@ log = logging.getLogger(__name__)
 
 
 def make_app(service: SpeechService, **access: Any) -> FastAPI:
-    """The ASGI application of a speech server. access: api_key, origins and hosts of `AccessMiddleware`. Pages of the
-    origins and of this machine also get CORS headers."""
+    """The ASGI application of a speech server. access: api_key, origins and hosts of `AccessMiddleware`; pages of the
+    origins also get CORS headers."""
     with contextlib.suppress(BackendUnavailable):  # a request that needs it gets the error
         import_av()  # not at the first request: it takes 0.2 s, which would hold up every stream
 
@@ -108,36 +111,38 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
         allow_origin_regex=LOOPBACK_ORIGIN,
         allow_methods=_METHODS,
         allow_headers=["*"],
-        expose_headers=_EXPOSED,
+        expose_headers=[*AUDIO_HEADERS, "X-Sample-Rate", "X-Mktts-Ignored", "Retry-After"],
     )
 
     @app.exception_handler(ApiError)
     @app.exception_handler(RequestValidationError)
     @app.exception_handler(StarletteHTTPException)
+    @app.exception_handler(Exception)
     async def refuse(request: Request, error: Exception) -> Response:
         headers = getattr(error, "headers", None)
-        if isinstance(error, RequestValidationError):
-            error = from_validation(list(error.errors()))
+        if isinstance(error, RequestValidationError) and isinstance(error.body, bytes):  # curl's, or a form's
+            found = request.headers.get("content-type") or "none"
+            message = f"expected the header Content-Type: application/json, got {found}"
+            error = ApiError(415, "not_json", message, "Content-Type")
+        elif isinstance(error, RequestValidationError):
+            error = from_validation(error.errors())
         elif isinstance(error, StarletteHTTPException):
             if error.status_code == 405:  # the framework names only the methods of the path's first route
                 asked = {method: {**request.scope, "method": method} for method in _METHODS}
                 there = (name for name in asked if any(r.matches(asked[name])[0] is Match.FULL for r in app.routes))
                 headers = {"Allow": ", ".join(there)}
-            error = ApiError(error.status_code, _CODES.get(error.status_code, "bad_request"), str(error.detail))
+            code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+            error = ApiError(error.status_code, code, str(error.detail))
+        elif not isinstance(error, ApiError):
+            log.error("request %s failed", current_id.get())
+            error = from_error(error)
         service.meters.refuse(error.code)
-        return (error.in_openai_terms() if request.url.path.startswith(PREFIX) else error).response(headers)
-
-    @app.exception_handler(Exception)
-    async def bug(request: Request, error: Exception) -> Response:
-        log.error("request %s failed", current_id.get())
-        return from_error(error).response()
+        return (error.in_openai_terms() if request.url.path.startswith(_OPENAI) else error).response(headers)
 
     # AccessMiddleware checks the key; the scheme is named here for the OpenAPI document.
     locked = [] if access.get("api_key") is None else [Security(HTTPBearer(auto_error=False))]
 
-    raw = {200: documented("audio/pcm")}
-
-    @app.post("/tts/stream", response_class=Response, dependencies=[*locked, Depends(json_only)], responses=raw)
+    @app.post("/tts/stream", response_class=Response, dependencies=locked, responses={200: documented("audio/pcm")})
     async def tts_stream(body: SpeechRequest, request: Request) -> Response:
         """Speaks a text; raw 16-bit PCM is sent while it is made."""
         stream = service.speak("tts_stream", body, body.text, owner=request.state.owner)
@@ -176,13 +181,11 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
     pages = _PageFiles(directory=PAGE)
 
     async def root(request: Request) -> Response:
-        """A page to try the server."""
         return await pages.get_response("index.html", request.scope)
 
-    # /ping: the name that other servers and cloud platforms use
-    for answer, paths in ((root, ["/"]), (health, ["/health", "/v1/health", "/ping"]), (ready, ["/ready"])):
-        for path in paths:
-            app.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False)
+    answers = {"/": root, "/ready": ready, "/health": health, "/v1/health": health, "/ping": health}
+    for path, answer in answers.items():  # /ping: the name that other servers and cloud platforms use
+        app.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/page", pages)
 
     @app.websocket("/{path:path}")  # last of the routes: the framework alone would answer 403
@@ -212,9 +215,9 @@ async def _sweep(folder: VoiceFolder | None) -> None:
 class GracefulServer(uvicorn.Server):
     """Serves an ASGI application; leaves signals of the rest of the process to the caller.
 
-    stopped_by: the signal that ended it; None while none has. limits: of the head of a request, and of a WebSocket
-    message from a client. stop: ends what the application does, before connections are ended; it is given what tells
-    whether it may end at once. settings: more of `uvicorn.Config`."""
+    stopped_by: the signal that ended it. limits: of a request's head and of a WebSocket message. stop: ends what the
+    application does, before connections are; it is given what tells whether to end at once. settings: more of
+    `uvicorn.Config`."""
 
     stopped_by: int | None = None
 
@@ -222,27 +225,13 @@ class GracefulServer(uvicorn.Server):
         self, app: Any, limits: Limits, stop: Callable[[Callable[[], bool]], Awaitable[None]], **settings: Any
     ) -> None:
         self._stop = stop
-        super().__init__(
-            uvicorn.Config(
-                app,
-                # h11 and websockets: with these everything was tested, whatever else is installed
-                http=type("Http", (_TimedHttp,), {"head_s": limits.head_s}),
-                ws="websockets-sansio",
-                loop="asyncio",
-                log_config=None,
-                log_level="warning",  # below it, uvicorn logs addresses, which may hold keys, and frames
-                access_log=False,
-                ws_max_size=limits.max_body_bytes,
-                timeout_graceful_shutdown=_FLUSH_S,
-                server_header=False,
-                proxy_headers=False,
-                **settings,
-            )
-        )
+        http = type("Http", (_TimedHttp,), {"head_s": limits.head_s})
+        settings = {**_UVICORN, "http": http, "ws_max_size": limits.max_body_bytes, **settings}
+        super().__init__(uvicorn.Config(app, **settings))
 
     def handle_exit(self, number: int, frame: FrameType | None) -> None:
-        """The first signal asks for an orderly end, a second one for an end at once. uvicorn raises again at the end
-        what its own method notes; the caller of this server has a model to close first."""
+        """The first signal asks for an orderly end, a second one for an end at once. What uvicorn's own method notes
+        would be raised again at the end: the caller has a model to close first."""
         self.force_exit = self.should_exit
         self.should_exit = True
         self.stopped_by = number
@@ -253,16 +242,14 @@ class GracefulServer(uvicorn.Server):
 
 
 def speech_server(service: SpeechService, **access: Any) -> GracefulServer:
-    """Ends by refusing new streams, letting open ones finish for a while, and cancelling the rest. access: as
-    `make_app`."""
+    """Ends by refusing new streams, letting open ones finish for a while, and cancelling the rest: see `make_app`."""
     # No pings: a client that plays as it reads has its pong behind minutes of audio; stall_s finds one that is gone.
     return GracefulServer(make_app(service, **access), service.limits, service.stop, ws_ping_timeout=None)
 
 
 class _TimedHttp(H11Protocol):
-    """HTTP/1.1 whose request heads must come within `head_s`; then a half one is answered by 408, and the connection is
-    closed. The time runs from the connection's beginning, and from the first byte of a further request on it. (Between
-    requests uvicorn's own limit holds.)"""
+    """HTTP/1.1 whose request heads must come within `head_s` of the connection's beginning, or of the first byte of a
+    further request: a half one is answered by 408. Between requests uvicorn's own limit holds."""
 
     head_s: float
 
@@ -287,12 +274,11 @@ class _TimedHttp(H11Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answers a request that no application will see, and closes the connection."""
-        current_id.set(new_id())
+        current_id.set(uuid.uuid4().hex)
         found = error.response({"Connection": "close"})
         head = h11.Response(status_code=error.status, headers=found.raw_headers)
-        answer = head, h11.Data(data=found.body), h11.EndOfMessage()
         with contextlib.suppress(h11.LocalProtocolError):  # an answer is on its way already
-            self.transport.write(b"".join(self.conn.send(part) for part in answer))
+            self.transport.write(b"".join(map(self.conn.send, (head, h11.Data(found.body), h11.EndOfMessage()))))
         self.transport.close()
 
     def _too_late(self) -> None:

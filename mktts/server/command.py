@@ -31,18 +31,14 @@ EXAMPLES = """examples:
 An address that other machines reach needs a key, from --api-key-file or the variable MKTTS_API_KEY; clients send it
 as `Authorization: Bearer KEY`. SIGTERM and Ctrl-C let open streams finish for a while; twice ends at once."""
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class _Voices:
     voice: tuple[str, ...] = option((), "a saved voice, for a base checkpoint", metavar="NAME=FILE")
-    voice_alias: tuple[str, ...] = option(
-        (),
-        "another name for a voice or a speaker; OpenAI's names (alloy, nova, ...) have theirs without it",
-        metavar="ALIAS=NAME",
-    )
-    voice_folder: Path | None = option(
-        None, "keeps voices that callers upload (default: none are kept)", metavar="FOLDER"
-    )
+    voice_alias: tuple[str, ...] = option((), "one more name, as OpenAI's (alloy, nova, ...) are", metavar="ALIAS=NAME")
+    voice_folder: Path | None = option(None, "keeps what callers upload (default: none do)", metavar="FOLDER")
 
 
 @dataclass
@@ -51,15 +47,11 @@ class _Serving:
 
     strict: bool = option(False, "refuse keys and instructions that change nothing (default: ignore them)")
     instruct_clones: bool = option(False, "experimental: cloned voices take instructions")
-    engine: Literal["auto", "single", "batch"] = option(
-        "auto", "one stream a step, many together, or what suits how many are open"
-    )
+    engine: Literal["auto", "single", "batch"] = option("auto", "one stream a step, many together, or by their number")
     engine_process: Literal["auto", "same", "own"] = option(
         "auto", "in the process of the sockets, or in its own (default: own on CUDA, but for --engine single)"
     )
-    codec_precision: Literal["full", "fast"] = option(
-        "full", "of many streams together on a CUDA device: fast computes the waveform in fp16"
-    )
+    codec_precision: Literal["full", "fast"] = option("full", "fast: fp16, for many streams on a CUDA device")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,23 +62,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Serves until a signal; 0 after SIGTERM, 1 where the engine's own process has died."""
+    """Serves until a signal; 0 after SIGTERM, 1 where the engine's process has died."""
     from mktts.model.voice import Voice
     from mktts.server.app import speech_server
     from mktts.server.service import SpeechService
     from mktts.server.voices import VoiceFolder
 
-    access = access_of(arguments)
-    limits = Limits(**given(Limits, arguments))
     # What can be wrong without the model, before it: a folder, a file, a taken port.
+    access, limits = access_of(arguments), Limits(**given(Limits, arguments))
     uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
     files = pairs_of(arguments.voice, "--voice", "NAME=FILE")
     voices = {name: Voice.load(Path(file)) for name, file in files.items()}
     aliases = pairs_of(arguments.voice_alias, "--voice-alias", "ALIAS=NAME")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    # Its public name: clients need not know where a folder lies on this machine.
-    folder = Path(arguments.checkpoint)
+    folder = Path(arguments.checkpoint)  # clients need not know where it lies on this machine
     name = folder.resolve().name if folder.is_dir() else arguments.checkpoint
     with listen(arguments.host, arguments.port, limits) as bound, _loaded(arguments) as synthesizer:
         service = SpeechService(synthesizer, limits, voices, name, aliases, uploads, arguments.strict)
@@ -95,7 +85,6 @@ def main(arguments: argparse.Namespace) -> int:
         server = speech_server(service, **access)
         synthesizer.engine.on_gone = partial(server.handle_exit, signal.SIGTERM, None)
         bound.listen()  # before the address is printed: connections wait from then on
-        log = logging.getLogger(__name__)
         if service.model.random_weights:
             log.info(RANDOM_WEIGHTS)
         log.info(
@@ -129,9 +118,8 @@ def _loaded(arguments: argparse.Namespace) -> Synthesizer:
 def runs_apart(process: str, engine: str, device: str) -> bool:
     """Whether the engine gets a process of its own, of the words of --engine-process, --engine and --device.
 
-    With "auto", where a GPU may serve many: one H200 serves 680 listeners from one process and 1,100 from two; an H100
-    that said 1,048 had 2,801 of 9,602 stall in one (LOG.md, 2026-11-22 and 27). One listener gets the first byte up to
-    0.7 ms later from two (CPU), so others stay as they are. Raises BackendUnavailable for no device."""
+    With "auto", where a GPU may serve many: one H200 serves 680 listeners from one process and 1,100 from two (LOG.md,
+    2026-11-22 and 27). One listener waits up to 0.7 ms longer with two. Raises BackendUnavailable for no device."""
     from mktts.model.backend import device_named
 
     if process == "auto":

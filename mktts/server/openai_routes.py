@@ -1,37 +1,61 @@
-"""The routes of OpenAI's shape: speech, models, voices, and the voices of recordings that requests bring."""
+"""The routes of OpenAI's shape, and a stream of speech as a response's body: encoded while it is made, as events, or
+whole and kept."""
 
 import asyncio
 import base64
 import hashlib
+import json
+import logging
 import re
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, replace
 from difflib import get_close_matches
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Form, Query, Request
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 
-from mktts.audio.encoding import STREAM_FORMATS, Encoder
+from mktts.audio.encoding import UNCODED, Encoder, StreamFormat
 from mktts.audio.untrusted import decode_untrusted
+from mktts.engine.options import Chunk, WordTime
 from mktts.errors import BackendUnavailable, MkttsError
 from mktts.model.voice import Voice
-from mktts.server.api_errors import ApiError
-from mktts.server.audio_response import MEDIA_TYPES, AudioResponse, KeptSounds, documented
+from mktts.server.access import REQUEST_ID_HEADER, ApiError
 from mktts.server.schemas import DEFAULT, OpenAISpeechQuery, OpenAISpeechRequest, UploadedVoice, VoiceUpload
-from mktts.server.service import SpeechService
+from mktts.server.service import ServedStream, SpeechService
 from mktts.server.settings import DAY_S, LOOPBACK_ORIGIN
 from mktts.server.voices import OPENAI_VOICES, VoiceFolder
-from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
+from mktts.spec import MODEL_TYPES
 from mktts.synth.cloning import clone_voice
 
-PREFIX = "/v1/"  # under it the caller's mistakes are 400, as OpenAI's are
 SPEECH_PATH = "/v1/audio/speech"
 VOICES_PATH = "/v1/audio/voices"
 _BASE64_TEXT = re.compile(r"[A-Za-z0-9+/_\s-]+={0,2}\s*")
 _SHORTEST_BASE64 = 64  # characters; a WAV's header alone has 60
 _MAX_KEY_CHARS = 40  # of an unknown key in an answer
+_RANGE = re.compile(r"bytes=(\d{0,15})-(\d{0,15})")
+MEDIA_TYPES: dict[StreamFormat, str] = {
+    "mp3": "audio/mpeg",
+    "opus": "audio/ogg; codecs=opus",
+    "aac": "audio/aac",
+    "flac": "audio/flac",
+    "wav": "audio/wav",
+    "pcm": "audio/pcm;rate={rate_hz};channels=1;format=s16le",
+    "mulaw": "audio/PCMU;rate={rate_hz}",
+    "alaw": "audio/PCMA;rate={rate_hz}",
+}
+AUDIO_HEADERS = {
+    REQUEST_ID_HEADER: "for GET /tts/stream/{id}",
+    "X-Seed": "repeats this draw",
+    "X-Sample-Rate-Hz": "of the samples",
+    "X-Sample-Format": "s16le: signed 16 bits, little endian; or the name of the format that holds them",
+    "X-Random-Weights": "true: the audio is noise, not speech",
+}
+
+log = logging.getLogger(__name__)
 
 
 def wrong(code: str, key: str, what: str) -> ApiError:
@@ -39,20 +63,11 @@ def wrong(code: str, key: str, what: str) -> ApiError:
     return ApiError(400, code, f"{key}: {what}", key)
 
 
-async def json_only(request: Request) -> None:
-    """Raises ApiError 415 for a body that does not say that it is JSON: curl's and a form's default."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        found = f"got {kind}" if kind else "got none"
-        raise ApiError(415, "not_json", f"expected the header Content-Type: application/json, {found}", "Content-Type")
-
-
 async def no_foreign_element(request: Request) -> None:
     """Raises ApiError 403 for an element or a link of a page from elsewhere: its GET brings no Origin to be checked,
     and would let any page make this machine speak. Pages of this machine are same-site to it."""
-    here = ("same-origin", "none")
-    if re.fullmatch(LOOPBACK_ORIGIN, f"http://{request.headers.get('host', '')}"):
-        here += ("same-site",)
+    is_local = re.fullmatch(LOOPBACK_ORIGIN, f"http://{request.headers.get('host', '')}")
+    here = ("same-origin", "none", "same-site") if is_local else ("same-origin", "none")
     if "origin" not in request.headers and request.headers.get("sec-fetch-site", "none") not in here:
         message = "pages from elsewhere need --allow-origin, and their elements crossorigin"
         raise ApiError(403, "foreign_origin", message)
@@ -62,37 +77,30 @@ class References:
     """Makes voices of recordings, one at a time, in a thread; keeps the last ones that requests brought."""
 
     def __init__(self, service: SpeechService) -> None:
-        limits = service.limits
-        self._service = service
+        self._service, limits = service, service.limits
         self._decoding = limits.max_reference_bytes, limits.max_reference_s, limits.reference_decode_s
         self._voices: OrderedDict[str, Voice] = OrderedDict()
         self._lock = asyncio.Lock()
 
     async def make(self, data: bytes, transcript: str | None, key: str = "ref_audio") -> Voice:
-        """The voice of a recording's bytes, which is not kept here, in-context where `transcript` is given. key: what
-        the caller calls it. Raises ApiError."""
-        service, said = self._service, (transcript or "").strip() or None
+        """The voice of a recording's bytes, in-context with a transcript. key: the caller's. Raises ApiError."""
+        service = self._service
         if not service.model.clones:
             what = f"a {service.model.type} checkpoint clones no voices: serve a Base one"
             raise wrong("cloning_unavailable", key, what)
-        service.check_chars(len(said or ""), "ref_text")
+        service.check_chars(len(transcript or ""), "ref_text")
         service.admit()  # before the work, not after it
-
-        def made() -> Voice:
-            pcm, rate_hz = decode_untrusted(data, *self._decoding)
-            return clone_voice(service.checkpoint, pcm, rate_hz, said)
-
         try:
             async with self._lock:
-                return await asyncio.to_thread(made)
+                pcm, rate_hz = await asyncio.to_thread(decode_untrusted, data, *self._decoding)
+                return await asyncio.to_thread(clone_voice, service.checkpoint, pcm, rate_hz, transcript or None)
         except MkttsError as error:
             unable = isinstance(error, BackendUnavailable)
             raise wrong("cloning_unavailable" if unable else "bad_reference", key, str(error)) from None
 
     async def brought(self, body: OpenAISpeechRequest, owner: str) -> Voice:
-        """The voice of the recording that a request brings, the same one again for the same one, or of the name that it
-        has in its place. Raises ApiError."""
-        recording, transcript = body.ref_audio, (body.ref_text or "").strip() or None
+        """The voice of the recording that a request brings, or of the name in its place. Raises ApiError."""
+        recording, transcript = body.ref_audio, body.ref_text or None
         if not recording:
             raise wrong("bad_reference", "ref_text", "there is no ref_audio that says it")
         if (body.speaker or DEFAULT).lower() not in (DEFAULT, *OPENAI_VOICES):
@@ -101,8 +109,7 @@ class References:
             return saved
         if body.x_vector_only_mode is False and transcript is None:
             raise wrong("bad_reference", "ref_text", "expected what ref_audio says, or x_vector_only_mode")
-        if body.x_vector_only_mode:
-            transcript = None
+        transcript = None if body.x_vector_only_mode else transcript
         data = await asyncio.to_thread(_read, recording)
         key = hashlib.sha256(data + repr(transcript).encode()).hexdigest()
         if key not in self._voices:
@@ -114,8 +121,8 @@ class References:
 
 
 def _read(recording: str) -> bytes:
-    """The bytes of a recording as a request brings it: base64 of either alphabet, with or without its padding. A server
-    that opened what a request names could be sent to files and addresses that only it can reach. Raises ApiError."""
+    """The bytes of a recording in base64 of either alphabet, with or without its padding. A server that opened what a
+    request names could be sent to files and addresses that only it can reach. Raises ApiError."""
     if recording[:64].partition(":")[0].lower() == "data":
         recording = recording.partition(",")[2]
     elif len(recording) < _SHORTEST_BASE64 or not _BASE64_TEXT.fullmatch(recording):
@@ -128,32 +135,179 @@ def _read(recording: str) -> bytes:
         raise wrong("bad_reference", "ref_audio", "expected base64, found other characters") from None
 
 
+def documented(*media_types: str) -> dict[str, Any]:
+    """FastAPI's entry for a streamed body and its headers."""
+    text = {"type": "string"}
+    event = {"type": "object", "properties": {"data": text}, "required": ["data"]}
+    of = {kind: event if kind == "text/event-stream" else {**text, "format": "binary"} for kind in media_types}
+    headers = {key: {"description": what, "required": True, "schema": text} for key, what in AUDIO_HEADERS.items()}
+    content = {kind: {"schema": schema} for kind, schema in of.items()}
+    return {"description": "Audio, sent while it is made.", "content": content, "headers": headers}
+
+
+class AudioResponse(StreamingResponse):
+    """A stream of speech as a response's body. Status and headers wait for the first bytes: what fails before them is
+    raised as an ApiError. Where those are all there is, the headers say how many.
+
+    A client that reads slowly stops the generation (see StreamOptions.buffer_frames), one that goes away, or takes no
+    byte for `Limits.stall_s`, ends it. What fails after the first bytes breaks the connection off: the body lacks its
+    last chunk, so that no client takes it for a whole one. Events end with one that says what happened.
+
+    events_of: the text, for server-sent events as OpenAI's (stream_format: sse), of which the last says how many
+        tokens it has; those between tell the words whose times are known. None sends the bytes as they are.
+    kept: makes the response, of headers and bytes, where the first bytes are all there is."""
+
+    def __init__(
+        self,
+        stream: ServedStream,
+        encoder: Encoder,
+        *,
+        events_of: str | None = None,
+        ignored_keys: Sequence[str] = (),
+        kept: Callable[[Mapping[str, str], bytes], Response] | None = None,
+    ) -> None:
+        kind, rate_hz = encoder.kind, encoder.rate_hz
+        headers = {  # what is known before the first sample; the rest is at GET /tts/stream/{X-Request-Id}
+            "Content-Type": "text/event-stream" if events_of else MEDIA_TYPES[kind].format(rate_hz=rate_hz),
+            REQUEST_ID_HEADER: stream.id,
+            "X-Seed": str(stream.state.seed),
+            "X-Sample-Rate-Hz": str(rate_hz),
+            "X-Sample-Rate": str(rate_hz),  # as other servers of this model call it
+            "X-Sample-Format": "s16le" if kind in UNCODED else kind,
+            "X-Channels": "1",
+            "X-Random-Weights": str(stream.service.model.random_weights).lower(),
+            "Cache-Control": "no-store",
+            "X-Accel-Buffering": "no",  # a proxy (nginx) passes on what comes at once
+        }
+        headers |= {"X-Mktts-Ignored": ", ".join(ignored_keys)} if ignored_keys else {}
+        super().__init__(stream.chunks(), headers=headers)
+        self._stream, self._encoder, self._events_of, self._kept = stream, encoder, events_of, kept
+        self._words = 0  # that were sent
+
+    async def stream_response(self, send: Any) -> None:
+        """Sends it all. Where the client goes away, Starlette cancels this, if the server's ASGI is older than 2.4, as
+        uvicorn's is."""
+        stream, sound_s, started = self._stream, 0.0, False
+
+        async def write(data: bytes, more: bool = True) -> None:
+            nonlocal started
+            if not started:
+                started = True
+                if not more:
+                    self.headers["Content-Length"] = str(len(data))
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        try:
+            async for chunk in self.body_iterator:
+                data = await self._encoded(chunk)
+                sound_s += chunk.duration_s / self._encoder.speed
+                if data:
+                    async with stream.sending(sound_s):
+                        await write(data)
+                    sound_s = 0.0
+            rest = await self._encoded(None)
+            stream.close()  # before the last byte: a client that has it all finds the record complete
+            if self._kept is not None and not started:
+                found = self._kept(dict(self.headers), rest)
+                self.status_code, self.raw_headers, rest = found.status_code, found.raw_headers, found.body
+            await write(rest, more=False)
+        except ApiError as error:
+            if not started:
+                raise
+            stream.close()
+            if self._events_of is not None:  # OpenAI's clients raise it
+                await write(_event("error", error=error.detail().shown()), more=False)
+        except TimeoutError:
+            log.warning("stream %s: the client took nothing for %g s", stream.id, stream.service.limits.stall_s)
+        finally:
+            stream.close()
+
+    async def _encoded(self, chunk: Chunk | None) -> bytes:
+        """What can be sent once `chunk` is in, perhaps nothing yet; for None the rest. An encoder works in a thread."""
+        encoder, stream = self._encoder, self._stream
+        if encoder.takes_pcm16:
+            data = encoder.feed_pcm16(b"" if chunk is None else chunk.pcm16)
+        else:
+            data = await asyncio.to_thread(encoder.finish if chunk is None else partial(encoder.feed, chunk.pcm))
+        if self._events_of is None:
+            return data
+        if data:
+            data = _event("speech.audio.delta", audio=base64.b64encode(data).decode())
+        if words := (stream.state.words or [])[self._words :] if chunk is None else chunk.words:
+            self._words += len(words)
+            data += _event("speech.audio.words", words=[self._as_played(word) for word in words])
+        if chunk is None:
+            tokenizer, frames = stream.service.tokenizer, stream.state.frames
+            tokens = len(await asyncio.to_thread(lambda: tokenizer().encode(self._events_of)))
+            usage = {"input_tokens": tokens, "output_tokens": frames, "total_tokens": tokens + frames}
+            data += _event("speech.audio.done", usage=usage)
+        return data
+
+    def _as_played(self, word: WordTime) -> dict[str, Any]:
+        start_s, end_s = (round(time_s / self._encoder.speed, 3) for time_s in (word.start_s, word.end_s))
+        return asdict(replace(word, start_s=start_s, end_s=end_s))
+
+
+class KeptSounds:
+    """The last sounds that were made whole, by what they were asked for: a player that jumps asks again for a part.
+    most_bytes: of all together. most: how many."""
+
+    def __init__(self, most_bytes: int = 64 * 2**20, most: int = 32) -> None:
+        self._most_bytes, self._most = most_bytes, most
+        self._sounds: OrderedDict[Hashable, tuple[Mapping[str, str], bytes]] = OrderedDict()
+
+    def answer(self, key: Hashable, wanted: str | None, headers: Mapping[str, str], data: bytes) -> Response:
+        """Keeps a sound and its headers, and answers as `find`; one that alone is too large is not kept."""
+        if len(data) <= self._most_bytes:
+            self._sounds[key] = {**headers, "Accept-Ranges": "bytes"}, data
+        while len(self._sounds) > self._most or sum(len(kept) for _, kept in self._sounds.values()) > self._most_bytes:
+            self._sounds.popitem(last=False)
+        return self.find(key, wanted) or Response(data, headers=headers)
+
+    def find(self, key: Hashable, wanted: str | None) -> Response | None:
+        """The sound or, where the header Range wants one, a part of it (RFC 9110, section 14). Raises ApiError 416."""
+        if key not in self._sounds:
+            return None
+        self._sounds.move_to_end(key)
+        headers, data = self._sounds[key]
+        first, last = found.groups() if (found := _RANGE.fullmatch(wanted or "")) else ("", "")
+        start = int(first) if first else max(0, len(data) - int(last or len(data)))
+        end = min(len(data), int(last) + 1) if first and last else len(data)
+        if not (first or last) or (first and last and int(last) < int(first)):  # no range, or not a single one
+            return Response(data, headers=headers)
+        if start >= end:
+            raise ApiError(416, "bad_range", f"Range: expected bytes of {len(data)}, got {wanted}", "Range")
+        return Response(data[start:end], 206, {**headers, "Content-Range": f"bytes {start}-{end - 1}/{len(data)}"})
+
+
+def _event(type: str, **content: Any) -> bytes:
+    return f"data: {json.dumps({'type': type, **content}, separators=(',', ':'))}\n\n".encode()
+
+
 def openai_routes(service: SpeechService) -> APIRouter:
     router, references = APIRouter(), References(service)
-    limits, model = service.limits, service.model
+    limits, model, started_s = service.limits, service.model, int(time.time())
     task = MODEL_TYPES[model.type].upstream_name
-    started_s = int(time.time())
     keys = [field.alias or name for name, field in OpenAISpeechRequest.model_fields.items()]
-    media = [MEDIA_TYPES[format].format(rate_hz=SAMPLE_RATE_HZ).partition(";")[0] for format in STREAM_FORMATS]
-
+    media = [kind.partition(";")[0] for kind in MEDIA_TYPES.values()]
     sounds = KeptSounds()
     spoken = {200: documented(*media, "text/event-stream")}
     in_parts = {**spoken, 206: {"description": "The part that Range asks for."}}
 
-    @router.post(SPEECH_PATH, response_class=Response, dependencies=[Depends(json_only)], responses=spoken)
+    @router.post(SPEECH_PATH, response_class=Response, responses=spoken)
     async def openai_speech(body: OpenAISpeechRequest, request: Request) -> Response:
         """OpenAI's speech endpoint, with more keys for this model. The sound is encoded and sent while it is made; a
         WAV's header then says 0xFFFFFFFF bytes, as its length is not known."""
         strict = service.strict if body.strict is None else body.strict
         ignored = []
         for key in body.model_extra or {}:
-            near = get_close_matches(key, keys, 1, 0.85)
-            if near or strict:
+            if (near := get_close_matches(key, keys, 1, 0.85)) or strict:
                 hint = f"did you mean {near[0]}?" if near else "leave it out, or send strict: false"
                 raise wrong("unknown_key", key[:_MAX_KEY_CHARS], f"there is no such key, {hint}")
             if key.isidentifier() and key.isascii() and len(key) <= _MAX_KEY_CHARS:  # the header takes no odd ones
                 ignored.append(key)
-        if body.instruct is not None and not service.takes_instruct and not strict:
+        if body.instruct and not service.takes_instruct and not strict:
             body.instruct = None
             ignored.append("instructions")
         if body.word_timestamps and body.stream_format != "sse":
@@ -171,8 +325,7 @@ def openai_routes(service: SpeechService) -> APIRouter:
         except MkttsError as error:
             raise ApiError(400, "bad_format", str(error), "response_format") from None
         owner, kept = request.state.owner, None
-        brings = body.ref_audio or (body.ref_text or "").strip()
-        voice = await references.brought(body, owner) if brings else None
+        voice = await references.brought(body, owner) if body.ref_audio or body.ref_text else None
         if whole and request.method == "GET":
             named = voice or service.saved_voice(body.speaker or DEFAULT, owner)
             asked = (owner, request.url.query, named and named.digest), request.headers.get("range")
@@ -192,18 +345,15 @@ def openai_routes(service: SpeechService) -> APIRouter:
         for a while, by its address and the caller's key, and Range is heeded."""
         return await openai_speech(query, request)
 
-    def card(id: str) -> dict[str, Any]:
-        return {"id": id, "object": "model", "created": started_s, "owned_by": "mktts"}
-
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The one model there is; requests may call it by any name."""
-        return {"object": "list", "data": [card(model.checkpoint)]}
+        return {"object": "list", "data": [await one_model(model.checkpoint)]}
 
     @router.get("/v1/models/{id:path}")
     async def one_model(id: str) -> dict[str, Any]:
         """The model, by any name, as POST /v1/audio/speech takes any."""
-        return card(id)
+        return {"id": id, "object": "model", "created": started_s, "owned_by": "mktts"}
 
     @router.get("/v1/audio/models", include_in_schema=False)
     async def audio_models() -> dict[str, Any]:
@@ -214,15 +364,11 @@ def openai_routes(service: SpeechService) -> APIRouter:
     async def voices(request: Request) -> dict[str, Any]:
         """Every name that `voice` may have: `voices` of the checkpoint, saved ones and the caller's own; `aliases`,
         with the voice that each stands for. `uploaded_voices`: the caller's own. `uploads`: whether more may come."""
-        uploaded = []
-        if service.uploads is not None:
-            uploaded = await asyncio.to_thread(service.uploads.list, request.state.owner)
-        return {
-            "voices": [*service.speakers, *(voice.name for voice in uploaded)],
-            "aliases": service.aliases,
-            "uploaded_voices": uploaded,
-            "uploads": service.uploads is not None and model.clones,
-        }
+        kept = service.uploads
+        uploaded = [] if kept is None else await asyncio.to_thread(kept.list, request.state.owner)
+        names = [*service.speakers, *(voice.name for voice in uploaded)]
+        said = {"voices": names, "aliases": service.aliases, "uploaded_voices": uploaded}
+        return {**said, "uploads": kept is not None and model.clones}
 
     def folder() -> VoiceFolder:
         if service.uploads is None:
@@ -253,8 +399,8 @@ def openai_routes(service: SpeechService) -> APIRouter:
         )
         await asyncio.to_thread(kept.keep, owner, voice, record)
         # OpenAI's shape, and under `voice` vLLM-Omni's
-        kept_voice = {"object": "audio.voice", "id": name, "name": name, "created_at": now_s}
-        return {**kept_voice, "success": True, "voice": record}
+        shape = {"object": "audio.voice", "id": name, "name": name, "created_at": now_s}
+        return {**shape, "success": True, "voice": record}
 
     @router.delete(f"{VOICES_PATH}/{{name}}")
     async def delete_voice(name: str, request: Request) -> dict[str, Any]:
@@ -262,7 +408,7 @@ def openai_routes(service: SpeechService) -> APIRouter:
         Speech that is on its way goes on."""
         if not await asyncio.to_thread(folder().delete, request.state.owner, name):
             raise ApiError(404, "unknown_voice", "you have no voice of this name", "name")
-        deleted = {"object": "audio.voice.deleted", "id": name.lower(), "deleted": True, "success": True}
-        return {**deleted, "message": f"Voice '{name.lower()}' deleted successfully"}
+        name, done = name.lower(), {"object": "audio.voice.deleted", "deleted": True, "success": True}
+        return {**done, "id": name, "message": f"Voice '{name}' deleted successfully"}
 
     return router

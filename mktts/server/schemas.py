@@ -1,10 +1,11 @@
-"""The shapes of requests, answers and WebSocket messages: what a client may rely on. What depends on the loaded
-checkpoint and the limits (names, maxima) is checked by `mktts.server.service`."""
+"""The shapes of requests, answers and WebSocket messages. What depends on the loaded checkpoint and the limits (names,
+maxima) is checked by `mktts.server.service`."""
 
+import contextlib
 from typing import Annotated, Any, Literal
 
 from fastapi import UploadFile
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, create_model, model_validator
 
 from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, StreamFormat
 from mktts.engine.options import FinishReason, Markup, WordTime
@@ -12,26 +13,21 @@ from mktts.model.sampling import MAX_SEED, Sampling
 from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
 
 Route = Literal["tts_stream", "openai_speech", "tts_ws"]
+Transcript = Annotated[str | None, StringConstraints(strip_whitespace=True)]
 EndReason = Literal[FinishReason, "error"]
 DEFAULT = "default"  # the name of the voice that speaks where none is named
 _RATES_HZ = (8_000, 12_000, 16_000, 22_050, SAMPLE_RATE_HZ, 32_000, 44_100, 48_000)
 # Names of upstream and of other servers of this model for keys of ours; a true `do_sample` is a false `greedy`.
 _OTHER_NAMES = {
-    "speaker": "voice",
-    "instruct": "instructions",
-    "subtalker_temperature": "predictor_temperature",
-    "subtalker_top_k": "predictor_top_k",
-    "subtalker_top_p": "predictor_top_p",
-    "do_sample": "greedy",
-    "subtalker_dosample": "predictor_greedy",
-}
+    **{f"subtalker_{name}": f"predictor_{name}" for name in ("temperature", "top_k", "top_p")},
+    "speaker": "voice", "instruct": "instructions", "do_sample": "greedy", "subtalker_dosample": "predictor_greedy",
+}  # fmt: skip
 _VALUE: TypeAdapter[Any] = TypeAdapter(bool | int | float | dict[str, str] | None, config=ConfigDict(strict=True))
 _TASKS = tuple(kind.upstream_name for kind in MODEL_TYPES.values())
 
 
 class StrictModel(BaseModel):
-    """Refuses unknown keys and values of another type: a misspelt setting must not be ignored silently. A text under a
-    field is its description."""
+    """Refuses unknown keys and values of another type. A text under a field is its description."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -63,13 +59,6 @@ class VoiceParams(SamplingParams):
     pronunciations: dict[str, str] | None = Field(None, max_length=1_000)
     """what is said, by the word: {"nginx": "engine X"}; whole words only"""
 
-    def sampling(self) -> dict[str, Any]:
-        """The settings that are given, by their names in `Sampling.flat`."""
-        given = self.model_dump(include=set(SamplingParams.model_fields), exclude_none=True)
-        if "greedy" in given:
-            given.setdefault("predictor_greedy", given["greedy"])
-        return given
-
 
 class SpeechRequest(VoiceParams):
     """Body of POST /tts/stream."""
@@ -85,39 +74,29 @@ def _nullable(schema: dict[str, Any]) -> None:
 
 
 class OpenAISpeechRequest(VoiceParams):
-    """Body of POST /v1/audio/speech: OpenAI's keys, ours, and those of other servers of this model. Every key may be
-    null, which is as leaving it out; keys that are not known, and instructions to a voice that takes none, are ignored:
-    X-Mktts-Ignored names them."""
+    """Body of POST /v1/audio/speech: OpenAI's keys, ours, and those of other servers of this model. A null is as
+    leaving the key out. What is not known, or changes nothing, is ignored: X-Mktts-Ignored names it."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_nullable)
 
     input: str = Field(min_length=1, description="what to say")
     model: str | None = Field(None, description="any name: the process has one model, which GET /v1/models names")
-    speaker: str | None = Field(None, alias="voice")
-    """a voice of GET /v1/audio/voices, one of OpenAI's names, or default; left out: default"""
-    instruct: str | None = Field(None, alias="instructions")
-    """how to say it; what the voice is like (VoiceDesign)"""
-    response_format: StreamFormat | None = Field(
-        None,
-        description="left out: mp3. opus comes in Ogg, aac as ADTS; pcm: 16 bits, little endian, one channel; "
-        "mulaw (or ulaw) and alaw: G.711 of telephones, 8 bits at 8000 Hz, no header",
-    )
-    speed: float | None = Field(None, ge=MIN_SPEED, le=MAX_SPEED)
-    """2 takes half the time, at the same pitch; left out: 1"""
+    speaker: str | None = Field(None, alias="voice", description="a name of GET /v1/audio/voices; left out: default")
+    instruct: str | None = Field(None, alias="instructions", description="how to say it; the voice (VoiceDesign)")
+    response_format: StreamFormat | None = None
+    """left out: mp3. opus: in Ogg; aac: ADTS; pcm: 16 bits, little endian; mulaw (or ulaw), alaw: G.711, no header"""
+    speed: float | None = Field(None, ge=MIN_SPEED, le=MAX_SPEED, description="2: half the time, at the same pitch")
     stream_format: Literal["audio", "sse"] | None = None
     """sse: server-sent events speech.audio.delta and speech.audio.done; left out: audio"""
-    stream: bool | None = None
-    """false: the whole at once, with its length; left out or true: while it is made"""
+    stream: bool | None = Field(None, description="false: the whole at once, with its length; left out: as it is made")
     sample_rate: Literal[_RATES_HZ] | None = Field(None, description=f"Hz; left out: {SAMPLE_RATE_HZ}, of G.711 8000")
-    strict: bool | None = None
-    """true: what would be ignored is refused; left out: as the server was started"""
+    strict: bool | None = Field(None, description="true: what would be ignored is refused; left out: as the server")
     max_new_tokens: int | None = Field(None, ge=1, description="as max_frames; beyond the server's limit: the limit")
     non_streaming_mode: bool | None = None
     """the prompt's layout: the whole text before the speech, or along with it; not how the answer comes"""
     task_type: Literal[_TASKS] | None = Field(None, description="must be what the checkpoint is")
-    ref_audio: str | None = None
-    """a recording to clone, base64 or a data: URL, or the name of a voice of this server"""
-    ref_text: str | None = Field(None, description="what is said in ref_audio; left out: its speaker's sound alone")
+    ref_audio: str | None = Field(None, description="a recording to clone: base64, a data: URL, or a voice's name")
+    ref_text: Transcript = Field(None, description="what is said in ref_audio; left out: its speaker's sound alone")
     x_vector_only_mode: bool | None = Field(None, description="true: the speaker's sound alone, whatever ref_text says")
     temperature: float | None = Field(None, ge=0, le=10, description="of the talker; 0: greedy")
     top_k: int | None = Field(None, ge=-1, le=10_000, description="of the talker; 0 or -1: off")
@@ -129,10 +108,8 @@ class OpenAISpeechRequest(VoiceParams):
         if not isinstance(given, dict):
             return given
         given = {key: value for key, value in given.items() if value is not None}
-        for name, ours in _OTHER_NAMES.items():
-            if name not in given:
-                continue
-            value = given.pop(name)
+        for name in [name for name in _OTHER_NAMES if name in given]:
+            value, ours = given.pop(name), _OTHER_NAMES[name]
             if ours.endswith("greedy"):
                 if not isinstance(value, bool):
                     raise ValueError(f"{name} must be true or false")
@@ -145,8 +122,6 @@ class OpenAISpeechRequest(VoiceParams):
             given["ref_audio"] = recording[0]  # vLLM-Omni's
         if given.get("response_format") == "ulaw":
             given["response_format"] = "mulaw"
-        if given.get("instructions") == "":
-            del given["instructions"]
         if given.get("temperature") == 0 and given["temperature"] is not False:
             given |= {"temperature": None, "greedy": True}
         if given.get("top_k") == -1:
@@ -161,29 +136,25 @@ class OpenAISpeechQuery(OpenAISpeechRequest):
     @classmethod
     def _read(cls, given: dict[str, str]) -> dict[str, Any]:
         """Numbers, true, false, null and objects as JSON has them, but for keys whose value is a text."""
+        found = dict(given)
         fields = cls.model_fields.items()
         texts = {field.alias or name for name, field in fields if field.annotation in (str, str | None)}
-        return {key: word if _OTHER_NAMES.get(key, key) in texts else _value_of(word) for key, word in given.items()}
-
-
-def _value_of(word: str) -> Any:
-    try:
-        return _VALUE.validate_json(word)
-    except ValueError:
-        return word
+        for key, word in given.items():
+            if _OTHER_NAMES.get(key, key) not in texts:
+                with contextlib.suppress(ValueError):  # any other word
+                    found[key] = _VALUE.validate_json(word)
+        return found
 
 
 class VoiceUpload(BaseModel):
     """Form of POST /v1/audio/voices."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    """letters, digits, _ . and -, in any case"""
-    consent: str = Field(pattern=r"\S", max_length=2_000)
-    """a statement that the speaker agrees, or the id of one; kept with its time"""
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="letters, digits and _.-, in any case")
+    consent: str = Field(pattern=r"\S", max_length=2_000, description="a statement that the speaker agrees, or its id")
     audio_sample: UploadFile = Field(description="the recording")
-    ref_text: str | None = Field(None, description="what is said in it; left out: the speaker's sound alone")
+    ref_text: Transcript = Field(None, description="what is said in it; left out: the speaker's sound alone")
     speaker_description: str | None = Field(None, max_length=2_000)
     language: str | None = Field(None, description="changes nothing: a voice speaks every language")
     expires_in_s: int | None = Field(None, ge=1, description="until it is deleted; left out: the server's limit")

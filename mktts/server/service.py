@@ -6,16 +6,15 @@ import asyncio
 import contextlib
 import logging
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import astuple
 from functools import cache, partial
 from itertools import accumulate, chain, islice
-from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.process_collector import ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from mktts import audio
@@ -27,9 +26,8 @@ from mktts.engine.stream import Session, Stream
 from mktts.errors import MkttsError
 from mktts.model.prompt import Layout
 from mktts.model.voice import Voice
-from mktts.server.access import NO_OWNER
-from mktts.server.api_errors import ApiError, current_id, from_error, new_id
-from mktts.server.schemas import DEFAULT, Health, ModelInfo, Route, StreamState, VoiceParams
+from mktts.server.access import NO_OWNER, ApiError, current_id, from_error
+from mktts.server.schemas import DEFAULT, Health, ModelInfo, Route, SamplingParams, StreamState, VoiceParams
 from mktts.server.settings import Limits
 from mktts.server.voices import VoiceFolder, voice_aliases
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, language_named
@@ -76,14 +74,11 @@ class SpeechService:
         strict: bool = False,
     ) -> None:
         self.limits = limits = limits or Limits()
-        self.stopping = False
-        self.uploads = uploads
-        self.strict = strict
+        self.synthesizer, self.uploads, self.strict, self.stopping = synthesizer, uploads, strict, False
         if uploads is not None:
             uploads.on_gone = synthesizer.forget
-        self.synthesizer = synthesizer
-        admission = AdmissionLimits(limits.max_streams, limits.min_streams, limits.max_waiting, limits.wait_s)
-        synthesizer.set_limits(admission)
+        bounds = limits.max_streams, limits.min_streams, limits.max_waiting, limits.wait_s
+        synthesizer.set_limits(AdmissionLimits(*bounds))
         self._voices = {name.lower(): voice for name, voice in (voices or {}).items()}
         self.checkpoint = checkpoint = synthesizer.checkpoint
         self.tokenizer = cache(checkpoint.tokenizer)  # its first call reads it: too long for the event loop
@@ -119,17 +114,43 @@ class SpeechService:
         owner: str = NO_OWNER,
     ) -> ServedStream:
         """Starts to speak. Raises ApiError; whether there is a place for one more the engine says: the stream's chunks
-        then begin, or raise. text: None where it comes later (`ServedStream.feed`). voice: in place of the one that
-        `params` names. layout: of the prompt; None takes the checkpoint's. owner: whose uploaded voices may be
-        named."""
+        then begin, or raise. text: None where it comes later (`ServedStream.feed`). voice: in place of what `params`
+        names. layout: of the prompt; None takes the checkpoint's. owner: whose uploaded voices may be named."""
         self.admit()
         try:
-            settings = self._settings(params, voice, owner)
-            if text is None:
-                stream = self.synthesizer.open(**settings)
-            else:
-                self.check_chars(len(text))
-                stream = self.synthesizer.stream(text, layout=layout, **settings)
+            self.check_chars(len(text or ""))
+            self.check_chars(len(params.instruct or ""), "instruct")
+            if params.instruct and not self.takes_instruct:
+                kind = f"{self.model.type} checkpoint ({self.model.size})"
+                message = f"instruct: this {kind} takes no instructions; leave it out"
+                raise ApiError(422, "bad_prompt", message, "instruct")
+            most, wanted = self.limits.max_frames, params.max_frames
+            if wanted is not None and wanted > most:
+                message = f"max_frames may be {most} ({self.limits.max_duration_s:g} s), got {wanted}"
+                raise ApiError(422, "duration_too_long", message, "max_frames")
+            language = params.language
+            if language not in self.languages and (language := language_named(language)) not in self.languages:
+                message = f"language must be one of {', '.join(self.languages)}; got {params.language!r}"
+                raise ApiError(422, "bad_prompt", message, "language")
+            given = params.model_dump(include=set(SamplingParams.model_fields), exclude_none=True)
+            if "greedy" in given:
+                given.setdefault("predictor_greedy", given["greedy"])
+            speaker, voice = (None, voice) if voice is not None else self._speaker_or_voice(params.speaker, owner)
+            options = {"trim_lead": params.trim_lead, "markup": params.markup, "word_times": params.word_timestamps}
+            settings = {
+                "language": language,
+                "speaker": speaker,
+                "voice": voice,
+                "voices": self._voices,
+                "instruct": params.instruct or None,
+                "seed": params.seed,
+                "sampling": self.synthesizer.sampling.with_flat(given) if given else None,
+                "max_frames": wanted or most,
+                "pronunciations": params.pronunciations,
+                "layout": layout,
+                "options": StreamOptions(buffer_frames=self.limits.buffer_frames, **options),
+            }
+            stream = self.synthesizer.open(**settings) if text is None else self.synthesizer.stream(text, **settings)
         except Exception as error:
             raise from_error(error) from error
         made = ServedStream(self, route, stream, len(text or ""), params.word_timestamps)
@@ -146,41 +167,6 @@ class SpeechService:
         if chars > self.limits.max_chars:
             message = f"{key} may have {self.limits.max_chars} characters, got {chars}"
             raise ApiError(422, f"{key}_too_long", message, key)
-
-    def _settings(self, params: VoiceParams, voice: Voice | None, owner: str) -> dict[str, Any]:
-        """The keyword arguments of Synthesizer.stream and open. Raises ApiError and SamplingError."""
-        limits = self.limits
-        if params.instruct is not None:
-            self.check_chars(len(params.instruct), "instruct")
-            if not self.takes_instruct:
-                kind = f"{self.model.type} checkpoint ({self.model.size})"
-                message = f"instruct: this {kind} takes no instructions; leave it out"
-                raise ApiError(422, "bad_prompt", message, "instruct")
-        if params.max_frames is not None and params.max_frames > limits.max_frames:
-            message = f"max_frames may be {limits.max_frames} ({limits.max_duration_s:g} s), got {params.max_frames}"
-            raise ApiError(422, "duration_too_long", message, "max_frames")
-        language = language_named(params.language)
-        if language not in self.languages:
-            known = ", ".join(self.languages)
-            raise ApiError(422, "bad_prompt", f"language must be one of {known}; got {params.language!r}", "language")
-        speaker, voice = (None, voice) if voice is not None else self._speaker_or_voice(params.speaker, owner)
-        return {
-            "language": language,
-            "speaker": speaker,
-            "voice": voice,
-            "voices": self._voices,
-            "instruct": params.instruct,
-            "seed": params.seed,
-            "sampling": self.synthesizer.sampling.with_flat(given) if (given := params.sampling()) else None,
-            "max_frames": params.max_frames or limits.max_frames,
-            "pronunciations": params.pronunciations,
-            "options": StreamOptions(
-                trim_lead=params.trim_lead,
-                buffer_frames=limits.buffer_frames,
-                markup=params.markup,
-                word_times=params.word_timestamps,
-            ),
-        }
 
     def _speaker_or_voice(self, wanted: str | None, owner: str) -> tuple[str | None, Voice | None]:
         """The built-in speaker or the saved voice of that name or alias; the default for None. Raises ApiError."""
@@ -205,15 +191,13 @@ class SpeechService:
 
     def find(self, id: str) -> StreamState:
         """Raises ApiError 404 for one that never was, or ended too many streams ago."""
-        if id in self._open:
-            return self._open[id].state
-        if id in self._ended:
-            return self._ended[id]
-        raise ApiError(404, "unknown_stream", "no stream has this id, or it ended too many streams ago", "id")
+        state = self._open[id].state if id in self._open else self._ended.get(id)
+        if state is None:
+            raise ApiError(404, "unknown_stream", "no stream has this id, or it ended too many streams ago", "id")
+        return state
 
     async def stop(self, at_once: Callable[[], bool] = lambda: False) -> None:
-        """Refuses new streams, lets open ones finish for the time of grace, and cancels the rest. at_once: asked while
-        it waits, whether it may end now."""
+        """Refuses new streams, lets open ones finish for a while, and cancels the rest. at_once: whether to end now."""
         self.stopping = True
         end_s = time.monotonic() + self.limits.grace_s
         while self._open and time.monotonic() < end_s and not at_once():
@@ -273,16 +257,16 @@ class SpeechService:
 
 
 class Meters(Collector):
-    """Prometheus metrics of one service, in a registry of its own, so that several can live in one process. Names and
-    units as https://prometheus.io/docs/practices/naming/ has them: base units (seconds), counters end in _total."""
+    """Prometheus metrics of one service, in a registry of its own, named as
+    https://prometheus.io/docs/practices/naming/ has it: base units (seconds), counters end in _total."""
 
     def __init__(self, service: SpeechService) -> None:
         self.registry = registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         seconds = partial(Histogram, labelnames=("route",), buckets=_FIRST_AUDIO_S, registry=registry)
         since = "From the request (or the first text) to the first"
-        model, served = service.model, service.served
-        labels = {"model": model.checkpoint, "random_weights": str(model.random_weights).lower(), **served}
+        model = service.model
+        labels = {"model": model.checkpoint, "random_weights": str(model.random_weights).lower(), **service.served}
         ProcessCollector(registry=registry)  # resident memory, open files
         gauge("mktts_info", "Always 1; the labels say what is served.", tuple(labels)).labels(**labels).set(1)
         gauge("mktts_capacity", "Listeners that are admitted at once.").set_function(lambda: service.streams_max)
@@ -311,9 +295,8 @@ class Meters(Collector):
             yield family
         ticks = HistogramMetricFamily("mktts_tick_seconds", "Ticks, on the device, by engine.", labels=("engine",))
         for engine, one in stats.items():
-            counts = list(accumulate(list(one.ticks.counts)))
-            bounds = [*map(str, TICK_BOUNDS_S), "+Inf"]
-            ticks.add_metric((engine,), list(zip(bounds, counts, strict=True)), one.ticks.sum_s)
+            buckets = zip((*map(str, TICK_BOUNDS_S), "+Inf"), accumulate(list(one.ticks.counts)), strict=True)
+            ticks.add_metric((engine,), list(buckets), one.ticks.sum_s)
         yield ticks
 
 
@@ -328,23 +311,18 @@ class ServedStream:
         self, service: SpeechService, route: Route, stream: Stream | Session, chars: int, word_times: bool = False
     ) -> None:
         # A request over HTTP speaks once; its id is that of its stream.
-        self.id = new_id() if route == "tts_ws" else (current_id.get() or new_id())
-        self.stream = stream
-        self.chars = chars
-        self.error: ApiError | None = None
-        self.service = service
+        self.id = (route != "tts_ws" and current_id.get()) or uuid.uuid4().hex
+        self.service, self.stream, self.chars = service, stream, chars
         self.state = StreamState(id=self.id, route=route, seed=stream.seed, words=[] if word_times else None)
+        self.error: ApiError | None = None
         self.closed = False
-        self._started_s = time.perf_counter()
-        self._player = Player()
+        self._started_s, self._player = time.perf_counter(), Player()
 
     async def chunks(self) -> AsyncGenerator[Chunk]:
         """Chunks as they are to be written, each within `sending`: at once, or several together where the listener has
-        time. A write costs the event loop about the same whatever it holds, and the network a packet. Ends where the
-        stream does. Raises ApiError where it failed, or the server ended it, behind what was held back."""
-        state = self.state
-        held: list[Chunk] = []
-        ended = False
+        time, as a write costs about the same whatever it holds. Raises ApiError where the stream failed, or the server
+        ended it, behind what was held back."""
+        state, held, ended = self.state, [], False
         while not ended:
             late = False
             try:
@@ -392,8 +370,8 @@ class ServedStream:
             self._player.pause(now_s)
 
     def feed(self, text: str | None) -> None:
-        """More text of a session; None: no more comes. The stream fails where it cannot be spoken, or is too long. The
-        clock of the first audio starts with the first text that can be seen."""
+        """More text of a session; None: no more comes. The stream fails where it cannot be spoken. The clock of the
+        first audio starts with the first text that can be seen."""
         if self.stream.idle:  # it waited for text: nothing is late until a frame's time after it
             self._player.pause(time.perf_counter() + 1 / FRAME_RATE_HZ)
         try:
@@ -423,8 +401,7 @@ class ServedStream:
         state.finish_reason = "error" if error is not None else self.stream.finish_reason or "cancelled"
         state.error = error and error.detail(self.id)
         self.service.has_ended(self)
-        first_ms = state.first_audio_ms
-        heard = "no audio" if first_ms is None else f"{state.frames} frames, first audio after {first_ms} ms"
+        heard = f"{state.frames} frames, first audio after {state.first_audio_ms} ms" if state.frames else "no audio"
         how = f"{state.finish_reason}, {heard}"
         if error is not None:  # of its message only busy's, which has numbers in it: others may quote the text
             how = f"{error.code}: {error}" if error.code == "busy" else f"{error.code}, {how}"

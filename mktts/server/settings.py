@@ -32,19 +32,17 @@ DAY_S = 24 * 3_600
 class Limits:
     """Raises ServerError on a value that is not above 0 (max_waiting, wait_s: below 0), or not finite.
 
-    max_streams: a stream whose text has not come, or that no client reads, is none of them.
-    max_waiting: streams for which there is no place yet wait, so many, for wait_s; then, and beyond, it is 429.
+    max_streams: without those whose text has not come, or that no client reads.
+    max_waiting: for a place, for wait_s; then, and beyond, it is 429.
     max_body_bytes: of a request's body and of one WebSocket message.
     max_duration_s: also what a request that names no limit gets.
     buffer_frames: made ahead of a client that does not read; then its generation waits.
-    socket_bytes: the kernel may hold unsent per connection. Small, so that little audio is on the way when a
-        listener interrupts, and so that a slow client is noticed.
+    socket_bytes: the kernel may hold unsent per connection. Small, so that little audio is on the way when a listener
+        interrupts, and that a slow client is noticed.
     body_s: longer for a long body, at 64 KiB a second.
     kept_states: ended streams that GET /tts/stream/{id} still knows.
-    max_reference_bytes, max_reference_s: of a recording that a request brings to be cloned; decoding it may take
-        reference_decode_s.
-    max_voices: that one key may upload.
-    kept_voices: made of such recordings, so that the next request with the same one need not make it again."""
+    max_reference_bytes, max_reference_s, reference_decode_s: of a recording to be cloned, and to decode it.
+    kept_voices: made of such recordings, for the next request with the same one. max_voices: that a key may upload."""
 
     max_streams: int | None = option(None, "listened to at once (default: the measured capacity)", metavar="N")
     min_streams: int = option(1, "that are admitted even where the capacity is smaller", metavar="N")
@@ -92,9 +90,7 @@ class Address:
     port: int = option(8000, "0: a free one")
     api_key_file: Path | None = option(None, f"a key a line (default: ${KEY_VARIABLE})", metavar="FILE")
     allow_origin: tuple[str, ...] = option((), "of web pages that may use the server", metavar="ORIGIN")
-    allow_host: tuple[str, ...] = option(
-        (), "that a server without a key may be called by, besides localhost and numbers", metavar="NAME"
-    )
+    allow_host: tuple[str, ...] = option((), "by which a server without a key may be called, too", metavar="NAME")
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -107,16 +103,15 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 def is_loopback(host: str) -> bool:
     """Whether a host name or address stands for this machine alone."""
-    if (address := _address(host)) is not None:
-        return address.is_loopback
-    return host.lower() == "localhost" or host.lower().endswith(".localhost")
+    address = _address(host)
+    return f".{host.lower()}".endswith(".localhost") if address is None else address.is_loopback
 
 
 @lru_cache(maxsize=64)  # a server is called by few names, at every request
 def is_own_name(header: str, names: frozenset[str]) -> bool:
-    """Whether a header Host can be meant for a server that is called `names` (lower case), besides its addresses. With
-    DNS rebinding, a page's name is pointed at this machine after the page was loaded, and the page still sends that
-    name. A number or `localhost` cannot be pointed anywhere."""
+    """Whether a header Host can be meant for a server that is called `names` (lower case), besides numbers and
+    localhost, which cannot be pointed anywhere: DNS rebinding points a page's name, which it still sends, at this
+    machine."""
     try:
         host = (urlsplit(f"//{header}").hostname or "").rstrip(".")
     except ValueError:
@@ -129,10 +124,8 @@ def access_of(arguments: argparse.Namespace) -> dict[str, Any]:
     that other machines reach, without a key, and for what is none of the three."""
     keys = read_keys(arguments.api_key_file)
     if not keys and not is_loopback(arguments.host):
-        raise ServerError(
-            f"{arguments.host} can be reached by other machines and there is no key: give --api-key-file or set "
-            f"{KEY_VARIABLE}, or listen on 127.0.0.1"
-        )
+        what = f"give --api-key-file or set {KEY_VARIABLE}, or listen on 127.0.0.1"
+        raise ServerError(f"{arguments.host} can be reached by other machines and there is no key: {what}")
     origins, hosts = checked_origins(arguments.allow_origin), checked_hosts(arguments.allow_host)
     return {"api_key": keys, "origins": origins, "hosts": hosts}
 
@@ -144,9 +137,8 @@ def checked_origins(words: Iterable[str]) -> tuple[str, ...]:
         found = _ORIGIN.fullmatch(word.strip().lower())
         is_v6 = found is not None and isinstance(_address(found["v6"] or ""), ipaddress.IPv6Address)
         if not found or (found["v6"] and not is_v6) or int(found["port"] or 0) > _LAST_PORT:
-            raise ServerError(
-                f"--allow-origin must be like https://app.example or http://localhost:3000, and end there, got {word!r}"
-            )
+            shape = "https://app.example or http://localhost:3000, and end there"
+            raise ServerError(f"--allow-origin must be like {shape}, got {word!r}")
         origins.append(found[0].removesuffix(":80" if found["scheme"] == "http" else ":443"))
     return tuple(origins)
 
@@ -203,4 +195,4 @@ def listen(host: str, port: int, limits: Limits) -> socket.socket:
 def url_of(bound: socket.socket) -> str:
     """http://HOST:PORT of a bound socket."""
     host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return "http://{}:{}".format(f"[{host}]" if ":" in host else host, port)

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from mktts.common import counted
 from mktts.errors import ServerError, VoiceError
 from mktts.model.voice import Voice
-from mktts.server.api_errors import ApiError
+from mktts.server.access import ApiError
 from mktts.server.schemas import DEFAULT, UploadedVoice
 
 # OpenAI's voices. Clients and user interfaces that were made for them send no other name.
@@ -47,8 +47,8 @@ def voice_aliases(
     """Which of `names` each alias stands for: all of OpenAI's names, and those of `given` over them.
 
     OpenAI's stand in turn for speakers of the same sex, or for all where that is not known; for `dialects`, speakers of
-    a dialect, only where there are no others. Where there are no names, every alias stands for DEFAULT. Raises
-    ServerError for an alias of a voice that there is not, or with the name of one."""
+    a dialect, only where there are no others; for DEFAULT where there are no names. Raises ServerError for an alias of
+    a voice that there is not, or with the name of one."""
     names = [name.lower() for name in names]
     plain = [name for name in names if name not in set(dialects)] or names or [DEFAULT]
     aliases = {}
@@ -67,18 +67,15 @@ def voice_aliases(
 
 class VoiceFolder:
     """The folder where voices that callers upload are kept, OWNER/NAME.safetensors, each a file of `Voice.save`.
-    Methods may be called by any thread.
-
-    Several servers may share it: every use of a voice checks that its file is still there and still the same, and
-    `sweep` does so for voices that are not asked for.
+    Methods may be called by any thread. Several servers may share it: every use of a voice checks that its file is
+    still there and the same, and `sweep` does so for voices that are not asked for.
 
     max_voices: of one owner. on_gone: called with a loaded voice that was deleted, replaced or has expired; it must not
     wait."""
 
     def __init__(self, folder: Path, max_voices: int) -> None:
         """Makes the folder, where there is none, for this user alone. Raises ServerError where it cannot be used."""
-        self.folder = folder
-        self.max_voices = max_voices
+        self.folder, self.max_voices = folder, max_voices
         self.on_gone: Callable[[Voice], None] = lambda voice: None
         self._lock = threading.Lock()
         self._loaded: OrderedDict[Path, tuple[Any, Voice]] = OrderedDict()  # with the state of the file at that time
@@ -87,12 +84,11 @@ class VoiceFolder:
             tempfile.TemporaryFile(dir=folder).close()
             next(folder.iterdir(), None)
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise ServerError(f"--voice-folder {folder}: expected a folder to read and write: {reason}") from None
+            what = f"--voice-folder {folder}: expected a folder to read and write"
+            raise ServerError(f"{what}: {error.strerror or error}") from None
 
     def keep(self, owner: str, voice: Voice, record: UploadedVoice) -> None:
-        """Keeps a voice in place of the owner's former one of that name. Raises ApiError where the owner has as many as
-        are allowed, or it cannot be written."""
+        """Keeps a voice in place of the owner's former one of that name. Raises ApiError where that cannot be."""
         path = self._path(owner, record.name)
         with self._lock:
             if sum(other != path for other in self._paths(owner)) >= self.max_voices:
@@ -110,8 +106,7 @@ class VoiceFolder:
 
     def find(self, owner: str, name: str) -> Voice | None:
         """The owner's voice of that name, in any case; None where there is none. The same object every time."""
-        path = self._path(owner, name)
-        if not _NAME.fullmatch(name.lower()) or self._record(path) is None:
+        if not _NAME.fullmatch(name.lower()) or self._record(path := self._path(owner, name)) is None:
             return None
         with self._lock:
             if path not in self._loaded:
@@ -130,8 +125,7 @@ class VoiceFolder:
 
     def delete(self, owner: str, name: str) -> bool:
         """Deletes the owner's voice of that name; False where there is none."""
-        path = self._path(owner, name)
-        if not _NAME.fullmatch(name.lower()) or self._record(path) is None:
+        if not _NAME.fullmatch(name.lower()) or self._record(path := self._path(owner, name)) is None:
             return False
         path.unlink(missing_ok=True)
         self._record(path)

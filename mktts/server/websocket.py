@@ -1,7 +1,7 @@
 """`/tts/ws`: text as it is written in, audio and timings out, any number of utterances one after the other.
 
-Two tasks: one receives and must never wait for anything else, because a `cancel` or a closed connection shows there;
-one sends an utterance, and may be held up by a slow client. The receiving task sends only where nothing else does."""
+Two tasks: one receives and waits for nothing else, as a `cancel` or a closed connection shows there; one sends, and may
+be held up by a slow client. The first sends only where nothing else does."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import WebSocket, WebSocketDisconnect, status
 from pydantic import TypeAdapter, ValidationError
 
-from mktts.server.api_errors import ApiError, from_validation
+from mktts.server.access import ApiError, from_validation
 from mktts.server.schemas import ClientMessage, Start, Text
 from mktts.server.service import ServedStream, SpeechService
 from mktts.spec import SAMPLE_RATE_HZ
@@ -29,9 +29,7 @@ class SpeechSocket:
     """One connection. At most one utterance takes text; a cancelled one may still be on its way out before it."""
 
     def __init__(self, socket: WebSocket, service: SpeechService) -> None:
-        self._socket = socket
-        self._service = service
-        self._limits = service.limits
+        self._socket, self._service, self._limits = socket, service, service.limits
         self._stream: ServedStream | None = None  # the latest
         self._begun = False  # there was a start
         self._writing = False  # more text may come

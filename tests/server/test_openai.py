@@ -14,7 +14,7 @@ from mktts.audio import to_pcm16
 from mktts.audio.encoding import Encoder
 from mktts.errors import ServerError
 from mktts.model.voice import Voice
-from mktts.server.audio_response import KeptSounds
+from mktts.server.openai_routes import KeptSounds
 from mktts.server.schemas import DEFAULT
 from mktts.server.voices import OPENAI_VOICES, voice_aliases
 from mktts.spec import FRAME_RATE_HZ

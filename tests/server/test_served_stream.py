@@ -10,7 +10,7 @@ import pytest
 from mktts.engine.options import Chunk, Timings
 from mktts.errors import EngineError
 from mktts.server import service
-from mktts.server.api_errors import ApiError
+from mktts.server.access import ApiError
 from mktts.server.service import KEPT_LEAD_S, MAX_HELD_FRAMES, ServedStream
 from mktts.server.settings import Limits
 from mktts.spec import FRAME_RATE_HZ, SAMPLES_PER_FRAME
