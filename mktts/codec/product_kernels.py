@@ -1,7 +1,7 @@
 """The matrix products of the fused codec: rows of all lanes in one product, with the layer's end at its end.
 
 A causal convolution is a matrix product over the window of rows it sees, of an input that begins with the history rows.
-Operands are in stored form (`mktts.codec.rows`), or fp32 and brought into it in the product. A split product is three
+Operands are in stored form (`mktts.codec.packed`), or fp32 and brought into it in the product. A split product is three
 products of fp16 numbers, high by high, and low by high and high by low in a sum of their own. Every sum has one order.
 
 Of many streams, what a row gives depends on that row alone, bit for bit: no sum is split over programs, a sum's steps

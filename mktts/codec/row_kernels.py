@@ -1,4 +1,4 @@
-"""The fused codec's kernels that are not matrix products. Rows are fp32 or in stored form (`mktts.codec.rows`), of
+"""The fused codec's kernels that are not matrix products. Rows are fp32 or in stored form (`mktts.codec.packed`), of
 FRAMES frames of each lane; row r is of lane r // FRAMES.
 
 Each sum is made by one program, in a block whose shape does not depend on how many lanes there are."""

@@ -4,6 +4,7 @@ caller's thread and in two of their own, whatever order ticks are read in."""
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,13 +59,14 @@ def played(
     return player
 
 
-@pytest.mark.parametrize("name", ["random:tiny", "random:tiny-projected", "small"])
-def test_codes_are_the_oracles_under_joins_skips_cancels_and_reuse(name: str) -> None:
-    played(open_checkpoint(name))
+BF16 = {"dtype": torch.bfloat16, "count": 8, "sampling": Sampling().greedy()}
 
 
-def test_bfloat16_gives_the_oracles_greedy_codes(tiny_margin: Checkpoint) -> None:
-    played(tiny_margin, dtype=torch.bfloat16, count=8, sampling=Sampling().greedy())
+@pytest.mark.parametrize(
+    ("name", "how"), [("random:tiny", {}), ("random:tiny-projected", {}), ("small", {}), ("random:tiny:margin", BF16)]
+)
+def test_codes_are_the_oracles_under_joins_skips_cancels_and_reuse(name: str, how: dict[str, Any]) -> None:
+    played(open_checkpoint(name), **how)
 
 
 def test_two_threads_make_what_one_makes() -> None:

@@ -3,19 +3,25 @@
 import copy
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+from codec_kernel_stand_ins import STAND_INS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mktts.checkpoint import Checkpoint
 from mktts.checkpoint.random.make import small_files
 from mktts.checkpoint.random.weights import random_tensors
 from mktts.checkpoint.tensors import expected_codec_tensors
 from mktts.codec.decoder import CodecDecoder
+from mktts.codec.fused import MAX_FUSED_FRAMES, FusedCodec
+from mktts.codec.packed import PIECE_VALUES, RowsShape, few_rows_tile, moves
 from mktts.engine.upstream import import_upstream
-from mktts.errors import CodecError
-from mktts.measure.parity.codec import decode_streamed, random_codes
+from mktts.errors import BackendUnavailable, CodecError
+from mktts.measure.parity.codec import decode_streamed, random_codes, snr_db
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, CodecConfig
 
 TOLERANCE = 1e-5  # of full scale, fp32
@@ -74,17 +80,14 @@ def test_any_schedule_gives_the_samples_of_one_pass(codec, codes, schedule):
     torch.testing.assert_close(decode_streamed(codec, codes, schedule), whole, atol=TOLERANCE, rtol=0)
 
 
-def test_samples_are_float32_and_clamped_to_full_scale(tiny, codes):
+def test_samples_are_float32_clamped_to_full_scale_and_alike_for_every_type_of_integers(tiny, codec, codes):
     tensors = tiny.codec_tensors()
     name = f"decoder.{len(tiny.codec_config.upsample_rates) + 2}.conv.weight"
     loud = CodecDecoder(tiny.codec_config, tensors | {name: 100 * tensors[name]})
     pcm = loud.decode_all(codes[:10])
     assert pcm.dtype == torch.float32 and (pcm.min(), pcm.max()) == (-1, 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
-def test_other_integer_types_are_taken(codec, codes, dtype):
-    assert torch.equal(codec.decode_all(codes[:3].to(dtype)), codec.decode_all(codes[:3]))
+    for dtype in (torch.int32, torch.int16):
+        assert torch.equal(codec.decode_all(codes[:3].to(dtype)), codec.decode_all(codes[:3]))
 
 
 @pytest.mark.parametrize(
@@ -118,3 +121,62 @@ def test_full_size_decoder_equals_upstream_and_itself_under_the_default_schedule
     assert expected.std() > 0.01
     torch.testing.assert_close(decode_streamed(codec, codes, [1, 1, 2, 4, 8]), whole, atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(whole, expected, atol=TOLERANCE, rtol=0)
+
+
+# ---- the fused pass with plain operators in place of its kernels, and how its products are packed and cut
+
+
+@pytest.fixture(scope="module")
+def fused(tiny) -> FusedCodec:
+    return FusedCodec(plain(tiny), STAND_INS)
+
+
+def plain(checkpoint: Checkpoint) -> Callable[[], CodecDecoder]:
+    return partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors())
+
+
+def test_every_chunk_size_gives_the_plain_decoders_samples_and_state(codec, fused):
+    ours, theirs = fused.start(), codec.start()
+    for frames in (1, 1, 2, 3, 4, 8, 5, 8, 1):  # past the window
+        codes = random_codes(frames, seed=frames)
+        expected = codec.decode(codes, theirs)
+        assert snr_db(fused.decode(codes, ours), expected) > 100
+        assert ours.frames == theirs.frames == int(ours.views[-1])
+        torch.testing.assert_close(*(s.flat.view(torch.float32) for s in (ours, theirs)), atol=1e-4, rtol=0)
+
+
+def test_a_longer_pass_and_the_kernels_without_a_gpu_are_refused_by_name(tiny, fused):
+    with pytest.raises(CodecError, match="at most 8 frames, got 9"):
+        fused.decode(random_codes(MAX_FUSED_FRAMES + 1, seed=6), fused.start())
+    with pytest.raises(BackendUnavailable, match="the fused codec needs"):
+        FusedCodec(plain(tiny))
+
+
+@given(
+    rows=st.integers(1, 20_000),
+    outs=st.integers(1, 400).map(lambda n: 4 * n),
+    channels=st.sampled_from([4, 16, 24, 96, 192, 512, 1024]),
+    taps=st.sampled_from([1, 2, 3, 7]),
+    splittable=st.booleans(),
+)
+def test_the_parts_of_a_product_cover_its_depth_once(rows, outs, channels, taps, splittable):
+    depth = taps * channels
+    tile = few_rows_tile(rows, outs, depth, channels, splittable)
+    assert tile.part * (tile.parts(depth) - 1) < depth  # no program is idle
+    assert tile.part % tile.depth == 0  # a program's last step reaches into no other program's part
+    assert splittable or not tile.part
+    assert min(tile.rows, tile.outs, tile.depth) >= 16  # what the matrix units take
+    assert channels % tile.depth == 0 or tile.depth == 16
+
+
+def test_histories_are_moved_in_pieces_that_a_program_holds():
+    shapes = [RowsShape(2, 8, 8, split=False), RowsShape(1, 3, PIECE_VALUES + 8, split=True)]
+    first, second = 80, 4 * (PIECE_VALUES + 8)  # values of a plane of each
+    expected = [(0, 0, 64, first, 16)]
+    for plane in range(2):
+        state, work = 160 + plane * (PIECE_VALUES + 8), 2 * first + plane * second
+        saved = work + 3 * (PIECE_VALUES + 8)
+        expected.append((state, work, saved, 2 * second, PIECE_VALUES))
+        expected.append((state + PIECE_VALUES, work + PIECE_VALUES, saved + PIECE_VALUES, 2 * second, 8))
+    table = 8 * moves(2, shapes, [0, 160], torch.device("cpu"))
+    assert table.tolist() == [list(row) for row in expected]

@@ -20,7 +20,7 @@ from fakes import OFF, ONE, WAIT_S, FakeBackend, fake_synthesizer, in_thread, jo
 from served import until
 
 from mktts.engine import stream as streams
-from mktts.engine.engine import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, Engine, ManyStreams
+from mktts.engine.engine import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, ManyStreams
 from mktts.engine.runner import Runner
 from mktts.engine.stream import Stream
 from mktts.errors import EngineError, TextError
@@ -239,8 +239,9 @@ def test_an_ended_stream_frees_its_state(make, how):
 # ---- closing
 
 
-def test_close_ends_open_streams_and_the_thread_and_what_comes_then_is_told_so(held):
+def test_close_ends_open_streams_and_the_thread_frees_the_models_and_what_comes_then_is_told_so(held):
     synth, backend = held
+    model = weakref.ref(next(iter(synth.engine.runners.values())))
     stream, session = speak(synth, seed=1, frames=None), synth.open(seed=2)
     backend.wait_entered(1)
     closing = in_thread(synth.close)
@@ -253,6 +254,9 @@ def test_close_ends_open_streams_and_the_thread_and_what_comes_then_is_told_so(h
     for use in (lambda: synth.stream("Hello."), synth.open, lambda: synth.say("Hello."), synth.warm_up):
         with pytest.raises(EngineError, match="closed"):
             use()
+    del stream, session
+    gc.collect()
+    assert model() is None
 
 
 def test_a_dropped_synthesizer_ends_its_thread_once_its_streams_are_read(make):
@@ -426,12 +430,3 @@ def test_an_executor_that_cannot_be_closed_does_not_keep_the_others_open(caplog)
     synth.close()
     assert [stream.finish_reason for stream in streams] == ["cancelled"] * 3
     assert "could not be closed" in caplog.text and not synth.engine._thread.is_alive()
-
-
-def test_a_closed_synthesizer_lets_go_of_its_models(make):
-    synth = make()
-    model = weakref.ref(next(iter(synth.engine.runners.values())))
-    assert len(list(speak(synth, seed=1))) == 6
-    synth.close()
-    gc.collect()
-    assert model() is None and isinstance(synth.engine, Engine)

@@ -30,17 +30,16 @@ def open_now(synth) -> int:
 
 
 @pytest.mark.parametrize("at_once", [None, 1, 5])
-def test_each_text_sounds_as_if_it_were_said_alone_and_in_its_turn(make, at_once):
-    with make(FakeBackend(eos_after=7), slots=2) as synth:  # more than fit wait for their place
+def test_each_text_sounds_as_if_it_were_said_alone_and_in_its_turn_with_a_seed_of_its_own_where_none_is_given(
+    make, at_once
+):
+    backend = FakeBackend(eos_after=7)
+    with make(backend, slots=2) as synth:  # more than fit wait for their place
         alone = [synth.say(text, seed=4) for text in TEXTS]
         many = synth.say_many(iter(TEXTS), seed=4, at_once=at_once)
         assert all(np.array_equal(*pair) for pair in zip(many, alone, strict=True))
         assert open_now(synth) == 0
-
-
-def test_every_text_draws_a_seed_of_its_own_where_none_is_given(make):
-    backend = FakeBackend(eos_after=3)
-    with make(backend) as synth:
+        backend.order.clear()
         list(synth.say_many(["Same."] * 5))
         assert len(set(backend.order)) == 5
 

@@ -79,8 +79,8 @@ def test_a_text_with_pauses_is_its_parts_with_zeros_between(synthesizer, case):
         assert len(fed(session, text)) == len(expected)  # tests/text/test_pieces.py: pieces give what the whole gives
 
 
-def test_a_fed_pause_is_heard_before_more_text_comes():
-    with fake_synthesizer(FakeBackend(eos_after=5)) as synthesizer, synthesizer.open(seed=SEED, options=OFF) as session:
+def test_a_fed_pause_is_heard_before_more_text_comes(synthesizer):
+    with synthesizer.open(seed=SEED, options=OFF) as session:
         session.feed("Hello. [pause 0.25s] ")
         heard = 0
         while heard < 5 * SAMPLES_PER_FRAME + SAMPLE_RATE_HZ // 4:
@@ -88,15 +88,11 @@ def test_a_fed_pause_is_heard_before_more_text_comes():
         assert len(fed(session, ["There."])) == 5 * SAMPLES_PER_FRAME
 
 
-def test_pauses_that_are_too_long_together_are_refused_whole_and_fed():
-    with fake_synthesizer(FakeBackend(eos_after=5)) as synthesizer, synthesizer.open() as session:
+def test_pauses_that_are_too_long_together_are_refused_and_a_piece_that_is_refused_is_not_taken(synthesizer):
+    with synthesizer.open(seed=SEED, options=OFF) as session:
         for use in (synthesizer.stream, session.feed):
             with pytest.raises(TextError, match="300 s together"):
                 use("a [pause 10s] " * 31)
-
-
-def test_a_piece_that_is_refused_is_not_taken():
-    with fake_synthesizer(FakeBackend(eos_after=5)) as synthesizer, synthesizer.open(seed=SEED, options=OFF) as session:
         session.feed("Hello. [pause 1")
         with pytest.raises(TextError, match="got 11 s"):
             session.feed("1s]")

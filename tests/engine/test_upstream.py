@@ -68,13 +68,6 @@ def test_without_qwen_tts_the_package_is_named(monkeypatch, tiny):
         upstream.load_upstream(tiny)
 
 
-def test_the_talker_takes_the_dtype_and_the_codec_stays_float32(model, tiny):
-    codec = model.model.speech_tokenizer.model
-    assert (model.model.dtype, codec.dtype) == (torch.bfloat16, torch.float32)
-    name = "decoder.0.conv.weight"
-    assert torch.equal(codec.decoder.state_dict()[name], tiny.codec_tensors()[name])
-
-
 def test_the_seed_alone_decides_the_codes_and_the_global_generator_is_untouched(model):
     before = torch.get_rng_state()
     first = upstream.generate_codes(model, REQUEST, Sampling(), 1, 5)
@@ -124,10 +117,13 @@ def test_what_upstream_refuses_is_a_prompt_error(model, wrong):
         upstream.generate_codes(model, REQUEST, Sampling(), 1, 0)
 
 
-def test_upstream_is_quiet(model, tiny, capfd):
+def test_upstream_is_quiet_and_its_talker_takes_the_dtype_while_the_codec_stays_float32(model, tiny, capfd):
     upstream.generate_codes(upstream.load_upstream(tiny, torch.float32), REQUEST, Sampling().greedy(), 1, 2)
     upstream.generate_codes(model, REQUEST, Sampling(), 1, 2)
     assert capfd.readouterr() == ("", "")
+    codec, name = model.model.speech_tokenizer.model, "decoder.0.conv.weight"
+    assert (model.model.dtype, codec.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(codec.decoder.state_dict()[name], tiny.codec_tensors()[name])
 
 
 LIKE_UPSTREAM = Sampling(rng="torch")

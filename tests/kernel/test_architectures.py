@@ -1,19 +1,17 @@
-"""The models and errors by which other cards' code is judged, and the kernel's fingerprint; on a GPU the paths of older
-and smaller cards, as PTX on the card at hand: their blocks and shared memory, the same codes.
+"""The models and errors by which other cards' code is judged; on a GPU the paths of older and smaller cards, as PTX on
+the card at hand: their blocks and shared memory, the same codes.
 
 With $MKTTS_CARDS=outputs/reference/h100/architectures.json every case that ran is put into that record."""
 
 import os
-import shutil
 from functools import cache
 from pathlib import Path
 
 import other_cards as cards
 import pytest
 import torch
-from other_cards import CASES, FRAMES, Model, case_of, fingerprint, record_case, run
+from other_cards import CASES, FRAMES, Model, case_of, record_case, run
 
-from mktts.kernel.build import CSRC
 from mktts.kernel.grid import choose_shape
 from mktts.measure.parity.kernel import KernelUnderTest
 from mktts.model.oracle import TorchBackend
@@ -21,34 +19,18 @@ from mktts.model.oracle import TorchBackend
 model_of = cache(Model.make)  # the fp32 run is the slowest part
 
 
-@pytest.fixture(scope="module")
-def model():
-    return Model.make("small", "cpu")
-
-
-def test_the_small_voices_shapes_have_margins_wider_than_bf16s_rounding(model):
+def test_the_small_voices_shapes_have_margins_wider_than_bf16s_rounding_that_hide_rows_in_the_wrong_place():
+    """Which show in the error."""
+    model = Model.make("small", "cpu")
     assert model.codes.shape == (FRAMES, 16) and len(model.codes[:, 0].unique()) > FRAMES // 2
     codes, steps_ms = run(model.oracles[0], model.prompt)
     assert torch.equal(codes, model.codes) and len(steps_ms) == FRAMES
     assert 1e-4 < cards.errors_of(model, KernelUnderTest(model.oracles[0]).frames(model.first))[1] < 0.05
-
-
-def test_rows_in_the_wrong_place_show_in_the_error_where_margins_hide_them(model):
     name = "talker.model.layers.2.self_attn.o_proj.weight"
     rows = model.tensors[name].roll(64, 0)  # as if sums went to other owners
     wrong = TorchBackend(model.config, model.tensors | {name: rows}, "cpu", torch.bfloat16)
     assert torch.equal(run(wrong, model.prompt, cards.FORCED_FRAMES)[0], model.codes[: cards.FORCED_FRAMES])
     assert cards.error_ratio(model, KernelUnderTest(wrong).frames(model.first)) > 1.5
-
-
-def test_a_kernels_fingerprint_leaves_out_comments_alone(tmp_path):
-    csrc = tmp_path / "csrc"
-    shutil.copytree(CSRC, csrc)
-    before, ring = fingerprint(), csrc / "ring.cuh"
-    ring.write_text("// More words.\n" + ring.read_text())
-    assert fingerprint(csrc) == before
-    ring.write_text(ring.read_text().replace("copies < RING", "copies <= RING"))
-    assert fingerprint(csrc) != before
 
 
 @pytest.mark.gpu
