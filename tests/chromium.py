@@ -66,6 +66,11 @@ class Tab:
             while not await self.js(f"Boolean({expression})"):
                 await asyncio.sleep(0.03)
 
+    async def go(self, url: str) -> None:
+        """Loads another page."""
+        await self.command("Page.navigate", url=url)
+        await self.until(f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'")
+
     async def text(self, selector: str) -> str:
         return await self.js(f"document.querySelector({json.dumps(selector)}).textContent")
 
@@ -84,7 +89,9 @@ class Tab:
 
 
 @contextlib.asynccontextmanager
-async def visited(url: str, folder: Path, microphone: np.ndarray, *, repeat: bool = True) -> AsyncIterator[Tab]:
+async def visited(
+    url: str, folder: Path, microphone: np.ndarray, *, repeat: bool = True, height: int = 680
+) -> AsyncIterator[Tab]:
     """The page at `url`, loaded, in a browser of its own with its files in `folder`.
 
     microphone: what it hears, float32 (S,) at MICROPHONE_RATE_HZ, once unless `repeat`."""
@@ -102,10 +109,9 @@ async def visited(url: str, folder: Path, microphone: np.ndarray, *, repeat: boo
             tab = Tab(socket)
             for domain in ("Runtime", "Page", "Network"):
                 await tab.command(f"{domain}.enable")
-            size = {"width": 760, "height": 680, "deviceScaleFactor": 1, "mobile": False}
+            size = {"width": 760, "height": height, "deviceScaleFactor": 1, "mobile": False}
             await tab.command("Emulation.setDeviceMetricsOverride", **size)
-            await tab.command("Page.navigate", url=url)
-            await tab.until("location.href !== 'about:blank' && document.readyState === 'complete'")
+            await tab.go(url)
             yield tab
     finally:
         process.terminate()
