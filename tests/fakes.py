@@ -242,16 +242,18 @@ class _Segment:
 
 @dataclass(eq=False)
 class _Launched:
+    """behind: what was asked for since."""
+
     tick: Tick
     rows: Sequence[Tensor | None]
     made: Made
     ends_s: float = 0.0
-    error: BaseException | None = None
+    behind: list[Callable[[], object]] = field(default_factory=list)
 
 
 class FakeLanes:
-    """See `mktts.engine.lanes.Lanes`. A launched tick runs at once; with `overlaps` it waits with all that is asked for
-    behind it, as on a device, until it is collected.
+    """See `mktts.engine.lanes.Lanes`. A launched tick waits with all that is asked for behind it, as on a device, until
+    it is collected.
 
     Keys and values are one number a position, in pages: a segment starts with the prompt that its pages hold, so rows
     that were shared or copied wrongly give other codes. What keeps a lane's stream from a frame (`step` raises a
@@ -291,7 +293,6 @@ class FakeLanes:
         self._table = self.pages.table.copy()
         self._cache = np.full((pages, self.pages.page_rows), np.nan, np.float32)
         self._launched: deque[_Launched] = deque()
-        self._queue: deque[tuple[_Launched | None, Callable[[], None]]] = deque()
 
     def forget(self, voice: Voice) -> None:
         if voice.codes is not None:
@@ -329,36 +330,25 @@ class FakeLanes:
         if self.clock is not None:
             self.launched_s.append(self.clock.now_s)
             launched.ends_s = self.clock.now_s + made.took_s
-        self._queue.append((launched, partial(self._run, launched)))
-        if not self.overlaps:
-            self._work_off(launched)
         return launched
 
     def collect(self, launched: _Launched) -> Made:
         assert self._launched.popleft() is launched, "ticks are collected in their order, once each"
-        self._work_off(launched)
-        if self.clock is not None:
-            self.clock.now_s = max(self.clock.now_s, launched.ends_s)
-        if launched.error is not None:
-            raise launched.error
+        try:
+            self._run(launched)
+        finally:
+            for work in launched.behind:
+                work()
+            if self.clock is not None:
+                self.clock.now_s = max(self.clock.now_s, launched.ends_s)
         return launched.made
 
     def _do(self, work: Callable[[], object]) -> None:
         """Behind what was launched."""
-        self._queue.append((None, work))
-        if not self._launched:
-            self._work_off(None)
-
-    def _work_off(self, until: _Launched | None) -> None:
-        """Does what waits in front of `until`, that, and what stands behind it, up to the next tick."""
-        while self._queue and (self._queue[0][0] in (None, until) or self._queue[0][0] not in self._launched):
-            of, work = self._queue.popleft()
-            try:
-                work()
-            except Exception as error:
-                if of is None:
-                    raise
-                of.error = error
+        if self._launched:
+            self._launched[-1].behind.append(work)
+        else:
+            work()
 
     def _enter(self, slot: int, reference: Tensor | None) -> None:
         self.codecs[slot] = self.codec.start() if reference is None else self._primed.of(reference).copy()

@@ -63,12 +63,6 @@ def scale_table() -> list[str]:
     return lines
 
 
-def renew_speed(match: re.Match[str]) -> str:
-    """The table of speed between its two comments."""
-    lines = speed_table(_document(match[1]))
-    return "\n".join((f"<!-- speed: {match[1]} -->", *lines, "<!-- end of speed -->"))
-
-
 def speed_table(document: dict[str, Any]) -> list[str]:
     """Markdown lines: a row of `ROWS`, a column an engine, and what it was measured on. A figure that the document
     lacks is "not measured"."""
@@ -108,11 +102,6 @@ def three_digits(value: float) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
-def renew_cards(match: re.Match[str]) -> str:
-    """What was run of these cards, with the comment."""
-    return f"| {state_of(match[2].split(', '), _document(CARDS_FILE), fingerprint())}<!-- cards: {match[2]} -->"
-
-
 def state_of(cards: list[str], document: dict[str, Any], kernel: str) -> str:
     """Of the kernel whose fingerprint `kernel` is: a row of another one, or of none, says at which revision it was."""
     of_cards = {card: [row for row in document["cases"] if row["card"] == card] for card in cards}
@@ -126,8 +115,16 @@ def state_of(cards: list[str], document: dict[str, Any], kernel: str) -> str:
 
 
 def renewed(prose: str) -> str:
+    """All tables, and what was run of every card, from the files that the comments name."""
     scale = "\n".join(("<!-- scale -->", *scale_table(), "<!-- end of scale -->"))
-    return CARDS.sub(renew_cards, SPEED.sub(renew_speed, SCALE.sub(lambda _: scale, prose)))
+    prose = SCALE.sub(lambda _: scale, prose)
+    for found in SPEED.finditer(prose):
+        lines = (f"<!-- speed: {found[1]} -->", *speed_table(_document(found[1])), "<!-- end of speed -->")
+        prose = prose.replace(found[0], "\n".join(lines))
+    for found in CARDS.finditer(prose):
+        state = state_of(found[2].split(", "), _document(CARDS_FILE), fingerprint())
+        prose = prose.replace(found[0], f"| {state}<!-- cards: {found[2]} -->")
+    return prose
 
 
 def _document(name: str) -> dict[str, Any]:

@@ -14,26 +14,18 @@ from mktts.errors import MkttsError, OptionsError
 DATA = b"whole" * 50_000  # more than a FIFO holds
 
 
-def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path):
-    (tmp_path / "file").write_bytes(b"before")
-    assert write_whole(tmp_path / "file", DATA).read_bytes() == DATA
-    assert os.listdir(tmp_path) == ["file"]
-
-
-@pytest.mark.parametrize("target_is_there", [True, False])
-def test_a_link_stays_and_its_target_is_replaced_whole(tmp_path, target_is_there):
+def test_a_file_is_replaced_whole_and_alone_also_behind_a_link_which_stays(tmp_path):
     (tmp_path / "folder").mkdir()
     target, link = tmp_path / "folder" / "target", tmp_path / "link"
-    if target_is_there:
-        target.write_bytes(b"before")
-        kept = target.open("rb")  # a reader of the old file goes on reading the old file
     link.symlink_to("folder/target")
-    write_whole(link, DATA)
-    assert link.is_symlink() and target.read_bytes() == DATA and not target.is_symlink()
-    assert os.listdir(tmp_path / "folder") == ["target"]
-    if target_is_there:
-        with kept:
-            assert kept.read() == b"before"
+    assert write_whole(link, b"before") == link and target.read_bytes() == b"before"  # which was not there
+    for path, data in ((link, DATA), (target, b"after")):
+        before = target.read_bytes()
+        with target.open("rb") as kept:  # a reader of the old file goes on reading the old file
+            write_whole(path, data)
+            assert kept.read() == before
+        assert link.is_symlink() and target.read_bytes() == data and not target.is_symlink()
+        assert os.listdir(tmp_path / "folder") == ["target"]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
@@ -75,6 +67,9 @@ def test_what_cannot_be_written_is_refused_by_name_and_nothing_is_touched(tmp_pa
             require_writable(path)
     require_writable(tmp_path / "new")
     require_writable(tmp_path / "there")
+    if os.path.isdir("/proc/self"):  # where even root makes no files
+        with pytest.raises(MkttsError, match="can be written to"):
+            require_writable("/proc/new.wav")
     assert set(os.listdir(tmp_path)) == {"there", "lost"} and (tmp_path / "there").read_bytes() == b"before"
 
 
@@ -88,12 +83,6 @@ def test_a_read_only_file_and_folder_are_refused(tmp_path):
     with pytest.raises(MkttsError, match="can be written to"):
         require_writable(tmp_path / "new")
     tmp_path.chmod(0o755)
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no /proc here")
-def test_a_folder_in_which_even_root_makes_no_files_is_refused():
-    with pytest.raises(MkttsError, match="can be written to"):
-        require_writable("/proc/new.wav")
 
 
 @pytest.mark.parametrize(("patience_s", "said"), [(60, ""), (0, r"working \.\.\. \d+\.\d s\n")])

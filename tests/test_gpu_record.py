@@ -3,7 +3,6 @@
 import json
 
 import gpu_record
-import pytest
 
 TESTS = """
 import pytest
@@ -21,16 +20,12 @@ class TestMore:
 """
 
 
-@pytest.fixture(autouse=True)
-def no_plugins(monkeypatch):
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-
-
 def test_outcomes_are_counted_by_file_and_other_files_stay_where_they_are_of_the_same_revision(tmp_path, monkeypatch):
     def record(*words: object) -> tuple[int, dict]:
         status = gpu_record.main([*map(str, (file, *words)), f"--rootdir={tmp_path}", "-p", "no:cacheprovider"])
         return status, json.loads(file.read_text())
 
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     facts = {"device": "H100", "driver": "1", "torch": "2", "revision": "abc"}
     monkeypatch.setattr(gpu_record, "head", lambda device: facts)
     folder, file = tmp_path / "group", tmp_path / "gpu_tests.json"

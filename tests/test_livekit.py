@@ -16,7 +16,7 @@ from mktts.synth import Synthesizer
 
 pytestmark = needs("livekit")
 with contextlib.suppress(ModuleNotFoundError):
-    from livekit.agents import Agent, AgentSession, APIConnectionError, APIConnectOptions, APIStatusError, llm
+    from livekit.agents import Agent, AgentSession, APIConnectionError, APIConnectOptions, APIStatusError
     from livekit.agents.types import USERDATA_TIMED_TRANSCRIPT
     from livekit.agents.voice import io
 
@@ -59,18 +59,7 @@ async def heard(stream: Any) -> bytes:
 
 @contextlib.asynccontextmanager
 async def session_with(tts: TTS) -> AsyncIterator[tuple[AgentSession, bytearray]]:
-    """A session whose language model writes TOKENS, and what is heard of it."""
-
-    class Answer(llm.LLMStream):
-        async def _run(self) -> None:
-            for token in TOKENS:
-                delta = llm.ChoiceDelta(role="assistant", content=token)
-                self._event_ch.send_nowait(llm.ChatChunk(id="answer", delta=delta))
-                await asyncio.sleep(0.01)
-
-    class Writer(llm.LLM):
-        def chat(self, *, chat_ctx: Any, tools: Any, conn_options: Any, **settings: Any) -> llm.LLMStream:
-            return Answer(self, chat_ctx=chat_ctx, tools=tools, conn_options=conn_options)
+    """A session without a language model, and what is heard of it."""
 
     class Loudspeaker(io.AudioOutput):
         async def capture_frame(self, frame: Any) -> None:
@@ -86,7 +75,7 @@ async def session_with(tts: TTS) -> AsyncIterator[tuple[AgentSession, bytearray]
             self.on_playback_finished(playback_position=0.0, interrupted=True)
 
     pcm = bytearray()
-    session = AgentSession(tts=tts, llm=Writer(), vad=None, tts_text_transforms=None)
+    session = AgentSession(tts=tts, vad=None, tts_text_transforms=None)
     session.output.audio = Loudspeaker(label="test", capabilities=io.AudioOutputCapabilities(pause=False))
     await session.start(Agent(instructions="Answer."))
     try:
@@ -96,10 +85,17 @@ async def session_with(tts: TTS) -> AsyncIterator[tuple[AgentSession, bytearray]
         await session.aclose()
 
 
-async def test_a_session_says_what_its_language_model_writes_and_stops_where_it_is_interrupted(watched_tts, synth):
+async def written() -> AsyncIterator[str]:
+    """TOKENS, as a language model writes them."""
+    for token in TOKENS:
+        yield token
+        await asyncio.sleep(0.01)
+
+
+async def test_a_session_says_what_a_language_model_writes_and_stops_where_it_is_interrupted(watched_tts, synth):
     watched, tts = watched_tts
     async with session_with(tts) as (session, pcm):
-        await session.generate_reply(user_input="Good morning.")
+        await session.say(written())
         assert pcm.rstrip(b"\0") == said(synth, *TOKENS)
         pcm.clear()
         watched._guard = None  # a long one

@@ -54,8 +54,10 @@ def test_a_cards_state_is_that_of_its_rows():
     assert state_of(["A", "C"], document, "now") == state_of(["A", "E"], document, "now") == "compiled"
 
 
-def test_every_link_resolves():
+def test_every_link_resolves_and_every_notebook_stands_in_the_table():
     assert [target for target in LINKS if not target.exists()] == []
+    listed = re.findall(r"\]\((notebooks/[^)]+\.ipynb)\)", README)
+    assert listed == sorted(f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
 def test_the_lines_for_a_pipeline_are_those_of_the_package_which_a_test_runs():
@@ -64,11 +66,6 @@ def test_the_lines_for_a_pipeline_are_those_of_the_package_which_a_test_runs():
     (block,) = (snippet for snippet in SNIPPETS if "mktts.pipecat" in snippet)
     lines = [line.strip() for line in mktts.pipecat.__doc__.splitlines() if line.startswith("    ")]
     assert [line.strip() for line in block.splitlines() if line] == [line for line in lines if line]
-
-
-def test_every_notebook_stands_in_the_table():
-    listed = re.findall(r"\]\((notebooks/[^)]+\.ipynb)\)", README)
-    assert listed == sorted(f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
 def test_make_targets_exist_and_the_plain_test_command_selects_what_make_test_and_ci_run():
@@ -82,14 +79,11 @@ def test_make_targets_exist_and_the_plain_test_command_selects_what_make_test_an
     assert any(line.endswith(f"-m {selection}") for line in SHELL)
 
 
-@pytest.mark.parametrize("words", MKTTS)
-def test_command_line_is_understood(words):
-    parse(shlex.split(words))
-
-
-def test_every_line_for_a_shell_is_one_that_is_checked():
+def test_every_line_for_a_shell_is_one_that_is_checked_and_the_command_line_understands_its_own():
     known = r"make |\. .venv/bin/activate|.*-m mktts |.*-m pytest |.*-m (venv|pip) |py -m venv "
     assert [line for line in SHELL if not re.match(known, line + " ")] == []
+    for words in MKTTS:
+        parse(shlex.split(words))
 
 
 @pytest.mark.parametrize("code", PYTHON)

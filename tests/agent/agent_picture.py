@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
-from chromium import MICROPHONE_RATE_HZ, Tab, binary, chromium, write_microphone
+from chromium import BINARY, MICROPHONE_RATE_HZ, Tab, visited
 from loguru import logger
 from served import running_agent
 
@@ -37,18 +37,15 @@ async def visit(folder: Path, url: str, transport: str = "websocket") -> AsyncIt
         if text:
             pieces.append(user_speech.load(text))
     user = resample(from_pcm16(np.concatenate(pieces)), user_speech.USER_RATE_HZ, MICROPHONE_RATE_HZ)
-    with chromium(folder, write_microphone(folder / "user.wav", user), repeat=False) as browser:
-        async with browser.tab(url) as page:
-            await page.until(f"document.querySelector('#transport [value={transport}]')")
-            await page.js(f"document.querySelector('#transport').value = '{transport}'")
-            await page.click("#start")
-            # The user speaks by the clock, whatever the bot does; only the order of things is waited for.
-            await page.until(
-                f"document.querySelector('#captions').textContent.includes('You{SPOKEN[-1][1]}')", wait_s=60
-            )
-            await page.until("document.querySelector('#captions li:last-child.bot:not(.cut):not(.open)')")
-            await page.until("document.querySelector('#bot').value === 0")
-            yield page
+    async with visited(url, folder, user, repeat=False) as page:
+        await page.until(f"document.querySelector('#transport [value={transport}]')")
+        await page.js(f"document.querySelector('#transport').value = '{transport}'")
+        await page.click("#start")
+        # The user speaks by the clock, whatever the bot does; only the order of things is waited for.
+        await page.until(f"document.querySelector('#captions').textContent.includes('You{SPOKEN[-1][1]}')")
+        await page.until("document.querySelector('#captions li:last-child.bot:not(.cut):not(.open)')")
+        await page.until("document.querySelector('#bot').value === 0")
+        yield page
 
 
 async def _picture(path: Path) -> None:
@@ -60,6 +57,6 @@ async def _picture(path: Path) -> None:
 
 if __name__ == "__main__":
     logger.remove()
-    if binary() is None:
+    if BINARY is None:
         sys.exit(print(f"no Chromium on this machine: {sys.argv[1]} is left as it is"))
     asyncio.run(_picture(Path(sys.argv[1])))

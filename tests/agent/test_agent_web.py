@@ -5,7 +5,8 @@ import json
 import re
 import sys
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 import httpx
 import pytest
@@ -48,80 +49,86 @@ async def is_ready(url: str, query: str = "") -> bool:
     return False
 
 
+class Visitor:
+    """A page that listens on a socket and has a microphone. messages: what came, but for sound."""
+
+    def __init__(self, socket) -> None:
+        self.socket, self.messages, self.audio_bytes, self._due_s = socket, [], 0, time.monotonic()
+
+    async def listen(self) -> None:
+        async for message in self.socket:
+            if isinstance(message, bytes):
+                self.audio_bytes += len(message)
+            else:
+                self.messages.append(json.loads(message))
+
+    async def say(self, kind: str, **fields: object) -> None:
+        await self.socket.send(json.dumps({"type": kind, **fields}))
+
+    async def speak(self, pcm: bytes) -> None:
+        for start in range(0, len(pcm), PIECE_BYTES):
+            await asyncio.sleep(max(0.0, self._due_s - time.monotonic()))
+            self._due_s += PIECE_S  # as a microphone: late pieces are made up for
+            await self.socket.send(pcm[start : start + PIECE_BYTES])
+
+    def of(self, kind: str, **fields: object) -> list[dict]:
+        wanted = {"type": kind, **fields}.items()
+        return [message for message in self.messages if wanted <= message.items()]
+
+    async def until(self, kind: str, **fields: object) -> None:
+        """Waits for such a message; the microphone hears nothing meanwhile."""
+        async with asyncio.timeout(WAIT_S):
+            while not self.of(kind, **fields):
+                await self.speak(bytes(PIECE_BYTES))
+
+
+@asynccontextmanager
+async def visit(url: str) -> AsyncIterator[Visitor]:
+    async with websockets.connect(socket_of(url)) as socket, asyncio.TaskGroup() as tasks:
+        visitor = Visitor(socket)
+        listening = tasks.create_task(visitor.listen())
+        yield visitor
+        listening.cancel()
+
+
 async def test_a_conversation_over_the_pages_socket(url):
     """Greeting, a question in speech, its transcript, the answer's captions and latencies, all over one socket."""
-    messages, audio_bytes, due_s = [], 0, time.monotonic()
-    async with websockets.connect(socket_of(url)) as socket:
-
-        async def listen() -> None:
-            nonlocal audio_bytes
-            async for message in socket:
-                if isinstance(message, bytes):
-                    audio_bytes += len(message)
-                else:
-                    messages.append(json.loads(message))
-
-        async def speak(pcm: bytes) -> None:
-            nonlocal due_s
-            for start in range(0, len(pcm), PIECE_BYTES):
-                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-                due_s += PIECE_S  # as a microphone: late pieces are made up for
-                await socket.send(pcm[start : start + PIECE_BYTES])
-
-        def of(kind: str, **fields: object) -> list[dict]:
-            wanted = {"type": kind, **fields}.items()
-            return [message for message in messages if wanted <= message.items()]
-
-        async def until(condition) -> None:
-            async with asyncio.timeout(WAIT_S):
-                while not condition():
-                    await speak(bytes(PIECE_BYTES))
-
-        listening = asyncio.create_task(listen())
+    async with visit(url) as page:
         for wrong in ("not json", "[]", '"hello"', b"\1\2\3"):
-            await socket.send(wrong)
-        await until(lambda: of("ready"))
-        assert not of("caption")  # greeted when the page says hello, not before
-        await socket.send(json.dumps({"type": "hello"}))
-        await until(lambda: of("caption", who="bot", final=True))
-        await socket.send(json.dumps({"type": "mute", "muted": True}))
-        await speak(user_speech.load("tell me a joke").tobytes())
-        await socket.send(json.dumps({"type": "mute", "muted": False}))
-        await speak(bytes(40 * PIECE_BYTES) + user_speech.load("thank you").tobytes())
-        await until(lambda: of("latency") and of("caption", who="bot", final=True, text="You are welcome."))
-        listening.cancel()
-        with suppress(asyncio.CancelledError):
-            await listening
-    assert of("caption", who="bot", final=True)[0]["text"] == SETTINGS.greeting
-    assert [message["text"] for message in of("caption", who="user", final=True)] == ["thank you"]  # the mute was kept
-    assert of("state", bot="speaking") and of("state", user="speaking") and of("state", bot="thinking")
-    (latency,) = of("latency")
+            await page.socket.send(wrong)
+        await page.until("ready")
+        assert not page.of("caption")  # greeted when the page says hello, not before
+        await page.say("hello")
+        await page.until("caption", who="bot", final=True)
+        await page.say("mute", muted=True)
+        await page.speak(user_speech.load("tell me a joke").tobytes())
+        await page.say("mute", muted=False)
+        await page.speak(bytes(40 * PIECE_BYTES) + user_speech.load("thank you").tobytes())
+        await page.until("latency")
+        await page.until("caption", who="bot", final=True, text="You are welcome.")
+    assert page.of("caption", who="bot", final=True)[0]["text"] == SETTINGS.greeting
+    said = [message["text"] for message in page.of("caption", who="user", final=True)]
+    assert said == ["thank you"]  # the mute was kept
+    assert page.of("state", bot="speaking") and page.of("state", user="speaking") and page.of("state", bot="thinking")
+    (latency,) = page.of("latency")
     assert latency["turn"] == 1 and 0 < latency["transcript_ms"] < latency["first_audio_ms"]
-    assert messages.index(of("clear")[0]) < messages.index(latency)
-    assert audio_bytes > SAMPLE_RATE_HZ  # more than half a second
+    assert page.messages.index(page.of("clear")[0]) < page.messages.index(latency)
+    assert page.audio_bytes > SAMPLE_RATE_HZ  # more than half a second
 
 
 async def test_what_is_typed_is_answered_without_a_microphone_and_interrupts_the_answer(url):
-    messages: list[dict] = []
-    async with websockets.connect(socket_of(url)) as socket:
-
-        async def until(**wanted: object) -> None:
-            async with asyncio.timeout(WAIT_S):
-                while not any(wanted.items() <= message.items() for message in messages):
-                    message = await socket.recv()
-                    if not isinstance(message, bytes):
-                        messages.append(json.loads(message))
-
-        await until(type="ready")
+    async with visit(url) as page:
+        page.speak = lambda pcm: asyncio.sleep(PIECE_S)
+        await page.until("ready")
         for wrong in ("", "  ", 7, None):
-            await socket.send(json.dumps({"type": "text", "text": wrong}))
-        await socket.send(json.dumps({"type": "text", "text": "tell me a story"}))
-        await until(type="caption", who="user", text="tell me a story")
-        await until(type="state", bot="speaking")
-        await until(type="caption", who="bot", final=False)
-        await socket.send(json.dumps({"type": "text", "text": " thank you "}))
-        await until(type="caption", who="bot", final=True, text="You are welcome.")
-    captions = [m for m in messages if m["type"] == "caption" and m["final"]]
+            await page.say("text", text=wrong)
+        await page.say("text", text="tell me a story")
+        await page.until("caption", who="user", text="tell me a story")
+        await page.until("state", bot="speaking")
+        await page.until("caption", who="bot", final=False)
+        await page.say("text", text=" thank you ")
+        await page.until("caption", who="bot", final=True, text="You are welcome.")
+    captions = page.of("caption", final=True)
     assert [(m["who"], m.get("interrupted", False)) for m in captions] == [
         ("user", False), ("bot", True), ("user", False), ("bot", False),
     ]  # fmt: skip

@@ -3,30 +3,31 @@
 `make reference` takes a picture of the page in a conversation with the real bot.
 """
 
-import asyncio
 import contextlib
 import json
+import mimetypes
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import uvicorn
 from absent import needs
 from agent_picture import SPOKEN, visit
-from chromium import MICROPHONE_RATE_HZ, NAMES, binary, chromium, write_microphone
-from fastapi import FastAPI, WebSocket, WebSocketDisconnect
-from fastapi.staticfiles import StaticFiles
+from chromium import BINARY, MICROPHONE_RATE_HZ, NAMES, visited
 from pipecat_fakes import until
 from served import running_agent
+from sounds import tone
+from websockets.asyncio.server import ServerConnection, serve
+from websockets.datastructures import Headers
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
 
 import mktts
 from mktts.agent.settings import AgentSettings
-from mktts.audio import to_pcm16
-from mktts.server.settings import Limits, listen
+from mktts.audio import from_pcm16, to_pcm16
 from mktts.spec import SAMPLE_RATE_HZ
 
 PAGE = Path(mktts.__file__).parent / "agent" / "page"
@@ -42,7 +43,7 @@ CONFIG = {
     "hints": ["hello", "what time is it"],
 }
 MUTED = {"type": "mute", "muted": True}
-needs_chromium = pytest.mark.skipif(binary() is None, reason=f"no Chromium on this machine (looked for {NAMES})")
+needs_chromium = pytest.mark.skipif(BINARY is None, reason=f"no Chromium on this machine (looked for {NAMES})")
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no JavaScript runtime (node) on this machine")
@@ -58,107 +59,88 @@ class PageBot:
     def __init__(self) -> None:
         self.frames: list[bytes] = []
         self.messages: list[dict[str, Any]] = []
-        self.keys: list[str] = []
+        self.paths: list[str] = []  # of its conversations
         self.closed = 0
-        self.url = ""
-        self.app = FastAPI()
-        self.app.get("/agent/config")(lambda: CONFIG)
-        self.app.websocket("/agent")(self._converse)
-        self.app.mount("/", StaticFiles(directory=PAGE, html=True))
-        self._socket: WebSocket | None = None
+        self.socket: ServerConnection | None = None
 
     async def send(self, kind: str, **fields: Any) -> None:
-        await self._socket.send_text(json.dumps({"type": kind, **fields}))
-
-    async def lose(self) -> None:
-        """Ends the connection as a server that is started again does."""
-        await self._socket.close(1012)
-
-    async def play(self, seconds: float) -> None:
-        samples = np.arange(round(seconds * SAMPLE_RATE_HZ))
-        await self._socket.send_bytes(
-            to_pcm16((0.3 * np.sin(2 * np.pi * 440 / SAMPLE_RATE_HZ * samples)).astype(np.float32))
-        )
+        await self.socket.send(json.dumps({"type": kind, **fields}))
 
     async def new_samples(self, frames: int) -> np.ndarray:
         """Those of the next `frames` frames of the microphone, float32."""
         wanted = len(self.frames) + frames
         await until(lambda: len(self.frames) >= wanted)
-        return np.frombuffer(b"".join(self.frames[-frames:]), "<i2").astype(np.float32) / 2**15
+        return from_pcm16(np.frombuffer(b"".join(self.frames[-frames:]), "<i2"))
 
-    async def _converse(self, socket: WebSocket) -> None:
-        await socket.accept()
-        self._socket = socket
-        self.keys += socket.query_params.getlist("key")
-        with contextlib.suppress(WebSocketDisconnect, RuntimeError):
-            while (message := await socket.receive())["type"] != "websocket.disconnect":
-                if message.get("bytes") is not None:
-                    self.frames.append(message["bytes"])
+    async def converse(self, socket: ServerConnection) -> None:
+        self.socket = socket
+        self.paths.append(socket.request.path)
+        with contextlib.suppress(ConnectionClosed):
+            async for message in socket:
+                if isinstance(message, bytes):
+                    self.frames.append(message)
                 else:
-                    self.messages.append(json.loads(message["text"]))
+                    self.messages.append(json.loads(message))
         self.closed += 1
 
-
-@contextlib.asynccontextmanager
-async def page_bot() -> AsyncIterator[PageBot]:
-    """Serves a PageBot on a free port, in this event loop."""
-    bot = PageBot()
-    bound = listen("127.0.0.1", 0, Limits())
-    bot.url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(bot.app, log_config=None, ws="websockets-sansio", lifespan="off"))
-    server.capture_signals = contextlib.nullcontext
-    serving = asyncio.create_task(server.serve([bound]))
-    await until(lambda: server.started or serving.done())
-    yield bot
-    server.should_exit = server.force_exit = True
-    await serving
+    def answer(self, connection: ServerConnection, request: Request) -> Response | None:
+        """A file of the page, or what it asks of its configuration; None opens a conversation."""
+        name = request.path.partition("?")[0].lstrip("/") or "index.html"
+        if name == "agent":
+            return None
+        if name == "agent/config":
+            return connection.respond(HTTPStatus.OK, json.dumps(CONFIG))
+        if not (PAGE / name).is_file():
+            return connection.respond(HTTPStatus.NOT_FOUND, name)
+        kind = mimetypes.guess_type(name)[0] or "text/plain"
+        return Response(200, "OK", Headers({"Content-Type": kind}), (PAGE / name).read_bytes())
 
 
 @needs_chromium
 async def test_the_page_talks(tmp_path):
     """Microphone, playback, an interruption, captions, latencies, mute, typed text, errors, in one visit."""
-    times = np.arange(MICROPHONE_RATE_HZ * 6 // 10) / MICROPHONE_RATE_HZ
-    beep = 0.5 * np.sin(2 * np.pi * BEEP_HZ * times) * (times < 0.3)
-    with chromium(tmp_path, write_microphone(tmp_path / "beeps.wav", np.tile(beep, 20))) as browser:
-        async with page_bot() as bot, browser.tab(f"{bot.url}/?key=a%2Fb") as page:
-            await page.until("document.querySelector('#facts').textContent")
-            assert "noise, not speech" in await page.text("#noise") and "“hello”" in await page.text("#hints")
-            await page.click("#start")
-            await until(lambda: bot.messages)
-            assert bot.messages[0] == {"type": "hello"} and bot.keys == ["a/b"]
-            heard = await bot.new_samples(100)
-            assert {len(frame) for frame in bot.frames} == {2 * INPUT_RATE_HZ // 50}
-            assert abs(np.abs(np.fft.rfft(heard)).argmax() * INPUT_RATE_HZ / len(heard) - BEEP_HZ) < 10
+    beep = np.concatenate([tone(0.3, BEEP_HZ, MICROPHONE_RATE_HZ, peak) for peak in (0.5, 0.0)])
+    bot = PageBot()
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(serve(bot.converse, "127.0.0.1", 0, process_request=bot.answer))
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        page = await stack.enter_async_context(visited(f"{url}/?key=a%2Fb", tmp_path, np.tile(beep, 20)))
+        await page.until("document.querySelector('#facts').textContent")
+        assert "noise, not speech" in await page.text("#noise") and "“hello”" in await page.text("#hints")
+        await page.click("#start")
+        await until(lambda: bot.messages)
+        assert bot.messages[0] == {"type": "hello"} and bot.paths == ["/agent?key=a%2Fb"]
+        heard = await bot.new_samples(100)
+        assert {len(frame) for frame in bot.frames} == {2 * INPUT_RATE_HZ // 50}
+        assert abs(np.abs(np.fft.rfft(heard)).argmax() * INPUT_RATE_HZ / len(heard) - BEEP_HZ) < 10
 
-            await bot.play(5.0)
-            await page.until("Number(document.querySelector('#played').textContent) > 100")
-            await bot.send("clear")
-            await page.until("Number(document.querySelector('#dropped').textContent) > 0")
-            await page.until("Number(document.querySelector('#queued').textContent) === 0")
-            assert await page.number("#played") < 4_000
+        await bot.socket.send(to_pcm16(tone(5.0)))
+        await page.until("Number(document.querySelector('#played').textContent) > 100")
+        await bot.send("clear")
+        await page.until("Number(document.querySelector('#dropped').textContent) > 0")
+        await page.until("Number(document.querySelector('#queued').textContent) === 0")
+        assert await page.number("#played") < 4_000
 
-            await bot.send("caption", who="user", text="What time is it?", final=True)
-            await bot.send("caption", who="bot", text="<b>Once", final=True, turn=1, interrupted=True, unheard="upon")
-            await bot.send("latency", turn=1, first_audio_ms=402.4)
-            await page.until("document.querySelectorAll('#captions li').length === 2")
-            assert (
-                await page.text("#captions .cut .said") == "<b>Once" and await page.text("#captions .cut s") == "upon"
-            )
-            await page.until("document.querySelector('#tiles [data-name=first_audio_ms]').textContent === '402'")
+        await bot.send("caption", who="user", text="What time is it?", final=True)
+        await bot.send("caption", who="bot", text="<b>Once", final=True, turn=1, interrupted=True, unheard="upon")
+        await bot.send("latency", turn=1, first_audio_ms=402.4)
+        await page.until("document.querySelectorAll('#captions li').length === 2")
+        assert await page.text("#captions .cut .said") == "<b>Once" and await page.text("#captions .cut s") == "upon"
+        await page.until("document.querySelector('#tiles [data-name=first_audio_ms]').textContent === '402'")
 
-            await page.press("m")
-            await until(lambda: MUTED in bot.messages)
-            await bot.new_samples(5)  # what was under way
-            assert not (await bot.new_samples(60)).any()
-            await page.js("document.querySelector('#typed').value = ' hm '")
-            await page.click("#send")
-            await until(lambda: bot.messages[-1] == {"type": "text", "text": "hm"})
-            await bot.lose()
-            await until(lambda: bot.closed == 1 and bot.messages[-2:] == [{"type": "hello"}, MUTED])  # by itself
-            await bot.send("error", message="The model is gone.", fatal=True)
-            await until(lambda: bot.closed == 2)
-            assert "gone" in await page.text("#problem") and page.errors == []
-            assert all(url.startswith((bot.url, "data:")) for url in page.requested)
+        await page.js("document.body.dispatchEvent(new KeyboardEvent('keydown', {key: 'm', bubbles: true}))")
+        await until(lambda: MUTED in bot.messages)
+        await bot.new_samples(5)  # what was under way
+        assert not (await bot.new_samples(60)).any()
+        await page.js("document.querySelector('#typed').value = ' hm '")
+        await page.click("#send")
+        await until(lambda: bot.messages[-1] == {"type": "text", "text": "hm"})
+        await bot.socket.close(1012)  # as a server that is started again does
+        await until(lambda: bot.closed == 1 and bot.messages[-2:] == [{"type": "hello"}, MUTED])  # by itself
+        await bot.send("error", message="The model is gone.", fatal=True)
+        await until(lambda: bot.closed == 2)
+        assert "gone" in await page.text("#problem") and page.errors == []
+        assert all(asked.startswith((url, "data:")) for asked in page.requested)
 
 
 @pytest.mark.slow  # in real time, three processes at once: beside other tests on two cores the audio runs dry

@@ -182,26 +182,16 @@ def test_a_checkpoint_may_name_the_longest_text_it_takes_at_once_and_the_front_e
     assert open_checkpoint(broken).text_front_end() == "english"
 
 
-@pytest.fixture(scope="module")
-def sharded(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint as the Hub's own library divides it."""
-    folder = Path(shutil.copytree(tiny.folder, tmp_path_factory.mktemp("sharded") / "checkpoint"))
+def test_shards_hold_the_tensors_of_one_file_and_a_missing_or_wrong_one_is_named(tiny, tmp_path):
+    """Divided as the Hub's own library does it."""
+    folder = Path(shutil.copytree(tiny.folder, tmp_path / "sharded"))
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     save_torch_state_dict(tensors, folder, max_shard_size=sum(t.nbytes for t in tensors.values()) // 3)
-    return folder
-
-
-def test_shards_hold_the_same_tensors_as_one_file(sharded, tiny):
-    assert len(list(sharded.glob("model-*.safetensors"))) == 3
-    assert not (sharded / "model.safetensors").exists()
-    one, three = tiny.tensors(), open_checkpoint(sharded).tensors()
+    assert len(list(folder.glob("model-*.safetensors"))) == 3
+    one, three = tiny.tensors(), open_checkpoint(folder).tensors()
     assert one.keys() == three.keys()
     assert all(torch.equal(one[name], three[name]) for name in one)
-
-
-def test_a_missing_shard_and_a_misplaced_tensor_are_named(sharded, tmp_path):
-    folder = Path(shutil.copytree(sharded, tmp_path / "broken"))
     index, last = folder / "model.safetensors.index.json", "model-00003-of-00003.safetensors"
     name = next(n for n, shard in json.loads(index.read_text())["weight_map"].items() if shard == last)
     edit_json(index, lambda c: c["weight_map"].update({name: "model-00001-of-00003.safetensors"}))
@@ -269,7 +259,12 @@ def test_a_hub_id_is_fetched_at_its_pinned_commit(tiny, monkeypatch):
     assert open_checkpoint("someone/finetune").revision == "main"
 
 
-def test_offline_and_a_network_failure_are_said_by_name_with_the_way_out(tmp_path, monkeypatch):
+def test_offline_a_network_failure_and_a_source_that_is_nothing_are_said_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for source in ("", "nowhere", "/no/such/folder", "a/b/c", "./missing"):
+        with pytest.raises(CheckpointError, match="expected"):
+            open_checkpoint(source)
+
     def snapshot_download(*_: object, **__: object) -> str:
         raise RuntimeError("name resolution failed")
 
@@ -281,10 +276,3 @@ def test_offline_and_a_network_failure_are_said_by_name_with_the_way_out(tmp_pat
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     with pytest.raises(CheckpointError, match="offline.*RuntimeError: name resolution failed.*pass that folder"):
         open_checkpoint("Qwen/Qwen3-TTS-12Hz-0.6B-Base")
-
-
-@pytest.mark.parametrize("source", ["", "nowhere", "/no/such/folder", "a/b/c", "./missing"])
-def test_a_source_that_is_nothing_is_refused(source, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="expected"):
-        open_checkpoint(source)

@@ -78,23 +78,16 @@ def test_the_vocabulary_has_the_released_ids_and_one_token_per_word(tiny):
 
 
 @pytest.mark.parametrize("name", ["random:tiny:margin", "random:tiny-projected:margin"])
-def test_with_margins_bf16_and_fp32_choose_the_same_codes(name):
-    request = Request(TEXT, language="english", speaker="ryan")
-    greedy = Sampling().greedy()
-    fine, coarse = (
-        upstream.generate_codes(loaded(name, dtype)[1], request, greedy, 0, 6)
-        for dtype in (torch.float32, torch.bfloat16)
-    )
+def test_with_margins_bf16_and_fp32_choose_the_same_codes_and_other_text_gives_other_ones(name):
+    def codes(text: str, dtype: torch.dtype) -> torch.Tensor:
+        request = Request(text, language="english", speaker="ryan", layout="streaming")
+        return upstream.generate_codes(loaded(name, dtype)[1], request, Sampling().greedy(), 0, 6)
+
+    fine = codes(TEXT, torch.float32)
     assert fine.shape == (6, 16)
-    assert torch.equal(fine, coarse)
+    assert torch.equal(fine, codes(TEXT, torch.bfloat16))
+    assert not torch.equal(fine, codes("Good morning, what a day.", torch.float32))
     assert len(set(fine[:, 0].tolist())) == 6
-
-
-def test_with_margins_other_text_still_gives_other_codes():
-    _, model = loaded("random:tiny:margin")
-    requests = (Request(text, speaker="ryan", layout="streaming") for text in (TEXT, "Good morning, what a day."))
-    one, two = (upstream.generate_codes(model, request, Sampling().greedy(), 0, max_frames=6) for request in requests)
-    assert not torch.equal(one, two)
 
 
 def test_losing_the_race_takes_the_winners_checkpoint(tmp_path, monkeypatch):
@@ -108,36 +101,27 @@ def test_losing_the_race_takes_the_winners_checkpoint(tmp_path, monkeypatch):
     assert open_checkpoint(random_checkpoint.ensure_named("random:tiny", tmp_path)).is_random
 
 
-@pytest.fixture
-def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No $MKTTS_CACHE and a home that cannot be made; returns the folder of temporary files."""
+def test_the_cache_is_at_home_or_a_private_temporary_folder_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.delenv("MKTTS_CACHE", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))
+    monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))  # which cannot be made
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return tmp_path
-
-
-def test_the_cache_is_at_home_or_a_private_temporary_folder(homeless, monkeypatch):
-    folder = random_checkpoint.cache_folder()
-    assert folder.parent == homeless and folder.stat().st_mode & 0o777 == 0o700
-    assert random_checkpoint.cache_folder() == folder
-    assert random_checkpoint.ensure_named("random:tiny").parent == folder
-    monkeypatch.setenv("HOME", str(homeless / "home"))
-    assert random_checkpoint.cache_folder() == homeless / "home" / ".cache" / "mktts"
-    monkeypatch.setenv("MKTTS_CACHE", str(homeless / "named"))
-    assert random_checkpoint.cache_folder() == homeless / "named"
-
-
-def test_a_temporary_folder_that_is_not_ones_own_is_no_cache(homeless):
-    ours = homeless / f"mktts-{os.getuid()}"
-    ours.symlink_to(homeless)
+    ours = tmp_path / f"mktts-{os.getuid()}"
+    ours.symlink_to(tmp_path)
     with pytest.raises(CheckpointError, match="folder of user.*MKTTS_CACHE"):
         random_checkpoint.cache_folder()
     ours.unlink()
     ours.touch()
     with pytest.raises(CheckpointError, match="to make this folder.*MKTTS_CACHE"):
         random_checkpoint.cache_folder()
+    ours.unlink()
+    for _ in range(2):
+        assert random_checkpoint.cache_folder() == ours and ours.stat().st_mode & 0o777 == 0o700
+    assert random_checkpoint.ensure_named("random:tiny").parent == ours
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert random_checkpoint.cache_folder() == tmp_path / "home" / ".cache" / "mktts"
+    monkeypatch.setenv("MKTTS_CACHE", str(tmp_path / "named"))
+    assert random_checkpoint.cache_folder() == tmp_path / "named"
 
 
 def test_a_failed_make_leaves_nothing_and_a_folder_with_content_as_it_is(tmp_path, monkeypatch):

@@ -137,14 +137,11 @@ def test_a_broken_folder_is_refused_by_name(copied, breakage, message):
     assert str(copied) in str(caught.value)
 
 
-@pytest.mark.parametrize("source", ["random:enormous", "random:tiny:loud", "absent-folder", "", "random:"])
-def test_a_source_that_is_none_says_what_is_allowed(source):
-    with pytest.raises(CheckpointError, match="random:"):
-        open_text_checkpoint(source)
-
-
-def test_a_hub_id_is_downloaded_and_opened(tiny, monkeypatch):
+def test_a_hub_id_is_downloaded_and_a_source_that_is_none_says_what_is_allowed(tiny, monkeypatch):
     asked = []
     monkeypatch.setattr("mktts.checkpoint.open.download", lambda *words: asked.append(words) or (tiny.folder, "commit"))
     opened = open_text_checkpoint("Qwen/Qwen3-0.6B")
     assert asked == [("Qwen/Qwen3-0.6B", None)] and opened.revision == "commit" and opened.folder == tiny.folder
+    for source in ("random:enormous", "random:tiny:loud", "absent-folder", "", "random:"):
+        with pytest.raises(CheckpointError, match="random:"):
+            open_text_checkpoint(source)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,25 +99,24 @@ def test_a_seed_repeats_also_for_streams_that_take_turns(tiny):
 class FakeBackend:
     """Gives `ids` one after the other, whatever the prompt."""
 
-    def __init__(self, ids: Sequence[int], config: Any = None, name: str = "fake") -> None:
-        self.ids, self.config, self.name = ids, config, name
+    def __init__(self, ids: Sequence[int], name: str = "fake") -> None:
+        self.ids, self.name = ids, name
         self.started: list[tuple[list[int], Choice, int, int]] = []
         self.calls = 0
 
-    def start(
-        self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int, after: object = None
-    ) -> SimpleNamespace:
-        self.started.append((prompt.tolist(), choice, seed, max_tokens))
-        return SimpleNamespace(tokens=0)
+    def start(self, prompt: Tensor, *choice_seed_and_most: Any) -> list[int]:
+        """The state: what was made."""
+        self.started.append((prompt.tolist(), *choice_seed_and_most[:3]))
+        return []
 
-    def step(self, state: SimpleNamespace) -> int:
+    def step(self, state: list[int]) -> int:
         self.calls += 1
-        state.tokens += 1
-        return self.ids[(state.tokens - 1) % len(self.ids)]
+        state.append(self.ids[len(state) % len(self.ids)])
+        return state[-1]
 
 
 def faked(tiny: TextCheckpoint, ids: Sequence[int]) -> tuple[TextDecoder, FakeBackend]:
-    backend = FakeBackend(ids, tiny.config)
+    backend = FakeBackend(ids)
     return TextDecoder(backend, tiny), backend
 
 
@@ -151,31 +149,30 @@ def test_no_token_splits_a_character(tiny):
     assert decoder.generate("Hello", max_tokens=1).read() == "\ufffd"  # the end inside a character
 
 
-def test_cancelling_ends_the_stream_and_frees_the_state(tiny):
+def test_a_cancel_a_failure_and_the_decoders_end_each_end_a_stream_in_its_way(tiny):
     decoder, backend = faked(tiny, [10, 11, 12])
-    stream = decoder.generate("Hello")
-    assert next(stream).id == 10
-    stream.cancel()
-    stream.cancel()
+    with decoder.generate("Hello") as stream:
+        assert next(stream).id == 10
+        stream.cancel()
     assert list(stream) == [] and stream.finish_reason == "cancelled" and stream.ids == [10]
     assert backend.calls == 1 and stream.state is None
-    with decoder.generate("Hello") as other:
-        next(other)
-    assert other.finish_reason == "cancelled"
-    done = decoder.generate("Hello", max_tokens=1)
-    done.read()
-    done.cancel()
-    assert done.finish_reason == "max_tokens"
-
-
-def test_what_fails_inside_is_raised_once_and_ends_the_stream(tiny):
+    with decoder.generate("Hello") as left:
+        next(left)
+    assert left.finish_reason == "cancelled"
+    with decoder:
+        stream = decoder.generate("Hello", max_tokens=3)
+    assert len(list(stream)) == 3
+    stream.cancel()
+    assert stream.finish_reason == "max_tokens"
+    with pytest.raises(EngineError, match="closed"):
+        decoder.generate("Hello")
     decoder, backend = faked(tiny, [10])
-    stream = decoder.generate("Hello")
-    next(stream)
+    broken = decoder.generate("Hello")
+    next(broken)
     backend.ids = []  # the next step divides by their number
     with pytest.raises(ZeroDivisionError):
-        next(stream)
-    assert stream.ids == [10] and stream.finish_reason is None and list(stream) == []
+        next(broken)
+    assert broken.ids == [10] and broken.finish_reason is None and list(broken) == []
 
 
 @pytest.mark.parametrize(
@@ -198,25 +195,7 @@ def test_a_bad_request_is_named_before_the_model_runs(tiny, prompt, settings, er
     assert backend.started == []
 
 
-def test_a_closed_decoder_says_so_and_open_streams_go_on(tiny):
-    with faked(tiny, [10])[0] as decoder:
-        stream = decoder.generate("Hello", max_tokens=3)
-    assert len(list(stream)) == 3
-    with pytest.raises(EngineError, match="closed"):
-        decoder.generate("Hello")
-
-
-def test_what_cannot_be_loaded_is_named(tiny):
-    for settings, message in (
-        ({"backend": "upstream"}, "backend must be one of"),
-        ({"device": "abacus"}, "abacus"),
-        ({"backend": "megakernel", "device": "cpu"}, "megakernel"),
-    ):
-        with pytest.raises(BackendUnavailable, match=message):
-            TextDecoder.load(tiny, **settings)
-
-
-def test_the_kernel_serves_where_it_can_and_auto_says_why_not(tiny, monkeypatch, caplog):
+def test_the_kernel_serves_where_it_can_auto_says_why_not_and_what_cannot_be_loaded_is_named(tiny, monkeypatch, caplog):
     """On a pretended CUDA device, with a stand-in for the kernel."""
 
     def refuse(*_: object) -> None:
@@ -224,9 +203,9 @@ def test_the_kernel_serves_where_it_can_and_auto_says_why_not(tiny, monkeypatch,
 
     made: list[tuple[Any, ...]] = []
     kernel = "mktts.llm.decoder.TextKernelBackend"
-    monkeypatch.setattr(kernel, lambda *words: made.append(words) or FakeBackend([1], name="megakernel"))
+    monkeypatch.setattr(kernel, lambda *words: made.append(words) or FakeBackend([1], "megakernel"))
     monkeypatch.setattr("mktts.llm.decoder.device_named", lambda name: torch.device("cuda"))
-    monkeypatch.setattr("mktts.llm.decoder.TorchTextBackend", lambda *words: FakeBackend([1], name="torch"))
+    monkeypatch.setattr("mktts.llm.decoder.TorchTextBackend", lambda *words: FakeBackend([1], "torch"))
     assert TextDecoder.load(tiny).backend_name == "megakernel"
     config, tensors, device, dtype = made[0]
     assert config == tiny.config and "lm_head.weight" not in tensors
@@ -236,6 +215,14 @@ def test_the_kernel_serves_where_it_can_and_auto_says_why_not(tiny, monkeypatch,
     assert TextDecoder.load(tiny).backend_name == "torch" and "no room for its grid" in caplog.text
     with pytest.raises(BackendUnavailable, match="no room"):
         TextDecoder.load(tiny, backend="megakernel")
+    monkeypatch.undo()
+    for settings, message in (
+        ({"backend": "upstream"}, "backend must be one of"),
+        ({"device": "abacus"}, "abacus"),
+        ({"backend": "megakernel", "device": "cpu"}, "megakernel"),
+    ):
+        with pytest.raises(BackendUnavailable, match=message):
+            TextDecoder.load(tiny, **settings)
 
 
 @pytest.mark.gpu

@@ -69,14 +69,10 @@ def test_a_clip_is_written_whole_shown_without_normalisation_and_a_long_one_in_p
     assert len(data["text/html"]) < 1.4 * 2 * nb.EMBED_LIMIT_S * SAMPLE_RATE_HZ
 
 
-@pytest.mark.parametrize(
-    "pcm",
-    [np.zeros(0, np.float32), np.zeros(3), np.zeros((2, 2), np.float32), np.array([1.5], np.float32)],
-    ids=["empty", "float64", "stereo", "above full scale"],
-)
-def test_unusable_pcm_is_refused_before_anything_is_written(pcm, tmp_path):
-    with pytest.raises(MkttsError, match="clip 'x'"):
-        nb.clip(pcm, "x", tmp_path, random_weights=False)
+def test_unusable_pcm_is_refused_before_anything_is_written(tmp_path):
+    for pcm in (np.zeros(0, np.float32), np.zeros(3), np.zeros((2, 2), np.float32), np.array([1.5], np.float32)):
+        with pytest.raises(MkttsError, match="clip 'x'"):
+            nb.clip(pcm, "x", tmp_path, random_weights=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -121,19 +117,15 @@ def test_controls_start_with_the_parameters_values_and_follow_the_widgets():
     assert panel.values == first | {"TEXT": "Ho", "TEMPERATURE": 2.0}  # a slider stays within its range
 
 
-@pytest.mark.parametrize(
-    ("choices", "value", "named"),
-    [
-        (["ryan"], "nobody", "SPEAKER='nobody'"),
-        ((0.05, 2.0), 3.0, "SPEAKER=3.0 is not between"),
-        (None, (1, 2), "found tuple"),
-    ],
-)
-def test_controls_refuse_a_value_outside_its_choices_and_choices_without_parameter(choices, value, named):
-    with pytest.raises(MkttsError, match=named):
-        nb.Controls({"SPEAKER": choices} if choices else {}, SPEAKER=value)
-    with pytest.raises(MkttsError, match="VOICE"):
-        nb.Controls({"VOICE": ["a"]}, SPEAKER="nobody")
+def test_controls_refuse_a_value_outside_its_choices_and_choices_without_parameter():
+    for choices, value, named in (
+        ({"SPEAKER": ["ryan"]}, "nobody", "SPEAKER='nobody'"),
+        ({"SPEAKER": (0.05, 2.0)}, 3.0, "SPEAKER=3.0 is not between"),
+        ({}, (1, 2), "found tuple"),
+        ({"VOICE": ["a"]}, "nobody", "VOICE"),
+    ):
+        with pytest.raises(MkttsError, match=named):
+            nb.Controls(choices, SPEAKER=value)
 
 
 async def until(condition: Callable[[], bool]) -> None:

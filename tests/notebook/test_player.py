@@ -25,33 +25,31 @@ def live():
 
 
 class FakeStream:
-    """Five chunks; remembers whether it was cancelled."""
+    """Chunks of these samples, five of them by default, and then silence where it is `endless`."""
 
-    cancelled = False
+    def __init__(self, *chunks: np.ndarray, endless: bool = False) -> None:
+        self.chunks = chunks or [np.full(4, value / 10, np.float32) for value in range(5)]
+        self.endless, self.cancelled = endless, False
 
     def cancel(self):
         self.cancelled = True
 
     async def __aiter__(self):
-        for value in range(5):
+        for pcm in self.chunks:
             if self.cancelled:
                 return
-            yield SimpleNamespace(pcm=np.full(4, value / 10, np.float32))
+            yield SimpleNamespace(pcm=pcm)
+        await asyncio.sleep(60 if self.endless else 0)
 
 
 async def test_chunks_are_one_binary_buffer_each_and_unusable_pcm_is_refused_by_name(live):
     widget, sent = live
-
-    async def stream(*dtypes):
-        for dtype in dtypes:
-            yield SimpleNamespace(pcm=np.full(3, 0.25).astype(dtype))
-            yield SimpleNamespace(pcm=np.zeros(0, np.float32))
-
-    assert len([chunk async for chunk in widget.play(stream(np.float32))]) == 2
+    stream = FakeStream(np.full(3, 0.25, np.float32), np.zeros(0, np.float32))
+    assert len([chunk async for chunk in widget.play(stream)]) == 2
     assert [kind for kind, _ in sent] == ["begin", "pcm", "end"]
     assert np.frombuffer(sent[1][1], "<i2").tolist() == [8192] * 3
     with pytest.raises(MkttsError, match="int16"):
-        [chunk async for chunk in widget.play(stream(np.int16))]
+        [chunk async for chunk in widget.play(FakeStream(np.zeros(3, np.int16)))]
 
 
 async def test_play_passes_every_chunk_on_and_a_stop_cancels_the_stream(live):
@@ -69,22 +67,11 @@ async def test_play_passes_every_chunk_on_and_a_stop_cancels_the_stream(live):
 
 async def test_an_interrupt_or_a_loop_left_early_silences_the_page_and_ends_the_stream(live):
     widget, sent = live
-
-    async def listen(stream, begun):
-        async for _ in widget.play(stream):
-            begun.set()
-
-    class Endless(FakeStream):
-        async def __aiter__(self):
-            yield SimpleNamespace(pcm=np.zeros(4, np.float32))
-            await asyncio.sleep(60)
-
-    stream, begun = Endless(), asyncio.Event()
-    task = asyncio.create_task(listen(stream, begun))
-    await begun.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    stream = FakeStream(np.zeros(4, np.float32), endless=True)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):  # a timeout cancels the task, as an interrupt does
+            async for _ in widget.play(stream):
+                pass
     assert widget.stop_requested and stream.cancelled and sent[-1][0] == "end"
     stream = FakeStream()
     playing = widget.play(stream)

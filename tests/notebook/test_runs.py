@@ -68,10 +68,9 @@ def test_a_grid_is_every_combination_typed_in_order_and_named_by_its_values(tmp_
 
 
 def test_every_run_has_a_name_that_any_file_system_takes(tmp_path):
-    path = notebook(tmp_path / "n.ipynb")
     hard = ["a/b", "a\\b", "a:b", "a~b", "a b", "a_b", "..", "Yes.", "Yes", "x" * 300, "x" * 299 + "y", "", "ü?*<>|"]
     values = [{"TEXT": text, **seed} for text in hard for seed in ({}, {"SEED": 1}, {"SEED": 2})]
-    names = [runs.NotebookRun(path, {}, given).name for given in values]
+    names = [runs.NotebookRun(tmp_path / "n.ipynb", {}, given).name for given in values]
     assert len(set(names)) == len(names)
     for name in names:
         assert re.fullmatch(r"n-[A-Za-z0-9._,+~=-]{1,98}", name) and not name.endswith("."), name
@@ -87,36 +86,32 @@ def test_a_pattern_that_the_shell_left_alone_is_expanded_in_order(tmp_path):
     assert [run.path for run in runs.plan([literal], [])] == [literal]
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("SPEED=1", r"SPEED.*n\.ipynb has no such parameter.*FLAG, PLAIN, SCALE, SEED"),
-        ("SEED=", "SEED.*whole number.*''"),
-        ("SEED=1.5", "SEED.*whole number.*1.5"),
-        ("PLAIN=x", "PLAIN.*whole number"),
-        ("FLAG=1", "FLAG.*true or false"),
-        ("SCALE=nan", "SCALE.*finite"),
-        ("SHAPE=1", "SHAPE.*tuple.*only int"),
-        ("SEED=1,2,1", "SEED.*twice"),
-        ("SEED", "NAME=value"),
-        ('TEXT="open', "quote"),
-        ("RUN_DIR=x", "RUN_DIR.*runner"),
-    ],
+BAD_SETTINGS = (
+    ("SPEED=1", r"SPEED.*n\.ipynb has no such parameter.*FLAG, PLAIN, SCALE, SEED"),
+    ("SEED=", "SEED.*whole number.*''"),
+    ("SEED=1.5", "SEED.*whole number.*1.5"),
+    ("PLAIN=x", "PLAIN.*whole number"),
+    ("FLAG=1", "FLAG.*true or false"),
+    ("SCALE=nan", "SCALE.*finite"),
+    ("SHAPE=1", "SHAPE.*tuple.*only int"),
+    ("SEED=1,2,1", "SEED.*twice"),
+    ("SEED", "NAME=value"),
+    ('TEXT="open', "quote"),
+    ("RUN_DIR=x", "RUN_DIR.*runner"),
 )
-def test_bad_setting_is_refused_by_name_before_anything_runs(tmp_path, setting, message):
+
+
+def test_a_bad_setting_and_what_is_no_notebook_are_refused_by_name_before_anything_runs(tmp_path):
     other = notebook(tmp_path / "a.ipynb", parameters=PARAMETERS + "SPEED: int = 1")  # one of two does not know it
     path = notebook(tmp_path / "n.ipynb", "open('ran', 'w')")
-    with pytest.raises(BatchError, match=message):
-        run("run", other, path, "--set", setting, "--out", tmp_path / "runs")
+    for setting, message in BAD_SETTINGS:
+        with pytest.raises(BatchError, match=message):
+            run("run", other, path, "--set", setting, "--out", tmp_path / "runs")
     assert not (tmp_path / "ran").exists() and not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"cells": 3}'])
-def test_a_file_that_is_no_notebook_and_a_computed_parameter_are_refused(tmp_path, text):
-    path = tmp_path / "n.ipynb"
-    path.write_text(text)
-    with pytest.raises(BatchError, match=r"n\.ipynb: expected a notebook"):
-        runs.plan([path], [])
+    for text in ("", "{}", "[1]", '{"cells": 3}'):
+        path.write_text(text)
+        with pytest.raises(BatchError, match=r"n\.ipynb: expected a notebook"):
+            runs.plan([path], [])
     with pytest.raises(BatchError, match="literals"):
         runs.plan([notebook(path, parameters="A: int = len('x')")], [])
 

@@ -82,30 +82,21 @@ async def test_a_pause_that_the_text_asks_for_is_no_word_and_stays_in_the_contex
 
 
 @pytest.mark.parametrize("mode", TextAggregationMode)
-async def test_an_interruption_before_the_first_audio_reports_no_ttfb(mode):
-    tts, source = service(lambda text: FakeSpeech(None), text_aggregation_mode=mode)
-    async with Talk(tts) as talk:
-        await talk.say(*turn("One two three."))
-        await talk.until(lambda: source.speeches)
-        await talk.say(frames.InterruptionFrame())
-        await talk.until(lambda: talk.of(frames.InterruptionFrame))
-    assert source.speeches[0].cancelled
-    assert metrics(talk, TTFBMetricsData) == []
-    assert talk.heard() == ""
-
-
-@pytest.mark.parametrize("mode", TextAggregationMode)
-async def test_cancel_ends_the_generation_and_leaves_the_source_disconnected(mode):
+async def test_an_interruption_before_the_first_audio_reports_no_ttfb_and_a_cancel_disconnects_the_source(mode):
     tts, source = service(lambda text: FakeSpeech(None), text_aggregation_mode=mode)
     with pytest.raises(ZeroDivisionError):
         async with Talk(tts) as talk:
             await talk.say(*turn("One two three."))
-            await begun(talk, source, 2)
-            assert source.connected == 1
+            await talk.until(lambda: source.speeches)
+            await talk.say(frames.InterruptionFrame())
+            await talk.until(lambda: talk.of(frames.InterruptionFrame))
+            assert source.speeches.pop().cancelled and talk.heard() == "" and source.connected == 1
+            await talk.say(*turn("One two three."))
+            speech = await begun(talk, source, 2)
             raise ZeroDivisionError  # the talk is cancelled
-    assert source.speeches[0].cancelled
+    assert speech.cancelled
     assert source.connected == 0
-    assert talk.of(frames.CancelFrame)
+    assert talk.of(frames.CancelFrame) and len(metrics(talk, TTFBMetricsData)) == 1
 
 
 @pytest.mark.parametrize("text", ["\U0001f44d", "...", "\u200b!", "Sh."])
@@ -121,14 +112,6 @@ async def test_a_turn_without_sound_ends_at_once_and_is_no_failure(text):
     assert talk.samples() == 4 * 480 + 3 * SAMPLES_PER_FRAME
     assert len(metrics(talk, TTFBMetricsData)) == 1
     assert tts.is_usable
-
-
-async def test_an_end_in_the_middle_of_a_reply_does_not_wait_for_its_rest():
-    tts, _ = service(stop_frame_timeout_s=TOO_LATE_S)
-    async with Talk(tts) as talk:
-        await talk.say(*turn("One two three. ", "Four")[:-1], frames.EndFrame())
-        await talk.ended()
-    assert talk.heard() == "One two three."
 
 
 async def test_words_after_an_interruption_are_told_while_they_are_heard():
@@ -167,6 +150,9 @@ async def test_a_failed_engine_is_a_permanent_error_and_the_unspoken_text_stays_
 
 
 async def test_settings_that_do_not_fit_are_permanent_until_they_change():
+    with pytest.raises(ValueError, match="both"):
+        MkttsTTSService(checkpoint="random:tiny", source=FakeSource())
+
     def plan(text: str) -> FakeSpeech:
         if source.asked[-1][1].voice == "nobody":
             raise PromptError("speaker must be 'vivian', got 'nobody'")
@@ -183,8 +169,8 @@ async def test_settings_that_do_not_fit_are_permanent_until_they_change():
     assert tts.is_usable
 
 
-async def test_uninterruptible_speech_survives_an_interruption():
-    tts, source = service(lambda text: FakeSpeech(None))
+async def test_uninterruptible_speech_survives_an_interruption_and_an_end_does_not_wait_for_the_rest_of_a_reply():
+    tts, source = service(lambda text: FakeSpeech(None if "recorded" in text else 3), stop_frame_timeout_s=TOO_LATE_S)
     frame = frames.TTSSpeakFrame("This call is recorded.")
     frame.interruptible = False
     async with Talk(tts) as talk:
@@ -193,9 +179,11 @@ async def test_uninterruptible_speech_survives_an_interruption():
         await talk.say(frames.InterruptionFrame())
         await talk.until(lambda: talk.of(frames.InterruptionFrame))
         speech.give(2)
+        await talk.say(*turn("One two three. ", "Four")[:-1], frames.EndFrame())
+        await talk.ended()
     assert speech.made == 4
-    assert talk.samples() == 4 * SAMPLES_PER_FRAME
-    assert talk.heard() == "This call is recorded."
+    assert talk.samples() == (4 + 3) * SAMPLES_PER_FRAME
+    assert talk.heard() == "This call is recorded. One two three."
 
 
 @pytest.mark.parametrize(
@@ -213,11 +201,6 @@ async def test_resampled_speech_keeps_its_length_to_the_sample_though_the_engine
         speech.give(4)
     assert {frame.sample_rate for frame in talk.of(frames.TTSAudioRawFrame)} == {rate_hz}
     assert abs(talk.samples() - 7 * SAMPLES_PER_FRAME * rate_hz / source.sample_rate_hz) <= 0.5
-
-
-def test_a_checkpoint_or_a_source_but_not_both():
-    with pytest.raises(ValueError, match="both"):
-        MkttsTTSService(checkpoint="random:tiny", source=FakeSource())
 
 
 # ---- token mode: an LLM's tokens go into one generation while they are written

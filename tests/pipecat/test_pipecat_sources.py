@@ -72,11 +72,15 @@ def audio(talk: Talk) -> bytes:
     return b"".join(frame.audio for frame in talk.of(frames.TTSAudioRawFrame))
 
 
+def alone(synth: Synthesizer, text: str, **how) -> bytes:
+    """What the synthesizer itself makes of a text."""
+    return to_pcm16(synth.say(text, **{"speaker": "vivian", "seed": 5, "options": OPTIONS, **how}))
+
+
 def spoken(synth: Synthesizer, mode: TextAggregationMode, *sentences: str) -> bytes:
     """What the synthesizer alone makes of a turn: a sentence at a time, or of all that was fed."""
     if mode is TextAggregationMode.SENTENCE:
-        alone = [synth.say(text, speaker="vivian", seed=5, options=OPTIONS) for text in sentences]
-        return b"".join(map(to_pcm16, alone))
+        return b"".join(alone(synth, text) for text in sentences)
     with synth.open(speaker="vivian", seed=5, options=OPTIONS) as session:
         session.feed(" ".join(sentences))
         session.finish()
@@ -101,8 +105,7 @@ async def test_a_service_may_choose_the_layout_of_its_sentences(synth):
         async with Talk(MkttsTTSService(source=source, settings=Settings(voice="vivian", seed=5))) as talk:
             await talk.say(frames.TTSSpeakFrame("Hello there."))
         heard[layout] = audio(talk)
-        alone = synth.say("Hello there.", speaker="vivian", seed=5, options=OPTIONS, layout=layout)
-        assert heard[layout] == to_pcm16(alone)
+        assert heard[layout] == alone(synth, "Hello there.", layout=layout)
     assert heard["streaming"] != heard["whole"]
 
 
@@ -114,12 +117,9 @@ async def test_settings_reach_the_model_from_the_next_sentence_on(place, synth):
     async with Talk(place.service()) as talk:
         await talk.say(*turn("One."), frames.TTSUpdateSettingsFrame(delta=first), *turn("Two."))
         await talk.say(frames.TTSUpdateSettingsFrame(delta=second), *turn("Three."))
-    parts = [
-        synth.say("One.", speaker="vivian", seed=5, options=OPTIONS),
-        synth.say("Two.", speaker="vivian", language="english", seed=6, sampling=other, options=OPTIONS),
-        synth.say("Three.", speaker="ryan", language="auto", seed=6, sampling=other, options=OPTIONS),
-    ]
-    assert audio(talk) == b"".join(map(to_pcm16, parts))
+    two = alone(synth, "Two.", language="english", seed=6, sampling=other)
+    three = alone(synth, "Three.", speaker="ryan", language="auto", seed=6, sampling=other)
+    assert audio(talk) == alone(synth, "One.") + two + three
 
 
 async def test_two_sessions_of_one_source_take_turns(place, synth):
@@ -132,7 +132,7 @@ async def test_two_sessions_of_one_source_take_turns(place, synth):
             await second.say(frames.TTSSpeakFrame("Yes."))
             await second.until(lambda: second.of(frames.TTSAudioRawFrame))
             assert not first.of(frames.TTSStoppedFrame)  # the second caller did not wait for the first one's sentence
-        assert audio(second) == to_pcm16(synth.say("Yes.", speaker="vivian", seed=5, options=OPTIONS))
+        assert audio(second) == alone(synth, "Yes.")
     assert first.heard() == LONG.strip()  # the end of the second session did not cut it
 
 
@@ -210,7 +210,7 @@ async def test_a_saved_voice_speaks_on_a_base_checkpoint(tiny_base, tmp_path):
         tts = MkttsTTSService(source=LocalSource(synth, options=OPTIONS), settings=settings)
         async with Talk(tts) as talk:
             await talk.say(frames.TTSSpeakFrame("Hello."))
-        assert audio(talk) == to_pcm16(synth.say("Hello.", voice=voice, seed=5, options=OPTIONS))
+        assert audio(talk) == alone(synth, "Hello.", voice=voice, speaker=None)
 
 
 def test_the_shared_model_is_loaded_once_and_closed_when_told():

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 from absent import needs
-from chromium import MICROPHONE_RATE_HZ, NAMES, binary, chromium, write_microphone
+from chromium import BINARY, MICROPHONE_RATE_HZ, NAMES, visited
 from fake_synthesizer import FakeSynthesizer
 from served import served
 from test_voices import Clones
@@ -28,9 +28,9 @@ FRAMES = 12
 LIMITS = Limits(max_duration_s=FRAMES / FRAME_RATE_HZ)
 SPOKEN = f"{FRAMES / FRAME_RATE_HZ:.2f} s"
 DONE = "document.querySelector('#speak').textContent === 'Speak' && !document.querySelector('#download').hidden"
-needs_chromium = pytest.mark.skipif(binary() is None, reason=f"no Chromium on this machine (looked for {NAMES})")
+needs_chromium = pytest.mark.skipif(BINARY is None, reason=f"no Chromium on this machine (looked for {NAMES})")
 CHOSEN = "document.querySelector('#voices :checked')"
-SILENCE = np.zeros(480)
+SILENCE = np.zeros(480, np.float32)
 SCRIPTS = sorted(PAGE.glob("*.js"))
 
 
@@ -68,24 +68,21 @@ def test_the_pages_pure_code_and_that_scripts_are_read_by_an_engine():
 
 
 @contextlib.asynccontextmanager
-async def visited(folder, synth, sound=SILENCE, **settings):
-    """The server, the browser, and the page that it shows; with a key once it has been typed."""
-    with (
-        served(synth, LIMITS, **settings) as server,
-        chromium(folder, write_microphone(folder / "heard.wav", sound)) as browser,
-    ):
-        async with browser.tab(server.url, height=1_200) as page:
+async def opened(folder, synth, sound=SILENCE, **settings):
+    """The server, and the page that a browser shows of it; with a key once it has been typed."""
+    with served(synth, LIMITS, **settings) as server:
+        async with visited(server.url, folder, sound, height=1_200) as page:
             if "api_key" in settings:
                 await page.until("!document.querySelector('#key-row').hidden")
                 await page.js(f"(k => {{ k.value = {json.dumps(KEY)}; k.onchange() }})(document.querySelector('#key'))")
-            yield server, browser, page
+            yield server, page
 
 
 @needs_chromium
 @pytest.mark.skipif(shutil.which("node") is None or shutil.which("curl") is None, reason="needs node and curl")
 async def test_examples_of_other_programs_speak_as_they_are_copied_and_each_voice_has_a_sample(tiny, tmp_path):
     text = 'It\'s "quoted" & costs $5 \\ `so`.'
-    async with visited(tmp_path, FakeSynthesizer(tiny), api_key=KEY) as (server, _, page):
+    async with opened(tmp_path, FakeSynthesizer(tiny), api_key=KEY) as (server, page):
         await page.until("document.querySelectorAll('#voices span').length > 2")
         voice = await page.js("document.querySelectorAll('#voices input')[2].value")
         await page.click("#voices span:nth-child(3) input")
@@ -132,7 +129,7 @@ async def speak(page) -> None:
 @needs_chromium
 async def test_an_audio_element_plays_an_address_and_jumps_in_it_but_not_on_a_page_from_elsewhere(tiny, tmp_path):
     duration_s = LIMITS.max_frames / FRAME_RATE_HZ
-    async with visited(tmp_path, FakeSynthesizer(tiny)) as (server, browser, page):
+    async with opened(tmp_path, FakeSynthesizer(tiny)) as (server, page):
         address = f"{server.url}/v1/audio/speech?input=Hello.&response_format=wav"
         event = "new Promise(done => {{ for (const name of ['{}', 'error']) sound['on' + name] = () => done(name) }})"
         await page.js(f"window.sound = new Audio('{address}&stream=false'); sound.load()")
@@ -145,13 +142,13 @@ async def test_an_audio_element_plays_an_address_and_jumps_in_it_but_not_on_a_pa
         await page.js(f"window.sound = new Audio('{address}'); sound.load()")
         await page.until("sound.readyState >= 3")
         assert len(server.watched.streams) == 2
-        async with browser.tab(f"{server.url.replace('127.0.0.1', 'localhost')}/health") as page:  # another site
-            await page.js(f"window.sound = new Audio('{address}')")
-            assert await page.js(f"(sound.load(), {event.format('canplay')})") == "error"
-            assert len(server.watched.streams) == 2
-            await page.js("(sound = new Audio()).crossOrigin = 'anonymous'")
-            assert await page.js(f"(sound.src = '{address}', {event.format('canplay')})") == "canplay"
-            assert 'mktts_refused_total{code="foreign_origin"}' in httpx.get(f"{server.url}/metrics").text
+        await page.go(f"{server.url.replace('127.0.0.1', 'localhost')}/health")  # another site
+        await page.js(f"window.sound = new Audio('{address}')")
+        assert await page.js(f"(sound.load(), {event.format('canplay')})") == "error"
+        assert len(server.watched.streams) == 2
+        await page.js("(sound = new Audio()).crossOrigin = 'anonymous'")
+        assert await page.js(f"(sound.src = '{address}', {event.format('canplay')})") == "canplay"
+        assert 'mktts_refused_total{code="foreign_origin"}' in httpx.get(f"{server.url}/metrics").text
 
 
 @needs_chromium
@@ -163,7 +160,7 @@ async def test_the_page_asks_for_the_key_speaks_and_keeps_a_recorded_voice(tiny_
     seconds = np.arange(20 * MICROPHONE_RATE_HZ) / MICROPHONE_RATE_HZ
     hum = 0.15 * sum(np.sin(2 * np.pi * 140 * k * seconds) / k for k in range(1, 8))
     settings = {"uploads": VoiceFolder(folder, 3), "api_key": KEY}
-    async with visited(tmp_path, FakeSynthesizer(tiny_base), hum, **settings) as (server, _, page):
+    async with opened(tmp_path, FakeSynthesizer(tiny_base), hum.astype(np.float32), **settings) as (server, page):
         await page.until("!document.querySelector('#keep-row').hidden")
         await page.js("document.querySelector('#seed').value = 7")
         await page.js("for (const part of document.querySelectorAll('details')) part.open = true")

@@ -53,6 +53,8 @@ def test_what_is_said_is_not_looked_up_again_and_an_entry_of_the_request_comes_b
     assert Lexicon({"a": "b", "b": "a"}).say("a b") == "b a"
     assert Lexicon({"gif": "giff"}, LEXICON).say("GIF SQL") == "giff sequel"
     assert Lexicon({"SQL": "squeal"}, LEXICON).say("SQL Server, SQL") == "sequel server, squeal"
+    with pytest.raises(TextError, match="may have"):
+        Lexicon({"a": "b" * MAX_ENTRY_CHARS}).say("a " * (MAX_TEXT_CHARS // 50))
 
 
 def test_only_what_may_become_a_word_is_held_back():
@@ -83,29 +85,18 @@ def test_a_bad_file_is_refused_by_its_line(tmp_path, lines, named):
         Lexicon.of(tmp_path / "none.tsv")
 
 
-def test_a_file_is_what_its_mapping_is(tmp_path):
+def test_a_file_is_what_its_mapping_is_and_a_bad_mapping_is_refused(tmp_path):
     path = tmp_path / "words.tsv"
     path.write_bytes("\ufeffnginx\tengine X\r\n\n  GIF\t jif \n".encode())
     assert Lexicon.of(str(path)).say("A GIF of nginx") == "A jif of engine X"
-
-
-@pytest.mark.parametrize(
-    "words", [["a"], {"a": 3}, {3: "a"}, {"": "a"}, {"a": "?"}, {"a": "b" * (MAX_ENTRY_CHARS + 1)}]
-)
-def test_a_bad_mapping_is_refused(words):
-    with pytest.raises(OptionsError, match="pronunciations"):
-        Lexicon(words)
+    for words in (["a"], {"a": 3}, {3: "a"}, {"": "a"}, {"a": "?"}, {"a": "b" * (MAX_ENTRY_CHARS + 1)}):
+        with pytest.raises(OptionsError, match="pronunciations"):
+            Lexicon(words)
 
 
 def test_ipa_in_english_letters():
     found = {ipa: respelled(ipa) for ipa in ("/mɛtˈfɔɹmɪn/", "ˈt͡ʃiː.nəʊ", "ˈdɪnɚ ˈɛks", "ʁoz", "ˈ", "")}
     assert [*found.values()] == ["metformin", "cheenoh", "dinner eks", None, None, None]
-
-
-def test_a_text_that_becomes_too_long_is_refused():
-    lexicon = Lexicon({"a": "b" * MAX_ENTRY_CHARS})
-    with pytest.raises(TextError, match="may have"):
-        lexicon.say("a " * (MAX_TEXT_CHARS // 50))
 
 
 def test_a_front_end_reads_what_is_said_and_whole_and_fed_text_alike():

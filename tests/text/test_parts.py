@@ -86,17 +86,8 @@ def test_what_is_wrong_is_named(text, error):
         parts([text], ENGLISH)
 
 
-@pytest.mark.parametrize(
-    ("kind", "written", "said"),
-    [
-        ("ordinal", "1", "1st"),
-        ("ordinal", "12", "12th"),
-        ("ordinal", "1,022", "1,022nd"),
-        ("ordinal", "9" * 5_000, "9" * 5_000),
-        ("cardinal", "first", "first"),
-        ("characters", "a1 b", "A, 1, B"),
-        ("telephone", "none", "none"),
-    ],
-)
-def test_numbers_and_letters_are_written_so_that_they_are_read_as_asked(kind, written, said):
-    assert said_as(kind, written) == said
+def test_numbers_and_letters_are_written_so_that_they_are_read_as_asked():
+    ordinals = {"1": "1st", "12": "12th", "1,022": "1,022nd", "9" * 5_000: "9" * 5_000}
+    assert {written: said_as("ordinal", written) for written in ordinals} == ordinals
+    assert said_as("characters", "a1 b") == "A, 1, B"
+    assert (said_as("cardinal", "first"), said_as("telephone", "none")) == ("first", "none")

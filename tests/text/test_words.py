@@ -26,11 +26,6 @@ def test_words_of_a_text(text, words):
     assert split_words(text) == words
 
 
-def test_no_space_stands_between_ideographs():
-    assert [is_wide(word) for word in split_words("我用 Python。")] == [True, True, True]
-    assert [is_wide(word) for word in split_words("Hello, world")] == [False, False]
-
-
 @given(st.text(alphabet="ab. ,—“”(你。\n7", max_size=40))
 def test_no_visible_character_is_lost_or_said_twice(text):
     assert "".join("".join(split_words(text)).split()) == "".join(text.split())
@@ -53,6 +48,8 @@ def test_letters_stand_for_kinds_of_sounds(said, kinds):
     assert sounds(said) == kinds.split()
 
 
-def test_marks_make_a_pause_likely():
+def test_marks_make_a_pause_likely_and_no_space_stands_between_ideographs():
     assert all(map(PAUSED.search, ("there.", "there,”", "界。", "well —")))
     assert not any(map(PAUSED.search, ("there", "“there", "3.5m")))
+    assert [is_wide(word) for word in split_words("我用 Python。")] == [True, True, True]
+    assert [is_wide(word) for word in split_words("Hello, world")] == [False, False]
