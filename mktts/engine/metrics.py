@@ -86,7 +86,9 @@ def summarise(chunks: Iterable[Chunk]) -> StreamMetrics:
     """Metrics of one utterance from its chunks in order. Raises MetricsError where they hold no audio."""
     chunks = [chunk for chunk in chunks if len(chunk.pcm)]
     if not chunks:
-        raise MetricsError("expected a chunk with audio, found none: the stream was cancelled or stayed empty")
+        raise MetricsError(
+            "expected at least one chunk with audio, found none: the stream was cancelled or stayed empty"
+        )
     timings = [chunk.timings for chunk in chunks]
     playback = play([t.ready_ms for t in timings], [len(chunk.pcm) for chunk in chunks])
     audible_ms = None

@@ -258,6 +258,11 @@ class RestrictedRows:
         return logits.masked_fill_(self._forbidden[later], -torch.inf)
 
 
+def distribution(logits: Tensor, choice: Choice) -> Tensor:
+    """What upstream draws from: (V,) fp32, summing to 1. Philox's draws follow it but for ties at top-p's border."""
+    return ChoiceRows.of((choice,), logits.device).kept(logits[None], stable=False)[0].softmax(-1)
+
+
 def philox(
     counters: Sequence[np.ndarray | int], key: tuple[np.ndarray | int, np.ndarray | int]
 ) -> tuple[np.ndarray, ...]:

@@ -46,7 +46,7 @@ def evidence(folder: Path | None = None) -> Evidence:
     found = {n: read_json(folder / n) if (folder / n).is_file() else None for n in (CURVES, EVALUATION, INDEX)}
     pairs = []
     for row in found[INDEX] or ():
-        clips = {by: folder / f"{row['name']}_{part}.flac" for by, part in _CLIPS.items()}
+        clips = {by: folder / f"{row['name']}_{part}.ogg" for by, part in _CLIPS.items()}
         pairs.append({**row, "clips": {by: path for by, path in clips.items() if path.is_file()}})
     missing = tuple(f"{name}: not recorded yet" for name, content in found.items() if content is None)
     return Evidence(found[CURVES] or {}, found[EVALUATION], tuple(pairs), missing)
@@ -90,16 +90,16 @@ def card(voice: Path, evaluation: Mapping[str, Any]) -> str:
 
 def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path], codec: Codec) -> None:
     """Puts the first PAIRS sentences into `folder`: of the student, of the teacher, and the codec's copy of that."""
-    for old in folder.glob("*.flac"):
+    for old in folder.glob("*.ogg"):
         old.unlink()
     rows: list[dict[str, str]] = []
     for number, (text, speaker, pcm) in enumerate(clips_in(*teacher)):
         spoken, name = keep / f"{speaker}_{number:04}.flac", f"{len(rows)}_{speaker}"
         if spoken.is_file() and len(rows) < PAIRS:
-            write_audio(folder / f"{name}_student.flac", read_audio(spoken)[0])
-            write_audio(folder / f"{name}_teacher.flac", from_pcm16(pcm))
+            write_audio(folder / f"{name}_student.ogg", read_audio(spoken)[0])
+            write_audio(folder / f"{name}_teacher.ogg", from_pcm16(pcm))
             (codes,) = encoded(codec, [pcm])
-            write_audio(folder / f"{name}_copy.flac", codec.decode(codes[None].long())[0, : len(pcm)].numpy())
+            write_audio(folder / f"{name}_copy.ogg", codec.decode(codes[None].long())[0, : len(pcm)].numpy())
             rows.append({"name": name, "text": text, "speaker": speaker})
     write_json(folder / INDEX, rows)
 
