@@ -163,7 +163,9 @@ class PromptBuilder:
         ids = self.tokenizer.encode(request.text)
         if not ids:
             raise TextError("expected text to speak, got an empty text")
-        head, in_context = self._head(request), _in_context(request)
+        head = self._head(request)
+        # It continues a reference recording (upstream: ICL) instead of an x-vector alone.
+        in_context = getattr(request.voice, "codes", None) is not None
         text_ids = self.reference_ids(request) + ids if in_context else ids  # rows of one product
         trailing: Tensor | Callable[[], Tensor] = self._pad[:0]
         if request.layout == "whole" and spoken is not None and not in_context:
@@ -251,9 +253,10 @@ class PromptBuilder:
         return padded[: len(codec)] + codec, padded[len(codec) :]
 
     def _codec_side(self, request: Request) -> Tensor:
-        if not _in_context(request):
+        codes = getattr(request.voice, "codes", None)
+        if codes is None:
             return self._codec_bos
-        codes = request.voice.codes.to(self.device)
+        codes = codes.to(self.device)
         frames = torch.stack([table[codes[:, g]] for g, table in enumerate(self._codec_tables)], 1).sum(1)
         return torch.cat((self._codec_bos, frames))
 
@@ -276,7 +279,7 @@ class FedPrompt:
         # Rows (H,) of the transcript of an in-context voice, then one per text token, then end-of-text; and how many of
         # them the prompt holds at most.
         self._rows, self._in_prompt = [], 1
-        if _in_context(request):
+        if getattr(request.voice, "codes", None) is not None:
             self._rows += builder.text_rows(builder.reference_ids(request))
             self._in_prompt += len(request.voice.codes)
         self._reference_rows = len(self._rows)
@@ -383,11 +386,6 @@ class SpokenRows:
         """Rows `head`, those of the text `ids`, and what ends it."""
         parts = AddressedRows.of(head).addresses, self._table.addresses[list(ids)], self._end.addresses
         return AddressedRows(np.concatenate(parts), head, (head, *self._table.kept, *self._end.kept))
-
-
-def _in_context(request: Request) -> bool:
-    """Whether the request continues a reference recording (upstream: ICL) instead of an x-vector alone."""
-    return request.voice is not None and request.voice.codes is not None
 
 
 def is_of_voice(key: Hashable, voice: Voice) -> bool:
