@@ -261,8 +261,6 @@ class TickSettings:
     def worthwhile(self, model: TickModel, lanes: int, least: int, rows: int, context_rows: float) -> tuple[int, int]:
         """The bucket, with room for `rows` prompt rows and `least` lanes, that makes most frames a second where `lanes`
         want one, each at so many rows: an empty lane costs as much as a full one."""
-        if not self.buckets:
-            return lanes, rows
 
         def frames_hz(bucket: tuple[int, int]) -> float:
             filled = min(bucket[0], lanes)
@@ -441,7 +439,9 @@ def _of_many(table: StreamTable, able: np.ndarray, now_s: float, model: TickMode
         new = [piece.slot for piece in pieces if piece.last]
         count = min(settings.idle_lanes, most, len(speaking)) if not pieces else 0
     rows = sum(piece.rows for piece in pieces)
-    bucket = settings.worthwhile(model, len(new) + count, len(new), rows, context_rows)
+    bucket = len(new) + count, rows
+    if settings.buckets:
+        bucket = settings.worthwhile(model, len(new) + count, len(new), rows, context_rows)
     count = min(count, bucket[0] - len(new))
     near = int(np.searchsorted(leads_s, settings.fill_lead_s))
     count = max(count, min(near, min(max(bucket[0], settings.fill_lanes), most) - len(new)))
