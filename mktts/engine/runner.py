@@ -9,7 +9,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -257,7 +257,7 @@ class Runner:
             limit = f"one may have {self.lanes.positions}: shorten the text or lower max_frames"
             raise CapacityError(f"a stream of {most} positions (prompt and frames) was asked for, {limit}")
         if self._pages is not None:
-            key = kept_under(segment.prompt)
+            key = segment.prompt.prefix_key
             kept = self._pages.find(key)
         return Arrival(stream.arrived_s, rows - kept, most, stream.plan.paced, key, stream)
 
@@ -428,9 +428,11 @@ class Runner:
         if self._pages is None:
             return
         for slot, segment in running.lanes[: tick.new_lanes]:  # whose prompts have entered: others may share prefixes
-            key = kept_under(segment.prompt)
-            if segment.stream.segment is segment and key is not None and not self._pages.find(key):
-                self._pages.keep(slot, key, segment.prompt.prefix_rows)
+            key, rows = segment.prompt.prefix_key, segment.prompt.prefix_rows
+            if key is None or rows < PAGE_ROWS:  # one that fills no page is computed sooner than it is kept
+                continue
+            if segment.stream.segment is segment and not self._pages.find(key):
+                self._pages.keep(slot, key, rows)
 
     def _give(self, running: Running, made: Made, late_s: np.ndarray, ended_s: float) -> None:
         table, pcm16 = self._table, None
@@ -474,8 +476,3 @@ class Runner:
                 table.text_known[slot] = False
                 self._waiting[slot] = None
                 self._resume(slot, ended_s)
-
-
-def kept_under(prompt: Any) -> Hashable | None:
-    """What a prompt's prefix is kept under; None where it fills no page, and is computed sooner than it is kept."""
-    return prompt.prefix_key if prompt.prefix_rows >= PAGE_ROWS else None
