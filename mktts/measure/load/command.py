@@ -288,7 +288,8 @@ def merge(
     kept = sorted(latest.values(), key=itemgetter("model_size", "context_rows", "codec", "deterministic", "listeners"))
     others = {name: value for name, value in document["figures"].items() if name not in DERIVED}
     document |= {name: beside[name] for name in ("device", "driver", "torch")}
-    document |= {"points": kept, "figures": others | carried(kept, gpu) | (more or {})}
+    others |= carried(kept, gpu) | {name: {**value, **beside} for name, value in (more or {}).items()}
+    document |= {"points": kept, "figures": others}
     write_json(path, document)
     return document
 
