@@ -78,10 +78,18 @@ class Tab:
         return float(await self.text(selector))
 
     async def click(self, selector: str) -> None:
-        """Clicks once the element is seen and enabled."""
+        """A real click in the middle of the element, once it can be clicked."""
         found = f"document.querySelector({json.dumps(selector)})"
-        await self.until(f"{found} && !{found}.disabled && {found}.checkVisibility()")
-        await self.js(f"{found}.click()")
+        await self.until(f"({found} || {{disabled: true}}).disabled === false")
+        await self.js(f"({found}).addEventListener('pointerdown', () => {{ window.hit = true }}, {{once: true}})")
+        await self.js("window.hit = false")
+        async with asyncio.timeout(WAIT_S):
+            while not await self.js("window.hit"):  # a page takes no clicks before it has been painted
+                box = await self.js(
+                    f"(b => ({{x: b.x + b.width / 2, y: b.y + b.height / 2}}))({found}.getBoundingClientRect())"
+                )
+                for kind in ("mousePressed", "mouseReleased"):
+                    await self.command("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **box)
 
     async def picture(self, path: Path) -> None:
         shot = await self.command("Page.captureScreenshot", format="png")
@@ -112,6 +120,7 @@ async def visited(
             size = {"width": 760, "height": height, "deviceScaleFactor": 1, "mobile": False}
             await tab.command("Emulation.setDeviceMetricsOverride", **size)
             await tab.go(url)
+            await tab.command("Page.bringToFront")  # a tab behind another one gets no clicks
             yield tab
     finally:
         process.terminate()

@@ -43,13 +43,14 @@ def find(folder: Path) -> WeightFiles:
         lacks = "expected model.safetensors or model.safetensors.index.json, found neither"
         raise CheckpointError(f"{folder}: {lacks}. Pass the folder of a downloaded checkpoint.")
     try:
-        weight_map, tensors = json.loads(index.read_text(encoding="utf-8"))["weight_map"], {}
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = list(dict.fromkeys(weight_map.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: expected an object with a weight_map, found: {error!r}") from None
     if not shards or any(not isinstance(shard, str) or Path(shard).name != shard for shard in shards):
         found = sorted(map(str, shards))
         raise CheckpointError(f"{index}: expected file names beside the index in weight_map, found {found}")
+    tensors = {}
     for shard in shards:
         path, names = folder / shard, [name for name, its in weight_map.items() if its == shard]
         if not path.is_file():

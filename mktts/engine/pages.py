@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mktts.errors import CapacityError
+from mktts.errors import CapacityError, EngineError
 
 PAGE_ROWS = 64
 NO_OWNER = 0
@@ -103,8 +103,9 @@ class Pages:
         kept, kept_rows = self._kept.get(key), self.find(key)
         shared = [] if kept is None else kept.pages[: kept_rows // self.page_rows]
         count = self.count(rows) - len(shared)
-        while len(self._free) < count and self._forget_one(but=key):
-            pass  # there are enough of them: see `fits`
+        while len(self._free) < count:
+            if not self._forget_one(but=key):
+                raise EngineError(f"{count} pages were promised, {len(self._free)} are free: the book is wrong")
         own = [self._free.pop() for _ in range(count)]
         pages = shared + own
         for page in pages:

@@ -108,8 +108,9 @@ def load_upstream(
     with _quiet():
         model = qwen_tts.Qwen3TTSModel.from_pretrained(folder, dtype=dtype, **placed)
         if dtype != torch.float32:  # upstream hands dtype on to the codec, whose weights are float32
-            placed["dtype"] = torch.float32
-            codec = qwen_tts.Qwen3TTSTokenizer.from_pretrained(f"{folder}/speech_tokenizer", **placed)
+            codec = qwen_tts.Qwen3TTSTokenizer.from_pretrained(
+                f"{folder}/speech_tokenizer", dtype=torch.float32, **placed
+            )
             model.model.load_speech_tokenizer(codec)
         model.processor.tokenizer = type(model.processor.tokenizer).from_pretrained(folder)
     return model
@@ -319,8 +320,15 @@ class UpstreamLanes(OneLane):
             nonlocal limit
             limit = guard.count(codes, segment.prompt.text_tokens)
 
-        how = segment.sampling, segment.seed, segment.max_frames, lambda: stream.cancelled or limit is not None
-        codes = generate_codes(self.upstream, request, *how, on_frame)
+        codes = generate_codes(
+            self.upstream,
+            request,
+            segment.sampling,
+            segment.seed,
+            segment.max_frames,
+            cancelled=lambda: stream.cancelled or limit is not None,
+            on_frame=on_frame,
+        )
         if stream.cancelled or not len(codes):
             return
         reference = None if request.voice is None else request.voice.codes

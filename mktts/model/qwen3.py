@@ -115,9 +115,19 @@ class LayerWeights:
         return replace(self, q=q, k=k, v=v, gate=gate, up=up, qkv=qkv, gate_up=gate_up)
 
 
-_LAYER_NAMES = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
-_LAYER_NAMES |= {name: f"self_attn.{name}_proj" for name in "qkvo"} | {f"{x}_norm": f"self_attn.{x}_norm" for x in "qk"}
-_LAYER_NAMES |= {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+_LAYER_NAMES = {
+    "input_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "post_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
 CHUNK_POSITIONS = 64  # that a growing cache grows by
 
 

@@ -168,7 +168,7 @@ class AudioResponse(StreamingResponse):
     ) -> None:
         kind, rate_hz = encoder.kind, encoder.rate_hz
         headers = {  # what is known before the first sample; the rest is at GET /tts/stream/{X-Request-Id}
-            "Content-Type": "text/event-stream" if events_of else MEDIA_TYPES[kind].format(rate_hz=rate_hz),
+            "Content-Type": MEDIA_TYPES[kind].format(rate_hz=rate_hz) if events_of is None else "text/event-stream",
             REQUEST_ID_HEADER: stream.id,
             "X-Seed": str(stream.state.seed),
             "X-Sample-Rate-Hz": str(rate_hz),
