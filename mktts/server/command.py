@@ -51,7 +51,7 @@ class _Serving:
     engine_process: Literal["auto", "same", "own"] = option(
         "auto", "in the process of the sockets, or in its own (default: own on CUDA, but for --engine single)"
     )
-    codec_precision: Literal["full", "fast"] = option("full", "fast: fp16, for many streams on a CUDA device")
+    codec_precision: Literal["full", "fast"] = option("fast", "of many streams on a CUDA device: fp32, or fp16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -120,7 +120,7 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
             fastest one that can run here.
         device: "cpu", "cuda", "cuda:1", or "auto": CUDA where there is a device.
         dtype: of the talker and code predictor; None takes bfloat16 on CUDA, as the weights are stored, and float32
-            on the CPU. The codec computes in float32, unless BatchSettings(codec="fast") says otherwise.
+            on the CPU. The codec computes in float32, but that of many streams on CUDA as `BatchSettings` says.
         cpu_threads: that one operator may use; None takes `default_cpu_threads`. With more of them than that a small
             model's last bits depend on its neighbours, as MKL cuts sums by rows and threads.
         engine: "single" makes one stream a step, the quickest for one listener; "batch" makes many together; "auto"

@@ -153,12 +153,9 @@ class Subject:
         self.texts = texts_for(checkpoint, settings.context_rows)
         self.source = Synthesizer.load(checkpoint, **settings.loading())
         self.source.warm_up()
-        lanes = self.source.lanes  # None: one stream's codec, and nothing promised
         self.about = {
             "checkpoint": settings.checkpoint,
             "random_weights": checkpoint.is_random,
-            "codec": lanes.precision if lanes else "full",
-            "deterministic": bool(lanes and lanes.deterministic),
             "model_size": checkpoint.config.model_size,
             "backend": self.source.backend_name,
             "dtype": str(self.source.dtype).removeprefix("torch."),
@@ -176,8 +173,15 @@ class Subject:
         seen = client.hold(self.source, self.texts, self.settings, listeners, self.stopped)
         point = client.measured(seen, self.settings)
         ticks, engine = client.held_ticks(seen, getattr(self.source, "ticks", np.zeros(0)))
-        kind = "text" if self.texts.text else "natural"
-        offered = {"listeners": listeners, "context_rows": self.texts.rows, "context": kind}
+        lanes = getattr(self.source, "lanes", None)  # None: one stream's codec
+        alone = self.settings.engine == "batch" or self.settings.deterministic  # else some streams are made singly
+        offered = {
+            "listeners": listeners,
+            "context_rows": self.texts.rows,
+            "context": "text" if self.texts.text else "natural",
+            "codec": lanes.precision if lanes else "full",
+            "deterministic": bool(lanes and lanes.deterministic and alone),
+        }
         return point | engine | offered | self.about, seen, ticks
 
 
