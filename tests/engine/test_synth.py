@@ -34,7 +34,8 @@ from mktts.text.lexicon import Lexicon
 from mktts.text.split import MAX_TEXT_CHARS
 
 _GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-_SMALL = BatchSettings(max_streams=32, memory_bytes=1 << 30, codec="full")  # so that several tests share a device
+# Small, so that several tests share a device.
+_SMALL = BatchSettings(max_streams=32, memory_bytes=1 << 30, codec="full")
 ENGINES = [
     pytest.param({"backend": "torch", "device": "cpu", "engine": "single"}, id="oracle"),
     pytest.param({"device": "cpu", "engine": "batch"}, id="batch"),
