@@ -325,6 +325,7 @@ class Child:
                 utterance.cancel()
             elif utterance is not None:
                 utterance.taken_frames = count
+                utterance.taken.append(utterance)
                 if utterance.watched:
                     utterance.update()
         self._streams = {id: utterance for id, utterance in self._streams.items() if not utterance.over}

@@ -123,6 +123,7 @@ class Runner:
         self._streams: dict[int, Utterance] = {}  # those of the last two, by slot
         self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[Running] = deque()  # two at most, and one between two turns
+        self._taken: deque[Utterance] = deque()  # whose readers took a chunk since the last tick; they append
         self._cancelled: set[Utterance] = set()  # since the last tick, of those that were looked at
         self._freed = False  # a stream has ended, or is not read any more, since the queue was looked at
 
@@ -148,7 +149,7 @@ class Runner:
         if stream.chunker is None or stream in self._textless:
             if stream.chunker is None:
                 stream.chunker = Chunker(stream.plan.options, stream.script.started_s, self._settings.chunks)
-                stream.on_close = partial(self._leave, stream)
+                stream.on_close, stream.taken = partial(self._leave, stream), self._taken
                 self.open_streams[stream] = None
             stream.arrived_s = time.perf_counter()
             self._textless.discard(stream)
@@ -279,6 +280,7 @@ class Runner:
                 slot = self.open_streams[stream] = self.free_slots.pop()
                 self._streams[slot] = self._awake[slot] = stream
                 table.enter(slot, now_s, stream.plan.paced)
+                table.buffer_frames[slot] = stream.buffer_frames
                 if self.lanes.submit is not None:
                     stream.submit = partial(self.lanes.submit, slot)
             anew = stream.begins_anew or not stream.segment_number
@@ -320,16 +322,15 @@ class Runner:
 
     def _update_readers(self, now_s: float) -> None:
         """What readers of awake streams have taken, and whose buffer is full."""
-        table, changed = self._table, list(self._awake.items())
-        if len(changed) > 1:  # a loop over those with a change only; for one it would take a twentieth of a millisecond
-            slots = np.fromiter(self._awake, np.int64, len(changed))
-            taken = np.array([stream.taken_frames for _, stream in changed], np.int64)
-            watched = np.array([stream.watched for _, stream in changed], bool)
-            buffers = np.array([stream.buffer_frames for _, stream in changed], np.int64)
-            looked_at = watched | table.full[slots] | (table.frames_made[slots] - taken >= buffers)
-            changed = [changed[index] for index in np.flatnonzero(looked_at).tolist()]
-            table.read(slots, taken, now_s)
-        for slot, stream in changed:
+        table, slots = self._table, {self.open_streams.get(self._taken.popleft()) for _ in range(len(self._taken))}
+        awake = list(self._awake.items())
+        if len(awake) > 1:  # only those of which something is new, and those whose buffers may be full
+            filled = table.open & (table.full | (table.frames_made - table.frames_taken >= table.buffer_frames))
+            slots.update(np.flatnonzero(filled).tolist())
+            awake = [(slot, self._awake[slot]) for slot in slots if slot in self._awake]
+            taken = [stream.taken_frames for _, stream in awake]
+            table.read(np.array([slot for slot, _ in awake], np.int64), np.array(taken, np.int64), now_s)
+        for slot, stream in awake:
             taken, frames = stream.taken_frames, int(table.frames_made[slot])
             if table.frames_taken[slot] != taken:
                 table.frames_taken[slot], table.taken_s[slot] = taken, now_s
@@ -441,18 +442,20 @@ class Runner:
         predictor_ms = 1e3 * made.predictor_s
         talker_ms = 1e3 * made.took_s / max(len(running.lanes), 1) - predictor_ms
         ahead = self.lanes.alone and self.lanes.decodes_beside
-        for index, (slot, segment) in enumerate(running.lanes):
-            stream, chunker, ended = segment.stream, segment.stream.chunker, bool(made.ended[index])
+        # lists: to ask an array for one number takes ten times as long
+        of_lanes = zip(running.lanes, made.ended.tolist(), made.codes[:, 0].tolist(), late_s.tolist(), strict=True)
+        for index, ((slot, segment), ended, code, behind_s) in enumerate(of_lanes):
+            stream, chunker = segment.stream, segment.stream.chunker
             if not stream.open:
                 continue
             if stream.segment is not segment or ended:
                 table.frames_made[slot] -= 1  # nothing came of it
             if stream.segment is not segment:
                 continue  # the speech had ended when this was launched
-            if not ended and made.codes[index, 0] < 0:
+            if not ended and code < 0:
                 stream.fail(no_number())
                 continue
-            stream.late_s += float(late_s[index])
+            stream.late_s += behind_s
             chunker.talker_ms += talker_ms
             chunker.predictor_ms += predictor_ms
             # A copy of its own: the stream's codes may be kept for long, and should not keep the whole tick's.

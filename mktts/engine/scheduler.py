@@ -278,18 +278,19 @@ class StreamTable:
     the frames after it are wanted that much later.
 
     open: in use; one that is not is in no tick. paced: somebody listens in real time; otherwise the frames are wanted
-    as soon as others allow it. text_known: the talker's next input is there. full: the reader's buffer takes no more.
-    serial: counts the streams that a slot has had. prompt_rows: rows of the segment's prompt still to enter.
-    context_rows: rows in the keys and values, those that lie in shared pages included. frames_made, frames_taken: of
-    all segments; made counts the tick that runs. chunk_start, chunk_end: frames made where the chunk begins that is
-    being made, and where it is whole, a silent lead included: before that its listener has none of it. arrived_s,
-    newest_s (of the newest frame), playing_since_s (-inf before the first PCM), taken_s (of the newest frame that the
-    reader took). silent_s: of pauses so far, which have no frames. resumed: waited for its text, which has come, and
-    was in no tick since."""
+    as soon as others allow it. text_known: the talker's next input is there. full: the reader's buffer, of
+    buffer_frames, takes no more. serial: counts the streams that a slot has had. prompt_rows: rows of the segment's
+    prompt still to enter. context_rows: rows in the keys and values, those that lie in shared pages included.
+    frames_made, frames_taken: of all segments; made counts the tick that runs. chunk_start, chunk_end: frames made
+    where the chunk begins that is being made, and where it is whole, a silent lead included: before that its listener
+    has none of it. arrived_s, newest_s (of the newest frame), playing_since_s (-inf before the first PCM), taken_s (of
+    the newest frame that the reader took). silent_s: of pauses so far, which have no frames. resumed: waited for its
+    text, which has come, and was in no tick since."""
 
     def __init__(self, slots: int) -> None:
         self.open, self.paced, self.text_known, self.full, self.resumed = np.zeros((5, slots), bool)
         self._counts = np.zeros((6, slots), np.int64)
+        self.buffer_frames = np.full(slots, np.iinfo(np.int64).max)
         self.prompt_rows, self.context_rows, self.frames_made, self.frames_taken = self._counts[:4]
         self.chunk_start, self.chunk_end = self._counts[4:]
         self.serial = np.zeros(slots, np.int64)
