@@ -12,8 +12,8 @@ class BatchSettings:
     """max_streams: open at once; None: on a CUDA device up to 2 048, as many as a quarter of the memory holds the slots
     of; on a CPU 32. positions: of one segment's prompt and frames together, at most. memory_bytes: for keys and values;
     None: on a CUDA device what weights and slots leave of four fifths of what is free, on a CPU 2 GiB. codec: its
-    precision on a CUDA device. "fast" computes the waveform in fp16, 55 dB beside fp32 where upstream's codec in
-    bfloat16 has 30 to 36; "full" has 88, and takes twice the time and the memory of a slot.
+    precision on a CUDA device: "fast" computes the waveform in fp16, 55 dB beside fp32, "full" has 88 dB, for twice the
+    time and the memory of a slot.
 
     A slot takes memory whether it speaks or not. A stream has the pages of its prompt and of the most frames that it
     may speak from the start of a segment, so that none stops for want of one: a lower `max_frames` lets more streams

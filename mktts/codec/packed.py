@@ -148,7 +148,10 @@ class CodecWeights:
             layers=tuple(map(_layer, stack.layers)),
             inverse_frequency=stack.inverse_frequency,
             leave=pack(stack.output, norm=stack.norm),
-            convnexts=tuple(_convnexts(stages[:count])),
+            convnexts=tuple(
+                (pack(up.linear, channels=up.c_in), replace(one, expand=pack(one.expand), shrink=pack(one.shrink)))
+                for up, one in zip(stages[:count:2], stages[1:count:2], strict=True)
+            ),
             widen=pack_conv(stages[count]),
             blocks=tuple(_block(stages[i : i + size], split) for i in range(count + 1, len(stages), size)),
             last_snake=_half_turns(decoder.last_snake),
@@ -179,11 +182,6 @@ def _layer(layer: AttentionLayer) -> AttentionLayer:
     by_turns = layer.gate_up.weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)  # a tile of a product has both
     qkv, gate_up = pack(layer.qkv, norm=layer.input_norm), pack(Linear(by_turns), norm=layer.post_norm)
     return replace(layer, qkv=qkv, out=pack(layer.out), gate_up=gate_up, down=pack(layer.down))
-
-
-def _convnexts(stages: list) -> Iterator[tuple[Packed, ConvNeXt]]:
-    for up, block in zip(stages[::2], stages[1::2], strict=True):
-        yield pack(up.linear, channels=up.c_in), replace(block, expand=pack(block.expand), shrink=pack(block.shrink))
 
 
 def _block(stages: list, split: bool) -> PackedBlock:

@@ -260,6 +260,7 @@ class Child:
             arguments = utterance.idle, utterance.late_s
         else:
             arguments = utterance.finish_reason, sendable(utterance.error)
+            self._streams.pop(id, None)
         self._made.append((f"_on_{what}", (id, *arguments), None))
 
     def flush(self) -> None:
@@ -290,6 +291,7 @@ class Child:
         except Exception as raised:
             error = sendable(raised)
             if method == "begin":
+                self._streams.pop(arguments[0], None)
                 self._out.put([("_on_over", (arguments[0], None, error), None)])
             elif number is None:
                 _LOG.exception("%s failed", method)
@@ -308,9 +310,8 @@ class Child:
         return synthesizer.backend_name, str(synthesizer.device), synthesizer.dtype
 
     def begin(self, id: int, plan: Plan, script: Callable[[Any], Script]) -> None:
-        utterance = self._engine.reserve(plan, sink=partial(self.tell, id))
+        utterance = self._streams[id] = self._engine.reserve(plan, sink=partial(self.tell, id))
         self._engine.begin(utterance, script)
-        self._streams[id] = utterance
 
     def feed(self, id: int, texts: Sequence[Any]) -> None:
         """See `Engine.feed`."""
@@ -325,10 +326,9 @@ class Child:
                 utterance.cancel()
             elif utterance is not None:
                 utterance.taken_frames = count
-                utterance.taken.append(utterance)
+                utterance.readers.append(utterance)
                 if utterance.watched:
                     utterance.update()
-        self._streams = {id: utterance for id, utterance in self._streams.items() if not utterance.over}
 
 
 def run_child(handle: int, load: Callable[..., Any]) -> None:

@@ -123,7 +123,7 @@ class Runner:
         self._streams: dict[int, Utterance] = {}  # those of the last two, by slot
         self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[Running] = deque()  # two at most, and one between two turns
-        self._taken: deque[Utterance] = deque()  # whose readers took a chunk since the last tick; they append
+        self._readers: deque[Utterance] = deque()  # whose readers took a chunk since the last tick; they append
         self._cancelled: set[Utterance] = set()  # since the last tick, of those that were looked at
         self._freed = False  # a stream has ended, or is not read any more, since the queue was looked at
 
@@ -149,7 +149,7 @@ class Runner:
         if stream.chunker is None or stream in self._textless:
             if stream.chunker is None:
                 stream.chunker = Chunker(stream.plan.options, stream.script.started_s, self._settings.chunks)
-                stream.on_close, stream.taken = partial(self._leave, stream), self._taken
+                stream.on_close, stream.readers = partial(self._leave, stream), self._readers
                 self.open_streams[stream] = None
             stream.arrived_s = time.perf_counter()
             self._textless.discard(stream)
@@ -198,10 +198,9 @@ class Runner:
             self._read()
         elif running is None and not self._freed and not self._arrived:
             for slot in table.able().tolist():  # they are ahead, and what their readers take is an update
-                stream = self._streams[slot]
-                stream.watched = True
-                if stream.taken_frames != table.frames_taken[slot]:  # it has come
-                    return float("-inf")
+                self._streams[slot].watched = True
+            if self._readers:  # one has come
+                return float("-inf")
             return min(tick.wake_s - self._give_s, self._queue.wake_s(now_s))
         return float("-inf")
 
@@ -322,7 +321,7 @@ class Runner:
 
     def _update_readers(self, now_s: float) -> None:
         """What readers of awake streams have taken, and whose buffer is full."""
-        table, slots = self._table, {self.open_streams.get(self._taken.popleft()) for _ in range(len(self._taken))}
+        table, slots = self._table, {self.open_streams.get(self._readers.popleft()) for _ in range(len(self._readers))}
         awake = list(self._awake.items())
         if len(awake) > 1:  # only those of which something is new, and those whose buffers may be full
             filled = table.open & (table.full | (table.frames_made - table.frames_taken >= table.buffer_frames))
@@ -442,20 +441,18 @@ class Runner:
         predictor_ms = 1e3 * made.predictor_s
         talker_ms = 1e3 * made.took_s / max(len(running.lanes), 1) - predictor_ms
         ahead = self.lanes.alone and self.lanes.decodes_beside
-        # lists: to ask an array for one number takes ten times as long
-        of_lanes = zip(running.lanes, made.ended.tolist(), made.codes[:, 0].tolist(), late_s.tolist(), strict=True)
-        for index, ((slot, segment), ended, code, behind_s) in enumerate(of_lanes):
-            stream, chunker = segment.stream, segment.stream.chunker
+        for index, (slot, segment) in enumerate(running.lanes):
+            stream, chunker, ended = segment.stream, segment.stream.chunker, bool(made.ended[index])
             if not stream.open:
                 continue
             if stream.segment is not segment or ended:
                 table.frames_made[slot] -= 1  # nothing came of it
             if stream.segment is not segment:
                 continue  # the speech had ended when this was launched
-            if not ended and code < 0:
+            if not ended and made.codes[index, 0] < 0:
                 stream.fail(no_number())
                 continue
-            stream.late_s += behind_s
+            stream.late_s += float(late_s[index])
             chunker.talker_ms += talker_ms
             chunker.predictor_ms += predictor_ms
             # A copy of its own: the stream's codes may be kept for long, and should not keep the whole tick's.

@@ -132,7 +132,6 @@ FRAME_S = 1 / FRAME_RATE_HZ
 # A full buffer from which nothing was taken for so long: nobody reads. Who plays in real time takes more.
 ABSENT_S = 2.0
 _TOLERANCE_S = 1e-6  # of a lead, so that what is waited for has come when the wait is over
-_SLIGHTLY = 1.1  # longer a tick may be for the sake of prompts: else long ticks, which are few, let in too few of them
 _MANY_NEW = 32  # first frames of a tick: those that are not pressed for time leave it to so many
 _LANES = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1_024)  # of an H200's buckets
 _PROMPT_ROWS = (0, 64, 256, 1_024)
@@ -462,7 +461,8 @@ def _row_budget(lanes: int, time_s: float, context_rows: float, model: TickModel
     attended = lanes * context_rows
     if levels:
         times_s = {r: model.predict(settings.bucket(model, lanes, r)[0], r, attended) for r in levels}
-        limit_s = max(time_s, _SLIGHTLY * times_s[levels[0]])
+        # Or a little more: else long ticks, which are few, let in too few.
+        limit_s = max(time_s, 1.1 * times_s[levels[0]])
         return min(max(r for r in levels if times_s[r] <= limit_s), settings.max_rows)
     spare_s = time_s - model.predict(lanes, 0, attended)
     rows = spare_s / model.row_s if model.row_s else np.inf

@@ -41,6 +41,7 @@ EngineName = Literal["single", "batch"]
 NO_PCM = np.zeros(0, np.float32)
 FORKED = "the worker thread stayed in the parent of this fork: load a synthesizer in the child, or begin it by spawn"
 _BEGUN: weakref.WeakSet[Utterance] = weakref.WeakSet()
+_NOBODY: deque[Utterance] = deque(maxlen=0)  # keeps nothing
 MAX_SEGMENT_FRAMES = int(160 * FRAME_RATE_HZ)  # what one prompt may take where the caller sets no limit
 # After a lone stream's first chunk. A thread that waits for the interpreter gets it when the worker sleeps, or after
 # the 5 ms of sys.getswitchinterval; on a CPU a first chunk was read 1.3 to 2.4 ms late.
@@ -112,7 +113,7 @@ class Utterance:
         self.buffer_frames = plan.options.buffer_frames
         self.made_frames = 0  # in chunks; written by the worker
         self.taken_frames = 0  # written by the consumer
-        self.taken: deque[Utterance] = deque()  # where the consumer notes that it took something, while it is open
+        self.readers = _NOBODY  # the worker's, until it is over: whose consumers took something
         self.watched = False  # the worker has found the buffer full: what the consumer takes wakes it
         self._inbox, self._notifier = inbox, notifier
         self.script: Script | None = None  # none once it is over: its caches are free then
@@ -173,8 +174,7 @@ class Utterance:
                 raise self.error
             return None
         self.taken_frames += chunk.frames
-        if self.open:
-            self.taken.append(self)
+        self.readers.append(self)
         if self.watched:  # else nothing waits for this
             self.update()
         return chunk
@@ -290,6 +290,7 @@ class Utterance:
         self.set_idle(False)
         self.open = False
         self.script = self.segment = self.submit = None
+        self.readers = _NOBODY
         on_close, self.on_close = self.on_close, None
         try:
             if on_close is not None:
@@ -341,8 +342,8 @@ def _set(loop: asyncio.AbstractEventLoop, waiters: Sequence[asyncio.Future[None]
     for waiter in waiters[:_WOKEN_AT_ONCE]:
         if not waiter.done():
             waiter.set_result(None)
-    if waiters[_WOKEN_AT_ONCE:]:
-        loop.call_soon(_set, loop, waiters[_WOKEN_AT_ONCE:])
+    if rest := waiters[_WOKEN_AT_ONCE:]:
+        loop.call_soon(_set, loop, rest)
 
 
 def _end_in_child() -> None:

@@ -119,12 +119,18 @@ def plan(paths: Sequence[Path], settings: Sequence[str]) -> list[NotebookRun]:
     A path with wildcards that no file bears itself stands for the files that it matches: some shells (Windows') do not
     expand it. Raises BatchError where a path matches nothing, a setting is malformed, its name is unknown to any one of
     the notebooks, or a value does not have the parameter's type."""
-    paths = [path for given in paths for path in _expanded(given)]
-    if not paths or len({path.stem for path in paths}) != len(paths):
-        raise BatchError(f"expected one or more notebooks of different names, found {[str(path) for path in paths]}")
+    found: list[Path] = []
+    for path in paths:
+        exact = path.exists() or not glob.has_magic(str(path))
+        matches = [path] if exact else sorted(map(Path, glob.glob(str(path), recursive=True)))
+        if not matches:
+            raise BatchError(f"{path}: expected notebooks of this pattern, found none")
+        found += matches
+    if not found or len({path.stem for path in found}) != len(found):
+        raise BatchError(f"expected one or more notebooks of different names, found {[str(path) for path in found]}")
     split = _split_settings(settings)
     runs = []
-    for path in paths:
+    for path in found:
         known = parameters_of(path)
         axes = {name: [_typed(path, known, name, text) for text in texts] for name, texts in split.items()}
         for name, values in axes.items():
@@ -133,15 +139,6 @@ def plan(paths: Sequence[Path], settings: Sequence[str]) -> list[NotebookRun]:
         chosen = itertools.product(*axes.values())
         runs += [NotebookRun(path, known, dict(zip(axes, values, strict=True))) for values in chosen]
     return runs
-
-
-def _expanded(path: Path) -> list[Path]:
-    if path.exists() or not glob.has_magic(str(path)):
-        return [path]
-    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-    if not found:
-        raise BatchError(f"{path}: expected notebooks of this pattern, found none")
-    return found
 
 
 def _split_settings(settings: Sequence[str]) -> dict[str, list[str]]:

@@ -44,7 +44,8 @@ class Limits:
     max_reference_bytes, max_reference_s, reference_decode_s: of a recording to be cloned, and to decode it.
     kept_voices: made of such recordings, for the next request with the same one. max_voices: that a key may upload."""
 
-    max_streams: int | None = option(None, "listened to at once (default: the measured capacity)", metavar="N")
+    # What one event loop writes in time, on the host of an H200 whose ticks have time for more (LOG.md, 2026-11-28).
+    max_streams: int | None = option(1_250, "listened to at once, where the capacity allows it", metavar="N")
     min_streams: int = option(1, "that are admitted even where the capacity is smaller", metavar="N")
     max_waiting: int | None = option(None, "that wait for a place (default: as many as are served)", metavar="N")
     wait_s: float | None = option(None, "then it is 429 (default: 0.5, a full GPU 0.05)")

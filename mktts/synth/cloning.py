@@ -69,8 +69,14 @@ def _samples(audio: np.ndarray | Path | str, sample_rate_hz: int | None) -> tupl
         raise VoiceError(f"audio must be a file or a numpy array, got {type(audio).__name__}")
     elif isinstance(sample_rate_hz, bool) or not isinstance(sample_rate_hz, (int, np.integer)) or sample_rate_hz < 1:
         raise VoiceError(f"samples need their rate, a whole number of Hz, got sample_rate_hz={sample_rate_hz!r}")
+    elif audio.dtype.kind not in "fi":
+        raise VoiceError(f"audio must be floats in [-1, 1] or signed integers, got {audio.dtype}")
+    elif audio.ndim not in (1, 2) or (audio.ndim == 2 and not 1 <= audio.shape[1] <= _MAX_CHANNELS):
+        raise VoiceError(f"audio must be (samples,) or (samples, channels), got shape {audio.shape}")
     else:
-        pcm, rate_hz = _mono(audio), int(sample_rate_hz)
+        full_scale = -float(np.iinfo(audio.dtype).min) if audio.dtype.kind == "i" else 1.0
+        pcm = audio.astype(np.float32) if full_scale == 1 else (audio / full_scale).astype(np.float32)
+        pcm, rate_hz = pcm if pcm.ndim == 1 else pcm.mean(1, dtype=np.float32), int(sample_rate_hz)
     if not np.isfinite(pcm).all():
         raise VoiceError("audio must be finite, found NaN or infinity")
     if len(pcm) * SAMPLE_RATE_HZ < SAMPLES_PER_FRAME * rate_hz:
@@ -86,16 +92,6 @@ def _samples(audio: np.ndarray | Path | str, sample_rate_hz: int | None) -> tupl
     if np.abs(pcm).max() > _LOUDEST:
         raise VoiceError(f"audio must be in [-1, 1], found a sample of {np.abs(pcm).max():g}: divide by its full scale")
     return pcm, rate_hz
-
-
-def _mono(audio: np.ndarray) -> np.ndarray:
-    if audio.dtype.kind not in "fi":
-        raise VoiceError(f"audio must be floats in [-1, 1] or signed integers, got {audio.dtype}")
-    if audio.ndim not in (1, 2) or (audio.ndim == 2 and not 1 <= audio.shape[1] <= _MAX_CHANNELS):
-        raise VoiceError(f"audio must be (samples,) or (samples, channels), got shape {audio.shape}")
-    full_scale = -float(np.iinfo(audio.dtype).min) if audio.dtype.kind == "i" else 1.0
-    pcm = audio.astype(np.float32) if full_scale == 1 else (audio / full_scale).astype(np.float32)
-    return pcm if pcm.ndim == 1 else pcm.mean(1, dtype=np.float32)
 
 
 def _reference_encoder(checkpoint: Checkpoint, dtype: torch.dtype, with_codes: bool) -> Any:

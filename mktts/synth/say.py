@@ -18,7 +18,7 @@ from mktts.audio.encoding import MAX_SPEED, MIN_SPEED, Tempo, import_av
 from mktts.checkpoint.arguments import PIPE, add_model_arguments, add_voice_arguments, loading, text_of
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import require_writable, write_whole
-from mktts.engine.metrics import StreamMetrics, summarise
+from mktts.engine.metrics import summarise
 from mktts.engine.options import Markup, StreamOptions, WordTime
 from mktts.errors import BackendUnavailable, MkttsError, OptionsError, TextError
 from mktts.spec import SAMPLE_RATE_HZ
@@ -196,7 +196,11 @@ def main(arguments: argparse.Namespace) -> int:
             write_audio(file, np.concatenate(spoken))
         for kind, path in _captions(arguments).items():
             write_whole(Path(path), captions(words, kind, arguments.speed).encode())
-    _report(metrics, reason, checkpoint)
+    took = f"first PCM after {metrics.ttfc_ms:.0f} ms (cold), RTF {metrics.rtf:.2f}"
+    how = "" if reason == "eos" else f", ended by {reason}"
+    print(f"{metrics.audio_s:.2f} s of audio, {took}{how}", file=sys.stderr)
+    if checkpoint.is_random:
+        print(RANDOM_WEIGHTS, file=sys.stderr)
     asked_for = reason == "max_frames" and arguments.max_frames is not None
     return 0 if reason == "eos" or asked_for or checkpoint.is_random else 1  # random weights never say end-of-speech
 
@@ -255,10 +259,3 @@ def _voice(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Voice | Non
             "in it, or --voice FILE, saved by `mktts voice`"
         )
     return None
-
-
-def _report(metrics: StreamMetrics, reason: str | None, checkpoint: Checkpoint) -> None:
-    line = f"{metrics.audio_s:.2f} s of audio, first PCM after {metrics.ttfc_ms:.0f} ms (cold), RTF {metrics.rtf:.2f}"
-    print(line if reason == "eos" else f"{line}, ended by {reason}", file=sys.stderr)
-    if checkpoint.is_random:
-        print(RANDOM_WEIGHTS, file=sys.stderr)

@@ -34,8 +34,7 @@ from mktts.text.lexicon import Lexicon
 from mktts.text.split import MAX_TEXT_CHARS
 
 _GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-# Small, so that several tests share a device.
-_SMALL = BatchSettings(max_streams=32, memory_bytes=1 << 30, codec="full")
+_SMALL = BatchSettings(max_streams=32, memory_bytes=1 << 30, codec="full")  # several tests share a device
 ENGINES = [
     pytest.param({"backend": "torch", "device": "cpu", "engine": "single"}, id="oracle"),
     pytest.param({"device": "cpu", "engine": "batch"}, id="batch"),

@@ -39,6 +39,7 @@ _MOST_WAITING = 2  # launched ticks
 _STAGES = 3  # one more, so that what was collected last is not written again by the next launch
 _STREAMS = 2_048
 _PART = 0.8  # of what is free: graphs, the working memory of prompts and whatever else runs need some
+_TEXT_TABLE = "talker.model.text_embedding.weight"
 _STATES_PART = 0.25  # of that, at most, for what every stream has whether it speaks or not
 
 
@@ -273,13 +274,16 @@ def cuda_lanes(
 ) -> CudaLanes:
     """Lanes whose graphs are recorded. embeddings: the codebooks' tables by Hub name, where the device has them. Raises
     CapacityError where the memory does not hold one stream."""
-    config = checkpoint.config
+    config, tensors = checkpoint.config, checkpoint.tensors()
     plain = partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors(), device)
     decoder: CodecDecoder | None = plain()
     # A slot holds a state of the decoder, in fp16 with the fast precision, and one more place of keys and values.
     state_bytes = int(1.02 * decoder.start().flat.nbytes) // (1 if settings.codec == "full" else 2)
     each = LaneMemory(config, dtype, settings.positions, state_bytes)
-    free = int(_PART * torch.cuda.mem_get_info(device)[0]) - each.tick - _weight_bytes(checkpoint, dtype)
+    # Talker and predictor, and the projected text rows; the text table itself stays in its file.
+    weights = sum(one.numel() for name, one in tensors.items() if name.startswith("talker.") and name != _TEXT_TABLE)
+    weights += len(tensors[_TEXT_TABLE]) * config.talker.hidden_size
+    free = int(_PART * torch.cuda.mem_get_info(device)[0]) - each.tick - weights * dtype.itemsize
     slots = settings.max_streams or max(1, min(_STREAMS, int(_STATES_PART * free / each.slot)))
     left = free - each.slot * (slots + 1) if settings.memory_bytes is None else settings.memory_bytes
     pages = left // each.page
@@ -293,7 +297,7 @@ def cuda_lanes(
     decoder = None
     lanes = CudaLanes(
         config,
-        {**checkpoint.tensors(), **(embeddings or {})},
+        {**tensors, **(embeddings or {})},
         device,
         dtype,
         slots=slots,
@@ -310,11 +314,3 @@ def cuda_lanes(
         slots, pages, pages * each.page / 2**30, settings.codec,
     )  # fmt: skip
     return lanes
-
-
-def _weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes of talker and predictor, and of the projected text rows; the text table itself stays in its file."""
-    tensors = checkpoint.tensors()
-    names = (name for name in tensors if name.startswith("talker.") and "text_embedding" not in name)
-    texts = len(tensors["talker.model.text_embedding.weight"]) * checkpoint.config.talker.hidden_size
-    return (sum(tensors[name].numel() for name in names) + texts) * dtype.itemsize

@@ -43,6 +43,7 @@ DERIVED = (
     "underruns", "refused",
 )  # fmt: skip
 PROVENANCE = ("revision", "device", "driver", "torch", "date")  # what stands beside each point and figure
+_CONTEXT = itemgetter("context_rows")
 _SAME = ("listeners", "codec", "deterministic", "engine", "context_rows", "context", "checkpoint", "dtype", "backend")
 _BESIDE = (
     *PROVENANCE, "command", "codec", "deterministic", "engine", "underruns", "ttfc_p99_ms", "ttfb_p99_ms", "open_mean",
@@ -105,7 +106,11 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         document: dict[str, Any] = {**head(settings.device), **subject.place}
         document["settings"] = {**asdict(settings), "random_weights": subject.about["random_weights"]}
         document |= {"points": [], "figures": {}, "missing": {}}
-        beside = {name: document[name] for name in PROVENANCE} | {"command": _command(sys.argv[1:])}
+        command = ["python", "-m", "mktts", *sys.argv[1:]]
+        if "--into" in command:  # a path of this machine
+            place = command.index("--into")
+            del command[place : place + 2]
+        beside = {name: document[name] for name in PROVENANCE} | {"command": shlex.join(command)}
         said = subject.capacity(arguments.capacity)
         more = {"capacity_said": {**said, "unit": "listeners", "n": 1}} if said["basis"] else {}
         for count in listeners:
@@ -156,6 +161,9 @@ class Subject:
         self.about = {
             "checkpoint": settings.checkpoint,
             "random_weights": checkpoint.is_random,
+            "codec": "full",
+            # Where nothing is said, some streams are made singly.
+            "deterministic": settings.deterministic or (settings.engine, settings.deterministic) == ("batch", None),
             "model_size": checkpoint.config.model_size,
             "backend": self.source.backend_name,
             "dtype": str(self.source.dtype).removeprefix("torch."),
@@ -174,15 +182,9 @@ class Subject:
         point = client.measured(seen, self.settings)
         ticks, engine = client.held_ticks(seen, getattr(self.source, "ticks", np.zeros(0)))
         lanes = getattr(self.source, "lanes", None)  # None: one stream's codec
-        alone = self.settings.engine == "batch" or self.settings.deterministic  # else some streams are made singly
-        offered = {
-            "listeners": listeners,
-            "context_rows": self.texts.rows,
-            "context": "text" if self.texts.text else "natural",
-            "codec": lanes.precision if lanes else "full",
-            "deterministic": bool(lanes and lanes.deterministic and alone),
-        }
-        return point | engine | offered | self.about, seen, ticks
+        context = "text" if self.texts.text else "natural"
+        offered = {"listeners": listeners, "context_rows": self.texts.rows, "context": context}
+        return point | engine | offered | self.about | ({"codec": lanes.precision} if lanes else {}), seen, ticks
 
 
 class Server(Subject):
@@ -241,14 +243,6 @@ def health_of(url: str, headers: dict[str, str]) -> dict[str, Any]:
     except (OSError, HTTPException) as error:
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{root}"  # without a password
         raise MetricsError(f"no server answers at {shown}: {type(error).__name__}: {error}") from None
-
-
-def _command(words: list[str]) -> str:
-    """As it stands in the file: without the path of this machine that the file has."""
-    if "--into" in words:
-        place = words.index("--into")
-        words = [*words[:place], *words[place + 2 :]]
-    return shlex.join(["python", "-m", "mktts", *words])
 
 
 def table(document: dict[str, Any]) -> str:
@@ -319,10 +313,14 @@ def carried(points: list[dict[str, Any]], gpu: bool) -> dict[str, dict[str, Any]
         "listeners_full_precision": [point for point in small if point["codec"] in precisions],
         "listeners_1p7b": [point for point in points if point["model_size"] == _LARGE],
     }
+
+    def listeners_of(point: dict[str, Any]) -> float:  # a server's streams end before their listeners have played them
+        return min(point["listeners"], point["playing_mean"]) if point["engine"] == _SERVER else point["open_mean"]
+
     found = {}
     for name, group in groups.items():
         passed = [point for point in group if _passes(point, gpu)]
-        if passed and contexts(passed) == contexts(group):  # else one carries no load at all
+        if passed and {*map(_CONTEXT, passed)} == {*map(_CONTEXT, group)}:  # else one carries no load at all
             found[name] = _figure(passed, listeners_of, "listeners", best=max, worst=min)
     if (best := found.get("listeners")) and best["engine"] == _SERVER:
         found["ttfb_p99_ms"] = {**best, "value": best["ttfb_p99_ms"], "unit": "ms"}
@@ -336,18 +334,6 @@ def carried(points: list[dict[str, Any]], gpu: bool) -> dict[str, dict[str, Any]
     return found
 
 
-def contexts(points: Iterable[dict[str, Any]]) -> list[int]:
-    """The different prompt rows, ascending."""
-    return sorted({point["context_rows"] for point in points})
-
-
-def listeners_of(point: dict[str, Any]) -> float:
-    """How many listeners a point stands for: see `carried`."""
-    if point["engine"] == _SERVER:  # a server's streams end before their listeners have played them
-        return min(point["listeners"], point["playing_mean"])
-    return point["open_mean"]
-
-
 def _passes(point: dict[str, Any], gpu: bool) -> bool:
     name, most_ms = ("ttfc_p99_ms", FIRST_PCM_MS) if gpu else ("audible_p95_ms", AUDIBLE_MS)
     if gpu and point["engine"] == _SERVER:
@@ -359,7 +345,8 @@ def _figure(
     points: Iterable[dict[str, Any]], value: Callable[[dict], float], unit: str, best: Callable, worst: Callable
 ) -> dict[str, Any]:
     """The worst context's value, of each the best of its points, and what stands beside it."""
-    chosen = [best((p for p in points if p["context_rows"] == rows), key=value) for rows in contexts(points)]
+    contexts = sorted({*map(_CONTEXT, points)})
+    chosen = [best((point for point in points if _CONTEXT(point) == rows), key=value) for rows in contexts]
     point = worst(chosen, key=value)
     by_context = {str(one["context_rows"]): value(one) for one in chosen}
     about = {"n": point["arrivals"], "offered": point["listeners"], "by_context": by_context}
