@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -187,13 +187,12 @@ class Utterance:
             await asyncio.sleep(0)
         try:
             async with contextlib.nullcontext() if within_s is None else asyncio.timeout(within_s):
-                while True:
-                    with contextlib.suppress(Empty):
-                        return self.take(wait=False)
+                while self._chunks.empty():
                     waiter = loop.create_future()
                     self._waiter = (loop, waiter)
                     if self._chunks.empty():  # asked again: one may have come before the waiter could be seen
                         await waiter
+                return self.take(wait=False)
         finally:
             self._waiter = None
 
@@ -335,15 +334,15 @@ def _decoded(frames: list[tuple[bytearray, bytes | None]]) -> PendingPcm:
 
 def _wake(loop: asyncio.AbstractEventLoop, waiters: Sequence[asyncio.Future[None]]) -> None:
     with contextlib.suppress(Exception):  # the loop was closed: nobody is waiting any more; else it is no loop of ours
-        loop.call_soon_threadsafe(_set, loop, waiters)
+        loop.call_soon_threadsafe(_set, waiters)
 
 
-def _set(loop: asyncio.AbstractEventLoop, waiters: Sequence[asyncio.Future[None]]) -> None:
+def _set(waiters: Sequence[asyncio.Future[None]]) -> None:
     for waiter in waiters[:_WOKEN_AT_ONCE]:
         if not waiter.done():
             waiter.set_result(None)
     if rest := waiters[_WOKEN_AT_ONCE:]:
-        loop.call_soon(_set, loop, rest)
+        asyncio.get_running_loop().call_soon(_set, rest)
 
 
 def _end_in_child() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import math
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import astuple
 from functools import cache, partial
 from itertools import accumulate, chain, islice
@@ -316,7 +316,7 @@ class ServedStream:
         self.state = StreamState(id=self.id, route=route, seed=stream.seed, words=[] if word_times else None)
         self.error: ApiError | None = None
         self.closed = False
-        self._started_s, self._player = time.perf_counter(), Player()
+        self._started_s, self._player, self._write_began_s = time.perf_counter(), Player(), math.inf
 
     async def chunks(self) -> AsyncGenerator[Chunk]:
         """Chunks as they are to be written, each within `sending`: at once, or several together where the listener has
@@ -348,26 +348,26 @@ class ServedStream:
                 joined = held[0] if len(held) == 1 else _joined(held)
                 state.frames += frames
                 state.audio_s += joined.duration_s
+                self._write_began_s = math.inf
                 yield joined
+                if (now_s := time.perf_counter()) - self._write_began_s > _HELD_UP_S:
+                    self._player.pause(now_s)
                 held = []
         if self.error is not None:
             raise self.error
 
-    @contextlib.asynccontextmanager
-    async def sending(self, duration_s: float) -> AsyncIterator[None]:
-        """Around a write of sound of so many seconds. One that waits for the client makes nothing late; one that waits
-        longer than `Limits.stall_s` raises TimeoutError."""
-        began_s, meters = time.perf_counter(), self.service.meters
+    def sending(self, duration_s: float) -> asyncio.Timeout:
+        """For `async with` around a write of sound of so many seconds. One that waits for the client makes nothing
+        late; one that waits longer than `Limits.stall_s` raises TimeoutError."""
+        self._write_began_s = began_s = time.perf_counter()
+        meters = self.service.meters
         if self._player.dry_s is None:
             meters.first_byte_s.labels(self.state.route).observe(began_s - self._started_s)
         _, late_s = self._player.play(began_s, duration_s)
         if late_s > 0:
             meters.underruns.inc()
             meters.late_s.inc(late_s)
-        async with asyncio.timeout(self.service.limits.stall_s):
-            yield
-        if (now_s := time.perf_counter()) - began_s > _HELD_UP_S:
-            self._player.pause(now_s)
+        return asyncio.timeout(self.service.limits.stall_s)
 
     def feed(self, text: str | None) -> None:
         """More text of a session; None: no more comes. The stream fails where it cannot be spoken. The clock of the

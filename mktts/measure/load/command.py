@@ -106,11 +106,9 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         document: dict[str, Any] = {**head(settings.device), **subject.place}
         document["settings"] = {**asdict(settings), "random_weights": subject.about["random_weights"]}
         document |= {"points": [], "figures": {}, "missing": {}}
-        command = ["python", "-m", "mktts", *sys.argv[1:]]
-        if "--into" in command:  # a path of this machine
-            place = command.index("--into")
-            del command[place : place + 2]
-        beside = {name: document[name] for name in PROVENANCE} | {"command": shlex.join(command)}
+        words = [word for word in sys.argv[1:] if word not in ("--into", str(into))]  # without a path of this machine
+        command = shlex.join(["python", "-m", "mktts", *words])
+        beside = {name: document[name] for name in PROVENANCE} | {"command": command}
         said = subject.capacity(arguments.capacity)
         more = {"capacity_said": {**said, "unit": "listeners", "n": 1}} if said["basis"] else {}
         for count in listeners:
