@@ -161,6 +161,7 @@ class Runner:
             self._table.resumed[slot] = True
             self._awake[slot] = stream
             self._waiting[slot] = None
+            self._readers.append(stream)  # what it took while it slept was not looked at
 
     def turn(self, now_s: float) -> float:
         """Does what is due: a tick, at most. Returns when it wants its next turn if nothing happens outside:
@@ -326,9 +327,9 @@ class Runner:
         if len(awake) > 1:  # only those of which something is new, and those whose buffers may be full
             filled = table.open & (table.full | (table.frames_made - table.frames_taken >= table.buffer_frames))
             slots.update(np.flatnonzero(filled).tolist())
-            awake = [(slot, self._awake[slot]) for slot in slots if slot in self._awake]
-            taken = [stream.taken_frames for _, stream in awake]
-            table.read(np.array([slot for slot, _ in awake], np.int64), np.array(taken, np.int64), now_s)
+            awake = [(slot, self._awake[slot]) for slot in slots & self._awake.keys()]
+            found = np.array([(slot, stream.taken_frames) for slot, stream in awake], int).reshape(-1, 2)
+            table.read(*found.T, now_s)
         for slot, stream in awake:
             taken, frames = stream.taken_frames, int(table.frames_made[slot])
             if table.frames_taken[slot] != taken:

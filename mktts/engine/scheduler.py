@@ -460,10 +460,8 @@ def _row_budget(lanes: int, time_s: float, context_rows: float, model: TickModel
     levels = sorted({rows for size, rows in settings.buckets if rows >= settings.min_rows and size >= lanes})
     attended = lanes * context_rows
     if levels:
-        times_s = {r: model.predict(settings.bucket(model, lanes, r)[0], r, attended) for r in levels}
-        # Or a little more: else long ticks, which are few, let in too few.
-        limit_s = max(time_s, 1.1 * times_s[levels[0]])
-        return min(max(r for r in levels if times_s[r] <= limit_s), settings.max_rows)
+        fitting = [r for r in levels if model.predict(settings.bucket(model, lanes, r)[0], r, attended) <= time_s]
+        return min(max(fitting, default=levels[0]), settings.max_rows)
     spare_s = time_s - model.predict(lanes, 0, attended)
     rows = spare_s / model.row_s if model.row_s else np.inf
     return int(np.clip(rows, settings.min_rows, settings.max_rows))

@@ -41,7 +41,7 @@ EngineName = Literal["single", "batch"]
 NO_PCM = np.zeros(0, np.float32)
 FORKED = "the worker thread stayed in the parent of this fork: load a synthesizer in the child, or begin it by spawn"
 _BEGUN: weakref.WeakSet[Utterance] = weakref.WeakSet()
-_NOBODY: deque[Utterance] = deque(maxlen=0)  # keeps nothing
+_NOBODY = deque(maxlen=0)  # keeps nothing
 MAX_SEGMENT_FRAMES = int(160 * FRAME_RATE_HZ)  # what one prompt may take where the caller sets no limit
 # After a lone stream's first chunk. A thread that waits for the interpreter gets it when the worker sleeps, or after
 # the 5 ms of sys.getswitchinterval; on a CPU a first chunk was read 1.3 to 2.4 ms late.

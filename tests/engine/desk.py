@@ -111,13 +111,13 @@ class Desk:
         assert set(table.open.nonzero()[0].tolist()) == slots
         assert set(batch._waiting) <= set(batch._awake)
         asleep = set(batch._asleep.values())
-        assert not asleep & set(batch._awake) and asleep | set(batch._awake) == slots
-        assert not table.text_known[list(asleep)].any()
-        queue = batch._queue
-        waiting = [*batch._arrived, *batch._textless, *(one.name for one in (*queue._paced, *queue._unpaced))]
+        assert set(batch._awake) == slots - asleep and asleep <= slots and not table.text_known[list(asleep)].any()
+        queued = [*batch._queue._paced, *batch._queue._unpaced]
+        waiting = [*batch._arrived, *batch._textless, *(one.name for one in queued)]
         assert len(batch.open_streams) == len(slots) + len(waiting) and all(job.open for job in batch.open_streams)
         assert batch.open_streams == {job: slot for slot, job in batch._streams.items()} | dict.fromkeys(waiting)
         for slot, job in batch._streams.items():
+            assert slot in asleep or job in batch._readers or table.frames_taken[slot] == job.taken_frames
             coming = sum(one.stream is job for running in batch._running for _, one in running.lanes)
             assert table.frames_made[slot] == len(job.codes) + coming
         if pages is not None:
