@@ -326,7 +326,7 @@ class Child:
                 utterance.cancel()
             elif utterance is not None:
                 utterance.taken_frames = count
-                utterance.readers.append(utterance)
+                utterance.lately_read.append(utterance)
                 if utterance.watched:
                     utterance.update()
 

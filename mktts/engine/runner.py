@@ -123,7 +123,7 @@ class Runner:
         self._streams: dict[int, Utterance] = {}  # those of the last two, by slot
         self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
         self._running: deque[Running] = deque()  # two at most, and one between two turns
-        self._readers: deque[Utterance] = deque()  # whose readers took a chunk since the last tick; they append
+        self._lately_read: deque[Utterance] = deque()  # whose readers took a chunk since the last tick; they append
         self._cancelled: set[Utterance] = set()  # since the last tick, of those that were looked at
         self._freed = False  # a stream has ended, or is not read any more, since the queue was looked at
 
@@ -149,7 +149,7 @@ class Runner:
         if stream.chunker is None or stream in self._textless:
             if stream.chunker is None:
                 stream.chunker = Chunker(stream.plan.options, stream.script.started_s, self._settings.chunks)
-                stream.on_close, stream.readers = partial(self._leave, stream), self._readers
+                stream.on_close, stream.lately_read = partial(self._leave, stream), self._lately_read
                 self.open_streams[stream] = None
             stream.arrived_s = time.perf_counter()
             self._textless.discard(stream)
@@ -161,7 +161,7 @@ class Runner:
             self._table.resumed[slot] = True
             self._awake[slot] = stream
             self._waiting[slot] = None
-            self._readers.append(stream)  # what it took while it slept was not looked at
+            self._lately_read.append(stream)  # what it took while it slept was not looked at
 
     def turn(self, now_s: float) -> float:
         """Does what is due: a tick, at most. Returns when it wants its next turn if nothing happens outside:
@@ -200,7 +200,7 @@ class Runner:
         elif running is None and not self._freed and not self._arrived:
             for slot in table.able().tolist():  # they are ahead, and what their readers take is an update
                 self._streams[slot].watched = True
-            if self._readers:  # one has come
+            if self._lately_read:  # one has come
                 return float("-inf")
             return min(tick.wake_s - self._give_s, self._queue.wake_s(now_s))
         return float("-inf")
@@ -322,8 +322,8 @@ class Runner:
 
     def _update_readers(self, now_s: float) -> None:
         """What readers of awake streams have taken, and whose buffer is full."""
-        table, slots = self._table, {self.open_streams.get(self._readers.popleft()) for _ in range(len(self._readers))}
-        awake = list(self._awake.items())
+        table, awake, read = self._table, self._awake.items(), self._lately_read
+        slots = {self.open_streams.get(read.popleft()) for _ in range(len(read))}
         if len(awake) > 1:  # only those of which something is new, and those whose buffers may be full
             filled = table.open & (table.full | (table.frames_made - table.frames_taken >= table.buffer_frames))
             slots.update(np.flatnonzero(filled).tolist())

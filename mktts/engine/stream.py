@@ -41,7 +41,7 @@ EngineName = Literal["single", "batch"]
 NO_PCM = np.zeros(0, np.float32)
 FORKED = "the worker thread stayed in the parent of this fork: load a synthesizer in the child, or begin it by spawn"
 _BEGUN: weakref.WeakSet[Utterance] = weakref.WeakSet()
-_NOBODY = deque(maxlen=0)  # keeps nothing
+_NOT_KEPT = deque(maxlen=0)
 MAX_SEGMENT_FRAMES = int(160 * FRAME_RATE_HZ)  # what one prompt may take where the caller sets no limit
 # After a lone stream's first chunk. A thread that waits for the interpreter gets it when the worker sleeps, or after
 # the 5 ms of sys.getswitchinterval; on a CPU a first chunk was read 1.3 to 2.4 ms late.
@@ -113,7 +113,7 @@ class Utterance:
         self.buffer_frames = plan.options.buffer_frames
         self.made_frames = 0  # in chunks; written by the worker
         self.taken_frames = 0  # written by the consumer
-        self.readers = _NOBODY  # the worker's, until it is over: whose consumers took something
+        self.lately_read = _NOT_KEPT  # the worker's, until it is over: streams whose consumers took something
         self.watched = False  # the worker has found the buffer full: what the consumer takes wakes it
         self._inbox, self._notifier = inbox, notifier
         self.script: Script | None = None  # none once it is over: its caches are free then
@@ -174,7 +174,7 @@ class Utterance:
                 raise self.error
             return None
         self.taken_frames += chunk.frames
-        self.readers.append(self)
+        self.lately_read.append(self)
         if self.watched:  # else nothing waits for this
             self.update()
         return chunk
@@ -289,7 +289,7 @@ class Utterance:
         self.set_idle(False)
         self.open = False
         self.script = self.segment = self.submit = None
-        self.readers = _NOBODY
+        self.lately_read = _NOT_KEPT
         on_close, self.on_close = self.on_close, None
         try:
             if on_close is not None:

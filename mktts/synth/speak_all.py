@@ -272,9 +272,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("generation")
     how.add_argument("--seed", type=int, default=0, help="that those of lines follow from (default: %(default)s)")
     how.add_argument("--greedy", action="store_true", help="no draw at all")
-    how.add_argument(
-        "--codec-precision", choices=("full", "fast"), default="fast", help="on a GPU: fp32, or fp16 (the default)"
-    )
+    precision = {"choices": ("full", "fast"), "default": BatchSettings.codec}
+    how.add_argument("--codec-precision", **precision, help="on a GPU: fp32, or fp16 (default: %(default)s)")
     add_model_arguments(parser, lexicon=True)
 
 

@@ -117,7 +117,7 @@ class Desk:
         assert len(batch.open_streams) == len(slots) + len(waiting) and all(job.open for job in batch.open_streams)
         assert batch.open_streams == {job: slot for slot, job in batch._streams.items()} | dict.fromkeys(waiting)
         for slot, job in batch._streams.items():
-            assert slot in asleep or job in batch._readers or table.frames_taken[slot] == job.taken_frames
+            assert slot in asleep or job in batch._lately_read or table.frames_taken[slot] == job.taken_frames
             coming = sum(one.stream is job for running in batch._running for _, one in running.lanes)
             assert table.frames_made[slot] == len(job.codes) + coming
         if pages is not None:

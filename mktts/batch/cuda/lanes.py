@@ -38,8 +38,8 @@ from mktts.spec import ModelConfig
 _MOST_WAITING = 2  # launched ticks
 _STAGES = 3  # one more, so that what was collected last is not written again by the next launch
 _STREAMS = 2_048
-_PART = 0.8  # of what is free: graphs, the working memory of prompts and whatever else runs need some
 _TEXT_TABLE = "talker.model.text_embedding.weight"
+_PART = 0.8  # of what is free: graphs, the working memory of prompts and whatever else runs need some
 _STATES_PART = 0.25  # of that, at most, for what every stream has whether it speaks or not
 
 

@@ -300,12 +300,7 @@ class HttpSource:
                 if answer.status != 200:
                     said = (await answer.text(errors="replace"))[:_QUOTED_CHARS]
                     raise EngineError(f"the server answers {answer.status}: {said}")
-                kind = answer.headers.get("content-type", "")
-                named = _RATE.search(kind)
-                rate = answer.headers.get("x-sample-rate") or (named and named[1]) or str(SAMPLE_RATE_HZ)
-                if rate != str(SAMPLE_RATE_HZ) or "json" in kind or "event-stream" in kind:
-                    found = f"{kind or 'no content type'} at {rate} Hz"
-                    raise EngineError(f"expected raw 16-bit PCM at {SAMPLE_RATE_HZ} Hz, got {found}")
+                _check_sound(answer.headers)
                 yield Received(np.zeros(0, np.float32), 0)
                 async for data in answer.content.iter_any():
                     data = rest + data
@@ -321,6 +316,15 @@ class HttpSource:
             raise EngineError(f"the connection failed: {type(error).__name__}") from None
         if not samples:
             raise EngineError("the answer holds no sound")
+
+
+def _check_sound(headers: Mapping[str, str]) -> None:
+    kind = headers.get("content-type", "")
+    named = _RATE.search(kind)
+    rate = headers.get("x-sample-rate") or (named and named[1]) or str(SAMPLE_RATE_HZ)
+    if rate != str(SAMPLE_RATE_HZ) or "json" in kind or "event-stream" in kind:
+        found = f"{kind or 'no content type'} at {rate} Hz"
+        raise EngineError(f"expected raw 16-bit PCM at {SAMPLE_RATE_HZ} Hz, got {found}")
 
 
 def endpoint(url: str) -> str:

@@ -106,9 +106,11 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         document: dict[str, Any] = {**head(settings.device), **subject.place}
         document["settings"] = {**asdict(settings), "random_weights": subject.about["random_weights"]}
         document |= {"points": [], "figures": {}, "missing": {}}
-        words = [word for word in sys.argv[1:] if word not in ("--into", str(into))]  # without a path of this machine
-        command = shlex.join(["python", "-m", "mktts", *words])
-        beside = {name: document[name] for name in PROVENANCE} | {"command": command}
+        command = ["python", "-m", "mktts", *sys.argv[1:]]
+        if "--into" in command:  # its path is this machine's
+            place = command.index("--into")
+            del command[place : place + 2]
+        beside = {name: document[name] for name in PROVENANCE} | {"command": shlex.join(command)}
         said = subject.capacity(arguments.capacity)
         more = {"capacity_said": {**said, "unit": "listeners", "n": 1}} if said["basis"] else {}
         for count in listeners:
@@ -159,7 +161,6 @@ class Subject:
         self.about = {
             "checkpoint": settings.checkpoint,
             "random_weights": checkpoint.is_random,
-            "codec": "full",
             # Where nothing is said, some streams are made singly.
             "deterministic": settings.deterministic or (settings.engine, settings.deterministic) == ("batch", None),
             "model_size": checkpoint.config.model_size,
@@ -180,9 +181,9 @@ class Subject:
         point = client.measured(seen, self.settings)
         ticks, engine = client.held_ticks(seen, getattr(self.source, "ticks", np.zeros(0)))
         lanes = getattr(self.source, "lanes", None)  # None: one stream's codec
-        context = "text" if self.texts.text else "natural"
-        offered = {"listeners": listeners, "context_rows": self.texts.rows, "context": context}
-        return point | engine | offered | self.about | ({"codec": lanes.precision} if lanes else {}), seen, ticks
+        codec, context = lanes.precision if lanes else "full", "text" if self.texts.text else "natural"
+        offered = {"listeners": listeners, "context_rows": self.texts.rows, "context": context, "codec": codec}
+        return point | engine | offered | self.about, seen, ticks
 
 
 class Server(Subject):
