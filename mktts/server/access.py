@@ -1,5 +1,5 @@
-"""What is refused: middleware that checks a request before its body is parsed (its id, key, host, origin, size and
-time), and errors of the API in OpenAI's shape, with the id of their request."""
+"""Access control and API errors: middleware that assigns a request its id and checks key, host, origin, body size and
+time before the body is parsed, and errors in OpenAI's shape that carry the id of their request."""
 
 import asyncio
 import hashlib
@@ -20,9 +20,9 @@ from mktts.server.schemas import ErrorDetail
 from mktts.server.settings import LOOPBACK_ORIGIN, is_own_name
 
 REQUEST_ID_HEADER = "X-Request-Id"
-RETRY_AFTER_S = 1  # a stream ends every few seconds; a client that asks once a second loses little
+RETRY_AFTER_S = 1  # a slot becomes free every few seconds, so a client that retries once a second loses little
 current_id: ContextVar[str | None] = ContextVar("mktts_request_id", default=None)
-_OPENAI_KEYS = {"text": "input", "instruct": "instructions", "speaker": "voice"}  # its names of our keys
+_OPENAI_KEYS = {"text": "input", "instruct": "instructions", "speaker": "voice"}  # OpenAI's names for our keys
 _BY_ERROR = {
     errors.TextError: ("bad_text", "text"),
     errors.PromptError: ("bad_prompt", None),
@@ -31,17 +31,17 @@ _BY_ERROR = {
     errors.VoiceError: ("bad_voice", "speaker"),
     errors.CapacityError: ("text_too_long", "text"),
 }
-# A speech server answers these without a key, and what lies under /page/: probes, the OpenAPI document, its pages.
+# Probes, the OpenAPI document and the pages. A speech server answers these, and all of /page/, without a key.
 _OPEN_PATHS = ("/", "/docs", "/health", "/v1/health", "/ready", "/ping", "/openapi.json")
 NO_OWNER = "nobody"  # the owner of all requests to a server without a key
 _OWNER_PREFIX = b"mktts: owner of uploaded voices\0"
-_SLOWEST_BYTES_PER_S = 64 * 1024  # of a body
+_SLOWEST_BYTES_PER_S = 64 * 1024  # the time allowed for a body grows by its size limit at this rate
 _FIRST_MESSAGES = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 
 
 @dataclass(eq=False)
 class ApiError(errors.MkttsError):
-    """status: of HTTP. code: for programs. param: the wrong key. streams_max: see ErrorDetail."""
+    """An error that the API returns. status: the HTTP status. code, param, streams_max: see ErrorDetail."""
 
     status: int
     code: str
@@ -54,18 +54,18 @@ class ApiError(errors.MkttsError):
 
     @property
     def retry_after_s(self) -> int | None:
-        """When the same request may succeed; None where it will not."""
+        """Seconds after which the same request may succeed; None if a retry cannot help."""
         return RETRY_AFTER_S if self.status in (429, 503) else None
 
     def in_openai_terms(self) -> "ApiError":
-        """The error of a route of OpenAI's shape: status 400, and the caller's names of our keys."""
+        """This error as an OpenAI route returns it: with status 400 for 422, and OpenAI's names for our keys."""
         name, message = _OPENAI_KEYS.get(self.param or "", self.param), self.message
         if self.param and message.startswith(self.param):
             message = f"{name}{message.removeprefix(self.param)}"
         return replace(self, status=400 if self.status == 422 else self.status, message=message, param=name)
 
     def detail(self, id: str | None = None) -> ErrorDetail:
-        """id: of the stream that it ended; None takes that of the request."""
+        """The error object of the response. id: the stream that the error ended; None uses the request's id."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         said = {"message": self.message, "param": self.param, "code": self.code, "streams_max": self.streams_max}
@@ -75,13 +75,13 @@ class ApiError(errors.MkttsError):
         detail = self.detail()
         more = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         more |= {} if detail.request_id is None else {REQUEST_ID_HEADER: detail.request_id}
-        # ASCII: a message may quote a name that has half a surrogate pair in it
+        # Escaped to ASCII: a message may quote a name with a lone surrogate, which UTF-8 cannot encode.
         body = json.dumps({"error": detail.shown()})
         return Response(body, self.status, {**more, **(headers or {})}, media_type="application/json")
 
 
 def from_error(error: BaseException) -> ApiError:
-    """The caller's mistakes with their message; anything else as a failure whose message stays in the log."""
+    """Converts an exception to an ApiError: a caller's mistake keeps its message, any other becomes a generic 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, errors.BusyError):
@@ -93,11 +93,11 @@ def from_error(error: BaseException) -> ApiError:
 
 
 def from_validation(errors: list[Any], tagged: bool = False) -> ApiError:
-    """The first of pydantic's errors, without the input. tagged: the message's type stands before each key."""
+    """Converts the first of pydantic's errors, without the input. tagged: each path begins with the message's type."""
     first = errors[0]
     path = [str(part) for part in first["loc"] if part not in ("body", "query")]
     message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "json_invalid":  # its place is one in the text, not a key
+    if first["type"] == "json_invalid":  # its location is a character offset, not a key
         reason = first.get("ctx", {}).get("error", message)
         where = f" at character {path[0]}" if path else ""
         return ApiError(422, "invalid_json", f"expected JSON, could not read it{where}: {reason}")
@@ -106,22 +106,22 @@ def from_validation(errors: list[Any], tagged: bool = False) -> ApiError:
 
 
 def owner_of(key: str) -> str:
-    """The owner's name of a key, from which the key cannot be derived: 64 hexadecimal digits, equal on all servers."""
+    """Derives the owner's name from a key by a one-way hash: 64 hexadecimal digits, the same on every server."""
     return hashlib.sha256(_OWNER_PREFIX + key.encode()).hexdigest()
 
 
 @dataclass
 class AccessMiddleware:
-    """ASGI middleware that gives every request an id and, in its state, the `owner` of its key, and refuses those that
-    may not pass.
+    """ASGI middleware that assigns every request an id, stores the `owner` of its key in the request's state, and
+    refuses requests without access.
 
-    max_body_bytes: by a request's path. on_refusal: called with the code of each refusal.
-    api_key: one or several keys; None accepts every request, which is for loopback only (`access_of`).
-    origins: of web pages that may use the server, as browsers write them. Pages from loopback may use a server without
-        a key. Any other page is refused: neither WebSocket nor a plain POST waits for CORS.
-    hosts: accepted beside IP addresses and localhost. A server with a key checks Host only where some are given.
-    body_s: time for a body, in seconds; longer for a long one. is_open: whether a path is answered without a key.
-    key_in_query: whether ?key= is accepted over HTTP, as it is for WebSockets, whose headers a page cannot set."""
+    max_body_bytes: limit by path. on_refusal: called with the code of each refusal.
+    api_key: one or several keys; None accepts every request, which is meant for loopback only (`access_of`).
+    origins: web pages that may use the server, as browsers write Origin. Without a key, pages served from loopback may
+        use it too and all others are refused, because browsers send WebSockets and simple POSTs without asking CORS.
+    hosts: accepted besides IP addresses and localhost. A server with a key checks Host only if hosts are given.
+    body_s: seconds allowed for a body, plus its size limit at 64 KiB/s. is_open: whether a path needs no key.
+    key_in_query: whether HTTP accepts ?key=. WebSockets always do, since a page cannot set their headers."""
 
     app: Any
     max_body_bytes: Callable[[str], int]
@@ -140,7 +140,7 @@ class AccessMiddleware:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
-        id = uuid.uuid4().hex  # cannot be guessed: it gives access to the record of a stream
+        id = uuid.uuid4().hex  # random, as the id gives access to the stream's state
         current_id.set(id)  # not reset: an outer error handler answers in this task and needs it
 
         async def send_with_id(message: Any) -> None:
@@ -157,9 +157,9 @@ class AccessMiddleware:
                 return
         except ApiError as error:
             self.on_refusal(error.code)
-            unread = {"Connection": "close"}  # what is left of the body will not be read
+            unread = {"Connection": "close"}  # the rest of the body will not be read
             headers = {401: {"WWW-Authenticate": "Bearer"}, 408: unread, 413: unread}.get(error.status)
-            await error.response(headers)(scope, receive, send_with_id)  # a WebSocket's handshake is refused, too
+            await error.response(headers)(scope, receive, send_with_id)  # also refuses a WebSocket handshake
         else:
             await self.app(scope, receive, send_with_id)
 
@@ -168,7 +168,7 @@ class AccessMiddleware:
         headers = connection.headers
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and (self.hosts or not self._owners) and not is_own_name(host, self.hosts):
-            raise ApiError(403, "foreign_host", "this server is called by another name; --allow-host gives it one more")
+            raise ApiError(403, "foreign_host", "the Host header does not name this server: allow it with --allow-host")
         if not (origin is None or origin in self.origins or self._owners or re.fullmatch(LOOPBACK_ORIGIN, origin)):
             message = "web pages from elsewhere may use this server only with --allow-origin"
             raise ApiError(403, "foreign_origin", message)
@@ -179,17 +179,17 @@ class AccessMiddleware:
         keys = [bearer.strip()] if scheme.lower() == "bearer" else []
         keys += connection.query_params.getlist("key") if in_query else []
         for owner in map(owner_of, keys):
-            if owner in self._owners:  # digests: the time it takes tells nothing of a key
+            if owner in self._owners:  # compares digests, so timing reveals nothing about a key
                 return owner
         if not self.is_open(connection.scope["path"]):
             where = ", or ?key=KEY" if in_query else ""
-            message = f"expected the header Authorization: Bearer KEY{where} with a key of this server's"
+            message = f"expected the header Authorization: Bearer KEY{where} with a key of this server"
             raise ApiError(401, "invalid_api_key", message)
         return NO_OWNER
 
     async def _whole_body(self, connection: HTTPConnection, receive: Any) -> Any:
-        """Reads the body within its limits of size and time; returns a `receive` that gives it at once, None where the
-        client left meanwhile. Raises ApiError."""
+        """Reads the whole body within the size and time limits. Returns a `receive` that delivers it in one message, or
+        None if the client disconnected. Raises ApiError."""
         at_most = self.max_body_bytes(connection.scope["path"])
         length = connection.headers.get("content-length", "")
         found_bytes, body, more = int(length) if length.isdigit() else 0, bytearray(), True
@@ -205,7 +205,7 @@ class AccessMiddleware:
         except TimeoutError:
             raise ApiError(408, "body_timeout", "the body did not come in time: send it again") from None
         if found_bytes > at_most:
-            raise ApiError(413, "body_too_large", f"a body may have {at_most} bytes")
+            raise ApiError(413, "body_too_large", f"a body may have at most {at_most} bytes")
         whole = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replay() -> Any:

@@ -1,5 +1,5 @@
-"""The ASGI application, with the routes that are our own, and uvicorn as it serves one: ending in order on a signal,
-with a time limit for request heads and without texts or keys in its log."""
+"""The ASGI application with mktts's own routes, and the uvicorn server that runs it: it shuts down gracefully on a
+signal, limits the time for request heads, and logs neither texts nor keys."""
 
 import asyncio
 import contextlib
@@ -36,8 +36,8 @@ from mktts.server.websocket import SpeechSocket
 from mktts.spec import SAMPLE_RATE_HZ
 
 PAGE = Path(__file__).parent / "page"
-_OPENAI = "/v1/"  # under it the caller's mistakes are 400, as OpenAI's are
-# The page may load from this server alone; blob: is audio that the page has made itself.
+_OPENAI = "/v1/"  # under this path a caller's mistake is answered with 400, as OpenAI does
+# The page may load resources from this server only; blob: is audio that the page created itself.
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; media-src 'self' blob:; "
@@ -49,42 +49,42 @@ _PAGE_HEADERS = {
 }
 _ABOUT = f"""Qwen3-TTS speech, streamed frame by frame: 16-bit PCM at {SAMPLE_RATE_HZ} Hz, one channel.
 
-**Finish reason.** `X-Request-Id` is the id under which `GET /tts/stream/{{id}}` says how a response's stream ended:
-`eos` (the text was spoken), `max_frames` (the limit), `runaway` (the model lost the end), `cancelled`, `error`. A body
-that breaks off without its last chunk is not whole. **Closing the connection** cancels the stream within one frame.
+**Finish reason.** `GET /tts/stream/{{id}}`, with the id in `X-Request-Id`, reports how a stream ended: `eos` (the text
+was spoken), `max_frames` (the limit), `runaway` (the model failed to stop), `cancelled` or `error`. A body without its
+last chunk is incomplete. **Closing the connection** cancels the stream within one frame.
 
-**WebSocket** `/tts/ws`, for text that is still being written: `docs/serving.md` has its messages. With a key, a page
-may open it with `?key=KEY`.
+**WebSocket** `/tts/ws` takes text while it is still being written; `docs/serving.md` describes its messages. If the
+server has a key, a page can open it with `?key=KEY`.
 
-**Errors** have one shape, OpenAI's, and the id of their request: in `X-Request-Id` and in the body."""
-_ERRORS = {  # of every route: the shape is the same everywhere
-    "4XX": {"description": "The caller's mistake, or a server with too much to do (429).", "model": ErrorBody},
-    "5XX": {"description": "The server's own, or that it stops (503).", "model": ErrorBody},
+**Errors** all have OpenAI's shape. `X-Request-Id` and the body hold the id of the request."""
+_ERRORS = {  # of every route
+    "4XX": {"description": "The request is invalid, or the server is at capacity (429).", "model": ErrorBody},
+    "5XX": {"description": "The server failed, or is shutting down (503).", "model": ErrorBody},
 }
 _METHODS = ("GET", "HEAD", "POST", "DELETE")
-_UVICORN = {  # with h11 and websockets everything was tested, whatever else is installed
+_UVICORN = {  # names the protocol implementations that were tested, whatever else is installed
     "ws": "websockets-sansio", "loop": "asyncio", "log_config": None, "access_log": False, "server_header": False,
-    "proxy_headers": False, "timeout_graceful_shutdown": 1.0,  # the last bytes of connections whose work has ended
-    "log_level": "warning",  # below it, uvicorn logs addresses, which may hold keys, and frames
+    "proxy_headers": False, "timeout_graceful_shutdown": 1.0,  # s to flush connections whose streams have ended
+    "log_level": "warning",  # below it, uvicorn logs WebSocket frames and URLs, which may contain keys
 }  # fmt: skip
-# What uvicorn logs and is no fault of this server: a refused handshake, a body that is broken off so that none takes it
-# for a whole one (the record says why), and broken text of a client.
+# Errors that uvicorn logs though the server works as intended: a refused handshake, a body that was cut off so that no
+# client takes it for complete (the stream's own log line gives the reason), and invalid UTF-8 from a client.
 _NO_FAULTS = (
     "ASGI callable returned without completing handshake",
     "ASGI callable returned without completing response",
     "Invalid UTF-8 sequence received from client",
 )
-_SWEEP_S = 5.0  # the longest that a voice deleted by another server stays in memory
+_SWEEP_S = 5.0  # a voice deleted by another server stays in memory for at most this long
 
 logging.getLogger("uvicorn.error").addFilter(lambda record: str(record.msg).rstrip(".") not in _NO_FAULTS)
 log = logging.getLogger(__name__)
 
 
 def make_app(service: SpeechService, **access: Any) -> FastAPI:
-    """The ASGI application of a speech server. access: api_key, origins and hosts of `AccessMiddleware`; pages of the
-    origins also get CORS headers."""
-    with contextlib.suppress(BackendUnavailable):  # a request that needs it gets the error
-        import_av()  # not at the first request: it takes 0.2 s, which would hold up every stream
+    """Builds the ASGI application of a speech server. access: api_key, origins and hosts of `AccessMiddleware`; pages
+    from the origins also get CORS headers."""
+    with contextlib.suppress(BackendUnavailable):  # a request that needs PyAV gets the error
+        import_av()  # takes 0.2 s, which would stall every stream if it happened at the first request
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -92,7 +92,7 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
         yield
         sweeping.cancel()
 
-    # /docs with its scripts from here: FastAPI's own page loads them from another host
+    # /docs loads its scripts from this server; FastAPI's own page loads them from another host.
     app = FastAPIOffline(
         title="mktts", description=_ABOUT, lifespan=lifespan, responses=_ERRORS, redoc_url=None, static_url="/page/docs"
     )
@@ -105,7 +105,7 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
         body_s=limits.body_s,
         **access,
     )
-    app.add_middleware(  # outermost: a refusal needs CORS headers, too
+    app.add_middleware(  # the outermost one, so that refusals get CORS headers, too
         CORSMiddleware,
         allow_origins=list(access.get("origins", ())),
         allow_origin_regex=LOOPBACK_ORIGIN,
@@ -120,14 +120,14 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
     @app.exception_handler(Exception)
     async def refuse(request: Request, error: Exception) -> Response:
         headers = getattr(error, "headers", None)
-        if isinstance(error, RequestValidationError) and isinstance(error.body, bytes):  # curl's, or a form's
+        if isinstance(error, RequestValidationError) and isinstance(error.body, bytes):  # not sent as JSON
             found = request.headers.get("content-type") or "none"
             message = f"expected the header Content-Type: application/json, got {found}"
             error = ApiError(415, "not_json", message, "Content-Type")
         elif isinstance(error, RequestValidationError):
             error = from_validation(error.errors())
         elif isinstance(error, StarletteHTTPException):
-            if error.status_code == 405:  # the framework names only the methods of the path's first route
+            if error.status_code == 405:  # Starlette lists only the methods of the path's first route
                 asked = {method: {**request.scope, "method": method} for method in _METHODS}
                 there = (name for name in asked if any(r.matches(asked[name])[0] is Match.FULL for r in app.routes))
                 headers = {"Allow": ", ".join(there)}
@@ -139,18 +139,18 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
         service.meters.refuse(error.code)
         return (error.in_openai_terms() if request.url.path.startswith(_OPENAI) else error).response(headers)
 
-    # AccessMiddleware checks the key; the scheme is named here for the OpenAPI document.
+    # AccessMiddleware checks the key; this only declares the scheme in the OpenAPI document.
     locked = [] if access.get("api_key") is None else [Security(HTTPBearer(auto_error=False))]
 
     @app.post("/tts/stream", response_class=Response, dependencies=locked, responses={200: documented("audio/pcm")})
     async def tts_stream(body: SpeechRequest, request: Request) -> Response:
-        """Speaks a text; raw 16-bit PCM is sent while it is made."""
+        """Speaks a text and streams raw 16-bit PCM while it is generated."""
         stream = service.speak("tts_stream", body, body.text, owner=request.state.owner)
         return AudioResponse(stream, Encoder("pcm"))
 
     @app.get("/tts/stream/{id}", dependencies=locked)
     async def tts_stream_state(id: str) -> StreamState:
-        """How the stream with this X-Request-Id ended, or how far it is. The server keeps the last ones only."""
+        """Reports the progress or the end of the stream with this X-Request-Id. Only recent streams are kept."""
         return service.find(id.partition(",")[0])  # behind a proxy that adds its own id, clients send both
 
     @app.websocket("/tts/ws")
@@ -161,13 +161,13 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
 
     @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "Not ok."}})
     async def health() -> Response:
-        """The model that is served and its state."""
+        """Describes the model that is served and the state of the server."""
         found = service.health
         return JSONResponse(found.model_dump(), 200 if found.status == "ok" else 503)
 
     @app.get("/ready", responses={503: {"description": "Not ready."}})
     async def ready() -> Response:
-        """Whether this server accepts more requests: not while it fails or stops."""
+        """Reports whether the server accepts requests, which it does not while it is failing or stopping."""
         wants_more = service.health.status == "ok"
         return JSONResponse({"ready": wants_more}, 200 if wants_more else 503)
 
@@ -184,13 +184,13 @@ def make_app(service: SpeechService, **access: Any) -> FastAPI:
         return await pages.get_response("index.html", request.scope)
 
     answers = {"/": root, "/ready": ready, "/health": health, "/v1/health": health, "/ping": health}
-    for path, answer in answers.items():  # /ping: the name that other servers and cloud platforms use
+    for path, answer in answers.items():  # /ping is the path that other servers and cloud platforms use
         app.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/page", pages)
 
-    @app.websocket("/{path:path}")  # last of the routes: the framework alone would answer 403
+    @app.websocket("/{path:path}")  # the last route; without it Starlette would answer 403
     async def no_such_socket(path: str) -> None:
-        raise ApiError(404, "not_found", "no WebSocket is spoken here")
+        raise ApiError(404, "not_found", "there is no WebSocket at this path")
 
     return app
 
@@ -203,7 +203,7 @@ class _PageFiles(StaticFiles):
 
 
 async def _sweep(folder: VoiceFolder | None) -> None:
-    """Drops voices that have expired or that another server has deleted, every _SWEEP_S."""
+    """Drops, every _SWEEP_S seconds, voices that have expired or that another server has deleted."""
     while folder is not None:
         try:
             await asyncio.to_thread(folder.sweep)
@@ -213,11 +213,11 @@ async def _sweep(folder: VoiceFolder | None) -> None:
 
 
 class GracefulServer(uvicorn.Server):
-    """Serves an ASGI application; leaves signals of the rest of the process to the caller.
+    """Serves an ASGI application until a signal, which it records instead of raising again.
 
-    stopped_by: the signal that ended it. limits: of a request's head and of a WebSocket message. stop: ends what the
-    application does, before connections are; it is given what tells whether to end at once. settings: more of
-    `uvicorn.Config`."""
+    stopped_by: the signal that ended it. limits: of a request's head and of a WebSocket message. stop: awaited before
+    connections close, to end the application's work; its argument returns whether to end at once. settings: further
+    arguments of `uvicorn.Config`."""
 
     stopped_by: int | None = None
 
@@ -230,8 +230,8 @@ class GracefulServer(uvicorn.Server):
         super().__init__(uvicorn.Config(app, **settings))
 
     def handle_exit(self, number: int, frame: FrameType | None) -> None:
-        """The first signal asks for an orderly end, a second one for an end at once. What uvicorn's own method notes
-        would be raised again at the end: the caller has a model to close first."""
+        """Starts a graceful shutdown at the first signal and an immediate one at the second. uvicorn's own method would
+        raise the signal again after serving, but the caller must close the model first."""
         self.force_exit = self.should_exit
         self.should_exit = True
         self.stopped_by = number
@@ -242,14 +242,14 @@ class GracefulServer(uvicorn.Server):
 
 
 def speech_server(service: SpeechService, **access: Any) -> GracefulServer:
-    """Ends by refusing new streams, letting open ones finish for a while, and cancelling the rest: see `make_app`."""
-    # No pings: a client that plays as it reads has its pong behind minutes of audio; stall_s finds one that is gone.
+    """A server of `make_app`. Its end refuses new streams, lets open ones finish for a while, and cancels the rest."""
+    # No pings: a client that reads as it plays would answer minutes late. stall_s detects a client that is gone.
     return GracefulServer(make_app(service, **access), service.limits, service.stop, ws_ping_timeout=None)
 
 
 class _TimedHttp(H11Protocol):
-    """HTTP/1.1 whose request heads must come within `head_s` of the connection's beginning, or of the first byte of a
-    further request: a half one is answered by 408. Between requests uvicorn's own limit holds."""
+    """HTTP/1.1 with `head_s` seconds for a request's head, from the connection's start or a later request's first byte.
+    An incomplete head is answered with 408. Between requests uvicorn's keep-alive timeout applies."""
 
     head_s: float
 
@@ -259,7 +259,7 @@ class _TimedHttp(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():  # no head is waited for
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():  # no head is expected
             self._timer.cancel()
         elif self._timer.cancelled():
             self._timer = self.loop.call_later(self.head_s, self._too_late)
@@ -269,20 +269,20 @@ class _TimedHttp(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers as uvicorn does, in the shape of every other error."""
+        """Answers invalid HTTP, as uvicorn does, but in the shape of every other error."""
         self._refuse(ApiError(400, "invalid_http", msg))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers a request that no application will see, and closes the connection."""
+        """Answers a request that never reaches the application, and closes the connection."""
         current_id.set(uuid.uuid4().hex)
         found = error.response({"Connection": "close"})
         head = h11.Response(status_code=error.status, headers=found.raw_headers)
-        with contextlib.suppress(h11.LocalProtocolError):  # an answer is on its way already
+        with contextlib.suppress(h11.LocalProtocolError):  # a response has already begun
             self.transport.write(b"".join(map(self.conn.send, (head, h11.Data(found.body), h11.EndOfMessage()))))
         self.transport.close()
 
     def _too_late(self) -> None:
-        if self.conn.trailing_data[0]:  # otherwise nothing was asked
+        if self.conn.trailing_data[0]:  # otherwise no request was begun
             message = f"the head of the request did not come within {self.head_s:g} s: send it again"
             self._refuse(ApiError(408, "head_timeout", message))
         self.transport.close()
