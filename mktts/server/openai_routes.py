@@ -1,5 +1,5 @@
-"""The routes of OpenAI's shape, and a stream of speech as a response's body: encoded while it is made, as events, or
-whole and kept."""
+"""OpenAI-compatible routes, and the response that carries a stream of speech: encoded while it is generated, as
+server-sent events, or complete and cached."""
 
 import asyncio
 import base64
@@ -34,8 +34,8 @@ from mktts.synth.cloning import clone_voice
 SPEECH_PATH = "/v1/audio/speech"
 VOICES_PATH = "/v1/audio/voices"
 _BASE64_TEXT = re.compile(r"[A-Za-z0-9+/_\s-]+={0,2}\s*")
-_SHORTEST_BASE64 = 64  # characters; a WAV's header alone has 60
-_MAX_KEY_CHARS = 40  # of an unknown key in an answer
+_SHORTEST_BASE64 = 64  # characters; the header of a WAV alone has 60
+_MAX_KEY_CHARS = 40  # of an unknown key that a response repeats
 _RANGE = re.compile(r"bytes=(\d{0,15})-(\d{0,15})")
 MEDIA_TYPES: dict[StreamFormat, str] = {
     "mp3": "audio/mpeg",
@@ -50,7 +50,7 @@ MEDIA_TYPES: dict[StreamFormat, str] = {
 AUDIO_HEADERS = {
     REQUEST_ID_HEADER: "for GET /tts/stream/{id}",
     "X-Seed": "repeats this draw",
-    "X-Sample-Rate-Hz": "of the samples",
+    "X-Sample-Rate-Hz": "the sample rate of the audio",
     "X-Sample-Format": "s16le: signed 16 bits, little endian; or the name of the format that holds them",
     "X-Random-Weights": "true: the audio is noise, not speech",
 }
@@ -59,13 +59,13 @@ log = logging.getLogger(__name__)
 
 
 def wrong(code: str, key: str, what: str) -> ApiError:
-    """A mistake in one key of a request, whose name begins the message."""
+    """An ApiError 400 about one key of a request; the message begins with the key."""
     return ApiError(400, code, f"{key}: {what}", key)
 
 
 async def no_foreign_element(request: Request) -> None:
-    """Raises ApiError 403 for an element or a link of a page from elsewhere: its GET brings no Origin to be checked,
-    and would let any page make this machine speak. Pages of this machine are same-site to it."""
+    """Raises ApiError 403 for a GET that an element or a link of a foreign page sends: it has no Origin to check, and
+    any page could make this machine speak. Pages served from loopback are same-site to a server there, and may."""
     is_local = re.fullmatch(LOOPBACK_ORIGIN, f"http://{request.headers.get('host', '')}")
     here = ("same-origin", "none", "same-site") if is_local else ("same-origin", "none")
     if "origin" not in request.headers and request.headers.get("sec-fetch-site", "none") not in here:
@@ -74,7 +74,7 @@ async def no_foreign_element(request: Request) -> None:
 
 
 class References:
-    """Makes voices of recordings, one at a time, in a thread; keeps the last ones that requests brought."""
+    """Clones voices from recordings, one at a time in a thread, and caches those of recent requests."""
 
     def __init__(self, service: SpeechService) -> None:
         self._service, limits = service, service.limits
@@ -83,13 +83,13 @@ class References:
         self._lock = asyncio.Lock()
 
     async def make(self, data: bytes, transcript: str | None, key: str = "ref_audio") -> Voice:
-        """The voice of a recording's bytes, in-context with a transcript. key: the caller's. Raises ApiError."""
+        """Clones a voice from a recording, in context if there is a transcript. key: for errors. Raises ApiError."""
         service = self._service
         if not service.model.clones:
             what = f"a {service.model.type} checkpoint clones no voices: serve a Base one"
             raise wrong("cloning_unavailable", key, what)
         service.check_chars(len(transcript or ""), "ref_text")
-        service.admit()  # before the work, not after it
+        service.admit()  # refuses before the work, not after it
         try:
             async with self._lock:
                 pcm, rate_hz = await asyncio.to_thread(decode_untrusted, data, *self._decoding)
@@ -99,16 +99,16 @@ class References:
             raise wrong("cloning_unavailable" if unable else "bad_reference", key, str(error)) from None
 
     async def brought(self, body: OpenAISpeechRequest, owner: str) -> Voice:
-        """The voice of the recording that a request brings, or of the name in its place. Raises ApiError."""
+        """The voice that `ref_audio` holds as a recording, or names. Raises ApiError."""
         recording, transcript = body.ref_audio, body.ref_text or None
         if not recording:
-            raise wrong("bad_reference", "ref_text", "there is no ref_audio that says it")
+            raise wrong("bad_reference", "ref_text", "expected a ref_audio that it transcribes")
         if (body.speaker or DEFAULT).lower() not in (DEFAULT, *OPENAI_VOICES):
-            raise wrong("two_voices", "ref_audio", "leave out voice, or this")
+            raise wrong("two_voices", "ref_audio", "expected either this or voice, got both")
         if (saved := self._service.saved_voice(recording[:256], owner)) is not None:
             return saved
         if body.x_vector_only_mode is False and transcript is None:
-            raise wrong("bad_reference", "ref_text", "expected what ref_audio says, or x_vector_only_mode")
+            raise wrong("bad_reference", "ref_text", "expected a transcript of ref_audio, or x_vector_only_mode")
         transcript = None if body.x_vector_only_mode else transcript
         data = await asyncio.to_thread(_read, recording)
         key = hashlib.sha256(data + repr(transcript).encode()).hexdigest()
@@ -121,8 +121,8 @@ class References:
 
 
 def _read(recording: str) -> bytes:
-    """The bytes of a recording in base64 of either alphabet, with or without its padding. A server that opened what a
-    request names could be sent to files and addresses that only it can reach. Raises ApiError."""
+    """Decodes a recording from base64 in either alphabet, padded or not. Paths and URLs are refused: they would let a
+    caller read files and addresses that only the server can reach. Raises ApiError."""
     if recording[:64].partition(":")[0].lower() == "data":
         recording = recording.partition(",")[2]
     elif len(recording) < _SHORTEST_BASE64 or not _BASE64_TEXT.fullmatch(recording):
@@ -136,26 +136,26 @@ def _read(recording: str) -> bytes:
 
 
 def documented(*media_types: str) -> dict[str, Any]:
-    """FastAPI's entry for a streamed body and its headers."""
+    """FastAPI's OpenAPI entry for a streamed audio body and its headers."""
     text = {"type": "string"}
     event = {"type": "object", "properties": {"data": text}, "required": ["data"]}
     of = {kind: event if kind == "text/event-stream" else {**text, "format": "binary"} for kind in media_types}
     headers = {key: {"description": what, "required": True, "schema": text} for key, what in AUDIO_HEADERS.items()}
     content = {kind: {"schema": schema} for kind, schema in of.items()}
-    return {"description": "Audio, sent while it is made.", "content": content, "headers": headers}
+    return {"description": "Audio, sent while it is generated.", "content": content, "headers": headers}
 
 
 class AudioResponse(StreamingResponse):
-    """A stream of speech as a response's body. Status and headers wait for the first bytes: what fails before them is
-    raised as an ApiError. Where those are all there is, the headers say how many.
+    """A stream of speech as the body of a response. Status and headers are sent with the first bytes, so an earlier
+    failure is raised as an ApiError; if the first bytes are the whole body, Content-Length is set.
 
-    A client that reads slowly stops the generation (see StreamOptions.buffer_frames), one that goes away, or takes no
-    byte for `Limits.stall_s`, ends it. What fails after the first bytes breaks the connection off: the body lacks its
-    last chunk, so that no client takes it for a whole one. Events end with one that says what happened.
+    A client that reads slowly pauses the generation (see StreamOptions.buffer_frames); one that disconnects, or takes
+    no byte for `Limits.stall_s`, ends it. A failure after the first bytes ends the body without its last chunk, so
+    that no client takes it for complete; server-sent events end with an error event instead.
 
-    events_of: the text, for server-sent events as OpenAI's (stream_format: sse), of which the last says how many
-        tokens it has; those between tell the words whose times are known. None sends the bytes as they are.
-    kept: makes the response, of headers and bytes, where the first bytes are all there is."""
+    events_of: the text, to send server-sent events like OpenAI's (stream_format: sse): audio, words as their times
+        become known, and at the end the text's token count. None sends the encoded bytes.
+    kept: builds the response from headers and bytes if the first bytes are the whole body."""
 
     def __init__(
         self,
@@ -167,26 +167,26 @@ class AudioResponse(StreamingResponse):
         kept: Callable[[Mapping[str, str], bytes], Response] | None = None,
     ) -> None:
         kind, rate_hz = encoder.kind, encoder.rate_hz
-        headers = {  # what is known before the first sample; the rest is at GET /tts/stream/{X-Request-Id}
+        headers = {  # known before the first sample; GET /tts/stream/{X-Request-Id} has the rest
             "Content-Type": MEDIA_TYPES[kind].format(rate_hz=rate_hz) if events_of is None else "text/event-stream",
             REQUEST_ID_HEADER: stream.id,
             "X-Seed": str(stream.state.seed),
             "X-Sample-Rate-Hz": str(rate_hz),
-            "X-Sample-Rate": str(rate_hz),  # as other servers of this model call it
+            "X-Sample-Rate": str(rate_hz),  # the name that other servers of this model use
             "X-Sample-Format": "s16le" if kind in UNCODED else kind,
             "X-Channels": "1",
             "X-Random-Weights": str(stream.service.model.random_weights).lower(),
             "Cache-Control": "no-store",
-            "X-Accel-Buffering": "no",  # a proxy (nginx) passes on what comes at once
+            "X-Accel-Buffering": "no",  # nginx as a proxy then does not buffer the body
         }
         headers |= {"X-Mktts-Ignored": ", ".join(ignored_keys)} if ignored_keys else {}
         super().__init__(stream.chunks(), headers=headers)
         self._stream, self._encoder, self._events_of, self._kept = stream, encoder, events_of, kept
-        self._words = 0  # that were sent
+        self._words = 0  # number of words sent
 
     async def stream_response(self, send: Any) -> None:
-        """Sends it all. Where the client goes away, Starlette cancels this, if the server's ASGI is older than 2.4, as
-        uvicorn's is."""
+        """Sends the whole response. If the client disconnects, Starlette cancels this coroutine, as it does for servers
+        of ASGI before 2.4, such as uvicorn."""
         stream, sound_s, started = self._stream, 0.0, False
 
         async def write(data: bytes, more: bool = True) -> None:
@@ -207,7 +207,7 @@ class AudioResponse(StreamingResponse):
                         await write(data)
                     sound_s = 0.0
             rest = await self._encoded(None)
-            stream.close()  # before the last byte: a client that has it all finds the record complete
+            stream.close()  # before the last byte, so that the stream's state is final once the client has it all
             if self._kept is not None and not started:
                 found = self._kept(dict(self.headers), rest)
                 self.status_code, self.raw_headers, rest = found.status_code, found.raw_headers, found.body
@@ -216,7 +216,7 @@ class AudioResponse(StreamingResponse):
             if not started:
                 raise
             stream.close()
-            if self._events_of is not None:  # OpenAI's clients raise it
+            if self._events_of is not None:  # OpenAI's clients raise the event as an exception
                 await write(_event("error", error=error.detail().shown()), more=False)
         except TimeoutError:
             log.warning("stream %s: the client took nothing for %g s", stream.id, stream.service.limits.stall_s)
@@ -224,7 +224,7 @@ class AudioResponse(StreamingResponse):
             stream.close()
 
     async def _encoded(self, chunk: Chunk | None) -> bytes:
-        """What can be sent once `chunk` is in, perhaps nothing yet; for None the rest. An encoder works in a thread."""
+        """Encodes a chunk and returns what can be sent, perhaps nothing yet; None flushes. Encoders run in a thread."""
         encoder, stream = self._encoder, self._stream
         if encoder.takes_pcm16:
             data = encoder.feed_pcm16(b"" if chunk is None else chunk.pcm16)
@@ -250,15 +250,15 @@ class AudioResponse(StreamingResponse):
 
 
 class KeptSounds:
-    """The last sounds that were made whole, by what they were asked for: a player that jumps asks again for a part.
-    most_bytes: of all together. most: how many."""
+    """A cache of complete sounds by request, least recently used first: a player that seeks requests a part again.
+    most_bytes: of all sounds together. most: number of sounds."""
 
     def __init__(self, most_bytes: int = 64 * 2**20, most: int = 32) -> None:
         self._most_bytes, self._most = most_bytes, most
         self._sounds: OrderedDict[Hashable, tuple[Mapping[str, str], bytes]] = OrderedDict()
 
     def answer(self, key: Hashable, wanted: str | None, headers: Mapping[str, str], data: bytes) -> Response:
-        """Keeps a sound and its headers, and answers as `find`; one that alone is too large is not kept."""
+        """Caches a sound and its headers, unless it alone exceeds `most_bytes`, and answers as `find` does."""
         if len(data) <= self._most_bytes:
             self._sounds[key] = {**headers, "Accept-Ranges": "bytes"}, data
         while len(self._sounds) > self._most or sum(len(kept) for _, kept in self._sounds.values()) > self._most_bytes:
@@ -266,7 +266,7 @@ class KeptSounds:
         return self.find(key, wanted) or Response(data, headers=headers)
 
     def find(self, key: Hashable, wanted: str | None) -> Response | None:
-        """The sound or, where the header Range wants one, a part of it (RFC 9110, section 14). Raises ApiError 416."""
+        """The cached sound, or the part of it in a Range header (RFC 9110, section 14). Raises ApiError 416."""
         if key not in self._sounds:
             return None
         self._sounds.move_to_end(key)
@@ -274,7 +274,7 @@ class KeptSounds:
         first, last = found.groups() if (found := _RANGE.fullmatch(wanted or "")) else ("", "")
         start = int(first) if first else max(0, len(data) - int(last or len(data)))
         end = min(len(data), int(last) + 1) if first and last else len(data)
-        if not (first or last) or (first and last and int(last) < int(first)):  # no range, or not a single one
+        if not (first or last) or (first and last and int(last) < int(first)):  # no valid single range: ignored
             return Response(data, headers=headers)
         if start >= end:
             raise ApiError(416, "bad_range", f"Range: expected bytes of {len(data)}, got {wanted}", "Range")
@@ -293,19 +293,19 @@ def openai_routes(service: SpeechService) -> APIRouter:
     media = [kind.partition(";")[0] for kind in MEDIA_TYPES.values()]
     sounds = KeptSounds()
     spoken = {200: documented(*media, "text/event-stream")}
-    in_parts = {**spoken, 206: {"description": "The part that Range asks for."}}
+    in_parts = {**spoken, 206: {"description": "The part that Range requests."}}
 
     @router.post(SPEECH_PATH, response_class=Response, responses=spoken)
     async def openai_speech(body: OpenAISpeechRequest, request: Request) -> Response:
-        """OpenAI's speech endpoint, with more keys for this model. The sound is encoded and sent while it is made; a
-        WAV's header then says 0xFFFFFFFF bytes, as its length is not known."""
+        """OpenAI's speech endpoint, with further keys for this model. Audio is encoded and sent while it is generated.
+        As its length is then unknown, the header of a WAV gives 0xFFFFFFFF bytes."""
         strict = service.strict if body.strict is None else body.strict
         ignored = []
         for key in body.model_extra or {}:
             if (near := get_close_matches(key, keys, 1, 0.85)) or strict:
                 hint = f"did you mean {near[0]}?" if near else "leave it out, or send strict: false"
                 raise wrong("unknown_key", key[:_MAX_KEY_CHARS], f"there is no such key, {hint}")
-            if key.isidentifier() and key.isascii() and len(key) <= _MAX_KEY_CHARS:  # the header takes no odd ones
+            if key.isidentifier() and key.isascii() and len(key) <= _MAX_KEY_CHARS:  # safe to name in a header
                 ignored.append(key)
         if body.instruct and not service.takes_instruct and not strict:
             body.instruct = None
@@ -341,29 +341,29 @@ def openai_routes(service: SpeechService) -> APIRouter:
 
     @router.get(SPEECH_PATH, response_class=Response, dependencies=[Depends(no_foreign_element)], responses=in_parts)
     async def openai_speech_of_address(query: Annotated[OpenAISpeechQuery, Query()], request: Request) -> Response:
-        """As POST, for what has an address and no body, such as `<audio src>`. With `stream=false` the sound is kept
-        for a while, by its address and the caller's key, and Range is heeded."""
+        """Does the same as POST, for clients that cannot send a body, such as `<audio src>`. With `stream=false` the
+        audio is cached for a while, by URL and the caller's key, and Range requests are answered."""
         return await openai_speech(query, request)
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model there is; requests may call it by any name."""
+        """Lists the one model that is served; requests may use any name for it."""
         return {"object": "list", "data": [await one_model(model.checkpoint)]}
 
     @router.get("/v1/models/{id:path}")
     async def one_model(id: str) -> dict[str, Any]:
-        """The model, by any name, as POST /v1/audio/speech takes any."""
+        """Describes the model under any id, as POST /v1/audio/speech accepts any name."""
         return {"id": id, "object": "model", "created": started_s, "owned_by": "mktts"}
 
     @router.get("/v1/audio/models", include_in_schema=False)
     async def audio_models() -> dict[str, Any]:
-        """The models, at the address where Open WebUI asks for them."""
+        """Lists the model at the path that Open WebUI requests."""
         return {"models": [{"id": model.checkpoint, "name": model.checkpoint}]}
 
     @router.get(VOICES_PATH)
     async def voices(request: Request) -> dict[str, Any]:
-        """Every name that `voice` may have: `voices` of the checkpoint, saved ones and the caller's own; `aliases`,
-        with the voice that each stands for. `uploaded_voices`: the caller's own. `uploads`: whether more may come."""
+        """Lists the names that `voice` accepts. `voices`: speakers, saved voices and the caller's uploads. `aliases`:
+        the voice each stands for. `uploaded_voices`: the caller's uploads. `uploads`: whether uploads are possible."""
         kept = service.uploads
         uploaded = [] if kept is None else await asyncio.to_thread(kept.list, request.state.owner)
         names = [*service.speakers, *(voice.name for voice in uploaded)]
@@ -379,12 +379,12 @@ def openai_routes(service: SpeechService) -> APIRouter:
     async def upload_voice(
         upload: Annotated[VoiceUpload, Form(media_type="multipart/form-data")], request: Request
     ) -> dict[str, Any]:
-        """Keeps the voice of a recording under a name of the caller's, for requests with the caller's key. The
-        recording itself is not kept."""
+        """Clones the voice of a recording and stores it under a name, for requests with the caller's key. The recording
+        itself is not stored."""
         kept, owner = folder(), request.state.owner
         name, data = upload.name.lower(), await upload.audio_sample.read()
         if name in (*service.speakers, *service.aliases, DEFAULT):
-            raise wrong("name_taken", "name", f"{name} is a voice of this server's own: take another")
+            raise wrong("name_taken", "name", f"{name} is a voice of the server itself: choose another name")
         voice = await references.make(data, upload.ref_text, "audio_sample")
         now_s, longest_s = int(time.time()), limits.voice_days * DAY_S
         lifetime_s = min(upload.expires_in_s or longest_s, longest_s)
@@ -398,14 +398,14 @@ def openai_routes(service: SpeechService) -> APIRouter:
             ref_text=voice.transcript,
         )
         await asyncio.to_thread(kept.keep, owner, voice, record)
-        # OpenAI's shape, and under `voice` vLLM-Omni's
+        # OpenAI's shape; `voice` holds vLLM-Omni's
         shape = {"object": "audio.voice", "id": name, "name": name, "created_at": now_s}
         return {**shape, "success": True, "voice": record}
 
     @router.delete(f"{VOICES_PATH}/{{name}}")
     async def delete_voice(name: str, request: Request) -> dict[str, Any]:
-        """Deletes an uploaded voice of the caller's: on every server that shares the folder, and out of its caches.
-        Speech that is on its way goes on."""
+        """Deletes one of the caller's uploaded voices, from the caches and from every server that shares the folder.
+        Streams that use it already go on."""
         if not await asyncio.to_thread(folder().delete, request.state.owner, name):
             raise ApiError(404, "unknown_voice", "you have no voice of this name", "name")
         name, done = name.lower(), {"object": "audio.voice.deleted", "deleted": True, "success": True}
