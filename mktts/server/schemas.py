@@ -1,5 +1,5 @@
-"""The shapes of requests, answers and WebSocket messages. What depends on the loaded checkpoint and the limits (names,
-maxima) is checked by `mktts.server.service`."""
+"""Schemas of requests, responses and WebSocket messages. `mktts.server.service` checks what depends on the checkpoint
+and on the limits, such as names and maxima."""
 
 import contextlib
 from typing import Annotated, Any, Literal
@@ -15,9 +15,9 @@ from mktts.spec import MODEL_TYPES, SAMPLE_RATE_HZ
 Route = Literal["tts_stream", "openai_speech", "tts_ws"]
 Transcript = Annotated[str | None, StringConstraints(strip_whitespace=True)]
 EndReason = Literal[FinishReason, "error"]
-DEFAULT = "default"  # the name of the voice that speaks where none is named
+DEFAULT = "default"  # the voice of requests that name none
 _RATES_HZ = (8_000, 12_000, 16_000, 22_050, SAMPLE_RATE_HZ, 32_000, 44_100, 48_000)
-# Names of upstream and of other servers of this model for keys of ours; a true `do_sample` is a false `greedy`.
+# Our keys by the names that upstream and other servers of this model use; `do_sample` is the opposite of `greedy`.
 _OTHER_NAMES = {
     **{f"subtalker_{name}": f"predictor_{name}" for name in ("temperature", "top_k", "top_p")},
     "speaker": "voice", "instruct": "instructions", "do_sample": "greedy", "subtalker_dosample": "predictor_greedy",
@@ -27,18 +27,18 @@ _TASKS = tuple(kind.upstream_name for kind in MODEL_TYPES.values())
 
 
 class StrictModel(BaseModel):
-    """Refuses unknown keys and values of another type. A text under a field is its description."""
+    """A model that refuses unknown keys and values of another type. A string under a field is its description."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def _sampling_field(name: str, value: Any) -> tuple[Any, Any]:
-    """Pydantic's field for one of `Sampling.flat`, with bounds by its type; `Sampling` checks the rest."""
+    """Pydantic's field for one key of `Sampling.flat`, with bounds by its type; `Sampling` checks the rest."""
     bounds = {bool: {}, int: {"ge": 0, "le": 10_000}, float: {"ge": 0, "le": 10}}[type(value)]
     of = "of the code predictor" if name.startswith("predictor_") else "of the talker"
-    if name == "repetition_penalty":  # one next to 0 makes scores infinite
-        bounds, of = {"ge": 0.1, "le": 10}, "of codes that were drawn before, 1 = off"
-    return type(value) | None, Field(None, description=f"{of}; left out: the checkpoint's", **bounds)
+    if name == "repetition_penalty":  # a value near 0 makes scores infinite
+        bounds, of = {"ge": 0.1, "le": 10}, "of codes that were drawn before; 1: off"
+    return type(value) | None, Field(None, description=f"{of}; default: the checkpoint's value", **bounds)
 
 
 _SAMPLING: dict[str, Any] = {name: _sampling_field(name, value) for name, value in Sampling().flat().items()}
@@ -46,18 +46,18 @@ SamplingParams: Any = create_model("SamplingParams", __base__=StrictModel, **_SA
 
 
 class VoiceParams(SamplingParams):
-    """The voice and its manner; every key may be left out."""
+    """Voice, delivery and sampling of a request; every key is optional."""
 
     language: str = Field("auto", description="auto, or a language of the checkpoint: english, en or en-US")
-    speaker: str | None = Field(None, description="a speaker of GET /health; left out: the server's first")
-    instruct: str | None = Field(None, min_length=1, description="how to say it; what the voice is like (voice_design)")
-    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="repeats a draw; left out: X-Seed has the one drawn")
-    max_frames: int | None = Field(None, ge=1, description="of audio; left out: the server's limit")
-    trim_lead: bool = Field(False, description="leave out the silence before the first audible 10 ms, but 40 ms")
-    markup: Markup = Field("speak", description="strip: Markdown, HTML and TeX are taken out")
-    word_timestamps: bool = Field(False, description="say when each word is said, by an estimate from the sound")
+    speaker: str | None = Field(None, description="a speaker of GET /health; default: the server's first")
+    instruct: str | None = Field(None, min_length=1, description="how to speak; voice_design: the voice to make")
+    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="makes draws repeatable; default: random, see X-Seed")
+    max_frames: int | None = Field(None, ge=1, description="limit on frames of audio; default: the server's limit")
+    trim_lead: bool = Field(False, description="trim the silence before the first audible 10 ms to 40 ms")
+    markup: Markup = Field("speak", description="strip: remove Markdown, HTML and TeX before speaking")
+    word_timestamps: bool = Field(False, description="return the time of each word, estimated from the audio")
     pronunciations: dict[str, str] | None = Field(None, max_length=1_000)
-    """what is said, by the word: {"nginx": "engine X"}; whole words only"""
+    """what to say for a word: {"nginx": "engine X"}; matches whole words only"""
 
 
 class SpeechRequest(VoiceParams):
@@ -67,44 +67,44 @@ class SpeechRequest(VoiceParams):
 
 
 def _nullable(schema: dict[str, Any]) -> None:
-    """Says that every key that may be left out may be null."""
+    """Marks every optional key of the JSON schema as nullable."""
     for name, one in schema["properties"].items():
         if name not in schema["required"] and "anyOf" not in one:
             schema["properties"][name] = {"anyOf": [one, {"type": "null"}]}
 
 
 class OpenAISpeechRequest(VoiceParams):
-    """Body of POST /v1/audio/speech: OpenAI's keys, ours, and those of other servers of this model. A null is as
-    leaving the key out. What is not known, or changes nothing, is ignored: X-Mktts-Ignored names it."""
+    """Body of POST /v1/audio/speech: OpenAI's keys, our own, and those of other servers of this model. A null equals an
+    omitted key. Keys that are unknown or have no effect are ignored and listed in X-Mktts-Ignored."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_nullable)
 
     input: str = Field(min_length=1, description="what to say")
-    model: str | None = Field(None, description="any name: the process has one model, which GET /v1/models names")
-    speaker: str | None = Field(None, alias="voice", description="a name of GET /v1/audio/voices; left out: default")
-    instruct: str | None = Field(None, alias="instructions", description="how to say it; the voice (VoiceDesign)")
+    model: str | None = Field(None, description="any name: the server has one model, which GET /v1/models names")
+    speaker: str | None = Field(None, alias="voice", description="a name of GET /v1/audio/voices; if omitted, default")
+    instruct: str | None = Field(None, alias="instructions", description="how to speak; VoiceDesign: the voice")
     response_format: StreamFormat | None = None
-    """left out: mp3. opus: in Ogg; aac: ADTS; pcm: 16 bits, little endian; mulaw (or ulaw), alaw: G.711, no header"""
+    """default: mp3. opus: in Ogg; aac: ADTS; pcm: 16 bits, little endian; mulaw (or ulaw), alaw: G.711, no header"""
     speed: float | None = Field(None, ge=MIN_SPEED, le=MAX_SPEED, description="2: half the time, at the same pitch")
     stream_format: Literal["audio", "sse"] | None = None
-    """sse: server-sent events speech.audio.delta and speech.audio.done; left out: audio"""
-    stream: bool | None = Field(None, description="false: the whole at once, with its length; left out: as it is made")
-    sample_rate: Literal[_RATES_HZ] | None = Field(None, description=f"Hz; left out: {SAMPLE_RATE_HZ}, of G.711 8000")
-    strict: bool | None = Field(None, description="true: what would be ignored is refused; left out: as the server")
-    max_new_tokens: int | None = Field(None, ge=1, description="as max_frames; beyond the server's limit: the limit")
+    """sse: server-sent events speech.audio.delta and speech.audio.done; default: audio"""
+    stream: bool | None = Field(None, description="false: send all audio at once, with its length; default: stream it")
+    sample_rate: Literal[_RATES_HZ] | None = Field(None, description=f"Hz; default: {SAMPLE_RATE_HZ}, for G.711 8000")
+    strict: bool | None = Field(None, description="refuse what would be ignored; default: the server's --strict")
+    max_new_tokens: int | None = Field(None, ge=1, description="like max_frames, but capped at the server's limit")
     non_streaming_mode: bool | None = None
-    """the prompt's layout: the whole text before the speech, or along with it; not how the answer comes"""
-    task_type: Literal[_TASKS] | None = Field(None, description="must be what the checkpoint is")
+    """layout of the prompt: whether the whole text precedes the speech; unrelated to how the response is sent"""
+    task_type: Literal[_TASKS] | None = Field(None, description="must be the checkpoint's type")
     ref_audio: str | None = Field(None, description="a recording to clone: base64, a data: URL, or a voice's name")
-    ref_text: Transcript = Field(None, description="what is said in ref_audio; left out: its speaker's sound alone")
-    x_vector_only_mode: bool | None = Field(None, description="true: the speaker's sound alone, whatever ref_text says")
+    ref_text: Transcript = Field(None, description="transcript of ref_audio; default: clone only the speaker's timbre")
+    x_vector_only_mode: bool | None = Field(None, description="true: clone only the timbre, even with a ref_text")
     temperature: float | None = Field(None, ge=0, le=10, description="of the talker; 0: greedy")
     top_k: int | None = Field(None, ge=-1, le=10_000, description="of the talker; 0 or -1: off")
 
     @model_validator(mode="before")
     @classmethod
     def _translated(cls, given: Any) -> Any:
-        """Without nulls, and other servers' names and values as ours."""
+        """Drops nulls, and translates names and values of other servers to ours."""
         if not isinstance(given, dict):
             return given
         given = {key: value for key, value in given.items() if value is not None}
@@ -117,9 +117,9 @@ class OpenAISpeechRequest(VoiceParams):
             given.setdefault(ours, value)
         voice, recording = given.get("voice"), given.get("ref_audio")
         if isinstance(voice, dict) and list(voice) == ["id"]:
-            given["voice"] = voice["id"]  # OpenAI's other form
+            given["voice"] = voice["id"]  # OpenAI accepts an object, too
         if isinstance(recording, list) and len(recording) == 1:
-            given["ref_audio"] = recording[0]  # vLLM-Omni's
+            given["ref_audio"] = recording[0]  # the form of vLLM-Omni
         if given.get("response_format") == "ulaw":
             given["response_format"] = "mulaw"
         if given.get("temperature") == 0 and given["temperature"] is not False:
@@ -135,13 +135,13 @@ class OpenAISpeechQuery(OpenAISpeechRequest):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, given: dict[str, str]) -> dict[str, Any]:
-        """Numbers, true, false, null and objects as JSON has them, but for keys whose value is a text."""
+        """Parses numbers, true, false, null and objects as JSON, except for keys whose value is a text."""
         found = dict(given)
         fields = cls.model_fields.items()
         texts = {field.alias or name for name, field in fields if field.annotation in (str, str | None)}
         for key, word in given.items():
             if _OTHER_NAMES.get(key, key) not in texts:
-                with contextlib.suppress(ValueError):  # any other word
+                with contextlib.suppress(ValueError):  # not JSON: left as text
                     found[key] = _VALUE.validate_json(word)
         return found
 
@@ -154,18 +154,18 @@ class VoiceUpload(BaseModel):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="letters, digits and _.-, in any case")
     consent: str = Field(pattern=r"\S", max_length=2_000, description="a statement that the speaker agrees, or its id")
     audio_sample: UploadFile = Field(description="the recording")
-    ref_text: Transcript = Field(None, description="what is said in it; left out: the speaker's sound alone")
+    ref_text: Transcript = Field(None, description="its transcript; default: clone only the speaker's timbre")
     speaker_description: str | None = Field(None, max_length=2_000)
-    language: str | None = Field(None, description="changes nothing: a voice speaks every language")
-    expires_in_s: int | None = Field(None, ge=1, description="until it is deleted; left out: the server's limit")
-    type: Literal["audio_sample"] = Field("audio_sample", description="OpenAI's name of this way of making a voice")
+    language: str | None = Field(None, description="has no effect: a voice speaks every language")
+    expires_in_s: int | None = Field(None, ge=1, description="seconds until it is deleted; default: the server's limit")
+    type: Literal["audio_sample"] = Field("audio_sample", description="OpenAI's name for this way to create a voice")
 
 
 class ErrorDetail(StrictModel):
     """OpenAI's error object.
 
-    type: invalid_request_error, rate_limit_error (429) or server_error. code: for programs. param: the wrong key.
-    request_id: X-Request-Id of the request, or the id of the stream. streams_max: capacity in streams, where busy."""
+    type: invalid_request_error, rate_limit_error (429) or server_error. code: identifies the error for programs. param:
+    the key at fault. request_id: the request's X-Request-Id or the stream's id. streams_max: the capacity, if busy."""
 
     message: str
     type: str
@@ -175,7 +175,7 @@ class ErrorDetail(StrictModel):
     streams_max: int | None = None
 
     def shown(self) -> dict[str, str | int | None]:
-        """The body as clients of OpenAI's shape get it: streams_max only where there is something to say."""
+        """The error as sent to clients: without streams_max if that is None."""
         return self.model_dump(exclude={"streams_max"} if self.streams_max is None else None)
 
 
@@ -184,9 +184,9 @@ class ErrorBody(StrictModel):
 
 
 class StreamState(StrictModel):
-    """What became of one utterance. frames, audio_s: handed to the connection. first_audio_ms: from the request (or
-    the first text, over WebSocket) to the first PCM on the host. words: where word_timestamps asked for them, seconds
-    from the first sample on; of the last streams only."""
+    """The progress or outcome of one stream. frames, audio_s: handed to the connection. first_audio_ms: from the
+    request (over WebSocket, from the first text) to the first PCM on the host. words: if word_timestamps was set, with
+    times in seconds from the first sample; kept for the most recent streams only."""
 
     id: str
     route: Route
@@ -201,8 +201,8 @@ class StreamState(StrictModel):
 
 
 class ModelInfo(StrictModel):
-    """type: custom_voice, base or voice_design. clones: it speaks with the voice of a recording. random_weights: the
-    audio is noise, for timing and parity only."""
+    """The model that is served. type: custom_voice, base or voice_design. clones: whether it can clone the voice of a
+    recording. random_weights: the audio is noise, for measurements only."""
 
     checkpoint: str
     revision: str | None
@@ -213,9 +213,9 @@ class ModelInfo(StrictModel):
 
 
 class Health(StrictModel):
-    """status: failing after several streams in a row ended by an error; stopping after the signal to stop.
-    aliases: more names for the speakers; uploads: whether callers may have more voices. streams_max: listeners that are
-    admitted at once; capacity: how that is known; streams_open: with or without a listener."""
+    """The state of the server. status: failing after several consecutive streams ended with an error, stopping after
+    the signal to stop. aliases: further names for speakers. uploads: whether callers can upload voices. streams_max:
+    listeners admitted at once. capacity: how that was determined. streams_open: with or without a listener."""
 
     status: Literal["ok", "failing", "stopping"]
     model: ModelInfo
@@ -234,8 +234,8 @@ class Health(StrictModel):
 
 
 class UploadedVoice(StrictModel):
-    """What is kept of an upload besides the voice. consent: the statement, as it was sent. created_at, expires_at:
-    seconds since 1970. mime_type, file_size: of the recording, which is not kept."""
+    """The data stored with an uploaded voice. consent: the statement as it was sent. created_at, expires_at: Unix time
+    in seconds. mime_type, file_size: of the recording, which is not stored."""
 
     name: str
     consent: str
@@ -247,11 +247,11 @@ class UploadedVoice(StrictModel):
     speaker_description: str | None = None
 
 
-# ---- WebSocket: what a client sends
+# ---- WebSocket: messages from the client
 
 
 class Start(VoiceParams):
-    """text: all of it, where it is known; no `text` or `finish` follows."""
+    """Starts an utterance. text: the whole text, if it is known already; then no `text` or `finish` follows."""
 
     type: Literal["start"]
     text: str | None = Field(None, min_length=1)
@@ -263,7 +263,7 @@ class Text(StrictModel):
 
 
 class End(StrictModel):
-    """finish: no more text comes. cancel: nor is any more to be spoken."""
+    """finish: no more text follows; what was sent is spoken. cancel: stop speaking, too."""
 
     type: Literal["finish", "cancel"]
 
