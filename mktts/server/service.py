@@ -1,4 +1,4 @@
-"""The one model of the process as all connections share it: its voices and limits, open streams and ended ones."""
+"""The speech service that all connections of a process share: one model, its voices and limits, and its streams."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from mktts.server.voices import VoiceFolder, voice_aliases
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, language_named
 from mktts.synth import Synthesizer
 
-KEPT_LEAD_S = 0.5  # that a listener has to play while something is held back
-MAX_HELD_FRAMES = round(FRAME_RATE_HZ)  # a second
-KEPT_WORDS = 32  # ended streams whose words are kept: a text may have thousands
-_FAILING_AFTER = 3  # streams in a row: one may be the request's own fault, a broken device fails every one
+KEPT_LEAD_S = 0.5  # chunks are held back only while the listener has more than this left to play
+MAX_HELD_FRAMES = round(FRAME_RATE_HZ)  # one second of audio
+KEPT_WORDS = 32  # number of ended streams that keep their words: a text may have thousands
+_FAILING_AFTER = 3  # consecutive failed streams: one may be the request's own fault, a broken device fails them all
 _POLL_S = 0.02
-_HELD_UP_S = 0.05  # a write that took longer waited for the client
+_HELD_UP_S = 0.05  # a write that takes longer was blocked by the client
 
 _FIRST_AUDIO_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
 _OF_ENGINES = {
-    "mktts_streams_listened": ("Streams that need frames in time, by engine.", "listeners"),
+    "mktts_streams_listened": ("Streams whose listener needs frames in time, by engine.", "listeners"),
     "mktts_streams_waiting": ("Streams that wait for admission, by engine.", "waiting"),
     "mktts_lanes": ("Slots for streams, by engine.", "lanes"),
-    "mktts_lanes_used": ("Slots that a stream has, by engine.", "lanes_used"),
+    "mktts_lanes_used": ("Slots that a stream occupies, by engine.", "lanes_used"),
     "mktts_pages": ("Pages of keys and values, by engine.", "pages"),
     "mktts_pages_free": ("Pages that are free, by engine.", "pages_free"),
 }
@@ -54,14 +54,13 @@ log = logging.getLogger(__name__)
 
 
 class SpeechService:
-    """Belongs to the event loop's thread; the caller closes the synthesizer.
+    """Starts streams for requests and tracks them. For the event loop's thread only. The caller closes the synthesizer.
 
-    voices: saved voices of a base checkpoint by the name that requests call them.
-    name: of the checkpoint, for GET /health; None takes its folder's.
-    aliases: more names, each for one of the voices (`voice_aliases`).
-    uploads: where voices that callers upload are kept; None keeps none.
-    strict: what a request of OpenAI's shape asks for in vain is refused, not ignored, where it does not say which.
-    Raises ServerError for an alias of nothing."""
+    voices: saved voices of a base checkpoint by the names that requests use.
+    name: of the checkpoint, for GET /health; None takes the name of its folder.
+    aliases: further names for the voices (`voice_aliases`). Raises ServerError for an alias of an unknown voice.
+    uploads: stores the voices that callers upload; None disables uploads.
+    strict: the default of an OpenAI request's `strict`: whether keys without effect are refused instead of ignored."""
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class SpeechService:
         synthesizer.set_limits(AdmissionLimits(*bounds))
         self._voices = {name.lower(): voice for name, voice in (voices or {}).items()}
         self.checkpoint = checkpoint = synthesizer.checkpoint
-        self.tokenizer = cache(checkpoint.tokenizer)  # its first call reads it: too long for the event loop
+        self.tokenizer = cache(checkpoint.tokenizer)  # the first call reads files: too slow for the event loop
         config = checkpoint.config
         self.speakers = [*self._voices, *sorted(config.speakers)]
         self._default_speaker = next(iter(self._voices), config.default_speaker)
@@ -101,7 +100,7 @@ class SpeechService:
         self.meters = Meters(self)
         self._open: dict[str, ServedStream] = {}
         self._ended: OrderedDict[str, StreamState] = OrderedDict()
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive
 
     def speak(
         self,
@@ -113,9 +112,9 @@ class SpeechService:
         layout: Layout | None = None,
         owner: str = NO_OWNER,
     ) -> ServedStream:
-        """Starts to speak. Raises ApiError; whether there is a place for one more the engine says: the stream's chunks
-        then begin, or raise. text: None where it comes later (`ServedStream.feed`). voice: in place of what `params`
-        names. layout: of the prompt; None takes the checkpoint's. owner: whose uploaded voices may be named."""
+        """Starts a stream. Raises ApiError for invalid parameters; the engine decides on admission later, and
+        `ServedStream.chunks` raises a refusal. text: None if it comes later (`ServedStream.feed`). voice: overrides the
+        one in `params`. layout: of the prompt; None takes the checkpoint's. owner: whose uploads may be used."""
         self.admit()
         try:
             self.check_chars(len(text or ""))
@@ -126,7 +125,7 @@ class SpeechService:
                 raise ApiError(422, "bad_prompt", message, "instruct")
             most, wanted = self.limits.max_frames, params.max_frames
             if wanted is not None and wanted > most:
-                message = f"max_frames may be {most} ({self.limits.max_duration_s:g} s), got {wanted}"
+                message = f"max_frames may be at most {most} ({self.limits.max_duration_s:g} s), got {wanted}"
                 raise ApiError(422, "duration_too_long", message, "max_frames")
             language = params.language
             if language not in self.languages and (language := language_named(language)) not in self.languages:
@@ -158,18 +157,18 @@ class SpeechService:
         return made
 
     def admit(self) -> None:
-        """Raises ApiError while the server stops."""
+        """Raises ApiError 503 once the server is stopping."""
         if self.stopping:
             raise ApiError(503, "stopping", "the server is stopping")
 
     def check_chars(self, chars: int, key: str = "text") -> None:
-        """Raises ApiError when a text is longer than the limit."""
+        """Raises ApiError if a text is longer than the limit."""
         if chars > self.limits.max_chars:
-            message = f"{key} may have {self.limits.max_chars} characters, got {chars}"
+            message = f"{key} may have at most {self.limits.max_chars} characters, got {chars}"
             raise ApiError(422, f"{key}_too_long", message, key)
 
     def _speaker_or_voice(self, wanted: str | None, owner: str) -> tuple[str | None, Voice | None]:
-        """The built-in speaker or the saved voice of that name or alias; the default for None. Raises ApiError."""
+        """The built-in speaker or the voice with that name or alias; the default for None. Raises ApiError."""
         name: str | None = (wanted or DEFAULT).lower()
         name = self.aliases.get(name, name)
         if name == DEFAULT and name not in self.speakers:
@@ -185,26 +184,26 @@ class SpeechService:
         return None, voice
 
     def saved_voice(self, name: str, owner: str = NO_OWNER) -> Voice | None:
-        """A saved voice by its name or alias, or one that `owner` has uploaded; None where there is none."""
+        """A saved voice by its name or alias, or one that `owner` has uploaded; None if there is none."""
         saved = self._voices.get(self.aliases.get(name.lower(), name.lower()))
         return saved if saved is not None or self.uploads is None else self.uploads.find(owner, name)
 
     def find(self, id: str) -> StreamState:
-        """Raises ApiError 404 for one that never was, or ended too many streams ago."""
+        """The state of a stream. Raises ApiError 404 if the id is unknown or its state is no longer kept."""
         state = self._open[id].state if id in self._open else self._ended.get(id)
         if state is None:
             raise ApiError(404, "unknown_stream", "no stream has this id, or it ended too many streams ago", "id")
         return state
 
     async def stop(self, at_once: Callable[[], bool] = lambda: False) -> None:
-        """Refuses new streams, lets open ones finish for a while, and cancels the rest. at_once: whether to end now."""
+        """Refuses new streams, waits for open ones up to `Limits.grace_s` or until `at_once()`, cancels the rest."""
         self.stopping = True
         end_s = time.monotonic() + self.limits.grace_s
         while self._open and time.monotonic() < end_s and not at_once():
             await asyncio.sleep(_POLL_S)
         for stream in list(self._open.values()):
             stream.fail(ApiError(503, "stopping", "the server stopped"))
-        await asyncio.sleep(_POLL_S)  # the last messages are sent before the connections are closed
+        await asyncio.sleep(_POLL_S)  # lets last messages be sent before the connections are closed
 
     @property
     def streams_open(self) -> int:
@@ -212,7 +211,7 @@ class SpeechService:
 
     @property
     def streams_max(self) -> int:
-        """Listeners at once, as far as capacity and slots go."""
+        """The number of concurrent listeners that capacity and slots allow."""
         slots = max((one.lanes for one in self.synthesizer.stats.values()), default=1)
         return int(min(self.synthesizer.capacity.streams, slots))
 
@@ -237,7 +236,7 @@ class SpeechService:
         )
 
     def has_ended(self, stream: ServedStream) -> None:
-        """Keeps the record of a stream, and counts it."""
+        """Moves a stream's state to those of ended streams, and updates the metrics."""
         del self._open[stream.id]
         self._ended[stream.id] = state = stream.state
         for id in islice(reversed(self._ended), KEPT_WORDS, KEPT_WORDS + 1):
@@ -249,7 +248,7 @@ class SpeechService:
             self._failures += 1
         elif state.frames:
             self._failures = 0
-        if code != "busy":  # it found no place: it was refused, and was none
+        if code != "busy":  # a stream without admission counts as a refused request instead
             meters.streams.labels(state.route, state.finish_reason).inc()
             meters.audio_s.inc(state.audio_s)
             if state.first_audio_ms is not None:
@@ -257,8 +256,8 @@ class SpeechService:
 
 
 class Meters(Collector):
-    """Prometheus metrics of one service, in a registry of its own, named as
-    https://prometheus.io/docs/practices/naming/ has it: base units (seconds), counters end in _total."""
+    """Prometheus metrics of one service, in a registry of its own. Names follow
+    https://prometheus.io/docs/practices/naming/: base units (seconds), and counters end in _total."""
 
     def __init__(self, service: SpeechService) -> None:
         self.registry = registry = CollectorRegistry()
@@ -268,7 +267,7 @@ class Meters(Collector):
         model = service.model
         labels = {"model": model.checkpoint, "random_weights": str(model.random_weights).lower(), **service.served}
         ProcessCollector(registry=registry)  # resident memory, open files
-        gauge("mktts_info", "Always 1; the labels say what is served.", tuple(labels)).labels(**labels).set(1)
+        gauge("mktts_info", "Always 1; the labels describe the model.", tuple(labels)).labels(**labels).set(1)
         gauge("mktts_capacity", "Listeners that are admitted at once.").set_function(lambda: service.streams_max)
         gauge("mktts_streams_open", "Streams being generated.").set_function(lambda: service.streams_open)
         self.streams = counter("mktts_streams", "Streams ended, by route and finish reason.", ("route", "reason"))
@@ -276,9 +275,9 @@ class Meters(Collector):
         self.audio_s = counter("mktts_audio_seconds", "Audio handed to connections.")
         self.first_audio_s = seconds("mktts_first_audio_seconds", f"{since} PCM on the host.")
         self.first_byte_s = seconds("mktts_first_byte_seconds", f"{since} write of sound to the connection.")
-        late = "Writes later than the place of a listener who plays from the first one on, without a prebuffer."
+        late = "Writes that came too late for a listener who plays from the first write on, without a prebuffer."
         self.underruns = counter("mktts_underruns", late)
-        self.late_s = counter("mktts_late_seconds", "By which those writes were late.")
+        self.late_s = counter("mktts_late_seconds", "Total lateness of those writes.")
         self._service = service
         registry.register(self)
 
@@ -286,14 +285,14 @@ class Meters(Collector):
         self._refused.labels(code).inc()
 
     def collect(self) -> Iterable[Metric]:
-        """The state of the engines."""
+        """Yields the current state of the engines, read at every scrape."""
         stats = self._service.synthesizer.stats
         for name, (text, field) in _OF_ENGINES.items():
             family = GaugeMetricFamily(name, text, labels=("engine",))
             for engine, one in stats.items():
                 family.add_metric((engine,), getattr(one, field))
             yield family
-        ticks = HistogramMetricFamily("mktts_tick_seconds", "Ticks, on the device, by engine.", labels=("engine",))
+        ticks = HistogramMetricFamily("mktts_tick_seconds", "Device time of ticks, by engine.", labels=("engine",))
         for engine, one in stats.items():
             buckets = zip((*map(str, TICK_BOUNDS_S), "+Inf"), accumulate(list(one.ticks.counts)), strict=True)
             ticks.add_metric((engine,), list(buckets), one.ticks.sum_s)
@@ -301,16 +300,16 @@ class Meters(Collector):
 
 
 class ServedStream:
-    """One stream of speech on its way to one connection, from its admission to its record. Belongs to the event loop's
-    thread. `close` must be called, once or more; it ends what still runs.
+    """One stream of speech that is sent to one connection. Use it on the event loop's thread only. `close` must be
+    called, and may be called repeatedly; it cancels the generation if that still runs.
 
-    stream: what makes the speech. chars: of the text, so far. word_times: the stream finds them. error: what ended it;
-    None otherwise. state: its record, so far or at its end."""
+    stream: generates the speech. chars: characters of text so far. word_times: whether the stream estimates the times
+    of words. error: the ApiError that ended it, or None. state: its progress, and in the end its outcome."""
 
     def __init__(
         self, service: SpeechService, route: Route, stream: Stream | Session, chars: int, word_times: bool = False
     ) -> None:
-        # A request over HTTP speaks once; its id is that of its stream.
+        # An HTTP request has one stream, which gets the request's id.
         self.id = (route != "tts_ws" and current_id.get()) or uuid.uuid4().hex
         self.service, self.stream, self.chars = service, stream, chars
         self.state = StreamState(id=self.id, route=route, seed=stream.seed, words=[] if word_times else None)
@@ -319,9 +318,9 @@ class ServedStream:
         self._started_s, self._player, self._write_began_s = time.perf_counter(), Player(), math.inf
 
     async def chunks(self) -> AsyncGenerator[Chunk]:
-        """Chunks as they are to be written, each within `sending`: at once, or several together where the listener has
-        time, as a write costs about the same whatever it holds. Raises ApiError where the stream failed, or the server
-        ended it, behind what was held back."""
+        """Yields chunks to write, each within `sending`. While the listener has enough left to play, several chunks are
+        held back and joined into one, as a write costs about the same whatever its size. If the stream failed or the
+        server ended it, yields what was held back and then raises ApiError."""
         state, held, ended = self.state, [], False
         while not ended:
             late = False
@@ -357,8 +356,8 @@ class ServedStream:
             raise self.error
 
     def sending(self, duration_s: float) -> asyncio.Timeout:
-        """For `async with` around a write of sound of so many seconds. One that waits for the client makes nothing
-        late; one that waits longer than `Limits.stall_s` raises TimeoutError."""
+        """A context for `async with` around the write of `duration_s` seconds of audio, which counts late writes. Time
+        blocked by the client is not late; after `Limits.stall_s` the write raises TimeoutError."""
         self._write_began_s = began_s = time.perf_counter()
         meters = self.service.meters
         if self._player.dry_s is None:
@@ -370,9 +369,9 @@ class ServedStream:
         return asyncio.timeout(self.service.limits.stall_s)
 
     def feed(self, text: str | None) -> None:
-        """More text of a session; None: no more comes. The stream fails where it cannot be spoken. The clock of the
-        first audio starts with the first text that can be seen."""
-        if self.stream.idle:  # it waited for text: nothing is late until a frame's time after it
+        """Adds text to a session; None ends the text. The stream fails if the text cannot be spoken. Time to first
+        audio is measured from the first text that is not blank."""
+        if self.stream.idle:  # it waited for text, so no audio is late until one frame's time from now
             self._player.pause(time.perf_counter() + 1 / FRAME_RATE_HZ)
         try:
             if text is None:
@@ -387,12 +386,12 @@ class ServedStream:
             self.fail(from_error(error))
 
     def fail(self, error: ApiError) -> None:
-        """Ends the generation for a reason that the client receives."""
+        """Ends the generation with an error that is reported to the client."""
         self.error = self.error or error
         self.close()
 
     def close(self) -> None:
-        """Ends the generation within one frame if it still runs, and gives the place back."""
+        """Cancels the generation within one frame if it still runs, frees its slot, and logs the outcome."""
         if self.closed:
             return
         state, error = self.state, self.error
@@ -403,13 +402,13 @@ class ServedStream:
         self.service.has_ended(self)
         heard = f"{state.frames} frames, first audio after {state.first_audio_ms} ms" if state.frames else "no audio"
         how = f"{state.finish_reason}, {heard}"
-        if error is not None:  # of its message only busy's, which has numbers in it: others may quote the text
+        if error is not None:  # only the message of busy is logged: others may quote the text
             how = f"{error.code}: {error}" if error.code == "busy" else f"{error.code}, {how}"
         log.info("stream %s: %s, %d characters, seed %d, %s", self.id, state.route, self.chars, state.seed, how)
 
 
 def _joined(chunks: list[Chunk]) -> Chunk:
-    """One chunk of several that follow each other; it was ready when the last one was."""
+    """Joins consecutive chunks into one, which is ready when the last of them was."""
     ready_ms, *spent_ms = zip(*(astuple(chunk.timings) for chunk in chunks), strict=True)
     timings = Timings(ready_ms[-1], *map(sum, spent_ms))
     ready = [chunk.ready_pcm16 for chunk in chunks]
