@@ -28,8 +28,8 @@ EXAMPLES = """examples:
 
   curl -N localhost:8000/tts/stream -H 'Content-Type: application/json' -d '{"text": "Good morning."}' > morning.pcm
 
-An address that other machines reach needs a key, from --api-key-file or the variable MKTTS_API_KEY; clients send it
-as `Authorization: Bearer KEY`. SIGTERM and Ctrl-C let open streams finish for a while; twice ends at once."""
+An address that other machines can reach needs a key, from --api-key-file or the variable MKTTS_API_KEY; clients send
+it as `Authorization: Bearer KEY`. SIGTERM or Ctrl-C lets open streams finish for a while; a second one ends at once."""
 
 log = logging.getLogger(__name__)
 
@@ -37,21 +37,21 @@ log = logging.getLogger(__name__)
 @dataclass
 class _Voices:
     voice: tuple[str, ...] = option((), "a saved voice, for a base checkpoint", metavar="NAME=FILE")
-    voice_alias: tuple[str, ...] = option((), "one more name, as OpenAI's (alloy, nova, ...) are", metavar="ALIAS=NAME")
-    voice_folder: Path | None = option(None, "keeps what callers upload (default: none do)", metavar="FOLDER")
+    voice_alias: tuple[str, ...] = option((), "a further name, like OpenAI's (alloy, nova, ...)", metavar="ALIAS=NAME")
+    voice_folder: Path | None = option(None, "stores voices that callers upload (default: none)", metavar="FOLDER")
 
 
 @dataclass
 class _Serving:
-    """Options of this command alone."""
+    """Options of this command only."""
 
-    strict: bool = option(False, "refuse keys and instructions that change nothing (default: ignore them)")
+    strict: bool = option(False, "refuse keys and instructions that have no effect (default: ignore them)")
     instruct_clones: bool = option(False, "experimental: cloned voices take instructions")
-    engine: Literal["auto", "single", "batch"] = option("auto", "one stream a step, many together, or by their number")
+    engine: Literal["auto", "single", "batch"] = option("auto", "one stream per step, many per step, or by load")
     engine_process: Literal["auto", "same", "own"] = option(
-        "auto", "in the process of the sockets, or in its own (default: own on CUDA, but for --engine single)"
+        "auto", "the server's process or one of its own (default: own on CUDA, except with --engine single)"
     )
-    codec_precision: Literal["full", "fast"] = option("fast", "of many streams on a CUDA device: fp32, or fp16")
+    codec_precision: Literal["full", "fast"] = option("fast", "of many streams on a CUDA device: fp32 or fp16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,13 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Serves until a signal; 0 after SIGTERM, 1 where the engine's process has died."""
+    """Serves until a signal. Returns 0 after SIGTERM, or 1 if the engine's process has died."""
     from mktts.model.voice import Voice
     from mktts.server.app import speech_server
     from mktts.server.service import SpeechService
     from mktts.server.voices import VoiceFolder
 
-    # What can be wrong without the model, before it: a folder, a file, a taken port.
+    # Check what can fail quickly (a folder, a file, a port in use) before the model is loaded.
     access, limits = access_of(arguments), Limits(**given(Limits, arguments))
     uploads = None if arguments.voice_folder is None else VoiceFolder(arguments.voice_folder, limits.max_voices)
     files = pairs_of(arguments.voice, "--voice", "NAME=FILE")
@@ -76,7 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
     aliases = pairs_of(arguments.voice_alias, "--voice-alias", "ALIAS=NAME")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    folder = Path(arguments.checkpoint)  # clients need not know where it lies on this machine
+    folder = Path(arguments.checkpoint)  # clients see only its name, not its path on this machine
     name = folder.resolve().name if folder.is_dir() else arguments.checkpoint
     with listen(arguments.host, arguments.port, limits) as bound, _loaded(arguments) as synthesizer:
         service = SpeechService(synthesizer, limits, voices, name, aliases, uploads, arguments.strict)
@@ -84,7 +84,7 @@ def main(arguments: argparse.Namespace) -> int:
         synthesizer.measure_capacity()
         server = speech_server(service, **access)
         synthesizer.engine.on_gone = partial(server.handle_exit, signal.SIGTERM, None)
-        bound.listen()  # before the address is printed: connections wait from then on
+        bound.listen()  # before the address is printed, so that connections are queued from then on
         if service.model.random_weights:
             log.info(RANDOM_WEIGHTS)
         log.info(
@@ -99,7 +99,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _loaded(arguments: argparse.Namespace) -> Synthesizer:
-    """The model that the arguments name. Raises what loading raises."""
+    """Loads the model that the arguments name. Raises what loading raises."""
     from mktts.checkpoint import open_checkpoint
     from mktts.synth.synthesizer import BatchSettings, Synthesizer
 
@@ -116,10 +116,10 @@ def _loaded(arguments: argparse.Namespace) -> Synthesizer:
 
 
 def runs_apart(process: str, engine: str, device: str) -> bool:
-    """Whether the engine gets a process of its own, of the words of --engine-process, --engine and --device.
+    """Whether the engine runs in its own process, from the values of --engine-process, --engine and --device.
 
-    With "auto", where a GPU may serve many: one H200 serves 680 listeners from one process and 1,100 from two (LOG.md,
-    2026-11-22 and 27). One listener waits up to 0.7 ms longer with two. Raises BackendUnavailable for no device."""
+    "auto" does so if a GPU may serve many: one H200 serves 680 listeners from one process, 1,100 from two (LOG.md,
+    2026-11-22 and 27). One listener then waits up to 0.7 ms longer. Raises BackendUnavailable for a missing device."""
     from mktts.model.backend import device_named
 
     if process == "auto":
@@ -128,7 +128,7 @@ def runs_apart(process: str, engine: str, device: str) -> bool:
 
 
 def pairs_of(words: list[str], option: str, shape: str) -> dict[str, str]:
-    """What stands behind the equals sign, by what stands before it. Raises ServerError."""
+    """Parses words like NAME=VALUE into a dict. Raises ServerError for a word of another shape."""
     found = {}
     for word in words:
         name, _, value = (part.strip() for part in word.partition("="))
