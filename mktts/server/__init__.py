@@ -1,1 +1,1 @@
-"""One model behind HTTP and WebSocket: `python -m mktts serve`."""
+"""Serves one model over HTTP and WebSocket: `python -m mktts serve`."""

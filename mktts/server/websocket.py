@@ -1,7 +1,7 @@
-"""`/tts/ws`: text as it is written in, audio and timings out, any number of utterances one after the other.
+"""`/tts/ws`: receives text while it is being written and sends audio and timings, for one utterance after another.
 
-Two tasks: one receives and waits for nothing else, as a `cancel` or a closed connection shows there; one sends, and may
-be held up by a slow client. The first sends only where nothing else does."""
+Each connection has a receiving task, which only waits for messages and so notices a `cancel` or a closed connection at
+once, and a sending task, which a slow client may block. The former sends only the error that closes the connection."""
 
 import asyncio
 import contextlib
@@ -19,21 +19,21 @@ from mktts.server.service import ServedStream, SpeechService
 from mktts.spec import SAMPLE_RATE_HZ
 
 _MESSAGES: TypeAdapter[Any] = TypeAdapter(ClientMessage)
-_MAX_WAITING = 8  # utterances started and cancelled while the client has read none of their ends
-_GONE = (RuntimeError, WebSocketDisconnect, TimeoutError)  # what sending raises where the client is, or reads nothing
+_MAX_WAITING = 8  # utterances started and cancelled before the client has read how the earlier ones ended
+_GONE = (RuntimeError, WebSocketDisconnect, TimeoutError)  # raised by a send if the client is gone or reads nothing
 
 log = logging.getLogger(__name__)
 
 
 class SpeechSocket:
-    """One connection. At most one utterance takes text; a cancelled one may still be on its way out before it."""
+    """One connection. Only the latest utterance takes text; cancelled ones before it may still be ending."""
 
     def __init__(self, socket: WebSocket, service: SpeechService) -> None:
         self._socket, self._service, self._limits = socket, service, service.limits
         self._stream: ServedStream | None = None  # the latest
-        self._begun = False  # there was a start
-        self._writing = False  # more text may come
-        # Streams to send, each with whether its text is still being written, and what refused a start.
+        self._begun = False  # a `start` was received
+        self._writing = False  # more text may follow
+        # Streams to send, each with whether more text may follow, and errors that refused a `start`.
         self._answers: asyncio.Queue[tuple[ServedStream, bool] | ApiError] = asyncio.Queue(_MAX_WAITING)
 
     async def run(self) -> None:
@@ -44,7 +44,7 @@ class SpeechSocket:
                 await self._take_message()
         except WebSocketDisconnect:
             pass
-        except ApiError as error:  # a message that makes no sense
+        except ApiError as error:  # an invalid message
             self._end()
             with contextlib.suppress(*_GONE):
                 await self._refuse(error)
@@ -54,7 +54,7 @@ class SpeechSocket:
             answering.cancel()
 
     async def _answer(self) -> None:
-        with contextlib.suppress(*_GONE):  # the receiving task sees it
+        with contextlib.suppress(*_GONE):  # the receiving task notices a disconnect
             while True:
                 answer = await self._answers.get()
                 if isinstance(answer, ApiError):
@@ -63,7 +63,7 @@ class SpeechSocket:
                     await self._send_all(*answer)
 
     async def _take_message(self) -> None:
-        """Does what the next message says. Raises ApiError, and WebSocketDisconnect at the end of the connection."""
+        """Receives and handles one message. Raises ApiError for an invalid one, and WebSocketDisconnect."""
         try:
             async with asyncio.timeout(self._limits.idle_s if self._takes_text() else None):
                 text = await self._socket.receive_text()
@@ -72,7 +72,7 @@ class SpeechSocket:
             self._writing = False
             self._stream.fail(ApiError(408, "idle", f"no text for {self._limits.idle_s:g} s"))
             return
-        except RuntimeError:  # a failed send has shown before that the client is gone
+        except RuntimeError:  # a failed send has already closed the connection
             raise WebSocketDisconnect from None
         except KeyError:
             raise ApiError(422, "not_text", "expected a JSON message, got a binary one") from None
@@ -84,7 +84,7 @@ class SpeechSocket:
             raise ApiError(422, "not_started", "expected start before anything else")
         elif message.type == "cancel":
             self._end()
-        elif self._takes_text():  # otherwise it ended, or was refused, before the client could know
+        elif self._takes_text():  # otherwise the utterance ended or was refused before the client knew: ignored
             self._writing = isinstance(message, Text)
             self._stream.feed(message.text if self._writing else None)
 
@@ -92,7 +92,7 @@ class SpeechSocket:
         if self._stream is not None and not self._stream.closed:
             raise ApiError(422, "not_finished", "expected cancel, or finish and its finished, before another start")
         if self._answers.full():
-            raise ApiError(422, "too_many_starts", f"{_MAX_WAITING} answers wait to be read: read them")
+            raise ApiError(422, "too_many_starts", f"{_MAX_WAITING} utterances have unread ends: read them first")
         self._begun = True
         try:
             self._stream = self._service.speak("tts_ws", message, message.text, owner=self._socket.state.owner)
@@ -106,14 +106,14 @@ class SpeechSocket:
         return self._writing and not self._stream.closed
 
     def _end(self) -> None:
-        """No more text, no more audio."""
+        """Stops taking text and cancels the stream."""
         self._writing = False
         if self._stream is not None:
             self._stream.close()
 
     async def _send_all(self, stream: ServedStream, begun: bool) -> None:
-        """begun: `started` is sent at once, as text may still come; otherwise with the first sound, or the end: a
-        stream for which there is no place is refused instead."""
+        """Sends a stream. begun: send `started` at once, as text may still follow; otherwise `started` is sent with the
+        first audio or at the end, and a stream that is not admitted gets an error instead."""
         about = {"sample_rate_hz": SAMPLE_RATE_HZ, "sample_format": "s16le", "channels": 1}
         about |= {"id": stream.id, "seed": stream.state.seed, "random_weights": self._service.model.random_weights}
         try:
@@ -129,7 +129,7 @@ class SpeechSocket:
                     async with stream.sending(chunk.duration_s):
                         await self._send("chunk", id=stream.id, **when, timings=asdict(chunk.timings), **words)
                         await self._socket.send_bytes(chunk.pcm16)
-            except ApiError as error:  # what else is wrong the record holds
+            except ApiError as error:  # `finished` reports errors other than busy
                 if error.code == "busy":
                     if not begun:
                         await self._refuse(error)
@@ -148,11 +148,11 @@ class SpeechSocket:
             stream.close()
 
     async def _send(self, type: str, **fields: Any) -> None:
-        """Sends a message in JSON, in ASCII: what it quotes may have half a surrogate pair in it."""
+        """Sends a JSON message, escaped to ASCII, as a text it quotes may contain a lone surrogate."""
         async with asyncio.timeout(self._limits.stall_s):
             await self._socket.send_text(json.dumps({"type": type, **fields}))
 
     async def _refuse(self, error: ApiError) -> None:
-        """Says that a `start` was refused, or (before the connection is closed) that a message makes no sense."""
+        """Sends an error: a `start` was refused, or a message was invalid and the connection will be closed."""
         self._service.meters.refuse(error.code)
         await self._send("error", error=error.detail().model_dump(), retry_after_s=error.retry_after_s)
