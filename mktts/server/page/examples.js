@@ -1,8 +1,8 @@
-// How other programs ask for what the page asks for. Pure code: a test runs what it gives.
+// Code examples that send the page's request from other programs. Pure code: a test runs the examples.
 const quoted = (text) => JSON.stringify(text);
 const inShell = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
-// url: of the server, without a slash at its end. voice: null for the default one. locked: whether there is a key.
+// url: of the server, without a trailing slash. voice: null for the default. locked: whether the server has a key.
 export const EXAMPLES = {
   curl({ url, voice, text, locked }) {
     const body = JSON.stringify(voice === null ? { input: text } : { input: text, voice });
@@ -28,7 +28,7 @@ with speech as response:
   headers: { "Content-Type": "application/json"${key} },
   body: JSON.stringify({ input: ${quoted(text)}, voice: ${quoted(voice ?? "default")} }),
 });
-const sound = await response.blob(); // or its body, while it is made`;
+const sound = await response.blob(); // or stream response.body while it is generated`;
   },
   Pipecat({ url, voice, locked }) {
     const key = locked ? ', api_key="YOUR_KEY"' : "";

@@ -1,4 +1,4 @@
-// The page to try a server: what it offers, one request at a time, what that took, and how to ask from elsewhere.
+// The page to try a server: its voices, one request at a time with its latency, and code examples for other programs.
 import { EXAMPLES } from "./examples.js";
 import { openPlayer } from "./playing.js";
 import { recordings } from "./recording.js";
@@ -11,15 +11,15 @@ const recording = recordings({ file: $("file"), record: $("record"), drop: $("dr
 const wave = new Wave($("wave"));
 const kept = new Set(); // voices that this visitor has uploaded
 let health = null;
-let running = null; // { stop, heard_s } of the speech that is being made or heard
-let shown = "curl"; // which example
+let running = null; // { stop, heard_s } of the utterance that is being generated or played
+let shown = "curl"; // name of the example on show
 
 function problem(text) {
   $("problem").textContent = text;
   $("problem").hidden = !text;
 }
 
-// What a click does, with its failure shown.
+// An event handler that runs `work` and shows its error.
 const tried = (work) => async (event) => {
   try {
     problem("");
@@ -29,7 +29,7 @@ const tried = (work) => async (event) => {
   }
 };
 
-// The answer, or an Error whose message is for the reader.
+// The response; throws an Error whose message can be shown to the user.
 async function ask(path, settings = {}) {
   const headers = { ...settings.headers };
   if ($("key").value) headers.Authorization = `Bearer ${$("key").value}`;
@@ -37,12 +37,12 @@ async function ask(path, settings = {}) {
   if (response.ok || path === "health") return response;
   if (response.status === 401) $("key-row").hidden = false;
   const id = response.headers.get("X-Request-Id");
-  const told = await response.json().catch(() => null); // without JSON the status says what there is to say
+  const told = await response.json().catch(() => null); // without JSON only the status is known
   const message = told?.error.message ?? `HTTP ${response.status}`;
   throw new Error(id ? `${message} (request ${id})` : message);
 }
 
-// ---- what the server offers
+// ---- model and voices of the server
 
 async function load() {
   health = await (await ask("health")).json();
@@ -85,7 +85,7 @@ function choose() {
   showExample();
 }
 
-// ---- a voice of the visitor's own
+// ---- uploaded voices
 
 async function keep() {
   if (!recording.blob()) throw new Error("There is no recording yet: choose a file, or record one.");
@@ -181,7 +181,7 @@ async function say(wishes) {
   }
 }
 
-// The whole, to be heard again and kept. A streamed WAV does not know its length: here it is.
+// Offers the complete WAV for replay and download, with the lengths that the header of a streamed WAV lacks.
 async function offer(pieces) {
   const wav = new DataView(await new Blob(pieces).arrayBuffer());
   wav.setUint32(4, wav.byteLength - 8, true);
@@ -192,7 +192,7 @@ async function offer(pieces) {
   $("download").hidden = $("player").hidden = false;
 }
 
-// ---- the same from other programs
+// ---- code examples for other programs
 
 function showExample() {
   const voice = chosen() === DEFAULT ? null : chosen();
@@ -209,13 +209,13 @@ for (const name of Object.keys(EXAMPLES)) {
 
 function copy() {
   getSelection().selectAllChildren($("code"));
-  document.execCommand("copy"); // the newer way is for https and localhost only
+  document.execCommand("copy"); // navigator.clipboard works on https and localhost only
   $("copy").textContent = "Copied";
   setTimeout(() => ($("copy").textContent = "Copy"), 1_500);
 }
 
 $("form").onsubmit = tried(speak);
-// What is wrong with a field is shown beside it, unless it is folded away.
+// The browser shows an invalid field's message beside it, so a collapsed section must be opened first.
 $("form").addEventListener("invalid", ({ target }) => ((target.closest("details") ?? {}).open = true), true);
 $("keep").onclick = tried(keep);
 $("delete").onclick = tried(remove);

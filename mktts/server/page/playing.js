@@ -1,8 +1,8 @@
-// Sound while it arrives: the samples of a streamed WAV through Web Audio.
+// Plays a streamed WAV through Web Audio while it arrives.
 import { Timeline, WavReader } from "./timeline.js";
 
-// Something with push(bytes) -> samples, end(), stop(), heard_s() and report() -> {firstSound_ms, late_ms, gaps, sound_s};
-// times are since `begun_ms` (performance.now). Call it while a click still counts as a gesture.
+// A player with push(bytes) -> samples, end(), stop(), heard_s() and report() -> {firstSound_ms, late_ms, gaps,
+// sound_s}. begun_ms: origin of firstSound_ms, as performance.now(). Open it in a click handler: audio needs a gesture.
 export function openPlayer(rateHz, begun_ms) {
   const context = new AudioContext({ sampleRate: rateHz, latencyHint: "interactive" });
   context.resume();

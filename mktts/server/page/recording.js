@@ -1,4 +1,4 @@
-// A recording of the visitor's, out of a file or the microphone.
+// A recording from a file or the microphone.
 const LONGEST_MS = 60_000;
 
 export function recordings({ file, record, drop, status }) {

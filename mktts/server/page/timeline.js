@@ -1,18 +1,18 @@
-// When each piece of a stream is played, and how late it was. Pure code: a test can import it.
-const LEAD_S = 0.03; // before the first sound, so that the next piece need not be there already
+// When each chunk of a stream is played, and how late it was. Pure code: a test can import it.
+const LEAD_S = 0.03; // delay before the first chunk, so that the next one may arrive a little later
 
-// Pieces one behind the other. All times are those of one clock, in seconds.
+// Schedules chunks one after another. All times are in seconds on one clock.
 export class Timeline {
   constructor(leadS = LEAD_S) {
     this.lead = leadS;
-    this.end = null; // of the last piece
-    this.first = null; // start of the first one
-    this.late = 0; // sum of the silences inside the speech
+    this.end = null; // end of the last chunk
+    this.first = null; // start of the first chunk
+    this.late = 0; // total silence between chunks
     this.gaps = 0;
     this.sound = 0;
   }
 
-  // Where a piece of `durationS` begins that has come at `nowS`.
+  // The start time of a chunk of `durationS` that arrived at `nowS`.
   place(nowS, durationS) {
     let start = this.end;
     if (start === null) start = this.first = nowS + this.lead;
@@ -29,14 +29,14 @@ export class Timeline {
 
 const WAV_HEADER_BYTES = 44; // as this server writes it: RIFF, fmt of 16 bytes, data
 
-// 16-bit samples out of the bytes of a streamed WAV, in whatever pieces they come.
+// Reads 16-bit samples from a streamed WAV, whose bytes may arrive in pieces of any size.
 export class WavReader {
   constructor() {
     this.skip = WAV_HEADER_BYTES;
-    this.odd = null; // half a sample
+    this.odd = null; // the first byte of an incomplete sample
   }
 
-  // A Float32Array of the samples that `bytes` (Uint8Array) completes.
+  // Returns the samples that `bytes` (Uint8Array) completes, as a Float32Array.
   push(bytes) {
     const skipped = Math.min(this.skip, bytes.length);
     this.skip -= skipped;

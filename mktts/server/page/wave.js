@@ -1,4 +1,4 @@
-// The sound as bars; those that were heard stand out.
+// Draws the audio as bars and highlights what has been played.
 const PEAKS_PER_S = 100, BAR_PX = 4, GAP_PX = 1, LEAST_S = 3;
 
 export class Wave {
@@ -9,7 +9,7 @@ export class Wave {
 
   clear(rateHz) {
     this.peaks = [];
-    this.size = Math.round(rateHz / PEAKS_PER_S); // samples of a peak
+    this.size = Math.round(rateHz / PEAKS_PER_S); // samples per peak
     this.samples = 0;
     this.draw(0);
   }
