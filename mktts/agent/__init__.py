@@ -1,3 +1,3 @@
 """A voice agent on Pipecat: speech to text, a language model, and Qwen3-TTS as its voice (`conversation.build`).
 
-With no key and no network, speech to text is pocketsphinx with a grammar and the language model a table of answers."""
+Without keys and network, pocketsphinx with a grammar does speech to text, and a table of answers is the model."""

@@ -20,15 +20,15 @@ EXAMPLES = """examples:
   python -m mktts agent --stt whisper --stt-model base.en --llm qwen3 --llm-checkpoint path/to/Qwen3-0.6B
   python -m mktts agent --llm openai --openai-url http://localhost:11434/v1 --openai-model llama3.2
 
-It prints the address of a page; open it, and speak. A browser gives the microphone to localhost and https only: from
+It prints the address of a page; open it, and speak. Browsers allow the microphone on localhost and https only: from
 another machine, forward the port (ssh -L 8000:localhost:8000 HOST).
 
 environment:
   DEEPGRAM_API_KEY               speech to text by Deepgram; without it pocketsphinx, which knows a dozen phrases
-  OPENAI_API_KEY                 OpenAI's model; without it and without a URL, a script
-  OPENAI_BASE_URL, OPENAI_MODEL  any server of OpenAI's shape, such as Ollama or vLLM; a key is then optional
-  MKTTS_CHECKPOINT, MKTTS_VOICE  the voice, where the arguments name none
-  MKTTS_API_KEY                  the key of the page; needed where other machines reach it"""
+  OPENAI_API_KEY                 OpenAI's model; without it and without a URL, scripted answers
+  OPENAI_BASE_URL, OPENAI_MODEL  any OpenAI-compatible server, such as Ollama or vLLM; a key is then optional
+  MKTTS_CHECKPOINT, MKTTS_VOICE  the voice, if no argument names one
+  MKTTS_API_KEY                  the key of the page; required if other machines can reach it"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Serves the page until a signal; 0 after SIGTERM."""
+    """Serves the page until a signal. Returns 0 after SIGTERM."""
     from mktts.agent.llm import close_shared_models
     from mktts.agent.web import create_server
     from mktts.pipecat import close_shared_synthesizers
@@ -49,12 +49,12 @@ def main(arguments: argparse.Namespace) -> int:
     for part, kind, name in (("stt", "whisper", "stt_model"), ("llm", "qwen3", "llm_checkpoint")):
         if (value := getattr(arguments, name)) and getattr(arguments, part) != kind:
             option = name.replace("_", "-")
-            raise AgentError(f"--{option} {value}: it belongs to --{part} {kind}, which was not asked for")
+            raise AgentError(f"--{option} {value}: expected together with --{part} {kind}, which was not given")
     chosen = {**loading(arguments), **given(AgentSettings, arguments)}
     settings = from_environment(checkpoint=arguments.checkpoint, revision=arguments.revision, **chosen)
-    from loguru import logger  # a package of Pipecat's, whose absence has been told by now
+    from loguru import logger  # a dependency of Pipecat, which the imports above have required
 
-    # Of random weights every utterance is ended from outside: nothing to warn of.
+    # With random weights the guard ends every utterance, so its warnings would be noise.
     levels = {"": "WARNING", "mktts.pipecat.service": "ERROR"} if settings.checkpoint.startswith("random:") else None
     logger.remove()
     logger.add(sys.stderr, level="WARNING", filter=levels)
@@ -63,7 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
     access = access_of(arguments)
     with listen(arguments.host, arguments.port, Limits()) as bound:
         server = create_server(settings, **access)
-        bound.listen()  # before the address is printed: connections wait from then on
+        bound.listen()  # before the address is printed, so that connections are queued from then on
         address = f"{url_of(bound)}/"
         open_line = f"open {address}{'?key=KEY' if access['api_key'] else ''}"
         print(json.dumps({"url": address}) if arguments.handshake else open_line, flush=True)

@@ -1,4 +1,4 @@
-"""The pipeline: speech to text, language model and voice between a transport's two ends."""
+"""The agent's Pipecat pipeline: speech to text, language model and voice between a transport's input and output."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,15 +29,15 @@ from mktts.pipecat import LocalSource, MkttsTTSService, shared_synthesizer
 from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer
 
-# Of silence that ends a turn which the turn model takes for unfinished. Pipecat's own 3 s are long where the model is
-# wrong: of our recorded questions it gives "what time is it" 0.69 to 0.81, where below 0.5 counts as unfinished.
+# Silence that ends a turn which the turn model considers unfinished (below 0.5). Pipecat's default of 3 s is long when
+# the model is wrong; of our recorded questions, "what time is it" scores only 0.69 to 0.81.
 _UNSURE_S = 1.5
-_CHARACTERS_PER_S = 15.0  # speech at 150 words a minute, six letters and spaces a word
+_CHARACTERS_PER_S = 15.0  # speech of 150 words per minute, at six characters per word including the space
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One pipeline, from its building to its end. context: what the user said and what was heard of the bot."""
+    """One pipeline and its state. context: what the user said, and what the user heard of the bot's replies."""
 
     settings: AgentSettings
     worker: PipelineWorker
@@ -45,7 +45,7 @@ class Conversation:
     latency: LatencyObserver
 
     async def run(self) -> None:
-        """Runs to the end of the conversation. Signals are not taken: a notebook's kernel owns its own."""
+        """Runs until the conversation ends. It installs no signal handlers, as a notebook's kernel has its own."""
         runner = WorkerRunner(handle_sigint=False)
         await runner.add_workers(self.worker)
         await runner.run()
@@ -56,15 +56,15 @@ class Conversation:
             await self.worker.queue_frame(TTSSpeakFrame(self.settings.greeting))
 
     async def answer(self, text: str) -> None:
-        """Takes `text` for what the user has said: it interrupts the bot, and the language model answers it."""
+        """Handles typed `text` as if the user had said it: interrupts the bot and has the language model answer."""
         await self.worker.queue_frame(InterruptionFrame())
-        await self.worker.flush_pipeline()  # what was heard of the interrupted reply enters the context before this
+        await self.worker.flush_pipeline()  # first adds the heard part of the interrupted reply to the context
         said = {"role": "user", "content": text}
         await self.worker.queue_frame(LLMMessagesAppendFrame(messages=[said], run_llm=True))
 
 
 def load_voice(settings: AgentSettings) -> Synthesizer:
-    """The process's synthesizer for these settings, loaded at the first call: seconds, so not from an event loop."""
+    """The process's synthesizer for these settings. The first call loads it for seconds: not on an event loop."""
     checkpoint = settings.checkpoint
     if settings.revision is not None:
         checkpoint = open_checkpoint(checkpoint, settings.revision)
@@ -72,12 +72,12 @@ def load_voice(settings: AgentSettings) -> Synthesizer:
 
 
 def create_tts(settings: AgentSettings) -> MkttsTTSService:
-    """The service that `settings` name. Raises what loading raises, and what is wrong with voice, language or
+    """Creates the TTS service that `settings` select. Raises what loading raises, and errors of the voice, language or
     instruction."""
     synthesizer, options = load_voice(settings), None
     checkpoint = synthesizer.checkpoint
     if checkpoint.is_random:
-        # Random weights never end by themselves: they are ended where speech of the same text would end.
+        # A model with random weights never stops by itself: the guard ends it where speech of the text would end.
         tokens = len(checkpoint.tokenizer().encode(STORY))
         frames = len(STORY) / _CHARACTERS_PER_S * FRAME_RATE_HZ
         options = StreamOptions(guard=Guard(frames_per_text_token=frames / tokens, slack_frames=1), markup="strip")
@@ -97,9 +97,9 @@ def build(
     observers: Sequence[BaseObserver] = (),
     idle_timeout_s: float | None = None,
 ) -> Conversation:
-    """A conversation over `transport`, not yet running. Loads what is not loaded. idle_timeout_s: ends a conversation
-    in which nothing has been said for so long. Raises what loading raises, and AgentError for a package that is
-    missing."""
+    """Builds a conversation over `transport`, without running it; loads models that are not loaded yet.
+    idle_timeout_s: a conversation ends after so many seconds without speech. Raises what loading raises, and
+    AgentError for a missing package."""
     stt, llm, tts = create_stt(settings), create_llm(settings), create_tts(settings)
     context = LLMContext()
     turns = LLMUserAggregatorParams(vad_analyzer=SileroVADAnalyzer(), user_turn_strategies=_turn_strategies(settings))

@@ -1,5 +1,5 @@
-"""What the offline bot understands and answers: one table, from which the grammar of its speech to text is made too. A
-phrase is written as in a JSGF grammar: `[word]` may be left out, `(one | other)` is a choice."""
+"""The intents of the offline bot: a table of phrases and answers, which also defines the grammar of its speech to text.
+Phrases are written as in a JSGF grammar: `[word]` is optional, `(one | other)` is a choice."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -26,8 +26,8 @@ _SORRY = "I am sorry, I did not understand that. Try: what time is it."
 
 @dataclass(frozen=True)
 class Intent:
-    """phrases: as the grammar takes them. pattern: found in a transcript in lower case. answer: the whole text, after
-    what the assistant has said, at a local time."""
+    """One thing that the user may say. phrases: for the grammar. pattern: a regular expression that finds the intent in
+    a lower-case transcript. answer: makes the reply from the assistant's messages so far and the local time."""
 
     phrases: tuple[str, ...]
     pattern: str
@@ -43,7 +43,7 @@ def spoken_time(now: datetime) -> str:
 
 
 def rest_of_story(said: Sequence[str]) -> str:
-    """What the listener has not heard of the story, from the sentence on in which they interrupted."""
+    """The part of the story that the listener has not heard, from the start of the interrupted sentence."""
     heard = ""
     for message in said:  # the story may have been continued more than once
         place = STORY.find(message.strip()) if len(message.split()) > 1 else -1
@@ -72,22 +72,22 @@ INTENTS = (
 
 
 def answer(text: str, said: Sequence[str], now: datetime) -> str:
-    """The reply to a user's words; a request for another phrase where nothing fits.
+    """The reply to a transcript; an apology with a suggestion if no intent matches.
 
-    said: the assistant's messages so far, oldest first, as the conversation's context has them: after an interruption
-        that is what was heard, and no more.
+    said: the assistant's messages in the conversation's context, oldest first; an interrupted message contains only
+        what was heard.
     now: the local time."""
     lowered = text.lower()
     return next((intent.answer(said, now) for intent in INTENTS if re.search(intent.pattern, lowered)), _SORRY)
 
 
 def grammar() -> str:
-    """Every phrase, as a JSGF grammar."""
+    """The JSGF grammar of all phrases."""
     phrases = "\n  | ".join(phrase for intent in INTENTS for phrase in intent.phrases)
     return f"#JSGF V1.0;\ngrammar mktts;\npublic <said> =\n  {phrases};\n"
 
 
 def hints() -> list[str]:
-    """One example of each intent, for people."""
+    """One example phrase of each intent, to show to users."""
     choices = [re.sub(r"\(([^|)]*)\|[^)]*\)", r"\1", intent.phrases[0]) for intent in INTENTS]
     return [" ".join(re.sub(r"\[[^]]*\]", "", choice).split()) for choice in choices]

@@ -1,4 +1,4 @@
-"""The latencies of a conversation, turn by turn: one observer of the pipeline."""
+"""A Pipecat observer that measures the latencies of a conversation, turn by turn."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -14,10 +14,10 @@ from mktts.pipecat import MkttsTTSService
 
 @dataclass
 class TurnLatency:
-    """A turn of the user and its answer; None for what has not happened.
+    """A turn of the user and the bot's answer; None marks what has not happened.
 
-    user: the transcript. reply: the text of the language model. heard: the part of it that was spoken, as the context
-        has it. interrupted: the user cut it off.
+    user: the transcript. reply: the language model's text. heard: the part of the reply that was spoken, as in the
+        context. interrupted: whether the user interrupted the reply.
     transcript_ms, first_token_ms, first_audio_ms, speaking_ms: from the end of the user's speech, as detected, to the
         transcript, the language model's first token, the first audio frame, and that frame's arrival at the output.
     silence_ms: of a turn that interrupted the bot, from the onset of the user's speech to silence at the output."""
@@ -38,10 +38,10 @@ TIMES = ("transcript_ms", "first_token_ms", "first_audio_ms", "speaking_ms", "si
 
 
 class LatencyObserver(BaseObserver):
-    """Collects a `TurnLatency` for every turn that the bot answers; the transport behind the output is not included.
+    """Collects a `TurnLatency` for every turn that the bot answers, excluding the network after the transport's output.
 
-    turns: those that the bot has begun to answer. speaking: the bot speaks. begun: how often it has begun to speak.
-    error: the last one.
+    turns: those that the bot has begun to answer. speaking: whether the bot is speaking. begun: how often it has begun
+    to speak. error: the text of the latest error.
     stale_frames: audio frames that left the TTS service after the interruption of their utterance.
     on_turn: awaited when the bot begins to answer."""
 
@@ -53,9 +53,9 @@ class LatencyObserver(BaseObserver):
         self.stale_frames = 0
         self.error: str | None = None
         self.on_turn: Callable[[TurnLatency], Awaitable[None]] | None = None
-        self._turn: TurnLatency | None = None  # the newest: in `turns` once the bot has begun to answer it
-        self._answering = False  # the language model has begun to answer what the user has said so far
-        # In s as `time.time`, as Pipecat has it: the onset of speech that interrupts, None once the bot is silent; the
+        self._turn: TurnLatency | None = None  # the latest; added to `turns` once the bot begins to answer it
+        self._answering = False  # whether the language model has begun to answer what the user has said so far
+        # Times in s of `time.time`, like Pipecat's: the onset of interrupting speech, None once the bot is silent; the
         # end of the turn's speech; when each of TIMES happened.
         self._onset_s: float | None = None
         self._end_s: float | None = None
@@ -64,7 +64,7 @@ class LatencyObserver(BaseObserver):
         self._cut: set[str | None] = set()
 
     async def note_heard(self, assistant: object, message: AssistantTurnStoppedMessage) -> None:
-        """Notes the message that the assistant's context received; the greeting's belongs to no turn."""
+        """Stores the message added to the assistant's context with its turn; the greeting belongs to none."""
         turn = next((turn for turn in self.turns if turn.heard is None), None)
         if turn is not None:
             turn.heard, turn.interrupted = message.content, message.interrupted
@@ -93,7 +93,7 @@ class LatencyObserver(BaseObserver):
             self._note(frame, now_s)
 
     def _count_stale(self, frame: frames.Frame) -> None:
-        """Counts stale audio that leaves the voice: of an utterance, after the interruption that cut it."""
+        """Counts audio frames that leave the TTS service after the interruption of their utterance."""
         if isinstance(frame, frames.InterruptionFrame):
             self._cut |= self._spoken
             self._spoken.clear()
@@ -102,7 +102,7 @@ class LatencyObserver(BaseObserver):
             self.stale_frames += frame.context_id in self._cut
 
     def _begin(self, onset_s: float) -> None:
-        """Begins a turn, unless the bot has not begun to answer the last one."""
+        """Begins a turn; speech before the bot has begun to answer continues the last turn instead."""
         self._answering = False
         if self._turn is None or "speaking_ms" in self._at_s:
             self._turn = TurnLatency(len(self.turns) + 1)
@@ -110,7 +110,7 @@ class LatencyObserver(BaseObserver):
             self._at_s = {}
 
     def _note(self, frame: frames.Frame, now_s: float) -> None:
-        """Notes a frame between the user's speech and the bot's."""
+        """Records a frame between the user's speech and the bot's answer."""
         turn, at_s = self._turn, self._at_s
         if isinstance(frame, frames.LLMTextFrame) and self._answering:
             turn.reply += frame.text
@@ -130,7 +130,7 @@ class LatencyObserver(BaseObserver):
             at_s.setdefault("first_audio_ms", now_s)
 
     async def _answer(self, now_s: float) -> None:
-        """The bot begins to speak."""
+        """Completes the turn's latencies when the bot begins to speak, unless this is not its answer."""
         if "first_audio_ms" not in self._at_s or "speaking_ms" in self._at_s:
             return
         self._at_s["speaking_ms"] = now_s

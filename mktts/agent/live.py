@@ -1,11 +1,11 @@
-"""The agent's page in a child process of a notebook's kernel: no busy cell delays its audio.
+"""Runs the agent in a child process of a notebook's kernel, so that a busy cell does not delay its audio.
 
     agent = live.start(checkpoint="path/to/checkpoint")
     agent.frame()  # the last line of a cell
     agent.stop()
 
-The child ends with `stop()`, with the last reference to the agent, and with the kernel, however that ends: its standard
-input is a pipe from here, and the child exits when that closes."""
+The child exits on `stop()`, when the last reference to the agent is dropped, and when the kernel ends for any reason:
+its standard input is a pipe from the kernel, and it exits when the pipe closes."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ _LOG_TAIL_CHARS = 2_000
 
 
 class LiveAgent:
-    """A running agent. url: of its page, with the key that this agent alone accepts."""
+    """A running agent. url: of its page, including the key, which is unique to this agent."""
 
     def __init__(self, process: subprocess.Popen, log: IO[str], url: str) -> None:
         self.url = url
@@ -43,7 +43,7 @@ class LiveAgent:
         return self._process.poll() is None
 
     def config(self) -> dict[str, Any]:
-        """What the page is given: stt, llm, voice, rates. Raises AgentError where the agent does not answer."""
+        """The page's configuration: stt, llm, voice, rates. Raises AgentError if the agent does not answer."""
         address = urllib.parse.urljoin(self.url, "agent/config?" + urllib.parse.urlsplit(self.url).query)
         try:
             with urllib.request.urlopen(address, timeout=_ASK_WAIT_S) as answer:
@@ -52,28 +52,28 @@ class LiveAgent:
             raise AgentError(f"the agent does not answer ({error}); its log ends:\n{_tail(self._log)}") from None
 
     def frame(self, height: int = 640) -> Any:
-        """The page as a cell's output. The frame passes the microphone on: without that a browser refuses it."""
+        """The page as a cell's output. The frame is allowed the microphone, which browsers otherwise refuse it."""
         from IPython.display import IFrame
 
         return IFrame(self.url, width="100%", height=height, extras=['allow="microphone; autoplay"'])
 
     def stop(self) -> None:
-        """Ends conversations and process; may be called again."""
+        """Ends all conversations and the process; may be called repeatedly."""
         self._end()
 
 
 def start(*, port: int = 0, **options: str | bool | None) -> LiveAgent:
     """Starts an agent on loopback and returns once it answers.
 
-    port: 0 for a free one; name one to forward it from another machine. options: as `python -m mktts agent` takes them,
-    `voice="vivian"` for `--voice vivian`, `tokens=True` for `--tokens`; "", None and False leave one out. Raises
-    AgentError, with the end of its log, where it does not start."""
+    port: 0 takes a free port; choose one to forward it from another machine. options: those of `python -m mktts agent`,
+    such as `voice="vivian"` for `--voice vivian` and `tokens=True` for `--tokens`; "", None and False omit an option.
+    Raises AgentError, with the end of the log, if the agent does not start."""
     words = ["--port", str(port), "--handshake"]
     for name, value in options.items():
         if value:
             flag = f"--{name.replace('_', '-')}"
             words += [flag] if value is True else [f"{flag}={value}"]
-    key = secrets.token_urlsafe(16)  # others on this machine can reach the port
+    key = secrets.token_urlsafe(16)  # other users of this machine can reach the port
     log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
     process = subprocess.Popen(
         [sys.executable, "-m", "mktts", "agent", *words],
@@ -87,12 +87,12 @@ def start(*, port: int = 0, **options: str | bool | None) -> LiveAgent:
     late = threading.Timer(_START_WAIT_S, process.kill)
     late.start()
     try:
-        url = json.loads(process.stdout.readline())["url"]  # the line that it prints once it serves
+        url = json.loads(process.stdout.readline())["url"]  # printed once the agent serves
     except BaseException as error:
         _end(process)
         if not isinstance(error, ValueError):
             raise
-        message = f"the agent did not start (it may take {_START_WAIT_S:g} s); its log ends:\n{_tail(log)}"
+        message = f"the agent did not start (the limit is {_START_WAIT_S:g} s); its log ends:\n{_tail(log)}"
         raise AgentError(message) from None
     finally:
         late.cancel()
@@ -100,7 +100,7 @@ def start(*, port: int = 0, **options: str | bool | None) -> LiveAgent:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Asks for an end by closing the pipe, then by signals."""
+    """Ends the process by closing its standard input, then by SIGTERM, then by SIGKILL."""
     for ask in (process.stdin.close, process.terminate, process.kill):
         ask()
         with contextlib.suppress(subprocess.TimeoutExpired):

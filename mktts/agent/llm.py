@@ -1,4 +1,4 @@
-"""The language model: OpenAI or a server of its shape, Qwen3 text in this process, or a script that reads a table."""
+"""The language model: OpenAI or a compatible server, a Qwen3 text model in this process, or scripted answers."""
 
 import asyncio
 import threading
@@ -22,23 +22,23 @@ from mktts.errors import EngineError, MkttsError
 from mktts.llm.decoder import TextBackendName, TextDecoder, TokenStream
 from mktts.llm.tokens import ChatTemplate, Message
 
-PROMPT_TOKENS = 768  # together with a reply within the 1 024 rows that the prefill's graphs take
+PROMPT_TOKENS = 768  # with a reply, fits in the 1 024 rows of the prefill's CUDA graphs
 REPLY_TOKENS = 256
-SCRIPT_TOKENS_PER_S = 50.0  # a small model on a desktop: the rest of the pipeline runs as it would behind a real one
+SCRIPT_TOKENS_PER_S = 50.0  # the speed of a small model on a desktop, so that the pipeline runs as with a real model
 _WARM_UP_TOKENS = 2
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 def create_llm(settings: AgentSettings) -> LLMService:
-    """The service that `settings` name; the first of a Qwen3 model loads it, for seconds. Raises CheckpointError,
-    BackendUnavailable."""
+    """Creates the LLM service that `settings` select. The first one for a Qwen3 model takes seconds to load it. Raises
+    CheckpointError, BackendUnavailable."""
     if settings.llm == "qwen3":
         return Qwen3LLMService(shared_model(settings), instructions=settings.instructions, seed=settings.seed)
     if settings.llm == "openai":
         from pipecat.services.openai.llm import OpenAILLMService
 
         return OpenAILLMService(
-            api_key=settings.openai_key or "none",  # a local server wants no key, but OpenAI's client demands one
+            api_key=settings.openai_key or "none",  # OpenAI's client requires a key, even for a local server
             base_url=settings.openai_url,
             settings=OpenAILLMService.Settings(model=settings.openai_model, system_instruction=settings.instructions),
         )
@@ -46,10 +46,10 @@ def create_llm(settings: AgentSettings) -> LLMService:
 
 
 class LocalLLMService(LLMService):
-    """Answers a context by `_answer`. A named error is pushed upstream, and the next context answered again."""
+    """Answers each context with `_answer`. An MkttsError is pushed upstream, and the service goes on."""
 
     def __init__(self, model: str, *, instructions: str | None = None, seed: int | None = None) -> None:
-        """model: its name. instructions: what the model is told first. seed: repeats the replies of a conversation."""
+        """model: its name. instructions: the system prompt. seed: makes the replies of a conversation repeatable."""
         settings: dict[str, Any] = dict.fromkeys(field.name for field in fields(LLMSettings))
         settings |= {"model": model, "system_instruction": instructions, "seed": seed, "extra": {}}
         settings |= {"filter_incomplete_user_turns": False, "use_provider_thinking_default": False}
@@ -70,7 +70,7 @@ class LocalLLMService(LLMService):
             given = [one for one in frame.context.get_messages() if isinstance(one, dict)]
             await self._answer([Message(one["role"], _text_of(one.get("content"))) for one in given])
         except MkttsError as error:
-            permanent = isinstance(error, EngineError)  # after a CUDA error every later call fails too
+            permanent = isinstance(error, EngineError)  # after a CUDA error all later calls fail, too
             await self.push_error(f"the model failed: {error}", exception=error, force_treat_as_permanent=permanent)
         finally:
             await self.stop_processing_metrics()
@@ -78,62 +78,62 @@ class LocalLLMService(LLMService):
 
     @abstractmethod
     async def _answer(self, messages: list[Message]) -> None:
-        """Pushes the reply, token by token; stops the metrics of the first byte at the first one."""
+        """Pushes the reply token by token, and stops the TTFB metrics at the first one."""
 
 
 def _text_of(content: Any) -> str:
-    """What stands in a message, its parts that are text joined."""
+    """The text of a message's content, which is a string or a list of parts."""
     if isinstance(content, str):
         return content
     return " ".join(part["text"] for part in content or () if isinstance(part, dict) and part.get("type") == "text")
 
 
 class ScriptedLLMService(LocalLLMService):
-    """Answers from `mktts.agent.intents`, one token after another. What it knows is the context, as for any model."""
+    """Answers from `mktts.agent.intents`, token by token. Like any model, it knows only the context."""
 
     def __init__(self) -> None:
         super().__init__("scripted")
 
     async def _answer(self, messages: list[Message]) -> None:
         said = [message.content for message in messages if message.role == "assistant"]
-        # Pipecat asks with a developer's message where the user spoke and was not understood.
+        # If the user's speech gave no transcript, Pipecat's last message has the role "developer".
         question = messages[-1].content if messages and messages[-1].role == "user" else ""
         reply = intents.answer(question, said, datetime.now())
         for number, word in enumerate(reply.split(" ")):
             await asyncio.sleep(1 / SCRIPT_TOKENS_PER_S)
             await self.stop_ttfb_metrics()
-            await self.push_frame(frames.LLMTextFrame(f" {word}" if number else word))  # as most models write
+            await self.push_frame(frames.LLMTextFrame(f" {word}" if number else word))  # spaces as in most tokenizers
 
 
 class TextConversation:
-    """Replies of one decoder to a growing list of messages; what it has read and said stays in its key-value cache, so
-    that a turn costs its own tokens and not the conversation's. Belongs to the decoder's thread.
+    """Generates replies to a growing list of messages. Prompt and replies stay in the key-value cache, so that each
+    turn only computes its new tokens. Use it on the decoder's thread only.
 
-    computed_tokens, kept_tokens: of the last reply's prompt; the kept ones were in the cache already."""
+    computed_tokens, kept_tokens: of the last reply's prompt; the kept ones were already in the cache."""
 
     def __init__(self, decoder: TextDecoder, reply_tokens: int = REPLY_TOKENS) -> None:
-        """reply_tokens: at most; the oldest messages are left out of a prompt of more than PROMPT_TOKENS."""
+        """reply_tokens: the longest reply. A prompt longer than PROMPT_TOKENS loses its oldest messages."""
         self.template = ChatTemplate.of(decoder.checkpoint.folder, decoder.vocabulary)
         self.computed_tokens = self.kept_tokens = 0
         positions = decoder.checkpoint.config.stack.max_position_embeddings
         self._decoder = decoder
         self._reply_tokens = min(reply_tokens, positions // 2)
         self._prompt_tokens = min(PROMPT_TOKENS, positions - self._reply_tokens)
-        self._left_out = 0  # of the oldest messages
+        self._left_out = 0  # number of oldest messages left out
         self._read: list[int] = []  # the last prompt
         self._said: TokenStream | None = None
         self._state: Any = None
 
     def reply(self, messages: Sequence[Message], seed: int | None = None) -> TokenStream:
-        """The reply, token by token; the reply before it ends here, if it has not ended. Raises TextError for messages
-        that are none or too long, and what `TextDecoder.generate` raises."""
+        """Starts a reply, which is read token by token; cancels the previous reply if it still runs. Raises TextError
+        if there are no messages or they are too long, and what `TextDecoder.generate` raises."""
         ids, self._left_out = self.template.ids_within(messages, self._prompt_tokens, self._left_out)
         said, state, keep = self._said, self._state, 0
-        self._state = self._said = None  # a failure below leaves nothing to go on from
+        self._state = self._said = None  # after a failure below, the next reply starts afresh
         if said is not None:
             said.cancel()
             if not said.failed:
-                held = [*self._read, *said.ids[:-1]]  # the newest token was never computed
+                held = [*self._read, *said.ids[:-1]]  # the newest token is not in the cache
                 keep = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, ids[:-1], strict=False)))
         stream = self._decoder.generate(ids, seed=seed, max_tokens=self._reply_tokens, after=(state, keep))
         self.kept_tokens, self.computed_tokens = keep, len(ids) - keep
@@ -142,19 +142,19 @@ class TextConversation:
 
 
 class ThreadedDecoder:
-    """A text model and the thread that it works on. Conversations take turns on it, token by token."""
+    """A text model and its worker thread, which conversations share token by token."""
 
     def __init__(self, decoder: TextDecoder) -> None:
         self.decoder = decoder
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="mktts-llm")
 
     async def run(self, call: Callable[..., Any], *given: Any) -> Any:
-        """What `call` returns or raises, called on the thread when its turn comes. Cancelling the wait stops no call
-        that runs; one that has not begun never does."""
+        """Runs `call` on the worker thread, and returns or raises what it does. Cancelling drops a queued call, but
+        does not stop one that is running."""
         return await asyncio.get_running_loop().run_in_executor(self.thread, call, *given)
 
     def close(self) -> None:
-        """Waits for the call that runs, then drops the model."""
+        """Waits for the running call, cancels queued ones, and releases the model."""
         self.thread.shutdown(cancel_futures=True)
         self.decoder.close()
 
@@ -164,39 +164,39 @@ _loading = threading.Lock()
 
 
 def shared_model(settings: AgentSettings) -> ThreadedDecoder:
-    """The process's Qwen3 model for these settings, loaded at the first call: seconds, so not from an event loop.
-    Raises CheckpointError, BackendUnavailable."""
+    """The process's Qwen3 model for these settings. The first call loads it for seconds: not on an event loop. Raises
+    CheckpointError, BackendUnavailable."""
     backend = settings.backend if settings.backend in get_args(TextBackendName) else "auto"
     key = (settings.llm_checkpoint, backend, settings.device)
     with _loading:
         if key not in _models:
             decoder = TextDecoder.load(settings.llm_checkpoint, backend=backend, device=settings.device)
-            conversation = TextConversation(decoder)  # a model without turns is refused here
+            conversation = TextConversation(decoder)  # refuses a model without chat tokens
             list(islice(conversation.reply([Message("user", "Hello.")]), _WARM_UP_TOKENS))
             _models[key] = ThreadedDecoder(decoder)
         return _models[key]
 
 
 def close_shared_models() -> None:
-    """Drops the models. The next call loads again."""
+    """Closes all shared models; `shared_model` loads them again."""
     with _loading:
         while _models:
             _models.popitem()[1].close()
 
 
 class Qwen3LLMService(LocalLLMService):
-    """Answers a context with a Qwen3 text model of this process. An interruption ends a reply within the token that is
-    being made; its tokens, and the conversation before it, stay in the cache."""
+    """Answers contexts with a Qwen3 text model in this process. An interruption ends a reply within one token; the
+    reply and the conversation before it stay in the key-value cache."""
 
     def __init__(self, model: ThreadedDecoder, *, instructions: str | None = None, seed: int | None = None) -> None:
-        """instructions: what the model is told first. seed: None draws a new one for every reply."""
+        """instructions: the system prompt. seed: None draws a new one for every reply."""
         super().__init__(model.decoder.checkpoint.folder.name, instructions=instructions, seed=seed)
         self.conversation = TextConversation(model.decoder)
         self._model = model
 
     @property
     def runs(self) -> str:
-        """How the model runs, in words that follow `AgentSettings.parts`."""
+        """A description of backend and device to append to the "llm" of `AgentSettings.parts`."""
         decoder = self._model.decoder
         meaning = ", random weights: its words mean nothing" if decoder.checkpoint.is_random else ""
         return f", {decoder.backend_name} on {decoder.device}{meaning}"
@@ -208,7 +208,7 @@ class Qwen3LLMService(LocalLLMService):
         stream: TokenStream | None = None
         try:
             stream = await model.run(conversation.reply, said, self._settings.seed)
-            silent = False  # inside a thought: a model that is not to think may do so all the same
+            silent = False  # inside a <think> block, which the model may write although the template forbids it
             while (token := await model.run(next, stream, None)) is not None:
                 await self.stop_ttfb_metrics()
                 if token.id in (conversation.template.think, conversation.template.thought):

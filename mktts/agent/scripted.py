@@ -1,9 +1,9 @@
-"""A conversation without a person: recorded user speech in, in real time; latencies and both sides' sound out.
+"""Scripted conversations: recorded user speech is fed to the agent in real time; the result is latencies and audio.
 
-The transport is in memory: a microphone that plays what it is given, and a loudspeaker that keeps what it was given.
-Both run in real time, like a sound card: what Pipecat measures and the words it takes for heard depend on the clock.
-With random weights what the bot plays is noise, as long as speech of its words would be. It is a conversation all the
-same: the user's recordings are speech, and the bot's text is known."""
+The transport is in memory: its input plays the recordings, and its output records the bot. Both run in real time, like
+a sound card, because Pipecat's metrics, and the words it considers heard, depend on the clock. With random weights the
+bot's audio is noise of the length that speech would have; the conversation still works, as the user's recordings are
+real speech and the bot's text is known."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _PAUSE_S = 0.3  # before the user speaks
 _START_LIMIT_S = 60.0
 _REPLY_LIMIT_S = 30.0  # until the bot begins to answer
 _SPEAKING_LIMIT_S = 120.0
-_LOOK_S = 0.005  # between looks at the bot
-_PIECE_S = 0.02  # what a microphone hands over at a time
-_LEAD_S = 0.04  # of audio in the loudspeaker's buffer
-_NOISE = 8  # of a quiet room, in steps of 16-bit samples
+_LOOK_S = 0.005  # polling interval
+_PIECE_S = 0.02  # duration of a microphone frame
+_LEAD_S = 0.04  # audio buffered in the loudspeaker
+_NOISE = 8  # peak of the background noise, in 16-bit sample values
 
 
 @dataclass(frozen=True)
 class UserTurn:
-    """text: one of `user_speech.TEXTS`. after_s: into the bot's speech; None waits for its end."""
+    """text: one of `user_speech.TEXTS`, which the user says. after_s: into the bot's reply; None waits for its end."""
 
     text: str
     after_s: float | None = None
@@ -50,11 +50,11 @@ class UserTurn:
 
 @dataclass(frozen=True)
 class Talk:
-    """What came of it.
+    """The result of a scripted conversation.
 
-    random_weights: the bot's voice is noise, as long as speech of its words would be.
-    turns: one for each of the script's. messages: the conversation's context, {"role", "content"} each.
-    stale_frames: audio of an interrupted reply that left the voice after the interruption.
+    random_weights: whether the bot's audio is noise, of the length that speech would have.
+    turns: one for each turn of the script. messages: the conversation's context, {"role", "content"} each.
+    stale_frames: audio frames of an interrupted reply that left the TTS service after the interruption.
     user, bot: what each side said, float32 (S,), 24 kHz, on one clock."""
 
     random_weights: bool
@@ -68,11 +68,11 @@ class Talk:
 async def converse(
     settings: AgentSettings, script: Sequence[UserTurn], *, observers: Sequence[BaseObserver] = ()
 ) -> Talk:
-    """Holds the conversation, in real time, in the running event loop. Raises AgentError where the bot does not answer,
-    or a package that it hears with is missing."""
-    speech = [user_speech.load(turn.text) for turn in script]  # an unknown text shows at once
+    """Holds the conversation in real time on the running event loop. Raises AgentError if the bot does not answer or a
+    package for speech to text is missing."""
+    speech = [user_speech.load(turn.text) for turn in script]  # fails at once for an unknown text
     transport = LoopbackTransport()
-    conversation = await asyncio.to_thread(build, transport, settings, observers=observers)  # it loads models
+    conversation = await asyncio.to_thread(build, transport, settings, observers=observers)  # loads models
     running = asyncio.create_task(conversation.run())
     try:
         await _talk(conversation, transport, script, speech)
@@ -108,7 +108,7 @@ async def _talk(
                         raise AgentError(f"while waiting for {what}: {bot.error}")
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError:
-            raise AgentError(f"waited {limit_s:g} s for {what}: it did not come") from None
+            raise AgentError(f"waited {limit_s:g} s for {what}, in vain") from None
 
     await until(lambda: microphone.heard, _START_LIMIT_S, "the pipeline to start")
     if conversation.settings.greeting:
@@ -127,7 +127,7 @@ async def _talk(
 
 
 class LoopbackTransport(BaseTransport):
-    """The user side of a conversation without a user."""
+    """An in-memory transport whose user is a script."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class LoopbackTransport(BaseTransport):
         return self.loudspeaker
 
     def tracks(self) -> np.ndarray:
-        """What the user said and what was played: float32 (2, S), 24 kHz, from the microphone's first sample on."""
+        """User and bot audio on one clock: float32 (2, S), 24 kHz, from the microphone's first sample on."""
         heard = np.concatenate([np.zeros(0, "<i2"), *self.microphone.heard])
         user = resample(from_pcm16(heard), USER_RATE_HZ, SAMPLE_RATE_HZ)
         begin_s, played = self.microphone.begin_s, self.loudspeaker.played
@@ -155,9 +155,9 @@ class LoopbackTransport(BaseTransport):
 
 
 class Microphone(BaseInputTransport):
-    """Hands over a quiet room's noise, and what is said into it.
+    """A simulated microphone: faint background noise, plus the speech passed to `say`.
 
-    heard: all of it, int16 at USER_RATE_HZ, from `begin_s` on, as `time.time`."""
+    heard: all frames so far, int16 at USER_RATE_HZ, from `begin_s` on, a time of `time.time`."""
 
     def __init__(self, params: TransportParams) -> None:
         super().__init__(params)
@@ -179,7 +179,7 @@ class Microphone(BaseInputTransport):
             self._capturing = None
 
     async def say(self, pcm: np.ndarray) -> None:
-        """Says `pcm` (S,) int16 at 16 kHz; returns when its last sample has been handed over."""
+        """Plays `pcm` (S,), int16 at 16 kHz, into the microphone; returns when its last sample was pushed."""
         self._said.clear()
         self._waiting = pcm
         await self._said.wait()
@@ -192,7 +192,7 @@ class Microphone(BaseInputTransport):
             piece = noise.integers(-_NOISE, _NOISE + 1, samples).astype("<i2")
             spoken, self._waiting = self._waiting[:samples], self._waiting[samples:]
             piece[: len(spoken)] += spoken
-            await asyncio.sleep(max(0.0, at_s + _PIECE_S - time.time()))  # a piece exists once it has been captured
+            await asyncio.sleep(max(0.0, at_s + _PIECE_S - time.time()))  # a frame is available when it ends
             self.heard.append(piece)
             await self.push_audio_frame(InputAudioRawFrame(piece.tobytes(), USER_RATE_HZ, 1))
             if len(spoken) and not len(self._waiting):
@@ -201,8 +201,8 @@ class Microphone(BaseInputTransport):
 
 
 class RecordingOutput(BaseOutputTransport):
-    """Takes audio as fast as it is heard, and keeps it. played: all of it, int16 at SAMPLE_RATE_HZ, after the time of
-    its first sample in s as `time.time`."""
+    """Takes audio at playback speed and records it. played: pairs of the start time in s of `time.time` and the
+    samples, int16 at SAMPLE_RATE_HZ."""
 
     def __init__(self, params: TransportParams) -> None:
         super().__init__(params)

@@ -1,4 +1,4 @@
-"""What an agent consists of, and how the environment chooses it."""
+"""The settings of an agent, and how environment variables choose them."""
 
 import os
 from collections.abc import Mapping
@@ -24,14 +24,13 @@ _INSTRUCTIONS = (
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """Everything that decides what an agent is; of what is an option, its help says the rest. The keys do not show in
-    its repr.
+    """The configuration of an agent; options are described by their help. The keys are left out of its repr.
 
     checkpoint, revision, backend, device, dtype: of the voice, as `open_checkpoint` and `Synthesizer.load` take them.
-    voice, language, instruct, seed: as `MkttsTTSService.Settings` has them; None leaves each to the checkpoint.
-    layout: None takes the checkpoint's.
-    turn_end: what decides that the user has finished: the model that ships with Pipecat ("smart"), for people; or a
-        fixed silence of `turn_end_s` ("timeout"), the same every time, for scripts.
+    voice, language, instruct, seed: as in `MkttsTTSService.Settings`; None uses the checkpoint's default.
+    layout: of the prompt; None takes the checkpoint's.
+    turn_end: how the end of the user's turn is detected: "smart", by the model that ships with Pipecat, for people; or
+        "timeout", by a fixed silence of `turn_end_s`, which is deterministic, for scripts.
     greeting: what the bot says first; "" for nothing.
     Raises AgentError."""
 
@@ -41,20 +40,20 @@ class AgentSettings:
     device: str = "auto"
     dtype: Any = None
     voice: str | None = option(None, "a speaker's name, or a saved voice's file")
-    language: str = option("auto", "that is spoken (default: auto)")
+    language: str = option("auto", "language of the speech (default: auto)")
     instruct: str | None = option(None, "how to speak, in words, for checkpoints that take instructions")
     seed: int | None = None
     tokens: bool = option(
-        False, "speak words as they are written, not sentence by sentence (default: with --llm qwen3)"
+        False, "speak word by word, not sentence by sentence (default: only with --llm qwen3)"
     )
     layout: Layout | None = option(
-        "streaming", "of a sentence's prompt: along with the speech, which begins sooner (default), or before it"
+        "streaming", "where a prompt has the text: along with the speech, to start sooner (default), or before it"
     )
-    stt: SttName = option("pocketsphinx", "speech to text (default: what the environment has a key for)")
+    stt: SttName = option("pocketsphinx", "speech to text (default: the one that the environment has a key for)")
     stt_model: str = option(
         "base", "of --stt whisper: tiny, base, ..., a Hub id, or a folder", metavar="NAME_OR_FOLDER"
     )
-    llm: LlmName = option("scripted", "language model (default: what the environment has a key for)")
+    llm: LlmName = option("scripted", "language model (default: the one that the environment has a key for)")
     llm_checkpoint: str = option(
         "Qwen/Qwen3-0.6B", "of --llm qwen3: a folder, a Hub id (Qwen/Qwen3-0.6B), random:SIZE", metavar="NAME"
     )
@@ -70,12 +69,12 @@ class AgentSettings:
     def __post_init__(self) -> None:
         if self.stt == "deepgram" and not self.deepgram_key:
             raise AgentError(
-                "speech to text is to be Deepgram's and there is no key: set DEEPGRAM_API_KEY, or take "
+                "speech to text by Deepgram needs a key: set DEEPGRAM_API_KEY, or take "
                 'stt "pocketsphinx"'
             )
         if self.llm == "openai" and not (self.openai_key or self.openai_url):
             raise AgentError(
-                "the model is to be OpenAI's: set OPENAI_API_KEY, or OPENAI_BASE_URL for another server, or take "
+                "OpenAI's model needs a key: set OPENAI_API_KEY, or OPENAI_BASE_URL for another server, or take "
                 'llm "scripted"'
             )
         choices = {"stt": SttName, "llm": LlmName, "turn_end": TurnEnd, "layout": Literal[None, Layout]}
@@ -85,7 +84,7 @@ class AgentSettings:
             raise AgentError(f"the model's address must begin with http:// or https://, got {self.openai_url!r}")
 
     def parts(self) -> dict[str, str]:
-        """What hears ("stt"), answers ("llm") and speaks ("voice"), in words without secrets."""
+        """Describes speech to text ("stt"), language model ("llm") and "voice", without secrets."""
         smart = self.turn_end == "smart"
         turn_end = "a model decides when you have finished" if smart else f"{self.turn_end_s:g} s of silence end a turn"
         stt = {
@@ -110,11 +109,11 @@ class AgentSettings:
 
 
 def from_environment(environment: Mapping[str, str] | None = None, **changes: Any) -> AgentSettings:
-    """The settings that the environment's variables stand for; `changes` that are not None override them.
+    """Makes settings from environment variables; `changes` that are not None override them.
 
-    DEEPGRAM_API_KEY chooses speech to text; OPENAI_API_KEY, or OPENAI_BASE_URL for another server of OpenAI's shape,
-    the language model, and OPENAI_MODEL its name; MKTTS_CHECKPOINT and MKTTS_VOICE the voice. Raises AgentError for a
-    choice whose key is missing."""
+    DEEPGRAM_API_KEY selects the speech to text. OPENAI_API_KEY, or OPENAI_BASE_URL for another compatible server,
+    selects the language model, and OPENAI_MODEL names it. MKTTS_CHECKPOINT and MKTTS_VOICE select the voice. Raises
+    AgentError for a choice whose key is missing."""
     found = os.environ if environment is None else environment
     known = {
         "deepgram_key": found.get("DEEPGRAM_API_KEY"),
@@ -128,5 +127,5 @@ def from_environment(environment: Mapping[str, str] | None = None, **changes: An
     chosen |= {name: value for name, value in changes.items() if value is not None}
     chosen.setdefault("stt", "deepgram" if chosen.get("deepgram_key") else "pocketsphinx")
     chosen.setdefault("llm", "openai" if chosen.get("openai_key") or chosen.get("openai_url") else "scripted")
-    chosen.setdefault("tokens", chosen["llm"] == "qwen3")  # its words can be spoken while it writes them
+    chosen.setdefault("tokens", chosen["llm"] == "qwen3")  # a local model's words can be spoken as they are generated
     return AgentSettings(**chosen)
