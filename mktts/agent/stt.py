@@ -18,14 +18,14 @@ from mktts.agent.settings import AgentSettings
 from mktts.errors import AgentError, PackageMissing
 from mktts.spec import LANGUAGE_CODES
 
-# From the end of speech to a transcript: the silence that Silero waits for, and the decoding of a phrase.
+# 99th percentiles from the end of speech to its transcript: Silero's silence threshold plus the decoding of a phrase.
 _POCKETSPHINX_LATEST_S, _WHISPER_LATEST_S = 0.35, 1.0
 _WARM_UP_S = 0.5
 
 
 def create_stt(settings: AgentSettings) -> STTService:
-    """The service that `settings` name; the first Whisper loads its model, for seconds. Raises AgentError where its
-    package is missing, or its model."""
+    """Creates the STT service that `settings` select. The first Whisper service takes seconds to load its model. Raises
+    AgentError if its package or model is missing."""
     check_stt(settings)
     if settings.stt == "whisper":
         return _whisper_service(settings)
@@ -37,11 +37,11 @@ def create_stt(settings: AgentSettings) -> STTService:
 
 
 def check_stt(settings: AgentSettings) -> None:
-    """Raises AgentError where the service's package is missing."""
+    """Raises AgentError if the package of the selected service is missing."""
     if settings.stt == "pocketsphinx":
         _decoder_class()
     elif settings.stt == "whisper":
-        if importlib.util.find_spec("faster_whisper") is None:  # before Pipecat logs an error of its own
+        if importlib.util.find_spec("faster_whisper") is None:  # checked here, as Pipecat would log its own error
             raise PackageMissing("Whisper needs the package faster-whisper: pip install faster-whisper")
     else:
         try:
@@ -51,8 +51,8 @@ def check_stt(settings: AgentSettings) -> None:
 
 
 class PocketsphinxSTTService(SegmentedSTTService):
-    """Pocketsphinx with the English model of its wheel and a grammar of whole phrases. A phrase takes 10 to 20 ms on
-    one core; other speech gives no transcript. Dictation gets most words wrong."""
+    """Pocketsphinx with the English model of its wheel and a grammar of whole phrases, because it gets most words of
+    free speech wrong. A phrase takes 10 to 20 ms on one core; other speech gives no transcript."""
 
     def __init__(self) -> None:
         settings = STTSettings(model="en-us", language=Language.EN)
@@ -73,7 +73,7 @@ class PocketsphinxSTTService(SegmentedSTTService):
         self._decoder = await asyncio.to_thread(make_decoder, self.sample_rate)
 
     async def run_stt(self, audio: bytes) -> AsyncGenerator[Frame | None, None]:
-        """Yields the transcript of a segment of 16-bit mono PCM; nothing where no phrase of the grammar fits."""
+        """Yields the transcript of a segment of 16-bit mono PCM, or nothing if no phrase of the grammar matches."""
         await self.start_processing_metrics()
         try:
             text = await asyncio.to_thread(decode, self._decoder, audio)
@@ -87,16 +87,16 @@ class PocketsphinxSTTService(SegmentedSTTService):
 
 
 def make_decoder(sample_rate_hz: int) -> Any:
-    """A pocketsphinx decoder for the intents' grammar. Raises AgentError without the package."""
+    """Makes a pocketsphinx decoder for the intents' grammar. Raises PackageMissing without the package."""
     decoder = _decoder_class()(samprate=float(sample_rate_hz), lm=None, loglevel="FATAL")
     decoder.add_jsgf_string("phrases", grammar())
     decoder.activate_search("phrases")
-    decode(decoder, bytes(2 * int(_WARM_UP_S * sample_rate_hz)))  # or the first phrase takes longer
+    decode(decoder, bytes(2 * int(_WARM_UP_S * sample_rate_hz)))  # warm-up: the first decoding takes longer
     return decoder
 
 
 def decode(decoder: Any, pcm: bytes) -> str:
-    """The phrase in `pcm`, mono 16-bit; "" where none fits. Holds the interpreter's lock while it decodes."""
+    """The phrase in `pcm`, mono 16-bit; "" if none matches. Holds the GIL while it decodes."""
     decoder.start_utt()
     try:
         decoder.process_raw(pcm, full_utt=True)
@@ -121,7 +121,7 @@ def _whisper_service(settings: AgentSettings) -> STTService:
     from pipecat.services.whisper.stt import WhisperSTTService
 
     class SharedWhisper(WhisperSTTService):
-        """Pipecat's service, with a shared model instead of one for each conversation."""
+        """Pipecat's service, with one model shared by all conversations."""
 
         def _load(self) -> None:
             self._model = _whisper_model(settings.stt_model, settings.device)
@@ -136,13 +136,13 @@ def _whisper_service(settings: AgentSettings) -> STTService:
 
 @cache
 def _whisper_model(name: str, device: str) -> Any:
-    """The process's model. The first call loads it, for seconds: not on an event loop."""
+    """The process's Whisper model. The first call loads it for seconds: not on an event loop."""
     from pipecat.services.whisper.stt import WhisperModel
 
     kind, _, index = device.partition(":")
     try:
         return WhisperModel(name, device=kind, device_index=int(index or 0))
-    except Exception as error:  # of the Hub, of CTranslate2, of the file system
+    except Exception as error:  # from the Hub, CTranslate2 or the file system
         words = " ".join(str(error).split())[:300]
         raise AgentError(
             f"--stt-model {name}: it cannot be loaded ({type(error).__name__}: {words}); where the Hub is out of "

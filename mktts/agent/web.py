@@ -1,17 +1,17 @@
-"""The agent over HTTP: its page, the WebSocket of the conversation, and WebRTC where aiortc is installed.
+"""The agent over HTTP: its page, and conversations over WebSocket, or over WebRTC if aiortc is installed.
 
-Over the WebSocket it is raw PCM both ways and JSON between. Binary messages are mono 16-bit little-endian PCM, 16 kHz
-from the page and 24 kHz to it. Text messages are objects with a "type"; from the page come "hello", after which the bot
-greets, "mute", and "text", what was typed, which the bot answers as if it had been said. To the page, over WebSocket
-and WebRTC alike:
+The WebSocket carries raw PCM and JSON in both directions. Binary messages are mono 16-bit little-endian PCM, 16 kHz
+from the page and 24 kHz to it. Text messages are objects with a "type". The page sends "hello", which the bot answers
+with its greeting, "mute", and "text" for typed text, which the bot answers like speech. The page receives, over
+WebSocket and WebRTC alike:
 
     ready    session
-    caption  who ("user" or "bot"), text, final; of the bot also turn, and interrupted with what was left unheard. The
-             bot's text is what has been heard so far, not what has been written.
+    caption  who ("user" or "bot"), text, final; for the bot also turn, and after an interruption `interrupted` and the
+             `unheard` rest. The bot's text is what has been heard so far, not what has been generated.
     state    user ("speaking", "silent"), bot ("thinking", "speaking", "silent")
     latency  turn and the times of `TurnLatency`
     error    message, fatal
-    clear    what is queued is not to be played"""
+    clear    drop the audio that is queued for playback"""
 
 import asyncio
 import contextlib
@@ -50,16 +50,16 @@ from mktts.spec import SAMPLE_RATE_HZ
 
 PAGE = Path(__file__).parent / "page"
 MAX_SESSIONS = 4
-CONNECT_S = 8.0  # for a peer that has sent an offer; behind a NAT without a relay none ever comes
-_IDLE_S = 600.0  # a page that was left open
+CONNECT_S = 8.0  # time for a peer to connect after its offer; behind a NAT without a relay it never does
+_IDLE_S = 600.0  # ends the conversation of a page that was left open
 _CLOSE_S = 2.0
 _MAX_BODY_BYTES = 128 * 1024  # an offer has a few kilobytes
-_MAX_MESSAGE_BYTES = 256 * 1024  # eight seconds of a microphone
+_MAX_MESSAGE_BYTES = 256 * 1024  # eight seconds of microphone audio
 _MOST_REASON_CHARS = 200
 _MOST_TYPED_CHARS = 2_000
 _SOUND: dict[str, Any] = {"audio_in_enabled": True, "audio_out_enabled": True, "audio_out_end_silence_secs": 0}
 _SAMPLE_BYTES = 2
-# What a frame says of either side.
+# The state of either side that a frame implies.
 _STATES = {
     frames.VADUserStartedSpeakingFrame: {"user": "speaking"},
     frames.VADUserStoppedSpeakingFrame: {"user": "silent"},
@@ -71,14 +71,14 @@ _STATES = {
 
 
 def create_server(settings: AgentSettings, **access: Any) -> GracefulServer:
-    """The page's server; it ends conversations before it ends connections. The voice is loaded here, unless it is
-    already.
+    """Creates the server of the agent and its page, which ends conversations before connections. Loads the voice,
+    unless it is loaded already.
 
-    access: api_key, origins and hosts of `AccessMiddleware`. The key is asked for by everything under /agent, as
-    `?key=` or as a bearer; the page itself holds no secret. Without one, it must be bound to loopback.
-    Raises what loading the voice raises, PromptError or VoiceError for a voice, language or instruction that it does
-    not take, and AgentError where a package of speech to text is missing."""
-    create_stt(settings)  # what is missing or does not fit shows now, a package before seconds of loading
+    access: api_key, origins and hosts of `AccessMiddleware`. All paths under /agent require the key, as `?key=` or as a
+    bearer token; the page itself is public. Without a key the server must be bound to loopback.
+    Raises what loading the voice raises, PromptError or VoiceError for a voice, language or instruction that the
+    checkpoint does not support, and AgentError if a package for speech to text is missing."""
+    create_stt(settings)  # reports errors now; first, as a missing package shows before the voice loads for seconds
     llm_runs = getattr(create_llm(settings), "runs", "")
     create_tts(settings)
     synthesizer = load_voice(settings)
@@ -87,11 +87,11 @@ def create_server(settings: AgentSettings, **access: Any) -> GracefulServer:
         AccessMiddleware,
         max_body_bytes=lambda path: _MAX_BODY_BYTES,
         is_open=lambda path: not f"{path}/".startswith("/agent/"),
-        key_in_query=True,  # of the page's address; none of our logs contains the query
+        key_in_query=True,  # the page's URL has the key; none of our logs contains the query
         **access,
     )
     sessions = Sessions(settings)
-    has_webrtc = importlib.util.find_spec("aiortc") is not None  # what Pipecat's transport needs
+    has_webrtc = importlib.util.find_spec("aiortc") is not None  # required by Pipecat's WebRTC transport
 
     @app.get("/agent/config")
     async def config() -> dict[str, Any]:
@@ -115,7 +115,7 @@ def create_server(settings: AgentSettings, **access: Any) -> GracefulServer:
             return
         try:
             params = FastAPIWebsocketParams(**_SOUND, serializer=PcmSerializer())
-            await sessions.begin(FastAPIWebsocketTransport(websocket, params))  # sends at the listener's pace
+            await sessions.begin(FastAPIWebsocketTransport(websocket, params))  # sends at playback speed
         except Exception:
             with contextlib.suppress(RuntimeError):  # the page may be gone
                 await websocket.close(status.WS_1011_INTERNAL_ERROR, "the bot failed: its log says why")
@@ -132,7 +132,7 @@ def create_server(settings: AgentSettings, **access: Any) -> GracefulServer:
 
 
 class Sessions:
-    """The conversations of one server, at most MAX_SESSIONS at once, each over its own transport."""
+    """The conversations of one server, at most MAX_SESSIONS at a time, each with its own transport."""
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
@@ -141,12 +141,12 @@ class Sessions:
 
     @property
     def full(self) -> bool:
-        """Whether no other conversation may begin."""
+        """Whether a new conversation must be refused."""
         return self._closing or len(self._running) >= MAX_SESSIONS
 
     def begin(self, transport: BaseTransport, arrived: Callable[[], bool] = lambda: True) -> asyncio.Task[None]:
-        """Holds a conversation over `transport`; done when it has ended. arrived: whether the other side is there; if
-        it is not within CONNECT_S, the conversation ends, and its place is free."""
+        """Starts a conversation over `transport`; the returned task ends with it. arrived: whether the peer has
+        connected; if it has not after CONNECT_S, the conversation is ended."""
         task = asyncio.create_task(self._hold(transport, arrived))
         self._running[task] = None
         task.add_done_callback(self._ended)
@@ -158,7 +158,7 @@ class Sessions:
             logger.opt(exception=task.exception()).error("a conversation failed")
 
     async def close(self) -> None:
-        """Ends every conversation, and begins no more."""
+        """Ends every conversation and refuses new ones."""
         self._closing = True
         for worker in [*self._running.values()]:
             if worker is not None:
@@ -171,7 +171,7 @@ class Sessions:
     async def _hold(self, transport: BaseTransport, arrived: Callable[[], bool]) -> None:
         session = uuid.uuid4().hex[:8]
         page = PageObserver(transport.output())
-        # In a thread: it loads models, and the audio of other conversations is not to wait for them.
+        # In a thread, as it may load models, which must not delay the audio of other conversations.
         conversation = await asyncio.to_thread(
             build, transport, self._settings, observers=[page], idle_timeout_s=_IDLE_S
         )
@@ -215,10 +215,10 @@ def _add_webrtc(app: FastAPI, sessions: Sessions) -> None:
             asked = await request.json()
             media = SessionDescription.parse(asked["sdp"]).media
             if not any(one.kind == "audio" and one.dtls and one.dtls.fingerprints for one in media):  # RFC 8829
-                raise ValueError("it has no sound with the fingerprint of DTLS")
+                raise ValueError("it has no audio section with a DTLS fingerprint")
             connection = SmallWebRTCConnection()
             await connection.initialize(asked["sdp"], asked["type"])
-        except Exception as error:  # of no such object, and whatever aiortc makes of what anyone may have sent
+        except Exception as error:  # not a valid offer: aiortc raises various exceptions for malformed input
             words = f"{type(error).__name__}: {error}".strip(": ")[:_MOST_REASON_CHARS]
             raise HTTPException(400, f"expected type and sdp of an offer that can be answered: {words}") from None
         transport = SmallWebRTCTransport(webrtc_connection=connection, params=TransportParams(**_SOUND))
@@ -228,8 +228,8 @@ def _add_webrtc(app: FastAPI, sessions: Sessions) -> None:
 
 
 class PageObserver(BaseObserver):
-    """Sends the page what it shows, and does what comes from there. conversation: set once it is built, before it runs.
-    output: of its transport; words that leave it are being heard."""
+    """Sends captions, states and errors to the page, and handles its messages. conversation: set after it is built and
+    before it runs. output: the output of its transport; text that leaves it has begun to play."""
 
     def __init__(self, output: FrameProcessor) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class PageObserver(BaseObserver):
         self._heard: list[TextPartForConcatenation] = []
         self._written = ""
         self._greeted = False
-        self._answering = asyncio.Lock()  # what is typed is answered in its order
+        self._answering = asyncio.Lock()  # answers typed messages in order
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def send(self, kind: str, **fields: Any) -> None:
@@ -278,13 +278,13 @@ class PageObserver(BaseObserver):
         elif isinstance(frame, frames.LLMTextFrame):
             self._written += frame.text
         elif isinstance(frame, frames.LLMFullResponseEndFrame):
-            if not self._written and self._sides["bot"] == "thinking":  # nothing will be spoken
+            if not self._written and self._sides["bot"] == "thinking":  # an empty reply: nothing will be spoken
                 await self._change({"bot": "silent"})
         elif isinstance(frame, (frames.BotStoppedSpeakingFrame, frames.InterruptionFrame)):
             await self._caption(final=True, interrupted=isinstance(frame, frames.InterruptionFrame))
 
     async def _take(self, message: Any) -> None:
-        """A message of the page: greets once it can play, and answers what is typed there."""
+        """Handles a message from the page: greets on the first "hello", and answers typed text."""
         if not isinstance(message, dict):
             return
         text = message.get("text")
@@ -292,7 +292,7 @@ class PageObserver(BaseObserver):
             self._greeted = True
             await self.conversation.greet()
         elif message.get("type") == "text" and isinstance(text, str) and (text := text.strip()[:_MOST_TYPED_CHARS]):
-            task = asyncio.create_task(self._answer(text))  # frames go on meanwhile
+            task = asyncio.create_task(self._answer(text))  # does not block the pipeline's frames
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -323,24 +323,24 @@ class PageObserver(BaseObserver):
 
 
 class PcmSerializer(FrameSerializer):
-    """Frames as the page has them. Keeps whether the page is muted, and hears silence while it is."""
+    """Converts between frames and the page's WebSocket messages. While the page is muted, its audio becomes silence."""
 
     def __init__(self) -> None:
         super().__init__()
         self._muted = False
 
     async def serialize(self, frame: frames.Frame) -> str | bytes | None:
-        """PCM, JSON, or None for what the page does not get."""
+        """PCM or JSON; None for frames that are not sent to the page."""
         if isinstance(frame, frames.OutputAudioRawFrame):
             return frame.audio
         if isinstance(frame, frames.InterruptionFrame):
-            return json.dumps({"type": "clear"})  # what the page has queued cannot be taken back from here
+            return json.dumps({"type": "clear"})  # the page must drop the audio that it has queued
         if isinstance(frame, (frames.OutputTransportMessageFrame, frames.OutputTransportMessageUrgentFrame)):
             return None if self.should_ignore_frame(frame) else json.dumps(frame.message)
         return None
 
     async def deserialize(self, data: str | bytes) -> frames.Frame | None:
-        """The frame of a message of the page; None for what is neither PCM nor a JSON object."""
+        """The frame for a message from the page; None if that is neither PCM nor a JSON object."""
         if isinstance(data, bytes):
             whole = len(data) - len(data) % _SAMPLE_BYTES
             return frames.InputAudioRawFrame(bytes(whole) if self._muted else data[:whole], USER_RATE_HZ, 1)

@@ -1,4 +1,4 @@
-// Who said what. A bot line grows while it is spoken; what was cut off is never shown as if it had been heard.
+// Captions of both sides. The bot's line grows as it is spoken; text cut off by an interruption is marked as not heard.
 const NAMES = { user: "You", bot: "Bot" };
 
 export function captions(list) {
@@ -16,7 +16,7 @@ export function captions(list) {
 
   function mark(item, { unheard }) {
     item.classList.add("cut");
-    item.append(" "); // for who copies the text, or has it read out
+    item.append(" "); // for copied text and screen readers
     if (unheard) item.append(Object.assign(document.createElement("s"), { textContent: unheard, title: "not heard" }));
     item.append(" ", Object.assign(document.createElement("span"), { className: "mark", textContent: "interrupted" }));
   }
@@ -35,7 +35,7 @@ export function captions(list) {
       if (interrupted) mark(item, message);
       if (atEnd) list.scrollTop = list.scrollHeight;
     },
-    // The conversation is over: no line grows any more.
+    // Ends the conversation: no line changes any more.
     end() {
       for (const item of open.values()) item.classList.remove("open");
       open.clear();

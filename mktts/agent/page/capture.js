@@ -1,10 +1,10 @@
-// The microphone's side of the audio thread: any rate in, frames of 16-bit samples at the bot's rate out.
+// Audio worklet of the microphone: resamples its audio from any rate to 16-bit frames at the bot's rate.
 import { Resampler } from "./resample.js";
 
 class Capture extends AudioWorkletProcessor {
   constructor({ processorOptions: { rateHz, frameSamples } }) {
     super();
-    this.resampler = new Resampler(sampleRate, rateHz); // sampleRate: this audio context's
+    this.resampler = new Resampler(sampleRate, rateHz); // sampleRate: a worklet global, the audio context's rate
     this.frame = new Int16Array(frameSamples);
     this.filled = 0;
   }

@@ -1,18 +1,18 @@
-// Which microphone and which loudspeaker: two lists that follow what is plugged in.
+// Lists to choose a microphone and a loudspeaker; they follow the devices that are plugged in.
 const KINDS = { audioinput: "microphone", audiooutput: "loudspeaker" };
 export const CAN_CHOOSE_SPEAKER = "setSinkId" in (window.AudioContext?.prototype ?? {});
 
-// lists: { audioinput, audiooutput }, two selects. onChange(kind, deviceId) when a person chooses, and when what was
-// chosen is unplugged.
+// lists: { audioinput, audiooutput }, two select elements. onChange(kind, deviceId): called when the user chooses a
+// device, and when the chosen device is unplugged.
 export function devicePickers(lists, onChange) {
   for (const [kind, list] of Object.entries(lists)) list.onchange = () => onChange(kind, list.value);
 
   let asked = 0;
-  // Browsers name devices, and most list them, only once the microphone was allowed.
+  // Most browsers list devices, and all name them, only after the user has allowed the microphone.
   async function refresh() {
     const mine = ++asked;
     const found = (await navigator.mediaDevices?.enumerateDevices()) ?? [];
-    if (mine !== asked) return; // a later answer counts, also where it comes first
+    if (mine !== asked) return; // outdated: a later query has been made
     for (const [kind, list] of Object.entries(lists)) {
       const chosen = list.value;
       const usable = found.filter((device) => device.kind === kind && device.deviceId && device.deviceId !== "default");

@@ -1,4 +1,4 @@
-// Milliseconds from the end of the user's speech: the last value of each kind in large, every turn in a table.
+// Latencies in milliseconds from the end of the user's speech: the latest of each kind in tiles, all turns in a table.
 const COLUMNS = ["transcript_ms", "first_token_ms", "first_audio_ms", "page_ms", "silence_ms"];
 
 export function latency(tiles, table) {

@@ -1,4 +1,4 @@
-// What happened, with the time since the page was opened; for who wants to know why, or to tell somebody.
+// An event log for debugging and bug reports, with times since the page was opened.
 const KEPT = 500;
 
 export function eventLog(list) {

@@ -1,9 +1,9 @@
-// The microphone, as frames for the bot, and what to tell a person when there is none.
+// Opens the microphone as a source of frames for the bot; its errors are messages for the user.
 const FRAME_MS = 20;
 const WISHES = { echoCancellation: true, noiseSuppression: true, autoGainControl: true, channelCount: 1 };
 
-// onFrame gets an ArrayBuffer of 16-bit samples every 20 ms. Throws an Error whose message is for the reader.
-// deviceId: "" for the browser's own choice.
+// onFrame gets an ArrayBuffer of 16-bit samples every 20 ms. Throws an Error whose message can be shown to the user.
+// deviceId: "" for the browser's default.
 export async function openMicrophone(rateHz, onFrame, onLost, deviceId = "") {
   const stream = await ask(deviceId);
   const context = new AudioContext({ latencyHint: "interactive" }); // at the device's rate: not every browser converts
@@ -42,7 +42,7 @@ async function ask(deviceId) {
   }
 }
 
-// Why this page can have no microphone, whoever allows it; "" where it can.
+// Why browsers refuse this page the microphone regardless of permission; "" if they do not.
 export function outOfReach() {
   if (window.isSecureContext && navigator.mediaDevices) return "";
   const port = location.port || 80;

@@ -1,4 +1,4 @@
-// One conversation at a time: the controls, the state, and who tells whom what.
+// The page's main module: controls and state of one conversation at a time, and the messages between its parts.
 import { captions } from "./captions.js";
 import { CAN_CHOOSE_SPEAKER, devicePickers } from "./devices.js";
 import { latency } from "./latency.js";
@@ -15,21 +15,21 @@ const log = eventLog($("log"));
 const TRANSPORT_NAMES = { websocket: "WebSocket", webrtc: "WebRTC" };
 const NO_KEY = "it wants a key, and this page's address has no ?key=KEY or a wrong one";
 const REFUSALS = { 401: NO_KEY, 403: NO_KEY };
-const LLM_MS = 15_000; // after which a language model that has not answered is told of
-const RETRY_MS = [500, 1_000, 2_000, 4_000, 8_000, 8_000]; // before each try to connect again
+const LLM_MS = 15_000; // after this time without an answer, a problem of the language model is shown
+const RETRY_MS = [500, 1_000, 2_000, 4_000, 8_000, 8_000]; // delays before attempts to reconnect
 const PEAK_FLOOR_DB = -50; // of the level meters
 
 let config = null;
 let talk = null; // the running conversation: { microphone, speaker, link, ... }
 
 function address(path) {
-  const found = new URL(path, location.href); // relative: the page may lie behind a proxy's path
+  const found = new URL(path, location.href); // relative, as a proxy may serve the page under a path
   const key = new URLSearchParams(location.search).get("key");
   if (key) found.searchParams.set("key", key);
   return found;
 }
 
-// ---- what a person sees
+// ---- what the user sees
 
 function status(state, text) {
   if ($("status").textContent !== text) log.add("state", text);
@@ -48,7 +48,7 @@ function controls(running) {
   $("mute").disabled = $("stop").disabled = !running;
   $("transport").disabled = running;
   $("typed").disabled = $("send").disabled = !config;
-  // a button that is disabled loses the focus to the page: whoever uses a keyboard goes on beside it
+  // a button that becomes disabled loses the focus to the page: keyboard users continue on its neighbour
   if (document.activeElement === document.body) $(running ? "stop" : "start").focus({ preventScroll: true });
 }
 
@@ -67,7 +67,7 @@ function showConfig({ stt, llm, voice, random_weights, hints, transports }) {
   $("over").hidden = known.length < 2;
 }
 
-// ---- what the bot says beside its audio
+// ---- messages from the bot
 
 function onState({ user, bot }) {
   if (bot !== "thinking") clearTimeout(talk.thinking);
@@ -83,7 +83,7 @@ function onState({ user, bot }) {
   else status("listening", "Listening");
 }
 
-// The delay of this page and the turn it belongs to arrive in either order.
+// The playback delay of this page and the turn that it belongs to arrive in either order.
 function onLatency(message) {
   times.show(message);
   log.add("latency", Object.entries(message).filter(([name]) => name !== "type").map(([name, value]) => `${name} ${value}`).join(", "));
@@ -120,7 +120,7 @@ function onMessage(message) {
 
 function onFrame(bytes) {
   if (!talk || !talk.link) return;
-  if (talk.muted) new Int16Array(bytes).fill(0); // the bot finds the end of speech by silence: it gets silence
+  if (talk.muted) new Int16Array(bytes).fill(0); // silence, by which the bot detects the end of speech
   level($("mic"), new Int16Array(bytes).reduce((peak, value) => Math.max(peak, Math.abs(value)), 0) / 32768);
   if (talk.link.sendAudio(bytes) !== false) $("sent").textContent = ++talk.sent;
 }
@@ -137,7 +137,7 @@ function onPlayback({ peak, waited_ms, output_ms, ...counters }) {
 
 // ---- a conversation from start to end
 
-// typed: what to say first, without a microphone; "" for a conversation in speech
+// typed: a first message for a conversation without a microphone; "" for a spoken conversation
 async function start(typed = "") {
   const state = { user: "silent", bot: "silent" };
   const mine = { muted: false, sent: 0, turn: null, pageDelay_ms: null, state, typed, opened: false, tries: 0 };
@@ -153,8 +153,8 @@ async function start(typed = "") {
       if ($("speaker").value) await mine.speaker.choose($("speaker").value);
     }
     if (!typed) mine.microphone = await microphone();
-    if (talk !== mine) return close(mine); // stopped while the browser asked
-    pickers.refresh(); // they have names now
+    if (talk !== mine) return close(mine); // stopped while the browser asked for permission
+    pickers.refresh(); // devices have names now
     status("connecting", "Connecting");
     await join(mine);
   } catch (error) {
@@ -170,7 +170,7 @@ async function join(mine) {
   link.useSpeaker?.($("speaker").value);
 }
 
-// A conversation that was open is opened again, with the bot's greeting; one that never was says why.
+// Reconnects a conversation that was open, which starts with the bot's greeting; otherwise shows the reason.
 async function lost(reason) {
   const mine = talk;
   const wait_ms = reason && mine.opened && RETRY_MS[mine.tries++];
@@ -190,7 +190,7 @@ async function lost(reason) {
 const microphone = () =>
   openMicrophone(config.input_rate_hz, onFrame, () => end("The microphone went away."), $("microphone").value);
 
-// What is typed needs no microphone, and over a WebSocket nobody misses one.
+// A typed conversation has no microphone, so it uses the WebSocket, which works without one.
 const overWebRTC = (mine) => $("transport").value === "webrtc" && !mine.typed;
 
 function connect(mine) {
@@ -244,7 +244,7 @@ function mute(muted) {
 async function onDevice(kind, deviceId) {
   const list = kind === "audioinput" ? $("microphone") : $("speaker");
   log.add("device", list.selectedOptions[0]?.textContent);
-  const mine = talk; // without one, the next conversation takes it
+  const mine = talk; // if null, the next conversation uses the device
   try {
     if (kind === "audiooutput") {
       await mine?.speaker?.choose(deviceId);
@@ -274,7 +274,7 @@ function send(text) {
 }
 
 async function load() {
-  if (outOfReach()) return problem(outOfReach()); // nor would the server answer to a name that is not its own
+  if (outOfReach()) return problem(outOfReach()); // the server, too, would refuse a foreign host name
   try {
     const response = await fetch(address("agent/config"));
     if (!response.ok) throw new Error(REFUSALS[response.status] || `it answers HTTP ${response.status}`);

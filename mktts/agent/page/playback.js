@@ -1,4 +1,4 @@
-// The loudspeaker's side of the audio thread: plays what is queued, drops it on "clear", reports what it does.
+// Audio worklet of the loudspeaker: plays queued audio, drops it on "clear", and reports its state.
 import { PlayQueue } from "./queue.js";
 
 const REPORT_S = 0.05;

@@ -1,12 +1,12 @@
-// What waits to be played: a ring of samples between the network and the sound card.
+// A ring buffer of samples between the network and the sound card.
 // Pure code: the playback worklet imports it, and so can a test.
-const LEAD_S = 0.06; // waits this long before it starts, so that a late piece is no gap
+const LEAD_S = 0.06; // initial delay before playback, so that a late chunk causes no gap
 const MAX_LEAD_S = 0.3;
 const MORE_LEAD_S = 0.04; // added after a gap inside speech
-const LESS_LEAD_S = 0.02; // taken back after CALM_S without one
+const LESS_LEAD_S = 0.02; // subtracted after CALM_S without a gap
 const CALM_S = 10;
-const LATE_S = 0.2; // a piece that comes this soon after the queue ran dry was late; later ones begin something new
-const FADE_S = 0.005; // what clear() lets out, so that stopping does not click
+const LATE_S = 0.2; // a chunk within this time after the queue ran dry was late; after it, a new utterance begins
+const FADE_S = 0.005; // length of the fade-out after clear(), which avoids a click
 const CAPACITY_S = 30;
 
 export class PlayQueue {
@@ -21,7 +21,7 @@ export class PlayQueue {
     this.played = this.dropped = this.underruns = 0;
   }
 
-  // Int16Array; what does not fit is dropped and counted.
+  // Queues an Int16Array; samples that do not fit are dropped and counted.
   push(samples) {
     if (!this.playing && this.queued === 0) {
       if (this.played > 0 && this.waited < LATE_S * this.rate) this.stumble();
@@ -33,7 +33,7 @@ export class PlayQueue {
     this.dropped += samples.length - fits;
   }
 
-  // Fills a Float32Array with the next samples, silence where there are none. Returns true at a start of playback.
+  // Fills a Float32Array with the next samples, or silence if there are none. Returns true when playback starts.
   pull(output) {
     const starts = !this.playing && this.queued > 0 && Math.max(this.queued, this.waited) >= this.lead;
     if (starts) {
@@ -52,13 +52,13 @@ export class PlayQueue {
     return starts;
   }
 
-  // Drops everything but a short fade of what is sounding.
+  // Drops all queued samples except for a short fade-out.
   clear() {
     const fade = this.playing ? Math.min(this.queued, Math.round(FADE_S * this.rate)) : 0;
     for (let i = 0; i < fade; i++) this.ring[(this.read + i) % this.ring.length] *= 1 - (i + 1) / fade;
     this.dropped += this.queued - fade;
     this.queued = fade;
-    this.cleared = true; // what comes next is new, however soon it comes
+    this.cleared = true; // the next chunk begins a new utterance, however soon it arrives
     if (fade === 0) this.rest();
   }
 

@@ -1,4 +1,4 @@
-// Sample-rate conversion of a stream: a windowed sinc, one set of taps for each phase of the rational ratio.
+// Streaming sample-rate conversion by a windowed sinc filter, with one set of taps per phase of the rational ratio.
 // Pure code: the capture worklet imports it, and so can a test.
 const LOBES = 12; // zero crossings on each side of the kernel, at the lower of the two rates
 const PASS = 0.92; // of the lower Nyquist frequency; the rest is the transition band
@@ -9,10 +9,10 @@ const sinc = (x) => (x === 0 ? 1 : Math.sin(Math.PI * x) / (Math.PI * x));
 function taps(phase, half, cutoff) {
   const weights = new Float32Array(2 * half);
   for (let k = 0; k < weights.length; k++) {
-    const x = k - half + 1 - phase; // distance in input samples from the point between two of them
+    const x = k - half + 1 - phase; // distance from the output's position, in input samples
     weights[k] = sinc(cutoff * x) * 0.5 * (1 + Math.cos((Math.PI * x) / half));
   }
-  const sum = weights.reduce((a, b) => a + b, 0); // every phase passes a constant unchanged
+  const sum = weights.reduce((a, b) => a + b, 0); // normalised, so that every phase has unit gain at DC
   return weights.map((weight) => weight / sum);
 }
 
@@ -24,11 +24,11 @@ export class Resampler {
     this.down = fromHz / common;
     this.half = Math.ceil(LOBES / cutoff);
     this.filters = Array.from({ length: this.up }, (_, phase) => taps(phase / this.up, this.half, cutoff));
-    this.held = new Float32Array(this.half - 1); // input that later output still needs; silence before the start
+    this.held = new Float32Array(this.half - 1); // input that later output needs; initially silence
     this.phase = 0;
   }
 
-  // Float32Array in, Float32Array out: as many samples as the input so far decides, `half` input samples late.
+  // Returns the samples that the input so far determines, as a Float32Array; they lag by `half` input samples.
   push(input) {
     const line = new Float32Array(this.held.length + input.length);
     line.set(this.held);

@@ -1,6 +1,6 @@
 // The conversation over one WebSocket: samples as binary messages, everything else as JSON text.
 const REASONS = { 1008: "The key was refused.", 1013: "Too many conversations at once. Try again later." };
-const ENOUGH_BYTES = 64_000; // two seconds of microphone waiting in the browser: the network is gone, keep no more
+const ENOUGH_BYTES = 64_000; // with two seconds of microphone audio unsent, the network is gone: drop more
 
 export function openSocket(address, { onOpen, onMessage, onAudio, onClose }) {
   const socket = new WebSocket(address.href.replace(/^http/, "ws"));

@@ -1,4 +1,4 @@
-// The loudspeaker: queued 16-bit samples at the bot's rate, dropped at once on clear().
+// The loudspeaker: plays queued 16-bit samples at the bot's rate; clear() drops them at once.
 export async function openSpeaker(rateHz, onReport) {
   const context = new AudioContext({ sampleRate: rateHz, latencyHint: "interactive" });
   try {

@@ -1,5 +1,5 @@
 // The conversation over WebRTC: the browser's own audio path, and the same JSON messages on a data channel.
-// No STUN or TURN server is named: it reaches what the network reaches without one.
+// It uses no STUN or TURN server, so it only reaches peers that the network reaches directly.
 const GATHER_MS = 2_000;
 const REPORT_MS = 200;
 
@@ -8,7 +8,7 @@ export async function openPeer(address, microphone, { onOpen, onMessage, onRepor
   const channel = peer.createDataChannel("chat", { ordered: true });
   const sound = new Audio();
   const { sender } = peer.addTransceiver(microphone.track, { direction: "sendrecv", streams: [microphone.stream] });
-  for (let i = 0; i < 2; i++) peer.addTransceiver("video", { direction: "recvonly" }); // the bot answers to three
+  for (let i = 0; i < 2; i++) peer.addTransceiver("video", { direction: "recvonly" }); // Pipecat expects three in all
   peer.ontrack = ({ track }) => {
     if (track.kind !== "audio") return;
     sound.srcObject = new MediaStream([track]);
@@ -22,7 +22,7 @@ export async function openPeer(address, microphone, { onOpen, onMessage, onRepor
   };
   const close = () => {
     clearInterval(reporting);
-    channel.onclose = null; // closed from here, nothing was lost
+    channel.onclose = null; // closed on purpose: not a lost connection
     sound.pause();
     peer.close();
   };
@@ -48,8 +48,8 @@ export async function openPeer(address, microphone, { onOpen, onMessage, onRepor
   };
 }
 
-// What the browser says of the sound that it plays, as the loudspeaker's worklet reports it. The wait is the mean time
-// in the browser's own queue; what is played counts the silence between utterances too.
+// Converts the browser's statistics of received audio to the report of the loudspeaker's worklet. The delay is the mean
+// time in the browser's jitter buffer; the played time includes silence between utterances.
 function playback({ audioLevel, jitterBufferDelay, jitterBufferTargetDelay, jitterBufferEmittedCount, ...found }) {
   const mean_ms = (total_s) => (jitterBufferEmittedCount ? (1000 * total_s) / jitterBufferEmittedCount : 0);
   return {
@@ -58,7 +58,7 @@ function playback({ audioLevel, jitterBufferDelay, jitterBufferTargetDelay, jitt
     queued_ms: mean_ms(jitterBufferDelay),
     lead_ms: mean_ms(jitterBufferTargetDelay),
     played_ms: 1000 * found.totalSamplesDuration,
-    dropped_ms: 0, // the bot sends what is being heard, and nothing ahead of it
+    dropped_ms: 0, // the bot sends audio in real time, so nothing is queued that could be dropped
     underruns: found.concealmentEvents,
     output_ms: 0,
   };
