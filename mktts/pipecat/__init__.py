@@ -1,4 +1,4 @@
-"""Qwen3-TTS as a Pipecat text-to-speech service (pipecat-ai 1.14). Into a pipeline in five lines:
+"""Qwen3-TTS as a Pipecat text-to-speech service (pipecat-ai 1.14). To use it in a pipeline:
 
     from mktts.pipecat import MkttsTTSService
 
@@ -7,13 +7,12 @@
     )
     pipeline = Pipeline([transport.input(), stt, user, llm, tts, transport.output(), assistant])
 
-The model is loaded once per process, however many services speak through it. With
-`source=RemoteSource("http://127.0.0.1:8000")` in place of the checkpoint, the speech comes from `python -m mktts serve`
-there, and nothing else changes. Inside this package `pipecat` is the framework: imports are absolute, and nothing here
-shadows it."""
+The model is loaded once per process and shared by all services. With `source=RemoteSource("http://127.0.0.1:8000")`
+instead of a checkpoint, speech comes from `python -m mktts serve` at that address; nothing else changes. Inside this
+package, `import pipecat` imports the framework: imports are absolute, so this package does not shadow it."""
 
 try:
-    import pipecat  # noqa: F401  asked for here, so that its absence is named with what to install
+    import pipecat  # noqa: F401  imported first to report what to install if it is missing
 except ModuleNotFoundError:
     message = "mktts.pipecat needs the package pipecat-ai: pip install pipecat-ai==1.14.0"
     raise ModuleNotFoundError(message, name="pipecat") from None

@@ -1,4 +1,4 @@
-"""Speech from an `mktts serve` somewhere else, over its WebSocket."""
+"""Speech from an mktts server, over its WebSocket."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ from mktts.spec import SAMPLE_RATE_HZ, language_named
 from mktts.text.markup import MarkupFeed
 from mktts.text.split import clean_piece
 
-PATIENCE_S = (0.1, 0.4, 1.0)  # between the tries of an utterance of which nothing was heard yet
-_KEPT_MESSAGES = 16  # read ahead of the consumer, half of them audio; the rest waits in the sockets, then in the server
+PATIENCE_S = (0.1, 0.4, 1.0)  # delays between attempts at an utterance that has produced no audio yet
+_KEPT_MESSAGES = 16  # read ahead of the consumer, half of them audio; more stays in the sockets and then in the server
 _CLOSE_S = 1.0
 _MAX_HEALTH_BYTES = 1 << 20
 _SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 _CODES: dict[type[MkttsError], tuple[str, ...]] = {
     errors.BusyError: ("busy",),
     errors.ConnectionLost: ("stopping",),
-    errors.TextError: ("bad_text", "text_too_long", "idle"),  # idle: it stopped coming; the next utterance may do
+    errors.TextError: ("bad_text", "text_too_long", "idle"),  # idle: text stopped coming; the next utterance may work
     errors.PromptError: ("bad_prompt", "unknown_speaker", "instruct_too_long"),
     errors.VoiceError: ("bad_voice",),
     errors.SamplingError: ("bad_sampling",),
     errors.OptionsError: ("bad_option", "duration_too_long", "invalid_value"),
-}  # of the server's errors; any other is a failure of the server
+}  # codes of the server by error; any other code means that the server failed
 
 
 class RemoteSource(SpeechSource):
     """Speech from a server: `MkttsTTSService(source=RemoteSource("http://127.0.0.1:8000"))`.
 
-    An utterance has a WebSocket of its own; each service finds one open for its next utterance. Where one is lost
-    before anything was heard, the utterance begins again on another one, and so does what a server has no place for;
-    otherwise it ends with ConnectionLost, which leaves a service usable. Errors are those of a source in the same
-    process, and also BusyError, ConnectionLost and AccessError. Belongs to one event loop at a time.
+    Each utterance has its own WebSocket, and one is kept open in advance per service. If the connection is lost or the
+    server is busy before any audio arrived, the utterance is retried on a new connection; a connection lost later ends
+    it with ConnectionLost, which leaves the service usable. Errors are those of a `LocalSource`, and also BusyError,
+    ConnectionLost and AccessError. Use it on one event loop at a time.
 
-    name: of the server's checkpoint, once connected."""
+    name: the server's checkpoint, once connected; before that, its address."""
 
-    default_voice: str | None = None  # the server's own first
+    default_voice: str | None = None  # the server chooses its first voice
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class RemoteSource(SpeechSource):
         connect_s: float = 5.0,
         silence_s: float = 5.0,
     ) -> None:
-        """Connects to nothing yet. Raises OptionsError for a url or key that cannot be one.
+        """Does not connect yet. Raises OptionsError for an invalid url or key.
 
-        url: where the server listens, as it prints it; a path before /tts/ws is kept.
+        url: the address that the server prints; may have a path, to which /tts/ws is appended.
         max_frames, trim_lead: of every utterance, as in a request.
-        connect_s: for an answer to a handshake.
-        silence_s: without a message until the server is asked for an answer, and again until it counts as gone."""
+        connect_s: time limit of a handshake.
+        silence_s: time without a message until a ping is sent, and then until the server counts as gone."""
         self._http, self._ws = _addresses(url)
         if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable() and api_key.strip()):
             raise OptionsError("api_key must be printable ASCII and not empty; leave it out for a server without one")
@@ -82,16 +82,16 @@ class RemoteSource(SpeechSource):
         self._connect_s = connect_s
         self._model_type = ""
         self._speakers: list[str] = []
-        self._aliases: list[str] | None = None  # None: the server may have voices that it does not tell of
+        self._aliases: list[str] | None = None  # None: the server may have voices that it does not list
         self._languages: list[str] = []  # empty until connected
-        self._spares: list[asyncio.Task[ClientConnection]] = []  # connections for utterances to come
-        self._speeches: set[RemoteSpeech] = set()  # under way
+        self._spares: list[asyncio.Task[ClientConnection]] = []  # connections opened in advance
+        self._speeches: set[RemoteSpeech] = set()  # active utterances
         self._closing: set[asyncio.Task[None]] = set()
         self._users = 0
 
     async def connect(self) -> None:
-        """Asks what the server has, and opens a connection for one more service. Raises ConnectionLost where no server
-        answers, EngineError where what answers is none of ours, AccessError for a wrong key."""
+        """Reads the server's state and opens a connection for one more service. Raises ConnectionLost if no server
+        answers, EngineError if it is not an mktts server, AccessError for a wrong key."""
         await self._read_health()
         spare = asyncio.create_task(self._open_socket())
         await spare
@@ -99,7 +99,7 @@ class RemoteSource(SpeechSource):
         self._users += 1
 
     async def disconnect(self) -> None:
-        """Closes one service's connection, and with the last service all of them."""
+        """Closes one service's connection; with the last service, ends all utterances."""
         self._users = max(0, self._users - 1)
         if not self._users:
             for speech in [*self._speeches]:
@@ -110,7 +110,7 @@ class RemoteSource(SpeechSource):
         await asyncio.gather(*(socket.close() for socket in opened if isinstance(socket, ClientConnection)))
 
     def check(self, style: Style) -> None:
-        """Raises PromptError for a voice or language that the server, once connected, is known not to have."""
+        """Raises PromptError for a voice or language that the server does not have; knows nothing before `connect`."""
         if not self._languages:
             return
         one_of("language", language_named(style.language), self._languages, errors.PromptError)
@@ -119,16 +119,16 @@ class RemoteSource(SpeechSource):
         if style.voice.lower() not in (*self._speakers, *self._aliases):
             known = ", ".join(self._speakers) or f"none: a {self._model_type} checkpoint without saved voices"
             raise errors.PromptError(
-                f"the server's voices are {known}; got {style.voice!r} (a saved voice is given to the server, "
-                "--voice NAME=FILE, and asked for by that name)"
+                f"the server's voices are {known}; got {style.voice!r} (to use a saved voice, start the server with "
+                "--voice NAME=FILE, and request it by that name)"
             )
 
     async def speak(self, text: str, style: Style) -> RemoteSpeech:
-        """As `open`, of a text that is known."""
+        """Starts an utterance whose text is complete. Raises as `open`."""
         return await self.open(style, text)
 
     async def open(self, style: Style, text: str | None = None) -> RemoteSpeech:
-        """Raises EngineError and AccessError; the rest comes from the speech."""
+        """Starts an utterance. Raises EngineError and AccessError; other errors are raised by the `RemoteSpeech`."""
         fields = {
             "text": text,
             "language": style.language,
@@ -141,14 +141,14 @@ class RemoteSource(SpeechSource):
         speech = RemoteSpeech(self, {key: value for key, value in fields.items() if value is not None})
         try:
             await speech.begin()
-        except (ConnectionLost, BusyError) as error:  # who waits for the first piece tries again
+        except (ConnectionLost, BusyError) as error:  # retried by RemoteSpeech.__anext__
             speech.fail(error)
         return speech
 
     async def take(self, speech: RemoteSpeech) -> ClientConnection:
-        """An open connection for an utterance. Raises as `connect`, and BusyError."""
+        """Takes an open connection for an utterance, or opens one. Raises as `connect`, and BusyError."""
         while self._spares:
-            with contextlib.suppress(MkttsError):  # that it could not be opened then says nothing of now
+            with contextlib.suppress(MkttsError):  # it could not be opened earlier, but may be now
                 if (socket := await self._spares.pop()).state is State.OPEN:
                     break
         else:
@@ -157,7 +157,7 @@ class RemoteSource(SpeechSource):
         return socket
 
     def close(self, speech: RemoteSpeech, socket: ClientConnection | None) -> None:
-        """Closes an utterance, which ends its generation."""
+        """Closes an utterance's connection, which ends its generation."""
         self._speeches.discard(speech)
         if socket is not None:
             closing = asyncio.create_task(socket.close())
@@ -166,12 +166,12 @@ class RemoteSource(SpeechSource):
             self.prepare()
 
     def prepare(self) -> None:
-        """Opens a connection for the next utterance, if there is none."""
+        """Opens a connection for the next utterance, if fewer are ready than there are services."""
         if len(self._spares) < self._users:
             self._spares.append(asyncio.create_task(self._open_socket()))
 
     async def _read_health(self) -> None:
-        """Takes in what the server says about itself at GET /health. Raises as `connect`."""
+        """Reads the server's model, voices and state from GET /health. Raises as `connect`."""
         http = self._http
         try:
             found = json.loads(await asyncio.to_thread(_get_health, f"{http}/health", self._connect_s))
@@ -189,12 +189,12 @@ class RemoteSource(SpeechSource):
         if status == "stopping":
             raise ConnectionLost(f"the server at {http} is stopping: start it again")
         if status != "ok":
-            logger.warning(f"the server at {http} says about itself: {status}")
+            logger.warning(f"the server at {http} reports the status {status}")
         if random_weights:
             logger.warning(f"the server at {http} has {RANDOM_WEIGHTS}")
 
     async def _open_socket(self) -> ClientConnection:
-        """Raises as `connect`, and BusyError."""
+        """Opens a WebSocket. Raises as `connect`, and BusyError."""
         url, api_key = self._ws, self._api_key
         try:
             return await connect(
@@ -204,7 +204,7 @@ class RemoteSource(SpeechSource):
                 close_timeout=_CLOSE_S,
                 max_queue=_KEPT_MESSAGES,
                 compression=None,  # noise-like PCM does not shrink
-                ping_interval=None,  # a pong waits behind audio that is not read: see RemoteSpeech._receive
+                ping_interval=None,  # a pong would be queued behind unread audio: see RemoteSpeech._receive
             )
         except InvalidStatus as error:
             status = error.response.status_code
@@ -221,28 +221,28 @@ class RemoteSource(SpeechSource):
 
 
 class RemoteSpeech(Speech):
-    """A `Speech`; what it sends is kept, so that it can begin again: after the waits of PATIENCE_S, where no
-    connection is found, or it is lost, or its server has no place free, before anything was heard."""
+    """An utterance on a server. It keeps its messages to start over, after the delays of PATIENCE_S, if there is no
+    connection, it is lost, or the server is busy, before any audio arrived."""
 
     def __init__(self, source: RemoteSource, start: dict[str, Any]) -> None:
         """start: the fields of the start message."""
         self.finish_reason: FinishReason | None = None
         self._source = source
         self._socket: ClientConnection | None = None
-        self._said: list[str] = []  # all messages
-        self._unsent: asyncio.Queue[str] = asyncio.Queue()  # so that no caller waits
+        self._said: list[str] = []  # all messages so far
+        self._unsent: asyncio.Queue[str] = asyncio.Queue()  # so that callers never block
         self._writing: asyncio.Task[None] | None = None
         self._fed = ""
-        self._finished = False  # no more text comes
+        self._finished = False  # the text is complete
         self._waits_s = iter(PATIENCE_S)
         self._heard = self._over = False
-        self._error: MkttsError | None = None  # that the source ended it with
+        self._error: MkttsError | None = None  # the error that ended it
         self._send("start", **start)
 
     async def begin(self) -> None:
-        """Starts on a connection, and sends what was said already. Raises as `RemoteSource.take`."""
+        """Takes a connection and sends all messages so far. Raises as `RemoteSource.take`."""
         self._socket = await self._source.take(self)
-        if self._over:  # meanwhile
+        if self._over:  # cancelled meanwhile
             self._let_go()
             return
         self._unsent = asyncio.Queue()
@@ -251,7 +251,7 @@ class RemoteSpeech(Speech):
         self._writing = asyncio.create_task(_write(self._socket, self._unsent))
 
     def feed(self, text: str) -> None:
-        """Raises TextError when `text` is not a str, EngineError after `finish`."""
+        """Adds text. Raises TextError if `text` is not a str, EngineError after `finish`."""
         text = clean_piece(text)
         if self._finished:
             raise EngineError("feed after finish: open another utterance for more text")
@@ -265,14 +265,14 @@ class RemoteSpeech(Speech):
         self._finished = True
         if self._fed.strip():
             self._send("finish")
-        else:  # nothing to say, and no failure in a conversation
+        else:  # nothing to say, which is no failure in a conversation
             self.cancel()
 
     def cancel(self) -> None:
         self._end("cancelled")
 
     def fail(self, error: MkttsError) -> None:
-        """`error`: what the consumer gets."""
+        """Closes the connection and lets the consumer handle `error`."""
         self._error = error
         self._let_go()
 
@@ -293,16 +293,16 @@ class RemoteSpeech(Speech):
                     continue
                 if not self._over:
                     if not self._heard:
-                        self._source.prepare()  # not before: it would make this utterance's first sound later
+                        self._source.prepare()  # only now, as it would delay this utterance's first audio
                     self._heard = True
                     return piece
-        except BaseException as error:  # cancelling the task that waits cancels the generation
+        except BaseException as error:  # cancelling the consumer's task cancels the generation
             self._end(None if isinstance(error, Exception) else "cancelled")
             raise
         raise StopAsyncIteration
 
     async def _next(self) -> bytes:
-        """The next piece; b"" where the utterance is over. Raises what ended it."""
+        """The next chunk of PCM, or b"" at the end of the utterance. Raises the error that ended it."""
         socket, silence_s = self._socket, self._source.silence_s
         try:
             while not self._over and self._error is None:
@@ -312,12 +312,12 @@ class RemoteSpeech(Speech):
                 said = json.loads(message)
                 found = said.get("error")
                 if found is not None and found["code"] == "bad_text" and self._finished and not _has_words(self._fed):
-                    self.cancel()  # as `finish` does
-                elif found is not None:  # as a synthesizer in this process would have raised it
+                    self.cancel()  # nothing to say, as in `finish`
+                elif found is not None:  # the class that a synthesizer in this process would raise
                     kind = next((kind for kind, codes in _CODES.items() if found["code"] in codes), EngineError)
                     self._error = kind(f"the server says: {found['message']} ({found['code']})")
                 elif said["type"] == "finished":
-                    if said["finish_reason"] == "cancelled":  # by the server: what we cancel has ended here already
+                    if said["finish_reason"] == "cancelled":  # by the server: our own cancel has set `_over` already
                         self._error = EngineError("the server ended the utterance")
                     else:
                         self._end(said["finish_reason"])
@@ -331,7 +331,7 @@ class RemoteSpeech(Speech):
         except TimeoutError:
             self._error = ConnectionLost(f"the server has not answered for {2 * silence_s:g} s: it is gone or hangs")
         except (ValueError, KeyError, TypeError, AttributeError):
-            self._error = EngineError("the server sends what is not of its protocol: is it of another version?")
+            self._error = EngineError("the server sent an unexpected message: is it a different version of mktts?")
         if self._over:
             return b""
         error, self._error = self._error, None
@@ -339,8 +339,8 @@ class RemoteSpeech(Speech):
 
     @staticmethod
     async def _receive(socket: ClientConnection, silence_s: float) -> str | bytes:
-        """The next message. Raises ConnectionClosed, and TimeoutError when not even a ping is answered. Pings are sent
-        only while nothing comes and nothing waits to be read."""
+        """Receives a message. Raises ConnectionClosed, and TimeoutError if a ping is not answered either. Pings are
+        sent only after `silence_s` without messages, when no audio is queued before the pong."""
         pong: asyncio.Future[float] | None = None
         while True:
             try:
@@ -357,7 +357,7 @@ class RemoteSpeech(Speech):
         self._unsent.put_nowait(self._said[-1])
 
     def _end(self, reason: FinishReason | None) -> None:
-        """No piece comes any more; the first reason holds."""
+        """Ends the utterance; the first call's reason is kept."""
         if not self._over:
             self._over, self.finish_reason = True, reason
             self._let_go()
@@ -370,7 +370,7 @@ class RemoteSpeech(Speech):
 
 
 def _has_words(text: str) -> bool:
-    """Whether a text has a letter or a digit beside its markup."""
+    """Whether a text has a letter or a digit outside its markup."""
     try:
         return any(map(str.isalnum, MarkupFeed().take(text, final=True)))
     except TextError:
@@ -378,26 +378,26 @@ def _has_words(text: str) -> bool:
 
 
 async def _write(socket: ClientConnection, messages: asyncio.Queue[str]) -> None:
-    with contextlib.suppress(ConnectionClosed):  # the reader sees it too, and says so
+    with contextlib.suppress(ConnectionClosed):  # the reader raises it
         while True:
             await socket.send(await messages.get())
 
 
 def _get_health(url: str, timeout_s: float) -> bytes:
-    """What is answered at `url`. Raises OSError, HTTPException and AccessError."""
+    """The body of the answer at `url`. Raises OSError, HTTPException and AccessError."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
             return answer.read(_MAX_HEALTH_BYTES)
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
-            raise AccessError(f"{url} answers {error.code}: this machine may not ask") from None
-        if error.code != 503:  # an unhealthy server's status, with the same body
+            raise AccessError(f"{url} answers {error.code}: access is refused") from None
+        if error.code != 503:  # the status of an unhealthy server, which sends the same body
             raise
         return error.read(_MAX_HEALTH_BYTES)
 
 
 def _addresses(url: str) -> tuple[str, str]:
-    """(the server's base as http, the WebSocket's address). Raises OptionsError."""
+    """The server's HTTP base URL and the URL of its WebSocket. Raises OptionsError."""
     try:
         parts = urlsplit(url.strip())
         scheme, host, _ = _SCHEMES.get(parts.scheme), parts.hostname, parts.port

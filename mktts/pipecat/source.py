@@ -1,4 +1,4 @@
-"""Where a service's speech comes from: the protocol, and the source that asks a synthesizer in this process."""
+"""Sources of speech for a service: the protocol, and the source that uses a synthesizer in this process."""
 
 import os
 import threading
@@ -23,10 +23,10 @@ from mktts.synth.synthesizer import BackendName, StreamSettings, Synthesizer
 
 @dataclass(frozen=True)
 class Style:
-    """How to say something; fixed for one utterance.
+    """The voice and delivery of one utterance.
 
     voice: a speaker's name (CustomVoice), the path of a file made by `Voice.save` (Base), or None (VoiceDesign).
-    sampling, seed: None leaves them to the source."""
+    sampling, seed: None uses the source's defaults."""
 
     voice: str | None = None
     language: str = "auto"
@@ -36,54 +36,54 @@ class Style:
 
 
 class Speech(AsyncIterator[bytes]):
-    """One utterance: an async iterator of pieces of mono 16-bit little-endian PCM, each as soon as it is made.
+    """One utterance: an async iterator of chunks of mono 16-bit little-endian PCM, each as soon as it is generated.
 
-    The iterator raises what ended the utterance, unless that was `cancel`. `feed` and `finish` are for one whose text
-    is still being written; no call waits: what cannot go out yet is kept."""
+    The iterator raises the error that ended the utterance, if there was one. `feed` and `finish` are for text that is
+    still being written. They do not block: text that cannot be sent yet is queued."""
 
     finish_reason: FinishReason | None
 
     def cancel(self) -> None:
-        """Ends the generation within one frame and returns at once; no piece comes after this. Idempotent."""
+        """Ends the generation within one frame and returns at once; no chunk follows. Idempotent."""
 
     def feed(self, text: str) -> None: ...
 
     def finish(self) -> None:
-        """No more text comes."""
+        """Marks the end of the text."""
 
 
 class SpeechSource(Protocol):
-    """What a service speaks through. One source may serve many services, and many utterances at once.
+    """The speech synthesis behind a service. One source may serve many services and many concurrent utterances.
 
-    name: of the model, as metrics show it. sample_rate_hz: of the PCM. default_voice: spoken with when none is set."""
+    name: of the model, for metrics. sample_rate_hz: of the PCM. default_voice: used if no voice is set."""
 
     name: str
     sample_rate_hz: int
     default_voice: str | None
 
     async def connect(self) -> None:
-        """A service begins to use this source. Must stay well below Pipecat's limit for its set-up, 20 s.
+        """Called when a service begins to use this source. Must take much less than Pipecat's set-up limit of 20 s.
 
-        `name`, `sample_rate_hz` and what `check` knows may change here. Where it raises, no `disconnect` follows."""
+        May change `name`, `sample_rate_hz` and what `check` knows. If it raises, `disconnect` is not called."""
 
     async def disconnect(self) -> None:
-        """A service is done with this source. What several services share stays open."""
+        """Called when a service stops using this source. Resources that several services share stay open."""
 
     def check(self, style: Style) -> None:
-        """Raises what is known to be wrong with `style` without speaking: PromptError, VoiceError."""
+        """Raises PromptError or VoiceError if `style` is known to be invalid, without speaking."""
 
     def spoken(self, word: str, style: Style) -> str:
-        """A word of a text as it will be heard, as far as that is known: its length stands for its duration."""
+        """A word as it will be spoken, as far as that is known; its length serves as an estimate of its duration."""
         return word
 
     async def speak(self, text: str, style: Style) -> Speech: ...
 
     async def open(self, style: Style) -> Speech:
-        """Starts an utterance whose text comes later."""
+        """Starts an utterance whose text is fed later."""
 
 
 class LocalSpeech(Speech):
-    """A `Stream` or a `Session` as a `Speech`."""
+    """Adapts a `Stream` or a `Session` to `Speech`."""
 
     def __init__(self, stream: Stream | Session) -> None:
         self._stream = stream
@@ -99,7 +99,7 @@ class LocalSpeech(Speech):
     def finish(self) -> None:
         try:
             self._stream.finish()
-        except TextError:  # nothing visible was fed: nothing to say, and no failure in a conversation
+        except TextError:  # only blank text was fed: nothing to say, which is no failure in a conversation
             self.cancel()
 
     def cancel(self) -> None:
@@ -116,9 +116,9 @@ class LocalSpeech(Speech):
 
 
 class LocalSource(SpeechSource):
-    """Speech from a synthesizer in this process. Its worker thread gives every open utterance one frame a turn.
+    """Speech from a synthesizer in this process, which interleaves open utterances frame by frame.
 
-    The caller that loaded the synthesizer closes it; nothing here does."""
+    The caller that loaded the synthesizer closes it; this class does not."""
 
     sample_rate_hz = SAMPLE_RATE_HZ
 
@@ -129,20 +129,20 @@ class LocalSource(SpeechSource):
         options: StreamOptions | None = None,
         layout: Layout | None = None,
     ) -> None:
-        """`name`: of the model; None takes the folder of the checkpoint. `options`: of every utterance; None takes
-        markup out of its text. `layout`: of the prompts of `speak`, None for the checkpoint's; "streaming" leaves no
-        prompt to compute before the first frame. What `open` gives is in the streaming layout in any case."""
+        """name: of the model; None takes the name of the checkpoint's folder. options: of every utterance; None only
+        strips markup. layout: of prompts of `speak`; None takes the checkpoint's. "streaming" starts sooner, as
+        no prompt is computed before the first frame. `open` always uses the streaming layout."""
         self._synthesizer = synthesizer
         self._options = options or StreamOptions(markup="strip")
         self._layout = layout
-        # The same object every time: the codec's state after a reference is kept by the identity of its codes.
+        # Returns the same object each time: the codec's state after a reference is cached by its codes' identity.
         self._voice = lru_cache(maxsize=8)(Voice.load)
         checkpoint = synthesizer.checkpoint
         self.name = name or (checkpoint.folder.name if checkpoint else "qwen3-tts")
         self.default_voice = checkpoint.config.default_speaker if checkpoint else None
 
     def check(self, style: Style) -> None:
-        self._synthesizer.open(**self._stream_settings(style)).cancel()  # never fed, so that no prompt is built
+        self._synthesizer.open(**self._stream_settings(style)).cancel()  # without text, no prompt is built
 
     def spoken(self, word: str, style: Style) -> str:
         return self._synthesizer.spoken(word, style.language or "auto")
@@ -168,7 +168,7 @@ class LocalSource(SpeechSource):
 
 
 _loaded: dict[Hashable, Synthesizer] = {}
-_loading = threading.Lock()  # held while loading: a second caller of the same model waits for the first
+_loading = threading.Lock()  # held while loading, so that a second caller waits for the first
 
 
 def shared_synthesizer(
@@ -178,11 +178,11 @@ def shared_synthesizer(
     device: str = "auto",
     dtype: torch.dtype | None = None,
 ) -> Synthesizer:
-    """The process's synthesizer for these arguments of `Synthesizer.load`, loaded and warmed up at the first call.
+    """The process's synthesizer for these arguments of `Synthesizer.load`. The first call loads it and warms it up.
 
-    Blocks while it loads; from an event loop with other work, `await asyncio.to_thread(shared_synthesizer, ...)`.
-    A failed load is forgotten. A forked child loads its own, because the worker thread stays in the parent.
-    Do not close what this returns: `close_shared_synthesizers` does. Raises as `Synthesizer.load`."""
+    Blocks while it loads; on an event loop use `await asyncio.to_thread(shared_synthesizer, ...)`. After a failed load
+    the next call tries again. A forked child loads its own, because the worker thread stays in the parent.
+    Do not close the synthesizer: `close_shared_synthesizers` does. Raises as `Synthesizer.load`."""
     source = checkpoint.folder if isinstance(checkpoint, Checkpoint) else str(checkpoint)
     key = (os.getpid(), source, backend, device, dtype)
     with _loading:
@@ -198,7 +198,7 @@ def shared_synthesizer(
 
 
 def close_shared_synthesizers() -> None:
-    """Ends every utterance on the shared synthesizers and lets go of their models. The next call loads again."""
+    """Ends all utterances of the shared synthesizers and releases their models; `shared_synthesizer` loads again."""
     with _loading:
         while _loaded:
             _, synthesizer = _loaded.popitem()
