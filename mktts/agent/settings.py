@@ -43,9 +43,7 @@ class AgentSettings:
     language: str = option("auto", "language of the speech (default: auto)")
     instruct: str | None = option(None, "how to speak, in words, for checkpoints that take instructions")
     seed: int | None = None
-    tokens: bool = option(
-        False, "speak word by word, not sentence by sentence (default: only with --llm qwen3)"
-    )
+    tokens: bool = option(False, "speak word by word, not sentence by sentence (default: only with --llm qwen3)")
     layout: Layout | None = option(
         "streaming", "where a prompt has the text: along with the speech, to start sooner (default), or before it"
     )
@@ -68,10 +66,7 @@ class AgentSettings:
 
     def __post_init__(self) -> None:
         if self.stt == "deepgram" and not self.deepgram_key:
-            raise AgentError(
-                "speech to text by Deepgram needs a key: set DEEPGRAM_API_KEY, or take "
-                'stt "pocketsphinx"'
-            )
+            raise AgentError('speech to text by Deepgram needs a key: set DEEPGRAM_API_KEY, or take stt "pocketsphinx"')
         if self.llm == "openai" and not (self.openai_key or self.openai_url):
             raise AgentError(
                 "OpenAI's model needs a key: set OPENAI_API_KEY, or OPENAI_BASE_URL for another server, or take "

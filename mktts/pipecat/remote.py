@@ -229,7 +229,7 @@ class RemoteSpeech(Speech):
         self.finish_reason: FinishReason | None = None
         self._source = source
         self._socket: ClientConnection | None = None
-        self._said: list[str] = []  # all messages so far
+        self._messages: list[str] = []  # all messages so far
         self._unsent: asyncio.Queue[str] = asyncio.Queue()  # so that callers never block
         self._writing: asyncio.Task[None] | None = None
         self._fed = ""
@@ -243,10 +243,10 @@ class RemoteSpeech(Speech):
         """Takes a connection and sends all messages so far. Raises as `RemoteSource.take`."""
         self._socket = await self._source.take(self)
         if self._over:  # cancelled meanwhile
-            self._let_go()
+            self._release_socket()
             return
         self._unsent = asyncio.Queue()
-        for message in self._said:
+        for message in self._messages:
             self._unsent.put_nowait(message)
         self._writing = asyncio.create_task(_write(self._socket, self._unsent))
 
@@ -274,7 +274,7 @@ class RemoteSpeech(Speech):
     def fail(self, error: MkttsError) -> None:
         """Closes the connection and lets the consumer handle `error`."""
         self._error = error
-        self._let_go()
+        self._release_socket()
 
     async def __anext__(self) -> bytes:
         try:
@@ -284,7 +284,7 @@ class RemoteSpeech(Speech):
                         await self.begin()
                     piece = await self._next()
                 except (ConnectionLost, BusyError) as error:
-                    self._let_go()
+                    self._release_socket()
                     wait_s = None if self._heard else next(self._waits_s, None)
                     if wait_s is None:
                         raise
@@ -353,16 +353,16 @@ class RemoteSpeech(Speech):
                 pong = await socket.ping()
 
     def _send(self, type: str, **fields: Any) -> None:
-        self._said.append(json.dumps({"type": type, **fields}))
-        self._unsent.put_nowait(self._said[-1])
+        self._messages.append(json.dumps({"type": type, **fields}))
+        self._unsent.put_nowait(self._messages[-1])
 
     def _end(self, reason: FinishReason | None) -> None:
         """Ends the utterance; the first call's reason is kept."""
         if not self._over:
             self._over, self.finish_reason = True, reason
-            self._let_go()
+            self._release_socket()
 
-    def _let_go(self) -> None:
+    def _release_socket(self) -> None:
         if self._writing is not None:
             self._writing.cancel()
         socket, self._socket = self._socket, None
