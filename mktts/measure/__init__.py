@@ -1,6 +1,6 @@
-"""Everything that is measured: what a figure means, which machine it belongs to, and how it is taken.
+"""Measurements: definitions of the figures, the machine they were taken on, and the tools that take them.
 
-* metrics: figures of many streams and frames (of one stream: mktts.engine.metrics); environment: the machine they
-  belong to, what can run there, and how fast its memory is
-* bench: timings, beside the peers'; load: real-time listeners; parity: proofs against independent truths
-* trace: one launch of the frame kernel; inspection: what is in a checkpoint; recogniser: what was understood"""
+* metrics: figures of many streams and frames (of one stream: mktts.engine.metrics); environment: the machine, what can
+  run on it, and its memory bandwidth
+* bench: timings, also of other implementations; load: real-time listeners; parity: comparisons with references
+* trace: phases within a launch of the frame kernel; inspection: contents of a checkpoint; recogniser: word errors"""

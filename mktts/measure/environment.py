@@ -1,4 +1,4 @@
-"""The machine and the software that a figure belongs to."""
+"""Describes the machine and the software on which a figure was measured."""
 
 import os
 import platform
@@ -20,8 +20,8 @@ BANDWIDTH_BYTES = 256 * 2**20  # well above any CPU's last-level cache and the 6
 
 
 def peak_rss_bytes() -> int:
-    """The most resident memory this process has had, memory-mapped checkpoint pages included. Linux: VmHWM, because
-    `getrusage` there also counts the parent a fresh process was forked from."""
+    """Peak resident memory of this process, including memory-mapped checkpoint pages. On Linux this is VmHWM, because
+    `getrusage` there includes the parent from which a fresh process was forked."""
     if found := _proc("/proc/self/status", "VmHWM"):
         return int(found.split()[0]) * 1_024
     import resource
@@ -30,7 +30,7 @@ def peak_rss_bytes() -> int:
 
 
 def _proc(path: str, name: str) -> str | None:
-    """The first value of this name in a file of Linux; None where there is none."""
+    """The first value with this name in a file under /proc; None if there is none."""
     with suppress(OSError):
         lines = Path(path).read_text().splitlines()
         return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
@@ -38,8 +38,8 @@ def _proc(path: str, name: str) -> str | None:
 
 
 def head(device: str) -> dict[str, Any]:
-    """How every document of measurements begins: device, driver, torch, revision, date (UTC), environment. `device` is
-    where the measured work ran, as torch names it: "cuda..." puts the GPU's name there, others the CPU's."""
+    """The first keys of every document of measurements: device, driver, torch, revision, date (UTC), environment.
+    device: the measured device as torch names it. The key has the GPU's name for "cuda...", else the CPU's."""
     facts = environment()
     return {
         "device": facts["gpu"] if device.startswith("cuda") else facts["cpu"],
@@ -52,7 +52,7 @@ def head(device: str) -> dict[str, Any]:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Installed versions by the names that pip knows; None for a package that is not there."""
+    """Installed versions by distribution name; None for a package that is not installed."""
     found: dict[str, str | None] = dict.fromkeys(packages)
     for package in found:
         with suppress(metadata.PackageNotFoundError):
@@ -61,15 +61,15 @@ def versions(packages: Iterable[str]) -> dict[str, str | None]:
 
 
 def provided_by(module: str) -> str | None:
-    """The installed package that `module` comes from, with its version: "qwen-tts-hf 0.1.1.post1". None where none. Two
-    packages may provide one module: qwen-tts, and its build for newer transformers, both install qwen_tts."""
+    """The installed package that provides `module`, with its version, such as "qwen-tts-hf 0.1.1.post1"; None if there
+    is none. Two packages may provide a module: qwen-tts and its build for newer transformers both install qwen_tts."""
     owners = versions(metadata.packages_distributions().get(module, []))
     return ", ".join(f"{owner} {version}" for owner, version in owners.items()) or None
 
 
 def environment() -> dict[str, str | int | float | None]:
-    """The machine and the software, flat, so that it fits a table row; None for what is not there or not known. Units
-    are in the names; the GPU is the first that nvidia-smi lists. date_utc is the time of the call (ISO 8601)."""
+    """Machine and software as a flat dict, fit for a table row; None for what is missing or unknown. Units are in the
+    names. The GPU is the first that nvidia-smi lists. date_utc is the time of the call (ISO 8601)."""
     return {
         "date_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_revision": _git_revision(),
@@ -86,8 +86,8 @@ def environment() -> dict[str, str | int | float | None]:
 
 
 def _git_revision() -> str | None:
-    """Commit of the working tree this module is in, with "+changes" where files differ from it. A tree copied without
-    its history (into a container, say) is named by $MKTTS_REVISION, which goes first."""
+    """Commit of the working tree that contains this module, with "+changes" if files differ from it. $MKTTS_REVISION
+    takes precedence; it names a tree that was copied without its history, for example into a container."""
     if os.environ.get("MKTTS_REVISION"):
         return os.environ["MKTTS_REVISION"]
     folder = Path(__file__).resolve().parent
@@ -97,7 +97,7 @@ def _git_revision() -> str | None:
 
 
 def _gpu() -> dict[str, str | float | None]:
-    """Name, driver, memory, clocks and power of the first GPU, as nvidia-smi names them."""
+    """Name, driver, memory, clocks and power limit of the first GPU, as nvidia-smi reports them."""
     queries = {
         "gpu": "name",
         "gpu_driver": "driver_version",
@@ -112,7 +112,7 @@ def _gpu() -> dict[str, str | float | None]:
         return dict.fromkeys(queries)
     found: dict[str, str | float | None] = dict(zip(queries, line.splitlines()[0].split(", "), strict=False))
     for name in list(queries)[2:]:
-        with suppress(ValueError):  # "[N/A]" stays
+        with suppress(ValueError):  # keeps "[N/A]"
             found[name] = float(found[name])
     return found
 
@@ -124,12 +124,12 @@ def _output(*command: str) -> str | None:
     return None
 
 
-# ---- what can run here, and how fast memory is read
+# ---- memory bandwidth, and support for the kernel
 
 
 def read_bandwidth_gb_s(device: str, repeats: int = 5) -> float:
-    """Bytes per second at which `device` reads a large float32 matrix once (matrix-vector product), best of `repeats`.
-    This is the access pattern of decoding one stream: every weight is read once per pass and used once."""
+    """GB/s at which `device` reads a large float32 matrix in a matrix-vector product, the best of `repeats`. Decoding
+    one stream has the same access pattern: every weight is read once per pass and used once."""
     from torch.utils.benchmark import Timer  # takes a tenth of a second to import
 
     columns = 4096
@@ -140,7 +140,7 @@ def read_bandwidth_gb_s(device: str, repeats: int = 5) -> float:
 
 
 def kernel_missing() -> str | None:
-    """Why the megakernel cannot run here; None where it can. Nothing is compiled for this."""
+    """Why the megakernel cannot run on this machine; None if it can. Compiles nothing."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     try:

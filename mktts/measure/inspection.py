@@ -1,9 +1,9 @@
-"""What a checkpoint is made of, what one 80 ms frame must read of it, and the time that takes at best.
+"""The components of a checkpoint, and the bytes of each that one 80 ms frame must read.
 
-Bytes per frame count every weight byte a batch-1 frame has to fetch if nothing stays in a cache: the talker's stack and
-head once, the predictor's stack and projection once per predictor pass (the megakernel projects embeddings when it
-loads and reads the projection once: 0.06 GB less at 1.7B), each predictor head once, and one row of each embedding
-table. Left out are activations, and keys and values, of which a frame reads the talker's for every position so far
+Bytes per frame count all weight bytes that a batch-1 frame fetches if nothing stays in a cache: the talker's stack and
+head once, the predictor's stack and projection once per predictor pass (the megakernel projects embeddings at load time
+and reads the projection once: 0.06 GB less at 1.7B), each predictor head once, and one row of each embedding table.
+Activations are not counted, nor keys and values, although a frame reads the talker's for every position so far
 (`StackConfig.kv_bytes_per_position` each). Everything comes from the file headers; no weights are read."""
 
 import argparse
@@ -27,14 +27,14 @@ class Component(NamedTuple):
     params: int
     bytes: int
     bytes_per_frame: int
-    reads: str  # how often one frame reads it, in words
+    reads: str  # how often one frame reads it, as text
 
 
 _PREDICTOR = "talker.code_predictor."
-_N = NUM_CODEBOOKS - 1  # predictor passes: one per code after the talker's; the first takes two positions
+_N = NUM_CODEBOOKS - 1  # predictor passes, one per code after the talker's; the first processes two positions
 _STACK = (_PREDICTOR + "model.layers.", _PREDICTOR + "model.norm.")
 _CODEBOOKS = ("decoder.quantizer.rvq_first.vq.", "decoder.quantizer.rvq_rest.vq.")
-# Name, part, how often a frame reads it in words, as a whole and in rows of any of its tables; its tensors' prefixes.
+# Name, part, how often a frame reads it (as text, times as a whole, rows of its tables), and its tensors' prefixes.
 _MODEL_RULES = (
     ("talker layers", "talker", "once", 1, 0, ("talker.model.layers.", "talker.model.norm.")),
     ("codec_embedding", "talker", "1 row", 0, 1, ("talker.model.codec_embedding.",)),
@@ -55,21 +55,21 @@ _CODEC_RULES = (
 
 
 def components(checkpoint: Checkpoint) -> list[Component]:
-    """The table, in the order of the data flow; components a checkpoint lacks are left out."""
+    """The table of a checkpoint's components, in the order of the data flow; components it lacks are left out."""
     return _rows(checkpoint.files.tensors, _MODEL_RULES) + _rows(checkpoint.codec_files.tensors, _CODEC_RULES)
 
 
 def components_at(size: str) -> list[Component]:
-    """The table of a custom voice of a released size ("0.6b", "1.7b") from its configuration alone: nothing is
-    downloaded or made. Raises CheckpointError for an unknown size."""
+    """The table for a CustomVoice checkpoint of a released size ("0.6b", "1.7b"), from its configuration only, without
+    downloading or creating a checkpoint. Raises CheckpointError for an unknown size."""
     tensors = expected_tensors(config_at(size))
     codec = expected_codec_tensors(small_files(size, "custom_voice", full_codec=True)["speech_tokenizer/config.json"])
     return _rows(tensors, _MODEL_RULES) + _rows(codec, _CODEC_RULES)
 
 
 def config_at(size: str) -> ModelConfig:
-    """The configuration of a size that `mktts.checkpoint.random.make` makes. Raises CheckpointError for an unknown
-    one."""
+    """The configuration of a size that `mktts.checkpoint.random.make` supports. Raises CheckpointError for an unknown
+    size."""
     return ModelConfig.of(small_files(size, "custom_voice", full_codec=True)["config.json"], size)
 
 
@@ -79,7 +79,7 @@ def bytes_per_frame(rows: Sequence[Component], parts: Sequence[str] = ("talker",
 
 
 def _rows(tensors: TensorSpecs, rules: Sequence[tuple]) -> list[Component]:
-    """Each tensor goes to the first rule that has its prefix."""
+    """Groups tensors into components; each belongs to the first rule with a prefix of its name."""
     members: dict[tuple, list[TensorSpec]] = {rule: [] for rule in rules}
     for name, spec in tensors.items():
         owner = next((rule for rule in rules if name.startswith(rule[-1])), None)

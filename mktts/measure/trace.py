@@ -1,6 +1,6 @@
-"""`python -m mktts lab trace`: where the time of a frame goes inside one launch of the frame kernel. Launches of three
-builds take turns: the kernel as it is, the same with marks, and with marks but without its stream of weights. The
-document keeps medians by phase, and one frame from mark to mark."""
+"""`python -m mktts lab trace`: measures the phases of a frame within a launch of the frame kernel. It alternates
+launches of three builds: the kernel as it is, with marks, and with marks but without the stream of weights. The
+document has medians by phase, and one frame from mark to mark."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mktts.model.backend import Frame
 from mktts.model.prompt import PromptBuilder, Request
 from mktts.model.sampling import Sampling
 
-BUILDS = ("beside the stream", "alone")  # of the marking builds: as they are kept in the document
+BUILDS = ("beside the stream", "alone")  # names of the builds with marks, in the document
 _TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."
 EXAMPLES = """examples:
   python -m mktts lab trace --output trace.json
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Writes the document, and prints what a frame takes as one line of JSON."""
+    """Writes the document, and prints the times of a frame as one line of JSON."""
     if arguments.output:
         require_writable(arguments.output)
     found = record(open_checkpoint(arguments.checkpoint, arguments.revision))
@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def record(checkpoint: Checkpoint, device: str = "cuda", launches: int = 20, context: int = 200) -> dict[str, Any]:
     """Records `launches` launches of each build, from about `context` positions on, and returns the document. Raises
-    BackendUnavailable where the frame kernel cannot run."""
+    BackendUnavailable if the frame kernel cannot run."""
     backend = TracedBackend(checkpoint.config, checkpoint.tensors(), device)
     builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), device)
     prompt = builder.build(Request(_TEXT, speaker=checkpoint.config.default_speaker, layout="streaming"))
@@ -80,7 +80,7 @@ def _launches(backend: TracedBackend, prompt: Any, launches: int, context: int) 
             list(backend.frames(state, rows(state.frames)))
     made: dict[str, list[Launch]] = {build: [] for build in states}
     for _ in range(launches):
-        for build, state in states.items():  # in turns
+        for build, state in states.items():  # alternates the builds
             if build:
                 launch = Launch(*backend.traced(state, rows(state.frames), still=build == BUILDS[1]))
             else:
@@ -93,19 +93,19 @@ def _launches(backend: TracedBackend, prompt: Any, launches: int, context: int) 
 
 
 class Launch(NamedTuple):
-    """One launch of one build: its frames, and its marks where the build leaves any."""
+    """One launch of one build: its frames, and its marks if the build has any."""
 
     frames: Sequence[Frame]
     marks: Marks | None = None
 
 
 def document(made: Mapping[str, Sequence[Launch]], layers: tuple[int, int]) -> dict[str, Any]:
-    """What is kept of launches by build, "" and BUILDS; `layers` of talker and predictor.
+    """The document made of launches by build, "" and BUILDS. layers: of talker and predictor.
 
-    Times of phases are microseconds: `us`, `us_p10`, `us_p90` of one, over frames and blocks; `frame_us` of all of
-    them in a frame, `weights_us` of that waiting for weights, both the mean over blocks and the median over frames.
-    steps: of a frame of median length, from mark to mark, the mean over blocks.
-    Raises EngineError for marks of another kernel."""
+    Times of phases are in microseconds: `us`, `us_p10`, `us_p90` of one occurrence, over frames and blocks; `frame_us`
+    of all occurrences in a frame, and `weights_us` the part spent waiting for weights, both as a mean over blocks and a
+    median over frames. steps: of a frame of median length, from mark to mark, as a mean over blocks.
+    Raises EngineError if the marks belong to another kernel."""
     points = frame_points(*layers)
     kept = {}
     for build in BUILDS:
@@ -113,9 +113,9 @@ def document(made: Mapping[str, Sequence[Launch]], layers: tuple[int, int]) -> d
         kept[build] = [np.concatenate(part) for part in parts]
     spans, _ = kept[BUILDS[0]]
     took_ms = sum(frame.talker_ms + frame.predictor_ms for launch in made[BUILDS[0]] for frame in launch.frames[1:-1])
-    ghz = float(spans[:, 0].sum() / took_ms / 1e6)  # block 0 notes both, and its frames follow one another at once
+    ghz = float(spans[:, 0].sum() / took_ms / 1e6)  # block 0 records both, and its frames have no gaps
     frame_us = {}
-    for build, launches in made.items():  # a launch's first frame begins with an empty ring
+    for build, launches in made.items():  # skips a launch's first frame, which starts with an empty ring
         times_ms = [frame.talker_ms + frame.predictor_ms for launch in launches for frame in launch.frames[1:]]
         frame_us[build or "without marks"] = round(1e3 * float(np.median(times_ms)), 2)
     typical = spans[np.argsort(spans.sum(2).mean(1))[len(spans) // 2]]
@@ -131,7 +131,7 @@ def document(made: Mapping[str, Sequence[Launch]], layers: tuple[int, int]) -> d
 def _phases(
     spans: np.ndarray, starved: np.ndarray, points: np.ndarray, talker_layers: int, ghz: float
 ) -> list[dict[str, Any]]:
-    """spans, starved: as of `steady`, of all frames."""
+    """The document's rows, one per phase. spans, starved: as `steady` returns them, for all frames."""
     of_talker = talker_points(talker_layers)
     labels = [("predictor" if i >= of_talker else "talker", phase) for i, phase in enumerate(phases_of(points))]
     rows = []
