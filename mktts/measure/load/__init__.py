@@ -1,8 +1,8 @@
-"""How many real-time listeners are served in time: `python -m mktts bench --load`, `--url URL`.
+"""Measures how many real-time listeners are served in time: `python -m mktts bench --load`, `--url URL`.
 
-**Listeners** come by a Poisson process, whether earlier ones are served or not. Each takes every chunk as soon as it is
-there and plays from its first PCM on, in real time, without a prebuffer. **Time to first PCM** counts from the planned
-arrival; an arrival that is refused, fails, or still waits when the run ends has an infinite one. An **underrun** is a
-chunk that came after all PCM before it had been played; the listener has waited then, and plays on from there. A
-listener is **in time** who was not refused, did not fail, and had no underrun. A load is carried where every listener
-was in time for the whole of it."""
+**Listeners** arrive by a Poisson process, whether or not earlier ones have been served. Each reads every chunk as soon
+as it is available and plays from its first PCM on, in real time, without a prebuffer. **Time to first PCM** is measured
+from the planned arrival; it is infinite for an arrival that is refused, fails, or still waits at the end of the run. An
+**underrun** is a chunk that arrived after all earlier PCM had been played; the listener waits for it and plays on. A
+listener is **in time** if it was not refused, did not fail, and had no underrun. A load is **carried** if every
+listener was in time for its whole duration."""

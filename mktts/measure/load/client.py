@@ -1,7 +1,7 @@
-"""The listeners of one load on one event loop, and what they met, in figures.
+"""Runs the listeners of a load on one event loop, and computes figures of what they received.
 
-A task a listener costs about 12 us a chunk, and hundreds of listeners are a part of one core. How late the loop itself
-was stands in the result: figures of a late client are not the server's."""
+Each listener is a task and costs about 12 us per chunk, so that hundreds take a fraction of one core. The result
+includes the lateness of the loop itself, which tells delays of the client from delays of the server."""
 
 import asyncio
 import gc
@@ -29,19 +29,19 @@ _CONNECT_S = 10.0
 _REFUSALS = (429, 503)
 _QUOTED_CHARS = 200
 _RATE = re.compile(r"rate=(\d+)")
-_BEAT_S = 0.01  # by which the loop's lateness is seen
-_GOODBYE_S = 30.0  # for streams to end once they were all cancelled; then they hang
+_BEAT_S = 0.01  # interval at which the loop's lateness is measured
+_GOODBYE_S = 30.0  # time for cancelled streams to end; after it they count as hung
 
 
 @dataclass(slots=True)
 class Listener:
-    """What came to one listener and when; seconds of one clock, infinite for what did not happen.
+    """What one listener received and when, in seconds on one clock; infinity marks what did not happen.
 
-    planned_s: the arrival; opened_s: `stream` was called; byte_s: an answer began; first_s: the first PCM came;
-        audible_s: the first audible 10 ms sounds; ended_s: the stream was over, for whatever reason
-    gaps: (when the player ran dry, for how many seconds)
-    refused: by CapacityError before any PCM; error: what else ended the stream
-    tail: silence of less than an audible window, which comes in pieces of any length"""
+    planned_s: planned arrival; opened_s: `stream` was called; byte_s: the response began; first_s: the first PCM
+        arrived; audible_s: the first audible 10 ms are played; ended_s: the stream ended, for any reason
+    gaps: (time at which the player ran dry, seconds it waited)
+    refused: by CapacityError before any PCM; error: any other exception of the stream
+    tail: samples after the last whole window that was searched for sound, kept until more arrive"""
 
     planned_s: float
     opened_s: float = math.inf
@@ -58,7 +58,7 @@ class Listener:
     tail: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
 
     def receive(self, now_s: float, pcm: np.ndarray, frames: int) -> None:
-        """A chunk came at `now_s`: `pcm` (S,) float32 of so many frames. One without a sample is no PCM."""
+        """Records a chunk that arrived at `now_s`: `pcm` (S,) float32, perhaps empty, of `frames` frames."""
         self.frames += frames
         self.byte_s = min(self.byte_s, now_s)
         if not len(pcm):
@@ -74,7 +74,7 @@ class Listener:
             self.tail = whole[len(whole) // AUDIBLE_WINDOW_SAMPLES * AUDIBLE_WINDOW_SAMPLES :]
 
     def gaps_within(self, begin_s: float, end_s: float, closed_s: float) -> list[tuple[float, float]]:
-        """The gaps that began in [begin_s, end_s), with that of a player that still waited when the run was closed."""
+        """Gaps that began in [begin_s, end_s), including that of a player still waiting when the run was closed."""
         gaps, dry_s = list(self.gaps), self.player.dry_s
         if dry_s is not None and self.ended_s == math.inf and dry_s < closed_s:
             gaps.append((dry_s, closed_s - dry_s))
@@ -82,7 +82,7 @@ class Listener:
 
 
 class Moment(NamedTuple):
-    """Sums up to a time. process_s, loop_s: CPU time of the process, and of the listeners' thread in it."""
+    """Totals at a time. process_s, loop_s: CPU time of the process, and of its thread that runs the listeners."""
 
     at_s: float
     frames: int
@@ -92,12 +92,12 @@ class Moment(NamedTuple):
 
 @dataclass
 class LoadRun:
-    """What all listeners of a load met; times are of time.perf_counter.
+    """The raw results of a load; times are of time.perf_counter.
 
-    begin, end: of the held time; None where the run did not come so far
-    closed_s: when all streams that were open were cancelled
-    loop_late_s: of each beat of the loop in the held time
-    hung: streams that did not end when they were cancelled"""
+    begin, end: of the measured time; None if the run did not get there
+    closed_s: when all open streams were cancelled
+    loop_late_s: lateness of the loop at each _BEAT_S of the measured time
+    hung: streams that did not end after they were cancelled"""
 
     listeners: list[Listener] = field(default_factory=list)
     begin: Moment | None = None
@@ -110,9 +110,9 @@ class LoadRun:
 def hold(
     source: Any, texts: LoadTexts, settings: LoadSettings, listeners: int, stopped: threading.Event | None = None
 ) -> LoadRun:
-    """Offers a load and holds it; runs an event loop in the calling thread. Ctrl-C ends the streams and is raised.
-    Raises MetricsError once another thread has set `stopped`. source: its `stream(text, **settings)` gives an
-    asynchronous iterator of chunks: a Synthesizer, or an HttpSource."""
+    """Offers a load for its duration, on an event loop in the calling thread. Ctrl-C ends the streams and is raised.
+    Raises MetricsError if another thread sets `stopped`. source: a Synthesizer, an HttpSource, or any object whose
+    `stream(text, **settings)` returns an asynchronous iterator of chunks."""
     seen, many = LoadRun(), ManyStreams()
     gc.collect()
     many.count(listeners)
@@ -127,7 +127,7 @@ async def _held(
     source: Any, texts: LoadTexts, settings: LoadSettings, listeners: int, stopped: threading.Event, seen: LoadRun
 ) -> None:
     arrivals, begun_s = settings.arrivals(listeners), time.perf_counter()
-    streams: dict[asyncio.Task[None], Any] = {}  # those that are open
+    streams: dict[asyncio.Task[None], Any] = {}  # open streams by their listener's task
 
     async def listen(index: int, frames: int, one: Listener) -> None:
         text, of_stream = texts.of(index, frames)
@@ -148,7 +148,7 @@ async def _held(
 
     async def arrive() -> None:
         for index, (at_s, frames) in enumerate(arrivals):
-            # Where many come at once, those that play have their turns in between.
+            # Also yields to the other listeners between arrivals that are due at once.
             await asyncio.sleep(max(0.0, begun_s + at_s - time.perf_counter()))
             seen.listeners.append(Listener(begun_s + at_s))
             task = asyncio.create_task(listen(index, frames, seen.listeners[-1]))
@@ -171,7 +171,7 @@ async def _held(
                 seen.begin = moment(now_s)
                 seen.loop_late_s.clear()
             elif seen.begin and seen.end is None and now_s >= seen.begin.at_s + settings.seconds:
-                seen.end = moment(now_s)  # the whole time, also where it began late
+                seen.end = moment(now_s)  # the full duration, even if it began late
     finally:
         arriving.cancel()
         seen.closed_s = time.perf_counter()
@@ -186,14 +186,14 @@ async def _held(
 
 
 def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
-    """The figures of a run. Times of a percentile that falls on an arrival without any PCM are None.
+    """Computes the figures of a run. A percentile that falls on an arrival without PCM is None.
 
-    held: the run went on to its end and took long enough to be recorded. arrivals, in_time, refused, unanswered
-    (neither PCM nor refusal when the run ended), stalled (their players ran dry): of the held time. open_mean,
-    playing_mean: streams between call and end, and listeners between first PCM and the end of playing. ttfb: to the
-    first byte of an answer. underruns: times that a player ran dry in the held time; late_max_ms: how long one then
-    waited. audio_s_per_s: that came. generator: how late the client was, and what it took. host_us_per_frame: CPU time
-    of everything else in the process. Raises MetricsError where the run ended before that time did."""
+    held: whether the run was complete and long enough to be recorded. arrivals, in_time, refused, unanswered (neither
+    PCM nor refusal by the end of the run), stalled (the player ran dry): numbers of listeners in the measured time.
+    open_mean, playing_mean: mean number of streams between call and end, and of listeners between first PCM and the end
+    of playback. ttfb: time to the first byte of a response. underruns: how often players ran dry; late_max_ms: longest
+    wait of one. audio_s_per_s: received audio. generator: lateness and CPU time of the client. host_us_per_frame: CPU
+    time of the rest of the process. Raises MetricsError if the run ended before the measured time did."""
     if seen.begin is None or seen.end is None:
         raise MetricsError("the run ended before the load had been held: nothing was measured")
     begin_s, end_s = seen.begin.at_s, seen.end.at_s
@@ -232,13 +232,13 @@ def measured(seen: LoadRun, settings: LoadSettings) -> dict[str, Any]:
 
 
 def clean(point: dict[str, Any]) -> bool:
-    """Whether every listener was in time."""
+    """Whether every listener of a point was in time."""
     return not any(point[name] for name in ("underruns", "refused", "unanswered", "errors"))
 
 
 def held_ticks(seen: LoadRun, ticks: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
-    """Returns those of `ticks` (dtype mktts.engine.scheduler.TICKS) that ended in the held time, and what the batch
-    engine did in them; nothing of another engine. device_busy_percent: of the time, in ticks. lanes_mean: of a tick."""
+    """Returns the `ticks` (dtype mktts.engine.scheduler.TICKS) that ended in the measured time, and their figures; only
+    the batch engine has ticks. device_busy_percent: share of time spent in ticks. lanes_mean: mean per tick."""
     if len(ticks):
         ticks = ticks[(ticks["ended_s"] >= seen.begin.at_s) & (ticks["ended_s"] < seen.end.at_s)]
     if not len(ticks):
@@ -248,23 +248,23 @@ def held_ticks(seen: LoadRun, ticks: np.ndarray) -> tuple[np.ndarray, dict[str, 
 
 
 def _spread(name: str, values_s: Sequence[float]) -> dict[str, float | None]:
-    """Percentiles that were met: none lies between a number and an infinite one."""
+    """Percentiles without interpolation, since some values may be infinite; an infinite percentile is None."""
     names = [f"{name}_p{percent}_ms" for percent in (50, 95, 99)]
     found_s = np.percentile(values_s, (50, 95, 99), method="higher").tolist() if values_s else [math.inf] * len(names)
     return dict(zip(names, (1e3 * one if math.isfinite(one) else None for one in found_s), strict=True))
 
 
 def _mean(times_s: Iterable[tuple[float, float]], begin_s: float, end_s: float) -> float:
-    """How many of these (from, to) there were at once, the mean over [begin_s, end_s)."""
+    """The mean number of concurrent (from, to) intervals over [begin_s, end_s)."""
     within_s = (min(until_s, end_s) - max(since_s, begin_s) for since_s, until_s in times_s)
     return sum(max(0.0, time_s) for time_s in within_s) / (end_s - begin_s)
 
 
-# ---- a server of OpenAI's shape as a source of streams: `POST /v1/audio/speech`, raw PCM while it is made
+# ---- an OpenAI-compatible server as a source of streams: `POST /v1/audio/speech`, raw PCM as it is generated
 
 
 class Received(NamedTuple):
-    """pcm: (S,) float32. frames: that are whole with it."""
+    """A chunk of a response. pcm: (S,) float32. frames: number of frames that it completes."""
 
     pcm: np.ndarray
     frames: int
@@ -272,11 +272,11 @@ class Received(NamedTuple):
 
 @dataclass(frozen=True)
 class HttpSource:
-    """Opens streams of a server, each over a connection of its own.
+    """Opens streams of a server, each over its own connection.
 
     url: of the route. headers: of every request
-    body: the keys that every request has
-    sends: names of a stream's settings that are sent as keys of the request"""
+    body: keys of every request
+    sends: names of the stream settings that are sent as keys of the request"""
 
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -284,9 +284,9 @@ class HttpSource:
     sends: tuple[str, ...] = ()
 
     async def stream(self, text: str, **settings: Any) -> AsyncGenerator[Received, None]:
-        """The chunks of one answer; the first, when the answer begins, has no samples. Raises BusyError where the
-        server refuses, EngineError for any other status, for what is no raw PCM, and for an answer that breaks off."""
-        import aiohttp  # only a server's loads need it
+        """Yields the chunks of one response; the first has no samples and marks the start of the response. Raises
+        BusyError if the server refuses, EngineError for another status, a body that is not raw PCM or is cut off."""
+        import aiohttp  # only needed to measure a server
 
         body = {**self.body, **{name: settings[name] for name in self.sends}, "input": text}
         patience, samples, rest = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_S), 0, b""
@@ -311,7 +311,7 @@ class HttpSource:
         except aiohttp.ClientPayloadError:
             raise EngineError("the answer broke off") from None
         except (aiohttp.ClientResponseError, aiohttp.ServerDisconnectedError) as error:
-            raise EngineError(f"the answer is no HTTP: {error}") from None
+            raise EngineError(f"the answer is not valid HTTP: {error}") from None
         except (OSError, aiohttp.ClientError) as error:
             raise EngineError(f"the connection failed: {type(error).__name__}") from None
         if not samples:
@@ -328,10 +328,10 @@ def _check_sound(headers: Mapping[str, str]) -> None:
 
 
 def endpoint(url: str) -> str:
-    """The address of the route: of a server's root, of its /v1, or the route itself. Raises MetricsError."""
+    """The URL of the speech route, from that of a server's root, of its /v1, or of the route. Raises MetricsError."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise MetricsError(f"--url takes the address of a server, as http://127.0.0.1:8000, got {url!r}")
+        raise MetricsError(f"--url takes the address of a server, like http://127.0.0.1:8000, got {url!r}")
     path = parts.path.rstrip("/")
     path = path if path.endswith(PATH) else f"{path.removesuffix('/v1')}{PATH}"
     return urlunsplit((parts.scheme, parts.netloc, path, "", ""))

@@ -1,9 +1,9 @@
-"""`python -m mktts bench --load` and `--url`: loads of real-time listeners, one after the other. The last line of JSON:
-device, driver, torch, revision, date, environment, settings, points, figures, missing.
+"""`python -m mktts bench --load` and `--url`: measures loads of real-time listeners, one after another. The last line
+is JSON with device, driver, torch, revision, date, environment, settings, points, figures and missing.
 
-The file that loads are merged into: `points`, a load each (mktts.measure.load.client.measured), with revision, device,
-driver, torch, date and command beside; `figures`, name -> {value, unit, n, ...}, read off a point. A load that was not
-held for its whole time is refused. A later one takes the place of an earlier one of the same conditions."""
+The file that loads are merged into has `points`, one per load (mktts.measure.load.client.measured), with revision,
+device, driver, torch, date and command; and `figures`, name -> {value, unit, n, ...}, derived from the points. A load
+that was not held for its whole duration is refused. A later load replaces an earlier one with the same conditions."""
 
 import argparse
 import math
@@ -35,23 +35,23 @@ from mktts.model.backend import device_named
 from mktts.server.settings import is_loopback, read_keys
 from mktts.synth import Synthesizer
 
-FIRST_PCM_MS = 100.0  # p99, of a load that counts as carried on a GPU
-FIRST_BYTE_MS = 120.0  # p99, of a server's
-AUDIBLE_MS = 500.0  # p95, of one on a CPU
+FIRST_PCM_MS = 100.0  # limit of the p99 for a load that counts as carried on a GPU
+FIRST_BYTE_MS = 120.0  # limit of the p99 for a load on a server with a GPU
+AUDIBLE_MS = 500.0  # limit of the p95 for a load on a CPU
 DERIVED = (
     "listeners", "listeners_full_precision", "listeners_1p7b", "ttfc_p99_512_ms", "ttfc_p99_1024_ms", "ttfb_p99_ms",
     "underruns", "refused",
 )  # fmt: skip
-PROVENANCE = ("revision", "device", "driver", "torch", "date")  # what stands beside each point and figure
+PROVENANCE = ("revision", "device", "driver", "torch", "date")  # recorded with each point and figure
 _CONTEXT = itemgetter("context_rows")
 _SAME = ("listeners", "codec", "deterministic", "engine", "context_rows", "context", "checkpoint", "dtype", "backend")
 _BESIDE = (
     *PROVENANCE, "command", "codec", "deterministic", "engine", "underruns", "ttfc_p99_ms", "ttfb_p99_ms", "open_mean",
     "playing_mean",
 )  # fmt: skip
-_NEAR = 1.15  # a figure at N listeners is read off a point of N to so many times N
+_NEAR = 1.15  # a figure at N listeners comes from a point with N to _NEAR * N open streams
 _LARGE = "1b7"
-_SERVER = "server"  # the engine that a server's listeners know
+_SERVER = "server"  # the engine's name in points of a server
 _GPU_CHECKPOINT = "random:0.6b"
 _GPU_LISTENERS, _CPU_LISTENERS = "256,512", "2,4"
 _ASK_S = 10.0
@@ -65,22 +65,22 @@ _COLUMNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("real-time listeners")
-    group.add_argument("--load", action="store_true", help="how many listeners the synthesizer carries")
-    group.add_argument("--capacity", action="store_true", help="measures anew how many it serves in time, and keeps it")
-    group.add_argument("--url", help="how many a server with /v1/audio/speech carries, by its address")
+    group.add_argument("--load", action="store_true", help="measure how many listeners the synthesizer carries")
+    group.add_argument("--capacity", action="store_true", help="measure its capacity anew, and store it")
+    group.add_argument("--url", help="measure a server with /v1/audio/speech at this address")
     offered = f"offered loads (default: {_GPU_LISTENERS}; on a CPU {_CPU_LISTENERS})"
     group.add_argument("--listeners", metavar="N,...", help=offered)
     add_options(group, LoadSettings)
     group.add_argument("--into", type=Path, metavar="FILE", help="merge loads and figures into this file")
     server = parser.add_argument_group("a server, with --url")
-    keys = 'keys of the request, as {"model": "tts-1", "voice": "alloy"}'
+    keys = 'keys of the request, like {"model": "tts-1", "voice": "alloy"}'
     server.add_argument("--keys", metavar="JSON", default="{}", help=keys)
     server.add_argument("--api-key-file", type=Path, metavar="FILE", help="the server's key (default: $MKTTS_API_KEY)")
 
 
 def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Holds the loads; each is merged into --into as soon as it is there. Returns document and table. Raises
-    MetricsError where no server answers, and where loads that are to be kept are not held long enough."""
+    """Measures the loads, and merges each into --into as soon as it is complete. Returns document and table. Raises
+    MetricsError if no server answers, or loads that are to be recorded are too short."""
     into, subject = arguments.into, None
     if arguments.url:
         subject = Server(arguments)
@@ -97,7 +97,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     recorded = settings.seconds >= HELD_S
     if into is not None:
         if not recorded:
-            least, got = f"a load is held for at least {HELD_S:g} s to be kept", f"--seconds {settings.seconds:g}"
+            least, got = f"a recorded load takes at least {HELD_S:g} s", f"--seconds {settings.seconds:g}"
             raise MetricsError(f"{least}, got {got}: leave --into out")
         into.parent.mkdir(parents=True, exist_ok=True)
         require_writable(into)
@@ -107,7 +107,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         document["settings"] = {**asdict(settings), "random_weights": subject.about["random_weights"]}
         document |= {"points": [], "figures": {}, "missing": {}}
         command = ["python", "-m", "mktts", *sys.argv[1:]]
-        if "--into" in command:  # its path is this machine's
+        if "--into" in command:  # a path of this machine
             place = command.index("--into")
             del command[place : place + 2]
         beside = {name: document[name] for name in PROVENANCE} | {"command": shlex.join(command)}
@@ -123,7 +123,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
                 more[f"burst_{count}_stalled"] = {"value": point["stalled"], **of_all}
                 continue
             if recorded and point["refused"] and point["in_time"] == point["arrivals"] - point["refused"]:
-                # More were offered than it says, and those it let in were in time.
+                # More listeners were offered than the capacity, and all that were admitted were in time.
                 more["capacity_held"] = {"value": point["playing_mean"], "unit": "listeners", "n": point["in_time"]}
             if into is not None:
                 merge(into, beside, gpu, [point])
@@ -139,21 +139,21 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the model arguments stand for, with the device's name."""
+    """The model's settings from the arguments, with the device resolved."""
     names = ("checkpoint", "revision", "backend", "dtype")
     return {name: getattr(arguments, name) for name in names} | {"device": str(device_named(arguments.device))}
 
 
 class Subject:
-    """A synthesizer in this process, loaded and warmed up; raises what Synthesizer.load raises.
+    """The measured system: a synthesizer in this process, loaded and warmed up. Raises what Synthesizer.load raises.
 
-    about: what speaks, as it stands in a point."""
+    about: description of the model, part of every point."""
 
     place: dict[str, Any] = {}
 
     def __init__(self, settings: LoadSettings) -> None:
         self.settings = settings
-        self.stopped = threading.Event()  # ends the load that is held
+        self.stopped = threading.Event()  # ends the current load
         checkpoint = settings.open()
         self.texts = texts_for(checkpoint, settings.context_rows)
         self.source = Synthesizer.load(checkpoint, **settings.loading())
@@ -161,7 +161,7 @@ class Subject:
         self.about = {
             "checkpoint": settings.checkpoint,
             "random_weights": checkpoint.is_random,
-            # Where nothing is said, some streams are made singly.
+            # By default only the batch engine is deterministic, as others may generate some streams singly.
             "deterministic": settings.deterministic or (settings.engine, settings.deterministic) == ("batch", None),
             "model_size": checkpoint.config.model_size,
             "backend": self.source.backend_name,
@@ -169,25 +169,25 @@ class Subject:
         }
 
     def capacity(self, renew: bool) -> dict[str, Any]:
-        """What the synthesizer says that it serves in time, and how it knows. renew: measured anew."""
+        """The capacity that the synthesizer states, and how it was determined. renew: measure it anew."""
         found = self.source.measure_capacity(renew=renew)
         return {"value": None if math.isinf(found.streams) else found.streams, "basis": found.basis}
 
     def met(self, listeners: int) -> tuple[dict[str, Any], client.LoadRun, np.ndarray]:
-        """The point of a load, what its listeners met one by one, and the ticks (n,) of the held time; of a server
-        none. Raises MetricsError once another thread has set `stopped`."""
+        """Measures a load: returns its point, the raw results of its listeners, and the ticks (n,) of the measured
+        time, none for a server. Raises MetricsError if another thread sets `stopped`."""
         self.stopped.clear()
         seen = client.hold(self.source, self.texts, self.settings, listeners, self.stopped)
         point = client.measured(seen, self.settings)
         ticks, engine = client.held_ticks(seen, getattr(self.source, "ticks", np.zeros(0)))
-        lanes = getattr(self.source, "lanes", None)  # None: one stream's codec
+        lanes = getattr(self.source, "lanes", None)  # None: the codec of one stream
         codec, context = lanes.precision if lanes else "full", "text" if self.texts.text else "natural"
         offered = {"listeners": listeners, "context_rows": self.texts.rows, "context": context, "codec": codec}
         return point | engine | offered | self.about, seen, ticks
 
 
 class Server(Subject):
-    """A server by its address, ours or another of OpenAI's shape. Raises MetricsError where none answers."""
+    """A server at an address, ours or another OpenAI-compatible one. Raises MetricsError if none answers."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         url = client.endpoint(arguments.url)
@@ -195,13 +195,13 @@ class Server(Subject):
         headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
         health = health_of(url, headers)
         if not (isinstance(health.get("model"), dict) and "random_weights" in health["model"]):
-            health = {"model": {}}  # it is not ours
+            health = {"model": {}}  # not an mktts server
         self._health, model = health, health["model"]
         if (of_all := object_of(arguments.keys)) is None:
             raise MetricsError(f"--keys takes a JSON object, got {arguments.keys!r}")
         voice = next(iter(health.get("speakers") or ()), "alloy")
         body = {"model": "tts-1", "voice": voice, "response_format": "pcm", **of_all}
-        # Of another server: "cuda" where this machine has a GPU.
+        # For a server that does not state its device: "cuda" if this machine has a GPU.
         device, host = health.get("device") or ("cuda" if head("cuda")["device"] else "cpu"), urlsplit(url).hostname
         self.place = {} if is_loopback(host) else {"device": f"{device} at {host}", "driver": None}
         self.stopped, is_random = threading.Event(), bool(model.get("random_weights"))
@@ -210,7 +210,7 @@ class Server(Subject):
         if set_here := ", ".join(name for name, value in own.items() if value is not None):
             raise MetricsError(f"--url measures a server as it was started: leave out what sets {set_here}")
         self.settings = LoadSettings(checkpoint=checkpoint, device=device, **asked)
-        # Random weights have no end of their own: max_frames is the length, whatever is said.
+        # Random weights do not end by themselves: max_frames is the length, whatever the text.
         self.source = client.HttpSource(url, headers, body, ("max_frames", "seed") if is_random else ())
         self.texts = LoadTexts(0, f"{WORDS}." if is_random else None, {})
         self.about = {
@@ -221,17 +221,17 @@ class Server(Subject):
             "model_size": model.get("size", ""),
             "backend": health.get("backend", "unknown"),
             "dtype": health.get("dtype", "unknown"),
-            "host_us_per_frame": None,  # it is the server's that would tell something
+            "host_us_per_frame": None,  # the client's CPU time says nothing about the server's
         }
 
     def capacity(self, renew: bool) -> dict[str, Any]:
-        """As the server says it, where it does."""
+        """The capacity that the server states; None if it states none."""
         return {"value": self._health.get("streams_max"), "basis": self._health.get("capacity")}
 
 
 def health_of(url: str, headers: dict[str, str]) -> dict[str, Any]:
-    """GET /health of the server of this route: the JSON object there, an empty one where there is something else, or
-    nothing. Raises MetricsError where no server answers."""
+    """The JSON object at GET /health of the server with this route; {} if there is none. Raises MetricsError if no
+    server answers."""
     parts = urlsplit(url)
     root = parts.path.removesuffix(client.PATH)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
@@ -245,7 +245,7 @@ def health_of(url: str, headers: dict[str, str]) -> dict[str, Any]:
 
 
 def table(document: dict[str, Any]) -> str:
-    """The document as people read it: a line a load, then the figures."""
+    """Formats the document as a table: one line per load, then the figures."""
     lines = [f"{document['device']}, driver {document['driver']}, torch {document['torch']}"]
     lines += [RANDOM_WEIGHTS] if document["settings"]["random_weights"] else []
     lines += ["", " ".join(f"{title:>11}" for title, _ in _COLUMNS)]
@@ -263,15 +263,15 @@ def table(document: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"{name}: {reason}" for name, reason in document["missing"].items())])
 
 
-# ---- the file that loads are merged into, and what follows from them
+# ---- the file that loads are merged into, and the figures derived from them
 
 
 def merge(
     path: Path, beside: dict[str, Any], gpu: bool, points: list[dict[str, Any]], more: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Puts points, and `more` figures that no point gives, into the file and reads its figures off again; returns all
-    of it. beside: PROVENANCE, with the command. gpu: which limit of the wait counts. Raises MetricsError for a point
-    that was not held, and for a file of another device or of something else: nothing is written then."""
+    """Merges points, and `more` figures that no point gives, into the file, derives its figures again, and returns the
+    whole document. beside: PROVENANCE and the command. gpu: selects the latency limit. Raises MetricsError, and writes
+    nothing, for a point that was not held, and for a file of another device or of another kind."""
     document = read_object(path, MetricsError) if path.exists() else {"figures": {}, "points": []}
     if not isinstance(document.get("figures"), dict) or not isinstance(document.get("points"), list):
         raise MetricsError(f"{path}: expected figures and points, found {sorted(document)}: name another file")
@@ -292,19 +292,19 @@ def merge(
 
 
 def conditions(point: dict[str, Any]) -> tuple[Any, ...]:
-    """What a later point has in common with the one whose place it takes."""
+    """The conditions of a point; a later point replaces an earlier one with the same conditions."""
     return tuple(map(point.get, _SAME))
 
 
 def carried(points: list[dict[str, Any]], gpu: bool) -> dict[str, dict[str, Any]]:
-    """What follows from held points.
+    """The figures derived from held points.
 
-    listeners: the most that were all served in time for the whole run, and whose wait was within FIRST_PCM_MS (of a
-    server FIRST_BYTE_MS, on a CPU AUDIBLE_MS), by the fast codec of the small model; the same by the full one, and by
-    the 1.7B model. The mean of the streams that were open; of a server those that played at once, at most as many as
-    were offered. Where several contexts were measured, the smallest of their figures. ttfb_p99_ms: of a server at that
-    load. ttfc_p99_N_ms: of the smallest point of at least N open streams (and not far above) of each engine and
-    precision the best, and of the contexts the worst."""
+    listeners: the most listeners that were all in time for the whole run with a latency within FIRST_PCM_MS (a server:
+    FIRST_BYTE_MS, a CPU: AUDIBLE_MS), by the small model with the fast codec; the other names are the same for the full
+    codec and for the 1.7B model. It is the mean number of open streams; for a server that of listeners playing at once,
+    at most as many as were offered. With several contexts, the smallest of their figures. ttfb_p99_ms: of a server at
+    that load. ttfc_p99_N_ms: from points of N to _NEAR * N open streams, the smallest of each engine and precision; the
+    best of these, and the worst over contexts."""
     small = [point for point in points if point["model_size"] != _LARGE]
     precisions = {"full"} if gpu else set()
     groups = {
@@ -313,13 +313,13 @@ def carried(points: list[dict[str, Any]], gpu: bool) -> dict[str, dict[str, Any]
         "listeners_1p7b": [point for point in points if point["model_size"] == _LARGE],
     }
 
-    def listeners_of(point: dict[str, Any]) -> float:  # a server's streams end before their listeners have played them
+    def listeners_of(point: dict[str, Any]) -> float:  # a server's streams end before they have been played
         return min(point["listeners"], point["playing_mean"]) if point["engine"] == _SERVER else point["open_mean"]
 
     found = {}
     for name, group in groups.items():
         passed = [point for point in group if _passes(point, gpu)]
-        if passed and {*map(_CONTEXT, passed)} == {*map(_CONTEXT, group)}:  # else one carries no load at all
+        if passed and {*map(_CONTEXT, passed)} == {*map(_CONTEXT, group)}:  # else no load was carried at some context
             found[name] = _figure(passed, listeners_of, "listeners", best=max, worst=min)
     if (best := found.get("listeners")) and best["engine"] == _SERVER:
         found["ttfb_p99_ms"] = {**best, "value": best["ttfb_p99_ms"], "unit": "ms"}
@@ -343,7 +343,7 @@ def _passes(point: dict[str, Any], gpu: bool) -> bool:
 def _figure(
     points: Iterable[dict[str, Any]], value: Callable[[dict], float], unit: str, best: Callable, worst: Callable
 ) -> dict[str, Any]:
-    """The worst context's value, of each the best of its points, and what stands beside it."""
+    """The figure of the worst context, each represented by its best point, with the fields of _BESIDE."""
     contexts = sorted({*map(_CONTEXT, points)})
     chosen = [best((point for point in points if _CONTEXT(point) == rows), key=value) for rows in contexts]
     point = worst(chosen, key=value)
