@@ -1,1 +1,1 @@
-"""Timings of this machine, and beside them those of faster-qwen3-tts and of upstream: `python -m mktts bench`."""
+"""Timings of mktts, faster-qwen3-tts and upstream on this machine: `python -m mktts bench`."""

@@ -1,8 +1,7 @@
-"""`python -m mktts bench`: timings for people as a table, then for programs as one line of JSON.
+"""`python -m mktts bench`: prints timings as a table, and then as one line of JSON.
 
-Every section (mktts.measure.bench.sections) runs in a process of its own. One that fails or runs past its time loses
-its own figures only: they stand under `missing` with the reason. --load and --url measure real-time listeners instead
-(mktts.measure.load)."""
+Every section (mktts.measure.bench.sections) runs in its own process. If one fails or times out, only its figures are
+missing; `missing` gives the reason. --load and --url measure real-time listeners instead (mktts.measure.load)."""
 
 import argparse
 import json
@@ -28,7 +27,7 @@ from mktts.measure.load import command as load
 from mktts.measure.metrics import object_of, percentiles
 
 _STREAMS = ("ttfc_ms", "ttfc_sentence_ms", "rtf", "frame_with_codec_ms")
-# Name -> what it measures, and the figures that it must give. Others may come with them.
+# Name -> the function of a section and the figures that it must yield; it may yield others.
 SECTIONS: dict[str, tuple[Callable[[BenchSettings], Measured], tuple[str, ...]]] = {
     "streams": (sections.streams, _STREAMS),
     "codec": (sections.codec, ("codec_1_ms", "codec_8_ms")),
@@ -42,7 +41,7 @@ SECTIONS: dict[str, tuple[Callable[[BenchSettings], Measured], tuple[str, ...]]]
 BY_ITSELF = tuple(SECTIONS)[:2]
 TIMED = tuple(SECTIONS)[:-1]
 CHECKPOINT = "random:tiny"
-TIMEOUT_S = 240.0  # of a section
+TIMEOUT_S = 240.0  # per section
 _PACKAGES = ("qwen-tts", "qwen-tts-hf", "faster-qwen3-tts", "transformers", "tokenizers", "torchaudio")
 _TAIL_LINES = 12  # of a failed section's messages
 EXAMPLES = f"""examples:
@@ -64,14 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, checkpoint=None)
     parser.add_argument("--only", metavar="NAME,...", help=f"{', '.join(SECTIONS)} (default: {', '.join(BY_ITSELF)})")
     parser.add_argument("--peers", action="store_true", help="all timings: ours, faster-qwen3-tts and upstream")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the document there")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the document to this file")
     load.add_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints a table, then the document. 0 where no expected figure is missing, else 1."""
+    """Prints a table, then the document. Returns 0 if no expected figure is missing, else 1."""
     if arguments.load + arguments.peers + (arguments.url is not None) > 1:
-        raise MetricsError("--load, --peers and --url are measurements of their own: name one")
+        raise MetricsError("--load, --peers and --url are different measurements: choose one")
     if arguments.load or arguments.capacity or arguments.url:
         document, shown = load.measure(arguments)
     else:
@@ -90,11 +89,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def measure(settings: BenchSettings, names: Sequence[str], output: Path | None = None) -> dict[str, Any]:
-    """The document: device, driver, torch, revision, date, environment, figures, missing, settings, packages.
+    """Runs sections. Returns device, driver, torch, revision, date, environment, figures, missing, settings, packages.
 
-    output: is written after every section, so that a run that is cut short leaves what it measured. Raises what opening
-    the checkpoints raises."""
-    if "large" in names:  # what the sections will open is made here: that may take longer than what is measured
+    output: written after every section, so that an aborted run leaves what it measured. Raises what opening the
+    checkpoints raises."""
+    if "large" in names:  # creates the sections' checkpoints first, which may take longer than a section's time limit
         open_checkpoint(settings.large)
     if "text" in names:
         open_text_checkpoint(settings.text_model)
@@ -119,7 +118,7 @@ def measure(settings: BenchSettings, names: Sequence[str], output: Path | None =
 
 
 def run_section(words: list[str], timeout_s: float = TIMEOUT_S) -> tuple[dict[str, Any], dict[str, Any], str | None]:
-    """Runs a program that prints JSON lines: its figures, its notes, and why it failed (None: it did not)."""
+    """Runs a program that prints JSON lines. Returns its figures, its notes, and why it failed, or None."""
     how = {"stdin": subprocess.DEVNULL, "env": {**os.environ, **python_path()}, "timeout": timeout_s}
     try:
         done = subprocess.run(words, capture_output=True, **how)
@@ -133,15 +132,15 @@ def run_section(words: list[str], timeout_s: float = TIMEOUT_S) -> tuple[dict[st
         print(f"{words[-2]}: {reason}", *messages[-_TAIL_LINES:], sep="\n    ", file=sys.stderr, flush=True)
     found: dict[str, dict[str, Any]] = {"figures": {}, "notes": {}}
     for line in said.splitlines():
-        if (value := object_of(line)) is not None:  # None: of a library that writes to standard output
+        if (value := object_of(line)) is not None:  # None: output of a library
             for kind, known in found.items():
                 known |= value.get(kind, {})
     return found["figures"], found["notes"], reason
 
 
 def print_section(name: str, settings: BenchSettings) -> None:
-    """Measures a section in this process; one line of JSON a figure as soon as it is known. What libraries print goes
-    to standard error."""
+    """Measures a section in this process, and prints each figure as a line of JSON once it is known. Output of
+    libraries goes to standard error."""
     output = sys.stdout
     with redirect_stdout(sys.stderr):
         for found in SECTIONS[name][0](settings):
@@ -153,7 +152,7 @@ def print_section(name: str, settings: BenchSettings) -> None:
 
 
 def table(document: dict[str, Any]) -> str:
-    """The document as people read it."""
+    """Formats the document as a table."""
     settings = document["settings"]
     named = ("checkpoint", "large", "backend", "device", "dtype", "text")
     machine = f"{document['device']}, {document['environment']['cpu_cores']} cores, driver {document['driver']}"

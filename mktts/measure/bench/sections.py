@@ -1,10 +1,10 @@
-"""What `python -m mktts bench` measures, in sections: each is a process of its own (`mktts.measure.bench.command`).
+"""The sections of `python -m mktts bench`, each run in its own process (`mktts.measure.bench.command`).
 
-A section loads what it measures, warms it up, and yields figures as (name, values, unit), and notes for the settings of
-the document as a dictionary. The names are defined in mktts.measure.metrics.
+A section loads what it measures, warms it up, and yields figures as (name, values, unit), and notes for the document's
+settings as dicts. mktts.measure.metrics defines the names.
 
-`faster` and `upstream` are other implementations, driven as their users would: they read the same checkpoint folder and
-get the prompt of the same `Request`. An absent or incompatible package raises BackendUnavailable with the reason."""
+`faster` and `upstream` are other implementations, used as their users would: they read the same checkpoint folder and
+get the prompt of the same `Request`. A missing or incompatible package raises BackendUnavailable with the reason."""
 
 import importlib
 import itertools
@@ -39,18 +39,18 @@ from mktts.synth.loading import single_runner
 
 WORDS = "The quick brown fox jumps over the lazy dog and then it runs home to sleep for the rest of a long day"
 SENTENCE = "The quick brown fox jumps over the lazy dog while a farmer watches from home."  # 15 words
-STEADY_FRAMES = 8  # of a chunk once a stream runs: the last entry of the default schedule
-_MARGIN = 5  # tokens in which some beginning of a text has exactly those that are wanted
-_SEEDS = 50  # streams that random weights may end early before a section gives up
-_CODEC_WARM_UP_FRAMES = 96  # past the codec's attention window, so that every timed call does full work
-_TOKENS = 10  # of one rate
+STEADY_FRAMES = 8  # frames per chunk of a running stream: the last entry of the default schedule
+_MARGIN = 5  # extra tokens of text, within which some prefix has exactly the wanted number
+_SEEDS = 50  # streams to try before a section gives up, as random weights may end some early
+_CODEC_WARM_UP_FRAMES = 96  # beyond the codec's attention window, so that every timed call does full work
+_TOKENS = 10  # tokens per sample of the rate
 
 Measured = Iterator[tuple[str, Sequence[float], str] | dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What is measured, as for Synthesizer.load; dtype by its name."""
+    """The measured model and device, as for Synthesizer.load, with the dtype as a name."""
 
     checkpoint: str = "random:0.6b"
     revision: str | None = None
@@ -69,14 +69,14 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class BenchSettings(ModelSettings):
-    """What all sections measure alike.
+    """The settings that all sections share.
 
     large, text_model: checkpoints of the sections `large` and `text`
-    prompt_tokens: of the short text
-    frames: of one utterance
+    prompt_tokens: tokens of the short text
+    frames: frames per utterance
     context, around: frames are timed at positions [context - around, context + around)
-    samples: timed frames, chunks or first chunks of one figure
-    utterances, peer_utterances: whole ones of one figure"""
+    samples: timed frames, chunks or first chunks per figure
+    utterances, peer_utterances: whole utterances per figure"""
 
     device: str = "cuda"
     large: str = "random:1.7b"
@@ -95,16 +95,16 @@ class BenchSettings(ModelSettings):
 
     @property
     def last(self) -> int:
-        """The position before which frames are timed."""
+        """The end of the range of positions at which frames are timed."""
         return self.context + self.around
 
 
 def text_of(tokens: int, encode: Callable[[str], list[int]]) -> str:
-    """A text of `tokens` tokens, or of the next more where no beginning of the bench's words has exactly those."""
+    """A prefix of the bench's words with `tokens` tokens, or with the next larger number that some prefix has."""
     words, text = itertools.cycle(WORDS.split()), ""
     while len(encode(text)) < tokens + _MARGIN:
         text += f"{next(words)} "
-    beginnings = (text[:end].rstrip() for end in range(len(text)))  # also within words: letters have tokens too
+    beginnings = (text[:end].rstrip() for end in range(len(text)))  # may end within a word
     counts = {piece: count for piece in beginnings if (count := len(encode(piece))) >= tokens}
     return min(counts, key=lambda piece: (counts[piece], len(piece)))
 
@@ -116,8 +116,8 @@ def request_of(checkpoint: Checkpoint, settings: BenchSettings) -> Request:
 
 
 def steady_frame_ms(chunks: Sequence[tuple[int, float]]) -> list[float]:
-    """Milliseconds a frame with its codec: of each two chunks of STEADY_FRAMES that follow each other, the time
-    between their arrivals over the frames. chunks: (frames, ms from the call to its PCM on the host), in order."""
+    """Milliseconds per frame with its codec: the time between each two consecutive chunks of STEADY_FRAMES, divided by
+    the frames. chunks: (frames, ms from the call to its PCM on the host), in order."""
     pairs = zip(chunks, chunks[1:], strict=False)
     return [(ready - before) / size for (last, before), (size, ready) in pairs if last == size == STEADY_FRAMES]
 
@@ -129,8 +129,8 @@ def streams(settings: BenchSettings) -> Measured:
     """First PCM of a few words and of a sentence, frame with codec and RTF, through the synthesizer."""
     checkpoint = settings.open()
     short = request_of(checkpoint, settings)
-    sentence = replace(short, text=SENTENCE, layout=None)  # as a user says it: in the checkpoint's own layout
-    options = StreamOptions(guard=Guard.off())  # random weights never end; the frame count does
+    sentence = replace(short, text=SENTENCE, layout=None)  # as a user would: in the checkpoint's own layout
+    options = StreamOptions(guard=Guard.off())  # random weights never stop, so max_frames ends the stream
 
     def run(request: Request, seed: int, frames: int) -> list[Chunk]:
         said = {"speaker": request.speaker, "layout": request.layout, "seed": seed}
@@ -153,7 +153,7 @@ def streams(settings: BenchSettings) -> Measured:
 
 
 def frames(settings: BenchSettings, suffix: str = "") -> Measured:
-    """A frame from codes to codes at the context, and its two parts."""
+    """The time of a frame from codes to codes at the context, and of its two halves."""
     checkpoint, device = settings.open(), torch.device(settings.device)
     runner = single_runner(settings.backend, checkpoint, device, settings.torch_dtype, Admission())
     backend, prompt = runner.lanes.backend, runner.prompts.build(request_of(checkpoint, settings))
@@ -166,12 +166,12 @@ def frames(settings: BenchSettings, suffix: str = "") -> Measured:
 
 
 def large(settings: BenchSettings) -> Measured:
-    """`frames` of the large checkpoint."""
+    """The section `frames` for the large checkpoint."""
     return frames(replace(settings, checkpoint=settings.large, revision=None), "_1p7b")
 
 
 def codec(settings: BenchSettings) -> Measured:
-    """Chunks of 1 and of 8 frames of random codes, codes on the host to PCM on the host, as the synthesizer decodes."""
+    """Decoding chunks of 1 and of 8 frames, codes on the host to PCM on the host, as the synthesizer does it."""
     checkpoint = settings.open()
     decoder = codec_for(checkpoint.codec_config, checkpoint.codec_tensors(), torch.device(settings.device))
     yield {"codec_variant": decoder.name}
@@ -189,7 +189,7 @@ def codec(settings: BenchSettings) -> Measured:
 
 
 def text(settings: BenchSettings) -> Measured:
-    """Text tokens a second at the context."""
+    """Tokens per second of the text model at the context."""
     tokens = max(2 * settings.around, 3 * _TOKENS)
     with TextDecoder.load(settings.text_model, backend=settings.backend, device=settings.device) as decoder:
         yield {"text_backend": decoder.backend_name}
@@ -210,13 +210,13 @@ def text(settings: BenchSettings) -> Measured:
 def timed_frames(
     backend: Any, prompt: Prompt, sampling: Sampling, settings: BenchSettings, at_once: int = 1
 ) -> Iterator[tuple[float, Frame]]:
-    """`samples` frames around the context: wall ms of their step or launch, codes on the host, and the frame.
+    """Yields `samples` frames around the context, each with the wall ms of its step or launch, to codes on the host.
 
-    at_once: frames a launch, the first of which is left out, so that the frames' own times are the kernel's alone."""
+    at_once: frames per launch; above 1 the first is left out, so that the frames' own times are the kernel's only."""
     left, rows, skipped = settings.samples, len(prompt.embeds), 1 if at_once > 1 else 0
     for seed in range(_SEEDS):
         state, made = backend.start(prompt, sampling, seed, settings.last + 1 - rows), 0
-        while (position := rows - 1 + made) + at_once <= settings.last:  # of the talker's input of the next frame
+        while (position := rows - 1 + made) + at_once <= settings.last:  # position of the next frame's talker input
             asked = [prompt.row(t - 1) if t else None for t in range(made, made + at_once)]
             begun_s = time.perf_counter()
             found = list(backend.frames(state, asked)) if at_once > 1 else [backend.step(state, asked[0])]
@@ -238,7 +238,7 @@ def timed_frames(
 
 
 def _at_context(checkpoint: Checkpoint, frame_ms: Sequence[tuple[int, float]], settings: BenchSettings) -> list[float]:
-    """The ms of those (frames so far, ms) that are around the context, prompt included."""
+    """Selects from (frames so far, ms) the ms at positions around the context, counting the prompt."""
     builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer())
     rows = len(builder.build(request_of(checkpoint, settings)).embeds)
     near = [ms for made, ms in frame_ms if abs(rows + made - settings.context) <= settings.around]
@@ -248,10 +248,10 @@ def _at_context(checkpoint: Checkpoint, frame_ms: Sequence[tuple[int, float]], s
 
 
 def faster(settings: BenchSettings) -> Measured:
-    """faster-qwen3-tts with its own defaults (a static cache of 2 048 positions); CUDA only. First PCM at a chunk of 1
-    frame, a frame at the context by its own clock, and RTF at its default chunks and at chunks of 8.
+    """faster-qwen3-tts with its own defaults (a static cache of 2 048 positions); CUDA only. First PCM with chunks of 1
+    frame, a frame at the context by its own timing, and RTF with its default chunks and with chunks of 8.
 
-    Chunks of 8 frames, as ours come once a stream runs, give the frame with its codec."""
+    Chunks of 8 frames, the size of ours in a running stream, give the time of a frame with its codec."""
     install_shim()
     try:
         package = importlib.import_module("faster_qwen3_tts")
@@ -267,8 +267,8 @@ def faster(settings: BenchSettings) -> Measured:
     yield {"faster_package": provided_by("faster_qwen3_tts")}
 
     def run(request: Request, seed: int, max_frames: int, chunk_frames: int) -> list[dict[str, float]]:
-        """What it says of each chunk: its frames, those made so far, and what they took without the codec; and when its
-        PCM was on the host, counted from the call."""
+        """Its own figures of each chunk (frames, frames so far, time without the codec), and the time from the call to
+        the chunk's PCM on the host."""
         torch.manual_seed(seed)
         chunks, begun_s = [], time.perf_counter()
         for pcm, rate_hz, timing in peer.generate_custom_voice_streaming(
@@ -286,7 +286,7 @@ def faster(settings: BenchSettings) -> Measured:
         return chunks
 
     for chunk in (1, 8, 12):
-        run(short, 0, 26, chunk)  # captures its graphs; chunks of every length it will decode
+        run(short, 0, 26, chunk)  # captures its graphs, and decodes chunks of every length that follows
     sentence = replace(short, text=SENTENCE, layout=None)
     for name, said in (("faster_ttfc_ms", short), ("faster_ttfc_sentence_ms", sentence)):
         run(said, 0, 1, 1)
@@ -305,14 +305,14 @@ def faster(settings: BenchSettings) -> Measured:
 
 
 def upstream(settings: BenchSettings) -> Measured:
-    """A frame at the context, and whole utterances: it does not stream, so its first PCM is its last."""
+    """A frame at the context, and whole utterances: upstream does not stream, so all PCM comes at the end."""
     checkpoint = settings.open()
     request, sampling = request_of(checkpoint, settings), checkpoint.sampling()
     model = load_upstream(checkpoint.folder, settings.torch_dtype, settings.device)
     yield {"upstream_package": provided_by("qwen_tts")}
 
     def utterance(seed: int, frames: int) -> tuple[float, float]:
-        """(ms from text to PCM on the host, seconds of audio)"""
+        """Returns (ms from text to PCM on the host, seconds of audio)."""
         begun_s = time.perf_counter()
         pcm = decode_codes(model, generate_codes(model, request, sampling, seed, frames))
         return 1e3 * (time.perf_counter() - begun_s), len(pcm) / SAMPLE_RATE_HZ
@@ -326,13 +326,13 @@ def upstream(settings: BenchSettings) -> Measured:
     marks_s: list[float] = []
     noted = {"on_frame": lambda codes: marks_s.append(time.perf_counter())}
     generate_codes(model, request, sampling, 0, settings.last, **noted)
-    # The first frame's interval holds the prompt's own pass.
+    # The first mark is after the first frame, so no interval includes the prompt's prefill.
     frame_ms = [(i, 1e3 * (b - a)) for i, (a, b) in enumerate(zip(marks_s, marks_s[1:], strict=False), 1)]
     yield "upstream_frame_ms", _at_context(checkpoint, frame_ms, settings), "ms"
 
 
 def words(settings: BenchSettings) -> Measured:
-    """Word times of streams beside those of an aligner, whose own error is about 0.02 s; speakers take turns."""
+    """Errors of word times against those of an aligner, whose own error is about 0.02 s; speakers take turns."""
     aligner, checkpoint = Aligner(), settings.open()
     if checkpoint.is_random or checkpoint.config.type.clones:
         raise MetricsError("word times are measured on a trained checkpoint with speakers: --checkpoint small")

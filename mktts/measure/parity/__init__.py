@@ -1,1 +1,1 @@
-"""`python -m mktts parity`: prompts, codes, codec and kernel of this package, against independent truths."""
+"""`python -m mktts parity`: compares prompts, codes, codec and kernel with independent references."""

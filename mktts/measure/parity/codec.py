@@ -1,4 +1,4 @@
-"""The codec, streamed as a device serves it, against one pass of fp32 operators on the CPU."""
+"""Compares the codec, streamed as on the serving device, with one pass of fp32 operators on the CPU."""
 
 import math
 import time
@@ -18,22 +18,22 @@ from mktts.engine.upstream import decode_codes
 from mktts.errors import BackendUnavailable, CodecError
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
-TOLERANCE = 1e-5  # largest absolute sample error that streamed and offline decoding may differ by, fp32, full scale 1
+TOLERANCE = 1e-5  # largest absolute sample difference of streamed and offline decoding, fp32, full scale 1
 FRAMES = 100  # beyond the codec's attention window of 72; upstream decodes up to 300 without approximation
 SEED = 7
-# Signal-to-noise ratio that a decode must have: fp32 operators in another order, and the fused kernels of CUDA, whose
-# products of two fp16 halves gave 88 dB at full size.
+# Least signal-to-noise ratio of a decode: on the CPU, fp32 operators in another order; on CUDA, the fused kernels,
+# whose products of two fp16 halves gave 88 dB at full size.
 LEAST_SNR_DB = {"cpu": 100.0, "cuda": 80.0}
 _LEAST_FRAMES = 8
 
 
 def random_codes(frames: int, seed: int, codebook_size: int = CODEBOOK_SIZE) -> Tensor:
-    """Seeded uniform codes (T, 16) int64: not speech, but every codebook entry is as likely as any other."""
+    """Seeded uniform codes (T, 16) int64. They are not speech, but use all codebook entries with equal probability."""
     return torch.randint(codebook_size, (frames, NUM_CODEBOOKS), generator=torch.Generator().manual_seed(seed))
 
 
 def decode_streamed(decoder: CodecDecoder | GraphedCodec, codes: Tensor, schedule: Sequence[int]) -> Tensor:
-    """PCM (T * 1920,) of `codes` (T, 16) decoded chunk by chunk; the last entry of `schedule` (frames) repeats."""
+    """PCM (T * 1920,) of `codes` (T, 16), decoded in chunks of `schedule` frames, whose last entry repeats."""
     state, pcm, start = decoder.start(), [], 0
     for frames in chain(schedule, repeat(schedule[-1])):
         if start >= len(codes):
@@ -43,7 +43,7 @@ def decode_streamed(decoder: CodecDecoder | GraphedCodec, codes: Tensor, schedul
 
 
 def frame_errors(pcm: Tensor | np.ndarray, reference: Tensor | np.ndarray) -> np.ndarray:
-    """Largest absolute sample error of each frame: (T * 1920,) twice -> (T,). Raises CodecError on other lengths."""
+    """Largest absolute sample error (T,) of each frame of two (T * 1920,). Raises CodecError for other lengths."""
     found, expected = np.asarray(pcm, dtype=np.float64), np.asarray(reference, dtype=np.float64)
     if found.shape != expected.shape or found.ndim != 1 or len(found) % SAMPLES_PER_FRAME:
         raise CodecError(f"expected two equal lengths of whole frames, got {found.shape} and {expected.shape}")
@@ -51,14 +51,14 @@ def frame_errors(pcm: Tensor | np.ndarray, reference: Tensor | np.ndarray) -> np
 
 
 def snr_db(pcm: Tensor | np.ndarray, reference: Tensor | np.ndarray) -> float:
-    """Signal-to-noise ratio of `pcm` against `reference`; infinite where they are equal."""
+    """Signal-to-noise ratio of `pcm` against `reference` in dB; infinite if they are equal."""
     found, expected = np.asarray(pcm, dtype=np.float64), np.asarray(reference, dtype=np.float64)
     noise = float(((found - expected) ** 2).sum())
     return float("inf") if noise == 0 else 10 * float(np.log10((expected**2).sum() / noise))
 
 
 def distance(found: Tensor, reference: Tensor, least_db: float) -> dict[str, Any]:
-    """equal (sample for sample), snr_db (None where equal), max_abs_error of full scale 1, least_db, and passed."""
+    """Compares PCM: equal (every sample), snr_db (None if equal), max_abs_error (of 1), least_db, and passed."""
     ratio_db, equal = snr_db(found, reference), torch.equal(found, reference)
     return {
         "equal": equal,
@@ -72,16 +72,16 @@ def distance(found: Tensor, reference: Tensor, least_db: float) -> dict[str, Any
 def codec_section(
     checkpoint: Checkpoint, upstream: Callable[[], Any], device: str, until_s: float = math.inf
 ) -> dict[str, Any]:
-    """Codes decoded in the default schedule of chunks, as the synthesizer on this device does it, against our decode in
-    one pass and against upstream's own. upstream: gives qwen-tts's model, or raises BackendUnavailable. Fewer frames
-    where `until_s`, of time.perf_counter, is near."""
+    """Compares codes decoded in the default chunks, as the synthesizer on this device does, with our decode in one pass
+    and with upstream's. upstream: returns qwen-tts's model, or raises BackendUnavailable. until_s: a time of
+    time.perf_counter; if it is near, fewer frames are decoded."""
     config, tensors = checkpoint.codec_config, checkpoint.codec_tensors()
     ours, whole = codec_for(config, tensors, device), CodecDecoder(config, tensors)
     codes = random_codes(FRAMES, SEED, config.codebook_size)
     begun_s = time.perf_counter()
     whole.decode_all(codes[:_LEAST_FRAMES])
     now_s = time.perf_counter()
-    # They are decoded streamed, whole and by upstream, and there is time once more to spare.
+    # The frames are decoded three times: streamed, whole and by upstream. A fourth of the time is kept in reserve.
     most = _LEAST_FRAMES * (until_s - now_s) / (now_s - begun_s) / 4
     codes = codes[: int(max(_LEAST_FRAMES, min(len(codes), most)))]
     streamed, offline = decode_streamed(ours, codes, SCHEDULE).cpu(), whole.decode_all(codes)
