@@ -1,11 +1,11 @@
-"""`python -m mktts parity CHECKPOINT`: proves a checkpoint on this machine, and writes one file that can be sent.
+"""`python -m mktts parity CHECKPOINT`: verifies a checkpoint on this machine, and writes a report that can be shared.
 
 The file and the last line of standard output are the same JSON document: the machine, and for every checkpoint its
-`sections` with status ("passed", "failed", "skipped"), reason, seconds and figures, beside the kernel's comparisons
-(mktts.measure.parity.kernel). No path of this machine is in it.
+`sections` with status ("passed", "failed", "skipped"), reason, seconds and figures, and the kernel's comparisons
+(mktts.measure.parity.kernel). It contains no path of this machine.
 
-* prompt: prompt embeddings, bit for bit upstream's.
-* codes: codes of PyTorch in bf16, frame for frame upstream's: greedy and drawn.
+* prompt: prompt embeddings must equal upstream's bit for bit.
+* codes: codes of PyTorch in bf16, greedy and drawn, must equal upstream's frame for frame.
 * codec: see `codec.codec_section`."""
 
 import argparse
@@ -37,13 +37,13 @@ from mktts.model.backend import device_named
 
 OUTPUT = Path("mktts-parity.json")
 PARTS = ("prompt", "codes", "codec", "kernel")
-CODES_FRAMES = 24  # of one request
-CODES_REQUESTS = 3  # greedy, and as many drawn
+CODES_FRAMES = 24  # frames per request
+CODES_REQUESTS = 3  # as many with greedy as with drawn codes
 SEED = 7
-SCOPE = Scope()  # where time allows
+SCOPE = Scope()  # if time allows
 _PACKAGES = ("mktts", "qwen-tts", "qwen-tts-hf", "transformers", "tokenizers")
 _CONFIGS = ("config.json", "generation_config.json", "speech_tokenizer/config.json")
-# A path from the root: its folders, as far as the last separator. Addresses (https://...) are none.
+# The folders of an absolute path, up to the last separator. URLs (https://...) do not match.
 _FOLDERS = re.compile(r"(?<![\w.:/\\])(?:~|[A-Za-z]:)?[\\/](?:[^\s\\/:'\",()\[\]]+[\\/])+")
 
 EXAMPLES = """examples:
@@ -51,16 +51,16 @@ EXAMPLES = """examples:
   python -m mktts parity path/to/checkpoint --minutes 10 --output parity.json
   python -m mktts parity random:tiny --parts prompt,codes
 
-Exit status: 0 where all that ran passed (what was skipped says why), 1 where something failed or nothing could run."""
+Exit status: 0 if all sections that ran passed (skipped ones give the reason), 1 if one failed or none could run."""
 
 
 @dataclass(frozen=True)
 class ParitySettings:
-    """What is proven of every checkpoint, and where. Raises MetricsError for values out of range."""
+    """What is compared for every checkpoint, and on which device. Raises MetricsError for values out of range."""
 
     revision: str | None = option(None, "of a Hub id")
-    parts: str = option(",".join(PARTS), "of these", metavar="PART,...")
-    minutes: float = option(5.0, "for each checkpoint: fewer frames on a slow machine")
+    parts: str = option(",".join(PARTS), "the sections to run", metavar="PART,...")
+    minutes: float = option(5.0, "time for each checkpoint; a slow machine compares fewer frames")
     device: str = option("auto", "of codec and kernel: auto, cpu, cuda")
     kernel: Literal["megakernel", "torch"] = option("megakernel", "torch: bf16 PyTorch instead, where there is no GPU")
 
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints a table and, last, the document."""
+    """Prints a table and then the document. Returns 0 if all checkpoints passed, else 1."""
     settings = ParitySettings(**given(ParitySettings, arguments))
     settings = replace(settings, device=str(device_named(settings.device)))
     torch.set_float32_matmul_precision("highest")
@@ -86,7 +86,7 @@ def main(arguments: argparse.Namespace) -> int:
     sources = list(dict.fromkeys(arguments.checkpoint))
     for source in sources:
         if not source.startswith("random:"):
-            open_checkpoint(source, settings.revision)  # one that cannot be opened is known now, not after five minutes
+            open_checkpoint(source, settings.revision)  # fails now rather than after the checkpoints before it
     found: dict[str, dict[str, Any]] = {}
     for source in sources:
         name = name_of(source)
@@ -113,7 +113,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
-    """What is found of a checkpoint, section by section, within the minutes given."""
+    """Runs the sections of one checkpoint within the given minutes."""
     revision = settings.revision
     checkpoint = open_checkpoint(source, revision)
     files = [name for name in _CONFIGS if (checkpoint.folder / name).is_file()]
@@ -138,8 +138,8 @@ def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
         result.update(parity_of(source, SCOPE, settings.kernel, settings.device, revision=revision, until_s=until_s))
         return outcome(result)
 
-    # How the minutes are shared; what is missing leaves its own to the others. The codec uses the upstream model that
-    # the prompts left loaded.
+    # Relative shares of the time; a section that is left out leaves its share to the others. The codec uses the
+    # upstream model that the prompt section has loaded.
     work = {
         "prompt": (1, partial(prompt_section, checkpoint, upstream)),
         "codec": (2, partial(codec_section, checkpoint, upstream, settings.device)),
@@ -148,7 +148,7 @@ def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
     }
     wanted = {part: work[part] for part in work if part in settings.parts.split(",")}
     if source.startswith("random:") and "kernel" in wanted and not why_not:
-        open_checkpoint(source + MARGIN)  # made here, where it takes no minutes of the comparison's
+        open_checkpoint(source + MARGIN)  # created before the comparison's time starts
     until_s, left = time.perf_counter() + 60 * settings.minutes, sum(mine for mine, _ in wanted.values())
     for part, (mine, compare) in wanted.items():
         print(f"{name}: {part} ...", file=sys.stderr, flush=True)
@@ -159,15 +159,15 @@ def _proven(source: str, name: str, settings: ParitySettings) -> dict[str, Any]:
 
 
 def section(compare: Callable[[float], dict[str, Any]], until_s: float) -> dict[str, Any]:
-    """The outcome of `compare`, which returns its figures, with a `reason` where it failed: BackendUnavailable skips,
-    any other error fails."""
+    """Runs a comparison, which returns figures, with a `reason` if it failed. Returns them with status and seconds;
+    BackendUnavailable gives "skipped", any other exception "failed"."""
     begun_s = time.perf_counter()
     try:
         found = compare(until_s)
         outcome = {"status": "failed" if found.get("reason") else "passed", **found}
     except BackendUnavailable as error:
         outcome = {"status": "skipped", "reason": str(error)}
-    except Exception as error:  # noqa: BLE001  the other sections still count
+    except Exception as error:  # noqa: BLE001  the other sections still run
         traceback.print_exc(file=sys.stderr)
         outcome = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
     return {**outcome, "seconds": time.perf_counter() - begun_s}
@@ -177,13 +177,13 @@ def section(compare: Callable[[float], dict[str, Any]], until_s: float) -> dict[
 
 
 def prompt_section(checkpoint: Checkpoint, upstream: Any, until_s: float) -> dict[str, Any]:
-    """Every mode that the checkpoint has, in bf16: a prompt takes milliseconds, whenever it has to end."""
+    """Compares prompts of every mode of the checkpoint, in bf16. They take milliseconds, so `until_s` is not used."""
     rows = compare_prompts(checkpoint, standard_requests(checkpoint), torch.bfloat16, upstream())
     return {"prompts": len(rows), "equal": sum(row["equal"] for row in rows), "rows": rows} | _reason(rows, "prompts")
 
 
 def codes_section(checkpoint: Checkpoint, upstream: Any, until_s: float) -> dict[str, Any]:
-    """Greedy codes and drawn ones, in bf16."""
+    """Compares greedy and drawn codes, in bf16."""
     requests, drawn = standard_requests(checkpoint)[:CODES_REQUESTS], checkpoint.sampling()
     rows = []
     for sampling, part in ((drawn.greedy(), 0.5), (drawn, 1.0)):
@@ -194,7 +194,7 @@ def codes_section(checkpoint: Checkpoint, upstream: Any, until_s: float) -> dict
 
 
 def _reason(rows: list[Row], what: str) -> dict[str, str]:
-    """Why a section failed; nothing where it did not."""
+    """The reason why a section failed; {} if it passed."""
     wrong = [row for row in rows if not row["equal"]]
     if not wrong:
         return {}
@@ -208,13 +208,13 @@ def _reason(rows: list[Row], what: str) -> dict[str, str]:
 
 
 def name_of(source: str) -> str:
-    """What a checkpoint is called in the file: a Hub id, small or random:... as it is, a folder by its last name."""
+    """A checkpoint's name in the document: a Hub id, small or random:... as it is, a folder without its parents."""
     folder = Path(source).expanduser()
     return source if source.startswith("random:") or not folder.is_dir() else folder.resolve().name
 
 
 def without_paths(value: Any) -> Any:
-    """`value` with every path from the root cut to its last name, in all texts of a JSON document."""
+    """Shortens absolute paths to their last name in all strings of a JSON document."""
     if isinstance(value, dict):
         return {without_paths(name): without_paths(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -223,7 +223,7 @@ def without_paths(value: Any) -> Any:
 
 
 def _summary(document: dict[str, Any]) -> str:
-    """A line a section, with its figures but for its rows."""
+    """Formats the document with one line per section, which has its figures without the rows."""
     lines = [f"{document['device']}, torch {document['torch']}, kernel: {document['kernel']}"]
     for source, result in document["checkpoints"].items():
         lines.append(f"\n{source}: {'passed' if result['passed'] else 'NOT passed'}")

@@ -1,15 +1,15 @@
-"""The megakernel against an fp32 run of the same weights, next to bf16 PyTorch.
+"""Compares the megakernel, and PyTorch in bf16, with an fp32 run of the same weights.
 
 * forced: logits of the sixteen heads and the talker's residual stream at contexts from 16 to 2 000 rows. The model
-  under test chooses the codes, and the two oracles are made to take them, so that every logit of a frame has the same
-  history on all sides. `ratio` is its relative rms error to fp32 over the bf16 oracle's: at most LIMIT passes. Rows
-  beyond what the megakernel's prefill takes go through it one by one.
-* divergence: where a greedy stream first differs from fp32's choices on ordinary weights, one that is not explained
-  before others: see `first_difference`.
-* exact: greedy codes on wide-margin random weights, frame for frame equal to fp32's.
+  under test chooses the codes, and the two oracles are forced to use them, so that every logit of a frame has the same
+  history on all sides. `ratio` is its relative rms error to fp32 divided by that of the bf16 oracle, and must be at
+  most LIMIT. Prompt rows beyond the capacity of the megakernel's prefill go through the frame kernel.
+* divergence: where greedy streams first differ from fp32's choices on ordinary weights; if one of the differences is
+  not explained by rounding, it is the one reported. See `first_difference`.
+* exact: greedy codes on wide-margin random weights must equal fp32's frame for frame.
 
-`kernel="torch"` puts PyTorch in bf16 in the megakernel's place: what runs where there is no GPU. until_s: where time is
-limited, its end by time.perf_counter. A comparison that is beyond it makes fewer frames; the first is made."""
+`kernel="torch"` tests PyTorch in bf16 instead of the megakernel, which also runs without a GPU. until_s: the end of the
+available time, of time.perf_counter. After it a comparison stops early, but it compares at least its first frames."""
 
 import gc
 import math
@@ -31,12 +31,12 @@ from mktts.model.prompt import Prompt, PromptBuilder, Request
 from mktts.model.sampling import Sampling, restrict
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
-LIMIT = 1.1  # of the error over bf16 PyTorch's
+LIMIT = 1.1  # largest ratio of the error to that of bf16 PyTorch
 GREEDY = Sampling().greedy()
-MARGIN = ":margin"  # of a random checkpoint's name: its wide-margin variant
-_TEXT_IDS = 256  # random text tokens are below: every tokenizer has them
-_ROWS_A_LAUNCH = 32  # at 28 layers 4 480 exchanges; their tags start again at 65 536
-_EACH = 4  # streams at a context
+MARGIN = ":margin"  # suffix of a random checkpoint's name for its wide-margin variant
+_TEXT_IDS = 256  # random text tokens are below this, so that every tokenizer has them
+_ROWS_A_LAUNCH = 32  # makes 4 480 exchanges with 28 layers; exchange tags wrap at 65 536
+_EACH = 4  # streams per context
 _WRONG = {
     "forced": f"its error is more than {LIMIT} times bf16 PyTorch's",
     "divergence": "a greedy choice first differs from fp32's where rounding does not explain it",
@@ -49,8 +49,8 @@ Oracles = tuple[TorchBackend, TorchBackend]  # in bf16 and in fp32
 class Scope:
     """How much of one checkpoint is compared.
 
-    contexts: prompt rows before the compared frames. frames: at each context. exact: frames of the wide-margin variant,
-    0 for none."""
+    contexts: numbers of prompt rows before the compared frames. frames: per context. exact: frames of the wide-margin
+    variant; 0 leaves it out."""
 
     contexts: tuple[int, ...] = (16, 200, 700, 1_500, 2_000)
     frames: int = 40
@@ -58,16 +58,16 @@ class Scope:
 
 
 def share(until_s: float, part: float) -> float:
-    """When `part` (0 to 1) of the time that is left is over."""
+    """The time at which `part` (0 to 1) of the time until `until_s` has passed."""
     now_s = time.perf_counter()
     return now_s + part * max(0.0, until_s - now_s)
 
 
 @dataclass(frozen=True)
 class Observed:
-    """One frame. codes: (16,) int64 on the host. logits: 16 of (vocabulary,) fp32, as the heads gave them. hidden:
-    (layers, H) fp32, the residual stream after every talker layer; None for a stream's first, whose talker state comes
-    from the prompt."""
+    """One frame. codes: (16,) int64 on the host. logits: 16 of (vocabulary,) fp32, the raw outputs of the heads.
+    hidden: (layers, H) fp32, the residual stream after every talker layer; None for a stream's first frame, whose
+    talker state comes from the prompt."""
 
     codes: Tensor
     logits: list[Tensor]
@@ -79,9 +79,9 @@ Sides = tuple[Observed, Observed, Observed, Tensor]  # under test, bf16, fp32, c
 
 @dataclass(frozen=True, eq=False)
 class RowStream:
-    """A stream of rows instead of words: a prompt for any backend. embeds: of the prompt, (L, H). text: (F, H), F the
-    frames it may have; its first row is not used, the prompt makes that frame. key: of the prompt's first `prefix`
-    rows, which all streams with that key have; lanes keep them."""
+    """A prompt made of rows instead of text, for any backend. embeds: (L, H), the prompt. text: (F, H), the text rows
+    of at most F frames; the first row is not used, as the prompt makes the first frame. key: names the first `prefix`
+    rows of the prompt, which all streams with this key share; lanes cache them."""
 
     embeds: Tensor
     text: Tensor
@@ -89,12 +89,12 @@ class RowStream:
     seed: int = 0
     key: str | None = None
     prefix: int = 0
-    prefix_rows: ClassVar[int] = 0  # a backend of one stream keeps nothing
+    prefix_rows: ClassVar[int] = 0  # a backend of one stream caches no prefix
     prefix_key: ClassVar[None] = None
 
     @property
     def positions(self) -> int:
-        """Positions that its keys and values take."""
+        """Number of positions of keys and values that the stream needs."""
         return len(self.embeds) + len(self.text)
 
     def row(self, t: int) -> Tensor:
@@ -103,7 +103,7 @@ class RowStream:
 
 
 def random_rows(backend: TorchBackend, rows: int, seed: int) -> Tensor:
-    """`rows` talker inputs (rows, H) that look like the checkpoint's own: normal, of its embeddings' size, in bf16."""
+    """Random talker inputs (rows, H) in bf16: normal, with the rms of the checkpoint's embeddings."""
     table = backend.code_tables[0]
     size = table[:256].float().pow(2).mean().sqrt().cpu()
     noise = torch.randn(rows, table.shape[1], generator=torch.Generator().manual_seed(seed))
@@ -111,7 +111,7 @@ def random_rows(backend: TorchBackend, rows: int, seed: int) -> Tensor:
 
 
 def random_streams(backend: TorchBackend, rows: int, count: int, frames: int) -> list[RowStream]:
-    """`count` streams of `frames` frames, every other greedy; prompts of `rows` rows, each one more than the last."""
+    """`count` streams of `frames` frames, every other one greedy, with prompts of `rows`, `rows` + 1, ... rows."""
     streams = []
     for index in range(count):
         prompt, text = (random_rows(backend, many, 1_000 * rows + index) for many in (rows + index, frames))
@@ -121,7 +121,7 @@ def random_streams(backend: TorchBackend, rows: int, count: int, frames: int) ->
 
 @torch.inference_mode()
 def spoken_stream(checkpoint: Checkpoint, backend: TorchBackend, frames: int) -> RowStream:
-    """A greedy stream of rows that the checkpoint makes: wide-margin weights keep their margins for such only."""
+    """A greedy stream of the checkpoint's own rows: wide-margin weights keep their margins only with these."""
     builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), backend.device)
     request = Request("Some words.", speaker=checkpoint.config.default_speaker, layout="streaming")
     ids = torch.randint(_TEXT_IDS, (frames,), generator=torch.Generator().manual_seed(0))
@@ -130,8 +130,8 @@ def spoken_stream(checkpoint: Checkpoint, backend: TorchBackend, frames: int) ->
 
 @torch.inference_mode()
 def forced(backend: TorchBackend, state: TorchStream, row: Tensor | None, codes: Tensor) -> Observed:
-    """The oracle's frame with `codes` (16,) for its choices: as `TorchBackend.step`, with nothing drawn."""
-    layers: list[Tensor] = []  # what each of them returns, (R, H)
+    """Runs one frame of the oracle like `TorchBackend.step`, but with `codes` (16,) instead of drawn ones."""
+    layers: list[Tensor] = []  # output of each layer, (R, H)
     talker, compute = backend.talker, backend.talker.layer
 
     def watched(*arguments) -> Tensor:
@@ -157,12 +157,12 @@ def forced(backend: TorchBackend, state: TorchStream, row: Tensor | None, codes:
 
 
 def vocabularies(config: ModelConfig) -> list[int]:
-    """Ids of each of the sixteen heads."""
+    """The vocabulary size of each of the sixteen heads."""
     return [config.talker.vocab_size] + [config.predictor.vocab_size] * (NUM_CODEBOOKS - 1)
 
 
 def replayed(stream: RowStream, frames: Iterable[Observed], bf16: TorchBackend, fp32: TorchBackend) -> Iterator[Sides]:
-    """Frame by frame what the model under test did, and both oracles that are made to take its codes."""
+    """Yields each frame of the model under test, with the frames of both oracles that are forced to use its codes."""
     oracles = [(backend, backend.start(stream, stream.sampling, 0, len(stream.text))) for backend in (bf16, fp32)]
     said: list[int] = []
     for index, ours in enumerate(frames):
@@ -173,18 +173,18 @@ def replayed(stream: RowStream, frames: Iterable[Observed], bf16: TorchBackend, 
 
 
 class ErrorRatio:
-    """Relative rms errors to fp32, pooled by name: sqrt(sum (found - fp32)^2 / sum fp32^2) of ours and of bf16."""
+    """Pools relative rms errors to fp32 by name, of ours and of bf16: sqrt(sum (found - fp32)^2 / sum fp32^2)."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Any] = defaultdict(float)
 
     def add(self, ours: Tensor, bf16: Tensor, fp32: Tensor, name: str) -> None:
-        """Adds one tensor of all three under a name."""
+        """Adds a tensor of all three sides under a name."""
         parts = torch.stack([part.double().pow(2).sum() for part in (ours - fp32, bf16 - fp32, fp32)])
         self._sums[name] = self._sums[name] + parts
 
     def add_frame(self, ours: Observed, bf16: Observed, fp32: Observed) -> None:
-        """Adds what a frame did on all three sides: its logits, and its hidden states where it has some."""
+        """Adds the logits of a frame of all three sides, and its hidden states if it has any."""
         if fp32.hidden is not None:
             self.add(ours.hidden, bf16.hidden, fp32.hidden, "hidden")
         for book, logits in enumerate(zip(ours.logits, bf16.logits, fp32.logits, strict=True)):
@@ -201,14 +201,14 @@ class ErrorRatio:
 
 
 def scores(logits: Sequence[Tensor], history: Tensor, config: ModelConfig) -> list[Tensor]:
-    """What sixteen greedy choices are made from; `history` (N,) is code 0 of the frames before."""
+    """The scores whose maxima are the sixteen greedy codes. history: (N,), code 0 of the earlier frames."""
     return [restrict(logits[0], history, GREEDY.repetition_penalty, config.codec_ids.eos), *logits[1:]]
 
 
 def first_difference(sides: Sides, config: ModelConfig) -> dict[str, Any] | None:
-    """The first codebook of a greedy frame in which the code is not fp32's choice, and why; None where there is none.
-    explained: fp32's own gap between the two ids is within twice the bf16 oracle's largest logit error in that head and
-    frame."""
+    """The first codebook of a greedy frame whose code is not fp32's choice, or None.
+    explained: whether rounding can be the cause: fp32's gap between the two ids is at most twice the bf16 oracle's
+    largest logit error in that head and frame."""
     ours, *oracles, history = sides
     made_from = [scores(side.logits, history, config) for side in oracles]
     for group, (near, truth) in enumerate(zip(*made_from, strict=True)):
@@ -226,15 +226,15 @@ def first_difference(sides: Sides, config: ModelConfig) -> dict[str, Any] | None
 
 
 class KernelUnderTest:
-    """The megakernel, or PyTorch in its place, which is made to take its own codes."""
+    """The megakernel or PyTorch in bf16, observed frame by frame while it chooses its own codes."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
-        self._debug = backend.new_debug() if hasattr(backend, "new_debug") else None  # PyTorch needs none
+        self._debug = backend.new_debug() if hasattr(backend, "new_debug") else None  # None for PyTorch
 
     @torch.inference_mode()
     def start(self, prompt: Prompt | PromptRows | RowStream, sampling: Sampling, seed: int, max_frames: int) -> Any:
-        """A prompt of any length: what prefill does not take goes the way of the few rows after a kept prefix."""
+        """Starts a stream with a prompt of any length: rows beyond the prefill's capacity follow by `put_rows`."""
         embeds = prompt.embeds
         at_once = len(embeds) if self._debug is None else self.backend._prefill.capacity
         rest = embeds[at_once:]
@@ -247,7 +247,7 @@ class KernelUnderTest:
         return state
 
     def step(self, state: Any, row: Tensor | None) -> Observed | None:
-        """The next frame; None at end-of-speech."""
+        """Runs the next frame; None at end of speech."""
         if self._debug is None:
             codes = self.backend.step(state.copy(), row).codes
             return None if codes is None else forced(self.backend, state, row, codes)
@@ -276,8 +276,8 @@ def oracles_of(checkpoint: Checkpoint, device: str) -> Oracles:
 def forced_frames(
     loads: Mapping[int, Iterable[tuple[RowStream, Iterable[Observed]]]], oracles: Oracles, until_s: float = math.inf
 ) -> dict[str, Any]:
-    """The comparisons `forced` and `divergence`. loads: by context, or by number of lanes, streams and what the frames
-    of each did. Beyond `until_s` two frames of each load are made: a stream's first has no talker step."""
+    """Runs the comparisons `forced` and `divergence`. loads: streams and their observed frames, by context or by number
+    of lanes. After `until_s` each load still compares two frames, as a stream's first has no talker step."""
     errors, frames, differences, compared = ErrorRatio(), {}, [], 0
     for index, (size, streams) in enumerate(loads.items()):
         within_s, made, apart = share(until_s, 1 / (len(loads) - index)), 0, set()
@@ -308,7 +308,7 @@ def forced_frames(
 
 
 def exact_codes(tested: Any, fp32: TorchBackend, stream: RowStream, until_s: float = math.inf) -> dict[str, Any]:
-    """The comparison `exact`. tested: a backend. frames: that are fp32's, from the stream's beginning."""
+    """Runs the comparison `exact`. tested: a backend. The result's `frames` counts equal frames from the beginning."""
     asked = len(stream.text)
     truth = our_codes(fp32, stream, GREEDY, 0, asked, until_s)
     ours = our_codes(tested, stream, GREEDY, 0, len(truth) if time.perf_counter() > until_s else asked)
@@ -321,9 +321,9 @@ def exact_codes(tested: Any, fp32: TorchBackend, stream: RowStream, until_s: flo
 def parity_of(
     source: str, scope: Scope, kernel: str, device: str, *, revision: str | None = None, until_s: float = math.inf
 ) -> dict[str, Any]:
-    """All comparisons of one checkpoint; `exact` uses its wide-margin variant, which random ones have.
+    """Runs all comparisons of one checkpoint; `exact` uses the wide-margin variant, which only random ones have.
 
-    kernel: "megakernel" or "torch". Every comparison says how many frames it made; `passed` says whether all passed."""
+    kernel: "megakernel" or "torch". Every comparison reports its number of frames; `passed`: whether all passed."""
     margin = source.startswith("random:") and scope.exact > 0
 
     def backend_of(checkpoint: Checkpoint, bf16: TorchBackend) -> Any:
@@ -352,13 +352,13 @@ def parity_of(
 
 
 def release() -> None:
-    """What a comparison held goes before the next one asks for memory; without CUDA there is no cache to empty."""
+    """Frees the memory of a comparison before the next one; without CUDA there is no cache to empty."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def outcome(found: dict[str, Any]) -> dict[str, Any]:
-    """The section of what `parity_of` found; the comparisons themselves stand beside the sections."""
+    """Summarises the result of `parity_of` as a section; the comparisons are recorded next to the sections."""
     forced = found["forced"]
     section = {"frames": sum(forced["frames"].values())}
     section["ratio"] = {name: value["ratio"] for name, value in forced["pooled"].items()}

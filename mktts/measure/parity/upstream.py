@@ -1,6 +1,6 @@
-"""Ours against upstream qwen-tts, row by row: prompt embeddings bit for bit, codes frame for frame. Both sides run on
-the CPU, where the same operators round in the same way. Notebook 03_parity, the tests and `python -m mktts parity` use
-these functions."""
+"""Compares prompt embeddings (bit for bit) and codes (frame for frame) with upstream qwen-tts. Both sides run on the
+CPU, where the same operators round in the same way. Notebook 03_parity, the tests and `python -m mktts parity` use
+this."""
 
 import math
 import time
@@ -26,8 +26,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def standard_requests(checkpoint: Checkpoint) -> list[Request]:
-    """Requests for every mode this type of checkpoint has; a clone's voice is made of seeded numbers. Where a
-    checkpoint lacks a released speaker or language, its own speakers take turns and "auto" stands in."""
+    """Requests for every mode of this type of checkpoint; a clone's voice is made of seeded random numbers. If the
+    checkpoint lacks a released speaker or language, its own speakers in turn and "auto" replace them."""
     config, found = checkpoint.config, []
     kind = "clones" if config.type.clones else "designs" if config.type.designs else "speakers"
     for turn, fields in enumerate(read_object(Path(__file__).with_name("requests.json"))[kind]):
@@ -44,7 +44,7 @@ def standard_requests(checkpoint: Checkpoint) -> list[Request]:
 
 
 def made_up_voice(checkpoint: Checkpoint, frames: int) -> Voice:
-    """A voice of seeded random numbers with `frames` reference frames; 0 makes an x-vector."""
+    """A voice of seeded random numbers with `frames` reference frames; 0 makes an x-vector voice."""
     generator = torch.Generator().manual_seed(frames)
     size = checkpoint.config.talker.hidden_size
     codes = torch.randint(0, CODEBOOK_SIZE, (frames, NUM_CODEBOOKS), generator=generator)
@@ -56,14 +56,14 @@ def made_up_voice(checkpoint: Checkpoint, frames: int) -> Voice:
 def compare_prompts(
     checkpoint: Checkpoint, requests: Sequence[Request], dtype: torch.dtype, upstream: Any
 ) -> list[Row]:
-    """One row a request: prompt rows, text rows that trail, whether all are bit-equal, and the largest difference.
-    `upstream` is a loaded qwen_tts.Qwen3TTSModel of the same checkpoint and dtype."""
+    """One row per request: number of prompt rows and of trailing text rows, whether all are bit-equal, and the largest
+    difference. upstream: a loaded qwen_tts.Qwen3TTSModel of the same checkpoint and dtype."""
     builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), dtype=dtype)
     rows = []
     for request in requests:
         prompt = builder.build(request)
         embeds, trailing, pad = prompt_embeds(upstream, request)
-        theirs = torch.cat((embeds, trailing, pad[None], pad[None]))  # past the end both sides give the padding row
+        theirs = torch.cat((embeds, trailing, pad[None], pad[None]))  # both sides pad after the end of the text
         ours = torch.cat((prompt.embeds, *(prompt.row(t)[None] for t in range(len(trailing) + 2))))
         same_size = prompt.embeds.shape == embeds.shape
         found = {
@@ -86,9 +86,9 @@ def compare_codes(
     upstream: Any,
     until_s: float = math.inf,
 ) -> list[Row]:
-    """One row a request: frames made, whether codes are equal, and the first difference, (frame, codebook) or None. The
-    sampling's rng is set to "torch", the one upstream has. `upstream` is a loaded qwen_tts.Qwen3TTSModel. Beyond
-    `until_s`, of time.perf_counter, those that follow the first are left out."""
+    """One row per request: number of frames, whether codes are equal, and the first difference, (frame, codebook) or
+    None. Sampling uses the rng "torch", as upstream does. upstream: a loaded qwen_tts.Qwen3TTSModel. until_s: a time of
+    time.perf_counter, after which no request but the first is begun."""
     builder = PromptBuilder(checkpoint.config, checkpoint.tensors(), checkpoint.tokenizer(), dtype=dtype)
     backend = TorchBackend(checkpoint.config, checkpoint.tensors(), dtype=dtype)
     sampling, rows = replace(sampling, rng="torch"), []
@@ -106,7 +106,7 @@ def compare_codes(
 def our_codes(
     backend: Any, prompt: Any, sampling: Sampling, seed: int, max_frames: int, until_s: float = math.inf
 ) -> Tensor:
-    """Codes (T, 16) int64 of one stream of a backend, T <= max_frames, and fewer beyond `until_s`."""
+    """Codes (T, 16) int64 of one stream of a backend, T <= max_frames; after `until_s` only a first frame is made."""
     state = backend.start(prompt, sampling, seed, max_frames)
     frames: list[Tensor] = []
     while len(frames) < max_frames and not (frames and time.perf_counter() > until_s):
@@ -118,7 +118,7 @@ def our_codes(
 
 
 def first_mismatch(found: Tensor, expected: Tensor) -> tuple[int, int] | None:
-    """(frame, codebook) of the first difference of two (T, 16); a missing frame differs in codebook 0."""
+    """(frame, codebook) of the first difference of two (T, 16), or None; a missing frame differs in codebook 0."""
     common = min(len(found), len(expected))
     differences = (found[:common] != expected[:common]).nonzero()
     if len(differences):
