@@ -1,1 +1,1 @@
-"""What only notebooks need: tables, player, plots, evidence, headless runs."""
+"""Tools for the notebooks: tables, a live player, plots, records, headless runs and the site."""

@@ -1,4 +1,4 @@
-"""What every notebook needs: run folders, inline audio, tables, widgets with a Start button. The Jupyter packages are
+"""Common parts of the notebooks: run folders, inline audio, tables, widgets with a Start button. Jupyter packages are
 imported where they are used, so `import mktts.notebook.nb` works without them."""
 
 import asyncio
@@ -22,12 +22,12 @@ from mktts.errors import MkttsError
 from mktts.measure.metrics import cell
 from mktts.spec import SAMPLE_RATE_HZ
 
-EMBED_LIMIT_S = 10.0  # inline audio costs 64 kB of notebook per second; the WAV file always holds all of it
-MP3_COMPRESSION = 0.6  # 0: largest, 1: smallest; two voices by turns take 3 kB a second, of variable rate
-MOST_ROWS = 8  # of a table that is seen without unfolding it
-LINE_CHARS = 40  # a longer text gets a box of several lines
-INTERRUPT_STEP_S = 0.1  # between two looks at the handler of the kernel's interrupt
-LABELS = {  # of parameters whose names do not say it
+EMBED_LIMIT_S = 10.0  # inline audio costs 64 kB of notebook per second; the WAV file is always complete
+MP3_COMPRESSION = 0.6  # 0: largest, 1: smallest; a dialogue takes 3 kB per second with a variable bit rate
+MOST_ROWS = 8  # rows of a table that are visible without unfolding it
+LINE_CHARS = 40  # a longer text gets a text area of several lines
+INTERRUPT_STEP_S = 0.1  # interval at which the kernel's interrupt handler is checked
+LABELS = {  # of parameters whose names are not clear enough
     "TOP_K": "Among likeliest",
     "GREEDY": "Likeliest code only",
     "MAX_FRAMES": "Frames at most",
@@ -36,12 +36,12 @@ LABELS = {  # of parameters whose names do not say it
     "VOICE": "Saved voice's file",
     "SECONDS": "Seconds a load",
 }
-MANUAL = "-manual"  # ends the name of the folder of a run by hand; the second one's is -manual-2
+MANUAL = "-manual"  # suffix of the folder of an interactive run; the second one has -manual-2
 
 
 def repository() -> Path:
-    """The repository's top folder: the first folder at or above the working folder that has notebooks/ and a
-    pyproject.toml, else the folder this package lies in. Raises MkttsError if neither is one."""
+    """The repository's top folder: the first folder at or above the working folder that has notebooks/ and
+    pyproject.toml, else the one that contains this package. Raises MkttsError if there is none."""
     start = Path.cwd().resolve()
     for folder in (start, *start.parents, Path(__file__).resolve().parents[2]):
         if (folder / "pyproject.toml").is_file() and (folder / "notebooks").is_dir():
@@ -50,8 +50,8 @@ def repository() -> Path:
 
 
 def run_dir(path: str, notebook: str) -> Path:
-    """The folder a run writes to, created if absent: `path`, or where `path` is "" (a run by hand) the first of
-    outputs/runs/<notebook>-manual, -manual-2, ... that holds no recorded run yet; that one is then named."""
+    """The folder that a run writes to, created if missing: `path`, or for "" (an interactive run) the first of
+    outputs/runs/<notebook>-manual, -manual-2, ... without a recorded run, whose name is then displayed."""
     if path:
         folder = Path(path).expanduser().resolve()
     else:
@@ -68,8 +68,8 @@ def run_dir(path: str, notebook: str) -> Path:
 def clip(pcm: np.ndarray, label: str, folder: Path, *, random_weights: bool) -> Path:
     """Writes `pcm` (S,) float32 in [-1, 1] to `folder`/<label>.wav and shows it with an audio element.
 
-    Levels are shown as they are (no normalisation). At most EMBED_LIMIT_S are embedded in the notebook. Audio from
-    random weights is labelled as such. Returns the file's path. Raises MkttsError on unusable PCM."""
+    Levels are not normalised. At most EMBED_LIMIT_S are embedded in the notebook. Audio from random weights is labelled
+    as such. Returns the file's path. Raises MkttsError for unusable PCM."""
     pcm = np.asarray(pcm)
     if pcm.ndim != 1 or pcm.dtype != np.float32 or pcm.size == 0:
         raise MkttsError(f"clip {label!r}: expected (S,) float32 with S > 0, found {pcm.shape} {pcm.dtype}")
@@ -86,13 +86,13 @@ def clip(pcm: np.ndarray, label: str, folder: Path, *, random_weights: bool) -> 
 
 
 def recording(path: Path, label: str, *, random_weights: bool) -> None:
-    """Shows the sound file `path` with an audio element that holds all of it, as MP3. Raises MkttsError where it cannot
-    be read."""
+    """Shows the whole sound file `path` with an audio element, embedded as MP3. Raises MkttsError if it cannot be
+    read."""
     _show_audio(label, [path.name], random_weights, path.name, as_mp3(path), "audio/mpeg")
 
 
 def as_mp3(path: Path) -> bytes:
-    """The sound file `path` as MP3, its channels and rate kept. Raises MkttsError where it cannot be read."""
+    """Encodes the sound file `path` as MP3 with the same channels and rate. Raises MkttsError if it cannot be read."""
     import soundfile
 
     try:
@@ -105,9 +105,8 @@ def as_mp3(path: Path) -> bytes:
 
 
 def table(rows: Sequence[Mapping[str, Any]], caption: str = "", omit: Sequence[str] = ()) -> None:
-    """Shows `rows` as a table; the columns are the keys in order of first appearance, a missing value is empty. Of more
-    than MOST_ROWS rows the rest is folded; numbers have three significant digits. `omit` names columns that are left
-    out."""
+    """Shows `rows` as a table whose columns are the keys in order of first appearance; missing values are empty. Rows
+    after the first MOST_ROWS are collapsed. Numbers have three significant digits. omit: columns to leave out."""
     keys = list(dict.fromkeys(key for row in rows for key in row if key not in omit))
     cells = [[cell(row.get(key, ""), digits=3) for key in keys] for row in rows]
     kinds = [{type(row[key]) for row in rows if key in row} for key in keys]
@@ -135,7 +134,7 @@ def _show_html(markup: str, text: str) -> None:
 
 
 def _show_audio(label: str, notes: Sequence[str], random_weights: bool, name: str, data: bytes, mime: str) -> None:
-    """`name`, of the sound file in the run's folder, is the element's title: `publish` makes a link of it."""
+    """Shows an audio element. name: of the sound file in the run's folder; `publish` makes a link of it."""
     about = ", ".join([*notes, *([RANDOM_WEIGHTS] if random_weights else [])])
     source = f"data:{mime};base64,{base64.b64encode(data).decode()}"
     player = f'<audio controls title="{html.escape(name)}" src="{source}"></audio>'
@@ -148,18 +147,17 @@ Choices = Sequence[str] | tuple[float, float]
 
 
 class Controls:
-    """One widget per notebook parameter (`TEXT=TEXT, SEED=SEED`), plus Start and Stop. A widget changes only what the
-    parameter already defines, so a headless run, where nobody turns the knobs, computes exactly what the parameters
-    say."""
+    """One widget per notebook parameter (`TEXT=TEXT, SEED=SEED`), plus Start and Stop. Widgets start with the values of
+    the parameters, so a headless run, which changes none, uses exactly the parameters."""
 
     def __init__(self, choices: Mapping[str, Choices], more: Sequence[str] = (), **parameters: Any) -> None:
-        """choices: make a drop-down of a string, and of a number a slider from the first to the second of two numbers.
-        more: parameters that are folded away."""
+        """choices: for a string, the entries of a drop-down; for a number, the bounds of a slider. more: parameters
+        that are collapsed."""
         import ipywidgets
 
         unknown = sorted(set(choices) - set(parameters))
         if unknown:
-            raise MkttsError(f"controls: choices for {unknown}, which are no parameters of the panel")
+            raise MkttsError(f"controls: choices for {unknown}, which are not parameters of the panel")
         self._widgets = {name: _widget(name, value, choices.get(name)) for name, value in parameters.items()}
         self.start_button = ipywidgets.Button(description="Start", icon="play")
         self.stop_button = ipywidgets.Button(description="Stop", icon="stop", disabled=True)
@@ -176,15 +174,15 @@ class Controls:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Parameter name -> present value."""
+        """Current values by parameter name."""
         return {name: widget.value for name, widget in self._widgets.items()}
 
     def show(self, start: Callable[[], Awaitable[Any]], *below: Any) -> None:
         """Displays the panel and, under it, the widgets `below`. Start runs `start()` on the kernel's event loop.
 
-        Call it from a cell: the cell's loop is the one that Start uses, for as long as the kernel lives. (Since
-        ipykernel 7 a button's callback may arrive on another thread, that of the front end's subshell.) One run at a
-        time: Start is disabled during it. Stop, or an interrupt of the kernel, cancels it."""
+        Call it from a cell, whose event loop Start then uses for the lifetime of the kernel. (Since ipykernel 7 a
+        button's callback may run on another thread, that of the front end's subshell.) Start is disabled during a run.
+        Stop, or an interrupt of the kernel, cancels the run."""
         import ipywidgets
         from IPython.display import display
 
@@ -194,12 +192,12 @@ class Controls:
         display(ipywidgets.VBox([self.panel, *below]))
 
     def say(self, words: str) -> None:
-        """Shows `words`, of how far a run is, beside the buttons."""
+        """Shows `words`, such as the progress of a run, next to the buttons."""
         self.message.value = html.escape(words)
 
     def draws(self, draw: Callable[[], Any]) -> None:
-        """Shows what `draw()` displays where the cell stands, and again in its place after every run that Start began.
-        A cell that is run again replaces what it drew before."""
+        """Shows the output of `draw()` in this cell, and updates it after every run that Start began. Running the cell
+        again replaces its earlier drawing."""
         self._drawings[draw.__name__] = (draw, [])
         self._draw(*self._drawings[draw.__name__])
 
@@ -219,7 +217,7 @@ class Controls:
                 display(output.data, display_id=ids[-1], metadata=output.metadata, raw=True)
 
     async def run(self) -> None:
-        """What Start does, awaited by a cell: an error ends the cell instead of standing in the panel."""
+        """Does the same as Start when awaited by a cell, but raises errors instead of showing them in the panel."""
         if self._start is None:
             raise MkttsError("expected show(start) before run()")
         self.start_button.disabled, self.stop_button.disabled, self.message.value = True, False, ""
@@ -231,8 +229,8 @@ class Controls:
             self.start_button.disabled, self.stop_button.disabled = False, True
 
     async def _pressed(self) -> None:
-        """Runs, cancelled where the kernel is interrupted. ipykernel ignores an interrupt where no cell runs, and sets
-        its own handlers around every message, so ours is set again and again."""
+        """Runs until the end or an interrupt of the kernel. ipykernel ignores interrupts while no cell runs, and
+        replaces signal handlers around every message, so ours is installed repeatedly."""
         task, before = asyncio.create_task(self.run()), signal.getsignal(signal.SIGINT)
         in_main_thread = threading.current_thread() is threading.main_thread()
 
@@ -249,7 +247,7 @@ class Controls:
                 self._draw(*drawing)
         except asyncio.CancelledError:
             self.message.value = "stopped"
-        except Exception as error:  # nobody awaits a button's task: the panel is where its error can be read
+        except Exception as error:  # a button's task is not awaited, so the panel shows its error
             self.message.value = html.escape(f"{type(error).__name__}: {error}")
         finally:
             if in_main_thread and signal.getsignal(signal.SIGINT) is interrupt:

@@ -1,8 +1,8 @@
-// Plays PCM while it is made: one audio clock per widget model, any number of views (a view is only a button and a line).
-// The kernel sends s16le mono chunks as binary custom messages; each becomes one AudioBufferSourceNode started where
-// the one before it ends. No AudioWorklet: it does not exist on a plain-http remote host.
-const COUNT_MS = 200; // between two changes of the line beside Stop
-const LEAD_S = 0.005; // scheduled this far ahead after a gap, so that start() is never in the past
+// Plays PCM as it is generated: one audio clock per widget model, with any number of views (a button and a status
+// line). The kernel sends s16le mono chunks as binary custom messages; each becomes an AudioBufferSourceNode that
+// starts where the previous one ends. It does not use AudioWorklet, which is missing on remote hosts over plain http.
+const COUNT_MS = 200; // interval at which the status line is updated
+const LEAD_S = 0.005; // after a gap, chunks are scheduled this far ahead, so that start() is never in the past
 
 function initialize({ model }) {
   const rate = model.get("sample_rate_hz");
@@ -10,7 +10,7 @@ function initialize({ model }) {
   let playing = new Set(), end_s = 0, gaps = 0, chunks = 0, muted = false, complete = true, first_sound_ms = null;
   let made_s = 0, counting = null;
 
-  const count = (state) => { // in the page, so that it goes on while the kernel is busy
+  const count = (state) => { // done in the page, so that it continues while the kernel is busy
     const number = (n, one) => `${n} ${one}${n === 1 ? "" : "s"}`;
     const heard_s = made_s - Math.max(0, end_s - clock.currentTime);
     const sound = first_sound_ms === null ? "queued behind earlier audio"
@@ -26,7 +26,7 @@ function initialize({ model }) {
     if (chunks) count({ first: "playing", made: "all made, still playing" }[event] || event);
     model.save_changes();
   };
-  const flush = () => { // what was queued will not be heard
+  const flush = () => { // drops the queued audio
     made_s -= Math.max(0, Math.min(made_s, end_s - clock.currentTime));
     playing.forEach((node) => node.stop());
     playing.clear();
@@ -47,7 +47,7 @@ function initialize({ model }) {
     };
     playing.add(node);
     if (end_s < clock.currentTime) {
-      if (chunks > 0) gaps += 1; // playback had run dry inside the utterance
+      if (chunks > 0) gaps += 1; // playback ran dry within the utterance
       end_s = clock.currentTime + LEAD_S;
     }
     node.start(end_s);

@@ -1,6 +1,6 @@
-"""Live PCM in a notebook page: a widget that plays each chunk the moment the kernel has made it. Nothing here needs a
-browser. Without a front end (papermill, pytest) the messages go nowhere, at the cost of microseconds, and
-`stop_requested` stays false."""
+"""Live audio in a notebook: a widget that plays each chunk as soon as the kernel has generated it. It also works
+without a front end (papermill, pytest): messages are then dropped, at the cost of microseconds, and `stop_requested`
+stays false."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,12 +17,12 @@ from mktts.spec import SAMPLE_RATE_HZ
 class LivePlayer(anywidget.AnyWidget):
     """Display it, then `async for chunk in player.play(stream)`.
 
-    Use it from `async` cells only: a button pressed while a synchronous loop runs is not seen before the loop ends.
-    `stop_requested` turns true when Stop is pressed (playback stops in the page at once, whatever the kernel does).
-    `report` holds what the page said last: kind ("first", "made" once all is there, "played" once all was heard,
-    "stopped"), chunks, gaps (how often the page fell silent inside the utterance; an *underrun* is the calculation of
-    `mktts.engine.metrics`), first_sound_ms (arrival of the first chunk to the loudspeaker, None behind audio that still
-    plays; never part of TTFC), the audio context's state and rate. It is empty without a front end."""
+    Use it in `async` cells only: a synchronous loop handles the Stop button only after it has ended.
+    stop_requested: whether Stop was pressed; playback stops in the page at once, even if the kernel is busy.
+    report: the page's latest message, empty without a front end: kind ("first", "made" once all chunks have arrived,
+    "played" once all were played, "stopped"), chunks, gaps (silences within the utterance as heard, whereas
+    `mktts.engine.metrics` calculates *underruns*), first_sound_ms (from the first chunk's arrival to the loudspeaker,
+    not part of TTFC; None if earlier audio still played), and the audio context's state and rate."""
 
     _esm = Path(__file__).with_name("player.js")
     sample_rate_hz = traitlets.Int(SAMPLE_RATE_HZ).tag(sync=True)
@@ -35,9 +35,8 @@ class LivePlayer(anywidget.AnyWidget):
         self.on_msg(self._on_report)
 
     async def play(self, stream: Any) -> AsyncIterator[Any]:
-        """Plays a stream of chunks while it is made and passes the chunks on; Stop cancels the stream. So does an
-        interrupt of the kernel, or a loop that is left early: the page falls silent, too. Raises AudioError for what is
-        no PCM."""
+        """Plays the chunks of a stream as they are generated, and yields them. Stop, an interrupt of the kernel, and
+        leaving the loop early cancel the stream and silence the page. Raises AudioError for invalid PCM."""
         self.stop_requested, self.report = False, {}
         self.send({"kind": "begin"})
         try:
@@ -45,7 +44,7 @@ class LivePlayer(anywidget.AnyWidget):
                 if data := to_pcm16(chunk.pcm):
                     self.send({"kind": "pcm"}, buffers=[data])
                 yield chunk
-                await asyncio.sleep(0)  # lets the kernel see the Stop button even where chunks are waiting
+                await asyncio.sleep(0)  # lets the kernel handle the Stop button even if more chunks are ready
                 if self.stop_requested:
                     stream.cancel()
         except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
@@ -53,7 +52,7 @@ class LivePlayer(anywidget.AnyWidget):
             stream.cancel()
             raise
         finally:
-            self.send({"kind": "end"})  # the page answers with its counters and plays out what is queued
+            self.send({"kind": "end"})  # the page answers with its counters and plays the queued audio
 
     def _on_report(self, _widget: Any, message: dict[str, Any], _buffers: list[Any]) -> None:
         self.report = dict(message)

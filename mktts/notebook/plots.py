@@ -1,7 +1,7 @@
-"""How the notebooks' figures look and are saved, and those that more than one cell draws.
+"""The style of the notebooks' figures, how they are saved, and the figures that several cells draw.
 
-Colours are those of Okabe and Ito (2008), distinguishable with every common colour-vision deficiency; one thing has one
-colour in every figure. A drawing function takes plain data, saves `folder`/<name>.png and returns the Figure."""
+Colours are from Okabe and Ito (2008), distinguishable with every common colour-vision deficiency; each part has the
+same colour in every figure. A drawing function takes plain data, saves `folder`/<name>.png and returns the Figure."""
 
 import io
 import math
@@ -27,16 +27,16 @@ COLOURS = {
     "prefill": "#CC79A7",
     "launch": "#56B4E9",
     "other": "#999999",
-    "product": "#009E73",  # inside a launch: a matrix product, a hop between blocks, a wait for weights
+    "product": "#009E73",  # within a launch: a matrix product, an exchange between blocks, a wait for weights
     "hop": "#D55E00",
     "weights": "#F0E442",
     "mktts": "#0072B2",
     "faster-qwen3-tts": "#CC79A7",
     "upstream": "#D55E00",
-    "limit": "#444444",  # what playback or a tolerance demands
+    "limit": "#444444",  # a limit of playback or a tolerance
     "underrun": "#AA1133",
 }
-SERIES = ("#0072B2", "#CC79A7", "#56B4E9", "#000000", "#009E73")  # for what COLOURS lacks
+SERIES = ("#0072B2", "#CC79A7", "#56B4E9", "#000000", "#009E73")  # for labels that are not in COLOURS
 DASHES = ("-", "--", ":", "-.")
 STYLE = {
     "font.size": 10,
@@ -54,37 +54,37 @@ STYLE = {
     "figure.facecolor": "white",
 }
 DPI = 120
-DISPLAY_DPI = 96  # a saved figure is shown at this size, so that text is as large as the notebook's
+DISPLAY_DPI = 96  # a notebook displays figures at this resolution, so that their text matches its own
 REAL_TIME = f"real time ({FRAME_MS:.0f} ms)"
-BESIDE = {"textcoords": "offset points", "va": "center"}  # of a note to the right of a point
-FRAME_GRID_LIMIT_S = 3.0  # beyond this the grid of single frames would be a grey area
+BESIDE = {"textcoords": "offset points", "va": "center"}  # of an annotation to the right of a point
+FRAME_GRID_LIMIT_S = 3.0  # in longer audio the grid of single frames would be a grey area
 
 
 # ---- any figure
 
 
 def new(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
-    """A figure of the common width and `height` inches, and its axes: one, or an array of `rows` or of rows and
-    `columns`. From now on matplotlib draws in the notebooks' style."""
+    """Makes a figure of the common width and `height` inches, with one axes or an array of them. Also sets matplotlib
+    to the notebooks' style."""
     rcParams.update(STYLE)
     figure = Figure(figsize=(8.5, height), layout="constrained")
     return figure, figure.subplots(rows, columns, **options)
 
 
 def colour(label: str, index: int = 0) -> str:
-    """The colour of the thing `label` begins with, or the `index`-th series colour where COLOURS has none."""
+    """The colour in COLOURS for the first word of `label`, or else the series colour number `index`."""
     return COLOURS.get(label.split(" ")[0].rstrip(",:"), SERIES[index % len(SERIES)])
 
 
 def titled(axes: Axes, title: str, source: str) -> None:
-    """The title, and under it in plain type where the numbers come from."""
+    """Sets the title, and under it, in plain type, the source of the numbers."""
     axes.set_title(title, pad=20)
     at = {"xycoords": "axes fraction", "textcoords": "offset points"}
     axes.annotate(source, (0, 1), (0, 7), fontsize=9, color="#444444", **at)
 
 
 def legend_below(axes: Axes, last: Sequence[str] = ()) -> None:
-    """The legend of `axes` under the figure, in drawing order, labels of `last` last; one line if it fits."""
+    """Puts the legend of `axes` under the figure, in drawing order but `last` last, on one line if it fits."""
     entries = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     labels = sorted(entries, key=lambda label: label in last)
     fits = sum(len(label) + 6 for label in labels) < 110
@@ -93,19 +93,19 @@ def legend_below(axes: Axes, last: Sequence[str] = ()) -> None:
 
 
 def lines_from_top(axes: Axes, labels: Sequence[str], **options: Any) -> None:
-    """One label a line, the first on top, without a grid between them."""
+    """Labels the y axis with one label per line, the first at the top, without grid lines."""
     axes.set_yticks(range(len(labels)), labels, **options)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
 
 
 def plain_ticks(axis: Any, numbers: Sequence[float] | None = None) -> None:
-    """2, 5, 10 on a logarithmic axis, a decade long at least, instead of powers of ten; with `numbers` exactly these,
-    and where two lie close together the second has no label."""
+    """Labels a logarithmic axis with plain numbers (1, 2, 5, 10, ...) instead of powers of ten, over at least a decade.
+    numbers: the exact ticks; one that is too close to the one before gets no label."""
     axis.set_minor_locator(NullLocator())
     if numbers is None:
         low, high = axis.get_view_interval()
-        if not 0 < low < high:  # nothing was drawn
+        if not 0 < low < high:  # an empty plot
             low, high = 1.0, 10.0
         wider = max(1.0, math.sqrt(10 * low / high))
         axis.axes.set(**{f"{axis.axis_name}lim": (low / wider, high * wider)})
@@ -120,10 +120,10 @@ def plain_ticks(axis: Any, numbers: Sequence[float] | None = None) -> None:
 
 
 def save(figure: Figure, folder: Path, name: str) -> Figure:
-    """Writes `figure` to `folder`/<name>.png, whole or not at all, and makes a notebook show exactly those bytes."""
+    """Writes `figure` to `folder`/<name>.png atomically, and makes a notebook display exactly those bytes."""
     drawn, packed = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=DPI)
-    # A palette: a fifth of the bytes, which executed notebooks carry in base64.
+    # A palette takes a fifth of the bytes, which executed notebooks embed in base64.
     Image.open(drawn).convert("RGB").quantize(64, Image.Quantize.FASTOCTREE).save(packed, "png", optimize=True)
     data = packed.getvalue()
     write_whole(Path(folder) / f"{name}.png", data)
@@ -147,9 +147,9 @@ def bars(
     real_time: bool = False,
     marks: Mapping[str, float] | None = None,
 ) -> Figure:
-    """Horizontal stacked bars: label -> part -> length; the total is written at their end. total: how. real_time: with
-    the time that a frame lasts. marks: a dashed line in the bar of a label, what the bytes of its weights alone would
-    take."""
+    """Draws horizontal stacked bars, label -> part -> length, with the total at the end of each. total: its format.
+    real_time: marks the duration of a frame. marks: by label, a dashed line in the bar at the time that reading the
+    weights would take."""
     figure, axes = new(1.9 + 0.45 * len(rows))
     labels, left = list(rows), np.zeros(len(rows))
     for index, part in enumerate(dict.fromkeys(part for row in rows.values() for part in row)):
@@ -172,11 +172,11 @@ def bars(
 
 
 def chunk_timeline(chunks: Sequence[Any], folder: Path, name: str = "chunk_timeline", title: str = "") -> Figure:
-    """Audio generated against audio needed, over the time since the call; one step is one of the stream's chunks.
+    """Draws generated audio and audio needed by playback over the time since the call; each step is a chunk.
 
-    The player is that of `mktts.engine.metrics.play`. Above: the staircase of generated audio and the line that
-    real-time playback follows, on the grid of single codec frames where the utterance is short enough. Below: audio
-    still to be played when each chunk arrived."""
+    Playback is that of `mktts.engine.metrics.play`. Top: the staircase of generated audio and the line of real-time
+    playback, with a grid of codec frames if the utterance is short enough. Bottom: audio that was still unplayed when
+    each chunk arrived."""
     ready_ms, samples = [chunk.timings.ready_ms for chunk in chunks], [len(chunk.pcm) for chunk in chunks]
     player = play(ready_ms, samples)
     ready_s, start_s = np.asarray(ready_ms) / 1e3, np.asarray(player.starts_ms) / 1e3
@@ -203,7 +203,7 @@ def chunk_timeline(chunks: Sequence[Any], folder: Path, name: str = "chunk_timel
     facts = f"first PCM after {ready_ms[0]:.0f} ms, underruns: {player.underruns}"
     top.set_title(f"{title}: {facts}" if title else f"F{facts[1:]}")
     bottom.set(xlabel="time since the call (s)", ylabel="unplayed when a\nchunk arrives (ms)")
-    top.legend(loc="lower right")  # below the line of playback, where nothing is ever drawn
+    top.legend(loc="lower right")  # the area below the line of playback is always empty
     return save(figure, folder, name)
 
 
@@ -214,7 +214,7 @@ def diagram(
     name: str,
     title: str,
 ) -> Figure:
-    """Words in boxes, joined by arrows. boxes: key -> (column, line from the top, words); arrows: pairs of keys."""
+    """Draws boxes joined by arrows. boxes: key -> (column, line from the top, text); arrows: pairs of keys."""
     x, y, _ = zip(*boxes.values(), strict=True)
     figure, axes = new(0.9 + 0.8 * (max(y) - min(y) + 1))
     framed = {"bbox": {"boxstyle": "round,pad=0.5", "facecolor": "white"}, "ha": "center", "va": "center"}

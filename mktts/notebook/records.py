@@ -1,4 +1,4 @@
-"""Measurements on record: the documents of an H200, in outputs/reference/h200, and the verdicts of notebooks."""
+"""Recorded measurements: the documents of an H200, in outputs/reference/h200, and the verdicts of notebooks."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -21,20 +21,20 @@ COMMANDS = {
     "--parts kernel --output outputs/reference/h200/parity.json",
     "trace": "python -m mktts lab trace --output outputs/reference/h200/trace.json",
 }
-# One persistent read of the 0.6B talker's 881 MB by 132 blocks of 512 threads: 0.208 ms, median of 20.
+# A persistent kernel of 132 blocks of 512 threads reads the 0.6B talker's 881 MB in 0.208 ms, median of 20.
 H200_READ_GB_S = 4240.0
 VERDICT = "verdict.json"  # in a run's folder
 BOUNDS = {"equal": ("=", operator.eq), "at_most": ("≤", operator.le), "at_least": ("≥", operator.ge)}
 
 
 def stored(name: str, folder: Path = FOLDER) -> dict[str, Any] | None:
-    """The document `name`.json, None where there is none."""
+    """The document `name`.json, or None if there is none."""
     path = folder / f"{name}.json"
     return read_object(path, MetricsError) if path.is_file() else None
 
 
 def reference(name: str, folder: Path = FOLDER) -> dict[str, Any]:
-    """As `stored`. Raises MetricsError naming the command that makes the document where there is none."""
+    """The document `name`.json. If there is none, raises MetricsError with the command that makes it."""
     found = stored(name, folder)
     if found is None:
         raise MetricsError(f"expected the measurement {folder / name}.json, found none: {absent(name)}")
@@ -42,19 +42,19 @@ def reference(name: str, folder: Path = FOLDER) -> dict[str, Any]:
 
 
 def absent(name: str) -> str:
-    """What to say where there is no such document."""
+    """The message for a document that does not exist."""
     how = f"; on a machine with a GPU: {COMMANDS[name]}" if name in COMMANDS else ""
     return f"outputs/reference/h200/{name}.json is not recorded yet{how}"
 
 
 def median(bench: Mapping[str, Any], name: str) -> float | None:
-    """The median of a figure of a document of `python -m mktts bench`, None where it has none of that name."""
+    """The median of a figure in a document of `python -m mktts bench`, or None if it has no figure of that name."""
     figure = bench["figures"].get(name)
     return None if figure is None else float(figure["median"])
 
 
 def provenance(found: Mapping[str, Any] | None) -> str:
-    """Where a document comes from, on one line; "" for None. Of one that several runs were merged into, all of them."""
+    """One line on a document's origin: device, dates and revisions of all runs merged into it; "" for None."""
     if found is None:
         return ""
     merged = "points" in found and "revision" not in found
@@ -77,33 +77,33 @@ def provenance(found: Mapping[str, Any] | None) -> str:
 
 
 def runs(folder: Path) -> list[dict[str, Any]]:
-    """A row for each finished run in `folder`, headless or by hand: run, notebook, status, and every metric under its
-    own name; of a headless one `param.NAME` and `env.NAME` too. Raises MetricsError where a file cannot be read."""
+    """A row for each finished run in `folder`: run, notebook, status, and every metric by name; for a headless run also
+    `param.NAME` and `env.NAME`. Raises MetricsError if a file cannot be read."""
     rows = []
     for path in sorted(folder.glob("*/metrics.json")):
         run, found = path.parent, read_object(path, MetricsError)
         about = stored("parameters", run)
-        if about is None:  # by hand
+        if about is None:  # an interactive run
             rows.append({"run": run.name, "notebook": run.name.partition(MANUAL)[0], "status": "ok", **found})
-        elif "status" in found:  # else it was killed
+        elif "status" in found:  # otherwise the run was killed
             known = {f"param.{name}": value for name, value in about["parameters"].items()}
             known |= {f"env.{name}": value for name, value in (stored("environment", run) or {}).items()}
             rows.append({"run": run.name, **found, "notebook": about["notebook"], **known})
     return rows
 
 
-# ---- how a notebook ends: its question, the answer in a sentence, and figures each of which was checked
+# ---- the end of a notebook: its question, the answer in a sentence, and checked figures
 
 
 def here(on_gpu: bool = False) -> str:
-    """What a figure calls this machine."""
+    """The name of this machine in a figure."""
     facts = environment()
     return str(facts["gpu"]) if on_gpu else f"{facts['cpu_cores']} cores of {facts['cpu']}"
 
 
 def figure(name: str, value: float, unit: str, n: int, machine: str, **bound: float) -> dict[str, Any]:
-    """A figure of a verdict. n: measurements behind it. bound: equal=, at_most= or at_least=, what must hold of it.
-    Raises MetricsError where that does not hold."""
+    """Makes a figure of a verdict. n: number of measurements. bound: one of equal=, at_most=, at_least=. Raises
+    MetricsError if the value violates the bound."""
     ((kind, limit),) = bound.items()
     sign, holds = BOUNDS[kind]
     checked = f"{sign} {short(limit)}"
@@ -114,7 +114,7 @@ def figure(name: str, value: float, unit: str, n: int, machine: str, **bound: fl
 
 
 def verdict(run_dir: Path, question: str, answer: str, figures: Sequence[dict[str, Any]], limit: str) -> None:
-    """Shows the verdict and writes it to `run_dir`. limit: what the answer does not say."""
+    """Shows the verdict and writes it to `run_dir`. limit: the limits of the answer."""
     from IPython.display import Markdown, display
 
     stated = {"question": question, "answer": answer, "figures": list(figures), "limit": limit}
@@ -125,8 +125,8 @@ def verdict(run_dir: Path, question: str, answer: str, figures: Sequence[dict[st
 
 
 def verdicts(folder: Path) -> list[dict[str, Any]]:
-    """A verdict of each notebook that was run in `folder`, in their order: of a run without values that were set, if
-    there is one."""
+    """One verdict per notebook that was run in `folder`, in order; preferably of the run with the default
+    parameters."""
     paths = sorted(folder.glob(f"[0-9][0-9]_*/{VERDICT}"), reverse=True)
     found = {path.parent.name.partition("-")[0]: path for path in paths}  # the shortest name comes last, and stays
     return [{"notebook": name, **read_object(found[name], MetricsError)} for name in sorted(found)]
