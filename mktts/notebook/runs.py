@@ -1,9 +1,9 @@
-"""`python -m mktts run`: notebooks run headless through papermill, one folder per run; `records.runs` has all.
+"""`python -m mktts run`: runs notebooks headless with papermill, one folder per run; `records.runs` reads them.
 
-A run's folder, whose name tells the values that were set, holds executed.ipynb, parameters.json, environment.json,
-metrics.json and the files the notebook wrote. metrics.json is whatever the notebook recorded, plus duration_s, status
-(ok, error, or skipped where it needs a package that has no wheel for this system) and, unless ok, ename, evalue, cell;
-a folder without a status is of a run that did not come to its end."""
+The folder of a run, whose name has the values that were set, holds executed.ipynb, parameters.json, environment.json,
+metrics.json and the files that the notebook wrote. metrics.json has what the notebook recorded, duration_s, and status:
+ok, error, or skipped if a package is needed that has no wheel for this system; the latter two add ename, evalue and
+cell. If the status is missing, the run did not finish."""
 
 import argparse
 import ast
@@ -39,11 +39,11 @@ from mktts.measure.environment import environment
 from mktts.measure.metrics import record
 from mktts.notebook.nb import as_mp3
 
-RUN_DIR = "RUN_DIR"  # the one parameter the runner fills itself
-CELL_LIMIT_S = 1_800  # of a cell
+RUN_DIR = "RUN_DIR"  # the parameter that the runner sets
+CELL_LIMIT_S = 1_800  # time limit of a cell
 LONGEST_NAME = 100  # characters of a run folder's name
-TYPES = {"int": int, "float": float, "bool": bool, "str": str}  # by a parameter's annotation, else its default
-PICTURES = ("04_streaming/chunk_timeline.png",)  # files that the README shows; the notebooks hold their own figures
+TYPES = {"int": int, "float": float, "bool": bool, "str": str}  # by the parameter's annotation, or the default's type
+PICTURES = ("04_streaming/chunk_timeline.png",)  # files that the README shows; notebooks embed their own figures
 PAGE = '<a href="../agent_page.png">the page, as it looks while it runs</a>'
 CONTROLS = "(controls, in a notebook that runs)"
 _PLAIN = re.compile(r"[A-Za-z0-9._,+-]*")
@@ -58,11 +58,11 @@ EXAMPLES = """examples:
   python -m mktts run notebooks/*.ipynb --publish outputs/reference
 
 Values are separated by commas and take the type of the notebook's parameter; several --set make every combination.
-A value with a comma goes in double quotes, a double quote inside those is doubled. A name that any one of the
-notebooks does not have is refused before anything runs. Exit status: 0, or 1 where a run failed, or 2 on bad input."""
+A value with a comma goes in double quotes, in which a double quote is doubled. A name that one of the notebooks
+does not have is refused before anything runs. Exit status: 0, 1 if a run failed, or 2 for bad input."""
 
 
-# ---- what is to run
+# ---- planning of runs
 
 
 Parameters = dict[str, tuple[str, Any]]  # of a notebook: name -> (type name, default)
@@ -78,20 +78,20 @@ class NotebookRun:
 
     @property
     def name(self) -> str:
-        """The notebook's name and the set values, 05_metrics-SEED=1-CHECKPOINT=small: a folder's name anywhere. A colon
-        is written ~. Where a value holds another character that some file system refuses, or all of it is long, eight
-        hexadecimal digits of a hash stand for the values, which parameters.json has."""
+        """The notebook's name and the set values, such as 05_metrics-SEED=1-CHECKPOINT=small, valid as a folder's name
+        on any file system. A colon is written ~. If a value has another special character, or the name is too long,
+        eight hexadecimal digits of a hash replace the values, which parameters.json has."""
         stem = self.path.stem
         values = {name: str(value).replace(":", "~") for name, value in self.parameters.items()}
         name = "-".join([stem, *(f"{key}={value}" for key, value in values.items())])
         plain = all(_PLAIN.fullmatch(str(value).replace(":", "")) for value in self.parameters.values())
-        if plain and len(name) <= LONGEST_NAME and not name.endswith("."):  # Windows drops a last dot
+        if plain and len(name) <= LONGEST_NAME and not name.endswith("."):  # Windows drops a trailing dot
             return name
         return f"{stem}-{hashlib.sha256(json.dumps(self.parameters, sort_keys=True).encode()).hexdigest()[:8]}"
 
 
 def parameters_of(path: Path) -> Parameters:
-    """Reads the cell tagged `parameters`: literal assignments, one name each. Raises BatchError."""
+    """Reads the cell tagged `parameters`, which assigns literals, one name per statement. Raises BatchError."""
     try:
         cells = [cell for cell in json.loads(path.read_bytes())["cells"] if cell["cell_type"] == "code"]
         tagged = [cell["source"] for cell in cells if "parameters" in cell.get("metadata", {}).get("tags", [])]
@@ -106,7 +106,7 @@ def parameters_of(path: Path) -> Parameters:
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     parameters[name] = (type(ast.literal_eval(value)).__name__, ast.literal_eval(value))
                 case _:
-                    raise ValueError(f"line {statement.lineno} is not one")
+                    raise ValueError(f"line {statement.lineno} is something else")
     except (SyntaxError, ValueError) as error:
         rule = "the cell tagged `parameters` must hold assignments of literals, one name each"
         raise BatchError(f"{path}: {rule}: {error}") from None
@@ -114,11 +114,11 @@ def parameters_of(path: Path) -> Parameters:
 
 
 def plan(paths: Sequence[Path], settings: Sequence[str]) -> list[NotebookRun]:
-    """Every notebook with every combination of the settings, notebooks outermost, in the order given.
+    """Every notebook with every combination of the settings, notebooks outermost, in the given order.
 
-    A path with wildcards that no file bears itself stands for the files that it matches: some shells (Windows') do not
-    expand it. Raises BatchError where a path matches nothing, a setting is malformed, its name is unknown to any one of
-    the notebooks, or a value does not have the parameter's type."""
+    Wildcards in a path are expanded, because some shells (Windows) do not, unless a file has exactly that name. Raises
+    BatchError if a path matches nothing, a setting is malformed, one of the notebooks does not have its name, or a
+    value does not have the parameter's type."""
     found: list[Path] = []
     for path in paths:
         exact = path.exists() or not glob.has_magic(str(path))
@@ -151,7 +151,7 @@ def _split_settings(settings: Sequence[str]) -> dict[str, list[str]]:
             raise BatchError(f"--set {name} is given twice: put all its values in one, separated by commas")
         try:
             rows = csv.reader([values], strict=True, skipinitialspace=True)
-            split[name] = next(rows, None) or [""]  # NAME= is one empty value, not none
+            split[name] = next(rows, None) or [""]  # NAME= means one empty value
         except csv.Error as error:
             raise BatchError(f'--set {setting}: {error}; quote a value as NAME="a, b","c"') from None
     return split
@@ -187,10 +187,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs the grid; 0 if every run succeeded, else 1. Raises BatchError before anything runs on bad input."""
+    """Runs all combinations; returns 1 if a run failed, else 0. For bad input, raises BatchError before any run."""
     runs, out = plan(arguments.notebooks, arguments.set), arguments.out
     if arguments.publish and arguments.set:
-        raise BatchError("--publish keeps the runs of the notebooks' own parameters: expected no --set beside it")
+        raise BatchError("--publish keeps the runs of the notebooks' own parameters: leave out --set")
     machine, named = environment(), {"ok": [], "skipped": [], "error": []}
     for number, run in enumerate(runs, 1):
         print(f"[{number}/{len(runs)}] {run.name}", end="  ", flush=True)
@@ -203,7 +203,7 @@ def main(arguments: argparse.Namespace) -> int:
     left_out = f", {len(named['skipped'])} skipped" if named["skipped"] else ""
     print(f"{len(named['ok'])} of {len(runs)} runs succeeded{left_out}; folders in {out}")
     if arguments.publish:
-        for name in named["ok"]:  # all folders first: the copies link to one another
+        for name in named["ok"]:  # creates all folders first, because the copies link to one another
             (arguments.publish / name).mkdir(parents=True, exist_ok=True)
         for name in named["ok"]:
             publish(out / name, arguments.publish / name)
@@ -213,8 +213,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def execute(run: NotebookRun, out: Path, machine: dict[str, Any]) -> dict[str, Any]:
-    """Executes one run into `out / run.name`, replacing what was there; returns its metrics. Never raises on a
-    failing notebook: that is recorded."""
+    """Executes one run into `out / run.name`, replacing an earlier one, and returns its metrics. A notebook that fails
+    does not raise: the metrics record the error."""
     folder = out / run.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -222,15 +222,15 @@ def execute(run: NotebookRun, out: Path, machine: dict[str, Any]) -> dict[str, A
     defaults = {name: default for name, (_, default) in run.known.items() if name != RUN_DIR}
     about = {"notebook": run.path.stem, "parameters": {**defaults, **run.parameters}}
     write_json(folder / "parameters.json", about)
-    logging.getLogger("papermill").setLevel(logging.ERROR)  # its warnings guess at parameters; `plan` has checked them
-    cwd = run.path.parent.resolve()  # as in JupyterLab: a notebook runs in its own folder
+    logging.getLogger("papermill").setLevel(logging.ERROR)  # hides warnings about parameters, which `plan` has checked
+    cwd = run.path.parent.resolve()  # as in JupyterLab, a notebook runs in its own folder
     parameters = dict(run.parameters)
     if RUN_DIR in run.known:
-        parameters[RUN_DIR] = os.path.relpath(folder.resolve(), cwd)  # relative: no machine path in what is kept
+        parameters[RUN_DIR] = os.path.relpath(folder.resolve(), cwd)  # relative, so that no machine path is recorded
     start_s, outcome = time.perf_counter(), {"status": "ok"}
     try:
         papermill.execute_notebook(
-            str(run.path).replace("{", "{{").replace("}", "}}"),  # papermill formats the paths it is given
+            str(run.path).replace("{", "{{").replace("}", "}}"),  # papermill applies str.format to paths
             str(folder / "executed.ipynb").replace("{", "{{").replace("}", "}}"),
             parameters,
             kernel_name="python3",
@@ -243,13 +243,13 @@ def execute(run: NotebookRun, out: Path, machine: dict[str, Any]) -> dict[str, A
     except papermill.PapermillExecutionError as error:
         status = "skipped" if error.ename == PackageMissing.__name__ else "error"
         outcome = {"status": status, "ename": error.ename, "evalue": error.evalue, "cell": error.exec_count or 0}
-    except Exception as error:  # a dead kernel, a timeout, a notebook papermill cannot read: recorded like the above
+    except Exception as error:  # a dead kernel, a timeout, a notebook that papermill cannot read: recorded as well
         outcome = {"status": "error", "ename": type(error).__name__, "evalue": str(error), "cell": 0}
     return record(folder, duration_s=round(time.perf_counter() - start_s, 3), **outcome)
 
 
 class ThisInterpreter(AsyncKernelManager):
-    """A kernel manager whose only kernel is ipykernel of the running interpreter, whatever kernels are installed."""
+    """A kernel manager that always uses ipykernel of the running interpreter, whatever kernels are installed."""
 
     kernel_spec = KernelSpec(**get_kernel_dict() | {"env": python_path()})
 
@@ -259,11 +259,11 @@ class ThisInterpreter(AsyncKernelManager):
 
 
 def publish(run: Path, target: Path) -> Path:
-    """Replaces the folder `target` by what can be read where the repository is browsed: JSON files, PICTURES, and the
-    executed notebook, in which every audio element has become a link to its sound file, as MP3 beside it, and a link to
-    another notebook one to its copy beside `target`, or else in the folder above.
+    """Replaces the folder `target` by a copy of a run that can be read where the repository is browsed: JSON files,
+    PICTURES, sounds as MP3, and the executed notebook. In it, audio elements become links to the MP3 files, and links
+    to other notebooks lead to their copies next to `target`, or else in the folder above.
 
-    Returns `target`. Raises BatchError where there is no finished run, MkttsError where a sound cannot be read."""
+    Returns `target`. Raises BatchError if there is no executed notebook, MkttsError if a sound cannot be read."""
     executed = run / "executed.ipynb"
     if not executed.is_file():
         raise BatchError(f"{run}: expected the folder of a run, found no executed.ipynb in it")
@@ -288,7 +288,7 @@ def publish(run: Path, target: Path) -> Path:
                 output["data"] = {"text/plain": CONTROLS}
             if "text/html" in output.get("data", {}):
                 output["data"]["text/html"] = _IFRAME.sub(PAGE, _AUDIO.sub(linked, output["data"]["text/html"]))
-    for name in ("widgets", "papermill"):  # the state of controls that nothing answers any more; the machine's paths
+    for name in ("widgets", "papermill"):  # the state of widgets, which are no longer active; paths of this machine
         notebook.metadata.pop(name, None)
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)

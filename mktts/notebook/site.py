@@ -1,6 +1,6 @@
-"""`python -m mktts lab site`: executed notebooks as one static site, with sound and a table of all figures. The
-pages ask for nothing from elsewhere: pictures are in them, sounds beside them, formulas are MathML. What they look like
-stands in `page/`."""
+"""`python -m mktts lab site`: makes a static site of executed notebooks, with sound and a table of all figures. Its
+pages load nothing from other hosts: pictures are embedded, sounds are separate files, formulas are MathML. `page/` has
+the template and the style."""
 
 import argparse
 import html
@@ -33,9 +33,9 @@ EXAMPLES = """examples:
   python -m mktts lab site
   python -m mktts lab site outputs/reference --out site
 
-What `python -m mktts run` has executed, and what is published where there is no run: of a notebook that several RUNS
-have, the first one's. Runs that failed or had values set are left out. Exit status: 0, or 2 where there is no executed
-notebook, or --out holds something else."""
+It uses notebooks that `python -m mktts run` has executed, and the published ones if there is no run: if several RUNS
+have a notebook, the first one counts. Runs that failed or had values set are left out. Exit status: 0, or 2 if there is
+no executed notebook, or --out holds something else."""
 _NAME = re.compile(r"\d\d_[A-Za-z0-9_]+")
 _TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -46,7 +46,7 @@ _TARGET = re.compile(r"(?:.*/)?(\d\d_\w+)(?:\.ipynb|/executed\.ipynb)")
 
 @dataclass
 class Page:
-    """An executed notebook. machine: the folder between RUNS and the notebook's own, as h200; mostly empty."""
+    """An executed notebook. machine: the folder between RUNS and the notebook's own, such as h200; usually ""."""
 
     folder: Path
     machine: str = ""
@@ -63,7 +63,7 @@ class Page:
 
     @property
     def title(self) -> str:
-        """The first heading, as "04 · Can it be heard while it is being made?"."""
+        """The first heading, such as "04 · Can it be heard while it is being made?"."""
         prose = (cell.source for cell in self.notebook.cells if cell.cell_type == "markdown")
         return next((found[1] for text in prose if (found := _TITLE.search(text))), self.folder.name)
 
@@ -73,7 +73,7 @@ class Page:
 
 
 class Prose(IPythonRenderer):
-    """Markdown to HTML. sections: what it found, for the contents: level, id and heading."""
+    """Renders Markdown as HTML. sections: level, id and heading of each section, for the table of contents."""
 
     def __init__(self) -> None:
         super().__init__(escape=False)
@@ -88,7 +88,7 @@ class Prose(IPythonRenderer):
         return f'<h{level} id="{name}">{text}{anchor}</h{level}>\n'
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
-        return text  # a badge lies elsewhere, and is named only
+        return text  # badges are on another host: only their text is shown
 
     def block_math(self, body: str) -> str:
         return f'<div class="formula">{_mathml(body, "block")}</div>'
@@ -110,8 +110,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def build(runs: Sequence[Path], out: Path) -> list[Page]:
-    """Writes the site of all executed notebooks in the folders `runs` to `out`, replacing an older site; returns pages.
-    Raises BatchError where there is none, and where `out` holds something else."""
+    """Writes the site of all executed notebooks in the folders `runs` to `out`, replacing an older site; returns its
+    pages. Raises BatchError if there are no notebooks, or `out` holds something else."""
     pages = found(runs)
     if not pages:
         raise BatchError(f"expected executed notebooks in {', '.join(map(str, runs))}, found none: make run")
@@ -133,7 +133,7 @@ def build(runs: Sequence[Path], out: Path) -> list[Page]:
 
 
 def found(runs: Sequence[Path]) -> list[Page]:
-    """The notebooks that ran well, in their order; of equal ones the first. A machine's are one folder deeper."""
+    """The notebooks that ran without errors, in order, the first of duplicates. A machine's are one folder deeper."""
     pages: dict[str, Page] = {}
     for folder in runs:
         for path in [*folder.glob("*/executed.ipynb"), *folder.glob("*/*/executed.ipynb")]:
@@ -145,7 +145,7 @@ def found(runs: Sequence[Path]) -> list[Page]:
 
 
 def _exported(page: Page, **known: Any) -> str:
-    """The page's HTML. known: what else the template shows."""
+    """Renders a page as HTML. known: further values for the template."""
     prose, section = Prose(), page.title
     page.notebook.cells = [c for c in page.notebook.cells if "injected-parameters" not in c.metadata.get("tags", [])]
     for cell in page.notebook.cells:
@@ -162,8 +162,8 @@ def _exported(page: Page, **known: Any) -> str:
 
 
 def _placed(markup: str, page: Page, pages: Sequence[Page], folders: Sequence[Path], out: Path) -> str:
-    """`markup` with links to sounds as players, to notebooks as links to their pages, and the agent's page as picture.
-    Files come from the first of `folders` that has them. A link to what is not in the site becomes its text."""
+    """Turns links to sounds into players, links to notebooks into links to their pages, and the agent's page into a
+    picture. Files come from the first of `folders` that has them. Other relative links are replaced by their text."""
 
     def taken(name: str) -> str | None:
         if not (path := next((folder / name for folder in folders if (folder / name).is_file()), None)):
@@ -189,7 +189,7 @@ def _placed(markup: str, page: Page, pages: Sequence[Page], folders: Sequence[Pa
 
 
 def _mathml(tex: str, display: str) -> str:
-    """TeX as MathML, without the namespace, which HTML does not need. The converter does not know \\arg."""
+    """Converts TeX to MathML, without the namespace, which HTML does not need. The converter lacks \\arg."""
     known = tex.strip().replace(r"\arg", r"\operatorname{arg}")
     return convert(known, display=display).replace(f' xmlns="{NAMESPACE}"', "")
 

@@ -1,4 +1,4 @@
-"""From a notebook's parameters to utterances: arguments of `Synthesizer.stream`, a panel that shows them, texts."""
+"""Converts a notebook's parameters to arguments of `Synthesizer.stream`, to a panel of widgets, and to texts."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,18 +11,18 @@ from mktts.model.sampling import Sampling
 from mktts.model.voice import Voice
 from mktts.notebook.nb import Controls
 
-TEMPERATURES = (0.05, 2.0)  # what a slider offers
+TEMPERATURES = (0.05, 2.0)  # range of the slider
 _OPEN = {"SPEAKER": "", "TEMPERATURE": 0, "TOP_K": -1}  # values that leave the choice to the checkpoint
 
 
 def at_least(smallest: int, **parameters: int) -> None:
-    """Raises OptionsError naming the parameter that is not a whole number of at least `smallest`."""
+    """Raises OptionsError, with its name, for a parameter that is not an integer of at least `smallest`."""
     for name, value in parameters.items():
         checked_int(name, value, at_least=smallest)
 
 
 def texts(parameter: str) -> list[str]:
-    """The parameter TEXTS: texts separated by |. Raises OptionsError where one is empty."""
+    """Splits the parameter TEXTS at |. Raises OptionsError if a text is empty."""
     found = [text.strip() for text in parameter.split("|")]
     if not all(found):
         raise OptionsError(f"TEXTS must be texts separated by |, none of them empty, got {parameter!r}")
@@ -30,8 +30,8 @@ def texts(parameter: str) -> list[str]:
 
 
 def panel(checkpoint: Checkpoint, **parameters: Any) -> Controls:
-    """Controls of a notebook's parameters. They show the checkpoint's own value where a parameter leaves the choice to
-    it (SPEAKER "", TEMPERATURE 0, TOP_K -1), and fold away what it does not take and fine settings."""
+    """Makes the controls of a notebook's parameters. They show the checkpoint's value for a parameter that leaves the
+    choice to it (SPEAKER "", TEMPERATURE 0, TOP_K -1), and collapse details and what the checkpoint does not take."""
     config, drawn = checkpoint.config, checkpoint.sampling().talker
     own = {"SPEAKER": config.default_speaker or "", "TEMPERATURE": drawn.temperature, "TOP_K": drawn.top_k}
     shown = {name: own[name] if value == _OPEN.get(name) else value for name, value in parameters.items()}
@@ -48,12 +48,12 @@ def panel(checkpoint: Checkpoint, **parameters: Any) -> Controls:
 
 
 def stream_arguments(checkpoint: Checkpoint, **parameters: Any) -> dict[str, Any]:
-    """Notebook parameters as keyword arguments of `Synthesizer.stream`; "" means the checkpoint's own default.
+    """Converts notebook parameters to keyword arguments of `Synthesizer.stream`; "" is the checkpoint's default.
 
-    Knows TEXT, LANGUAGE, SPEAKER (default: the first built-in one), INSTRUCT, VOICE (a saved voice's path), SEED,
-    MAX_FRAMES, SCHEDULE ("1,1,2,4,8"), and TEMPERATURE, TOP_K and GREEDY, which hold for all sixteen codes of a frame.
-    Raises MkttsError for another name, or what the value is refused with."""
-    own = {"SPEAKER": checkpoint.config.default_speaker, "INSTRUCT": None, "VOICE": None}  # where they are empty
+    Accepts TEXT, LANGUAGE, SPEAKER (default: the first built-in one), INSTRUCT, VOICE (a saved voice's path), SEED,
+    MAX_FRAMES, SCHEDULE ("1,1,2,4,8"), and TEMPERATURE, TOP_K and GREEDY, which apply to all sixteen codes of a frame.
+    Raises MkttsError for another name or an invalid value."""
+    own = {"SPEAKER": checkpoint.config.default_speaker, "INSTRUCT": None, "VOICE": None}  # values for ""
     known = ("TEXT", "LANGUAGE", "SEED", "MAX_FRAMES", *own)
     drawing = {name: parameters.pop(name) for name in ("TEMPERATURE", "TOP_K", "GREEDY") if name in parameters}
     frames = parameters.pop("SCHEDULE", None)
@@ -70,7 +70,7 @@ def stream_arguments(checkpoint: Checkpoint, **parameters: Any) -> dict[str, Any
 
 
 def _sampling(checkpoint: Checkpoint, GREEDY: bool = False, **given: Any) -> Sampling:
-    """The checkpoint's settings, changed where a parameter is not the talker's own value."""
+    """The checkpoint's sampling, with the parameters that differ from the talker's own values."""
     own = checkpoint.sampling()
     fields = {name.lower(): value for name, value in given.items() if value != _OPEN[name]}
     changes = {field: value for field, value in fields.items() if value != getattr(own.talker, field)}
