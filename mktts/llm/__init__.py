@@ -1,1 +1,1 @@
-"""Qwen3 text on the same kernel."""
+"""Qwen3 text models, on kernels shared with speech."""

@@ -1,6 +1,6 @@
-"""What `TextDecoder` runs: a text model (embedding, stack, head) in plain PyTorch, the oracle; and csrc/text.cu, one
-launch a token, on a CUDA device in bfloat16. A backend owns weights; everything about one text lives in the state it
-returns, so any number of texts can take turns on one backend. One thread owns it."""
+"""Backends of `TextDecoder`: a text model (embedding, stack, head) in plain PyTorch, which is the reference, and
+csrc/text.cu with one launch per token, on a CUDA device in bfloat16. A backend owns the weights. All state of a text is
+in the object that `start` returns, so any number of texts can be interleaved. A backend is owned by one thread."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,24 +20,24 @@ from mktts.model.qwen3 import KVCache, Qwen3Stack
 from mktts.model.sampling import Choice, choose, gumbel
 
 Tensors = Mapping[str, Tensor]  # by name
-TextState = Any  # of a backend: KV cache, position, newest token, seed
-After = tuple[TextState, int] | None  # an earlier text, and how many of its tokens a prompt begins with
+TextState = Any  # a backend's state of one text: KV cache, position, newest token, seed
+After = tuple[TextState, int] | None  # state of an earlier text, and how many of its tokens the prompt begins with
 
 
 @dataclass
 class TorchTextState:
-    """Everything one text owns. Overwrite `last` between steps to force a token (teacher forcing)."""
+    """The state of one text. Overwrite `last` between steps to force a token (teacher forcing)."""
 
     cache: KVCache
     hidden: Tensor  # (1, H) after the final norm, of the newest position in the cache
-    last: int | None  # the newest token while it is not in the cache yet
+    last: int | None  # the newest token, while it is not in the cache yet
     choice: Choice
     seed: int
-    tokens: int = 0  # made so far; the next draw's frame
+    tokens: int = 0  # number generated so far; frame counter of the next draw
 
 
 class TorchTextBackend:
-    """On CPU token for token what transformers' Qwen3ForCausalLM.generate gives, if greedy."""
+    """The reference. Greedy on the CPU, it gives the same tokens as Qwen3ForCausalLM.generate of transformers."""
 
     name = "torch"
 
@@ -53,8 +53,8 @@ class TorchTextBackend:
     def start(self, prompt: Tensor, choice: Choice, seed: int, max_tokens: int, after: After = None) -> TorchTextState:
         """Prefills `prompt`, (L,) int64 ids, L >= 1, for up to `max_tokens` new tokens.
 
-        after: a state, which stays as it is, and how many of its tokens (its prompt, then what it made but for the
-        newest) the prompt begins with, 1 to L - 1: those are not computed again. Sums may be ordered otherwise then."""
+        after: a state, which is not changed, and how many of its tokens (its prompt, then all generated ones but the
+        newest) the prompt begins with, 1 to L - 1. They are not computed again, which may change the order of sums."""
         cache = self.stack.new_cache(len(prompt) + max_tokens)
         if after is not None:
             state, cache.length = after
@@ -65,8 +65,8 @@ class TorchTextBackend:
 
     @torch.inference_mode()
     def step(self, state: TorchTextState) -> int:
-        """The next token's id, of at most `max_tokens`. Token i (0 for the first new one) is drawn with Philox's
-        counters for frame i and codebook 0, see mktts.model.sampling."""
+        """Generates the next token and returns its id; call it at most `max_tokens` times. New token i, from 0, is
+        drawn with Philox's counters for frame i and codebook 0, see mktts.model.sampling."""
         logits, noise = self.logits(state), None
         if state.choice.do_sample:
             (drawn,) = torch.from_numpy(gumbel(state.seed, state.tokens, range(1), len(logits)))
@@ -77,35 +77,35 @@ class TorchTextBackend:
 
     @torch.inference_mode()
     def logits(self, state: TorchTextState) -> Tensor:
-        """Logits of the next token, (V,): rounded to the model's dtype by the head, then fp32, as transformers."""
+        """Logits of the next token, (V,) fp32; the head rounds them to the model's dtype first, as in transformers."""
         if state.last is not None:
             row = self.embedding[state.last : state.last + 1]
             state.hidden, state.last = self.stack.advance(row, [state.cache], [1]), None
         return F.linear(state.hidden, self.head)[0].float()
 
 
-# Of a choice (csrc/text.cu): a top-k cut 16 bits, its mass, the most likely token, then two a round; on the way down to
-# the k best of V a round leaves about half, so 64 rounds are never reached.
+# Exchanges of a choice (csrc/text.cu): 16 bits of a top-k cut, its mass, the most likely token, and then two per round.
+# A round about halves the candidates on the way to the k best of V, so 64 rounds are never reached.
 _CHOICE_EXCHANGES = 16 + 2 + 2 * 64
 
 
 @dataclass
 class TextKernelState:
-    """Everything one text owns, on the device but for the counters and `out`."""
+    """The state of one text, on the device except for the counters and `out`."""
 
     kv: Tensor  # (layers, kv heads, blocks of a group, slots, 2, head_dim) bf16
-    hidden: Tensor  # (H,) bf16: normed state of the newest position
+    hidden: Tensor  # (H,) bf16: hidden state of the newest position after the final norm
     out: Tensor  # pinned int32: status, then the token
-    params: launch.Params  # of its launches
+    params: launch.Params  # parameters of its launches
     prompt_tokens: int
-    tokens: int = 0  # made so far
-    last: int = 0  # the newest of them
-    done: torch.cuda.Event | None = None  # the end of its newest launch; they never overlap
+    tokens: int = 0  # number generated so far
+    last: int = 0  # the newest token
+    done: torch.cuda.Event | None = None  # end of its newest launch; its launches never overlap
 
 
 class TextKernelBackend:
-    """As `TorchTextBackend`. Raises BackendUnavailable where device, compiler or the checkpoint's dimensions forbid
-    it."""
+    """The CUDA kernel, with the interface of `TorchTextBackend`. Raises BackendUnavailable if the device, the compiler
+    or the checkpoint's dimensions do not support it."""
 
     name = "megakernel"
 
@@ -126,7 +126,7 @@ class TextKernelBackend:
         self._weights |= stack_weights(self.shape, "talker", config.stack, get, STACK)
         self._fixed = launch.Params()
         launch.fill_pointers(self._fixed, self._weights)
-        self._fixed.frames, self._fixed.ends[:] = 1, [-1] * 4  # an end id ends a stream of the decoder, no launch
+        self._fixed.frames, self._fixed.ends[:] = 1, [-1] * 4  # no end ids: the decoder handles them, not the kernel
         self._tags_per_token = config.stack.num_hidden_layers * self._launcher.layer_exchanges + 1 + _CHOICE_EXCHANGES
 
     @torch.inference_mode()
@@ -145,7 +145,7 @@ class TextKernelBackend:
         return state
 
     def step(self, state: TextKernelState, debug: Tensor | None = None) -> int:
-        """debug: (V,) bf16 on the device, takes the logits."""
+        """Generates the next token and returns its id. debug: (V,) bf16 on the device, receives the logits."""
         params, words = state.params, state.out.numpy()
         params.debug_logits = None if debug is None else debug.data_ptr()
         stream = params.stream

@@ -1,7 +1,7 @@
 """Opens a Qwen3 text checkpoint (such as Qwen/Qwen3-0.6B): a folder in the Hub layout, a Hub id, or a random one.
 
-As for speech checkpoints, everything a file header can tell is checked before `open_text_checkpoint` returns, and
-weights are memory-mapped when asked for. What the decoder does not compute is refused by name, never ignored."""
+As with speech checkpoints, `open_text_checkpoint` checks everything in the file headers, and weights are memory-mapped
+on request. Settings that the decoder does not support are refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from mktts.llm.tokens import TextVocabulary
 from mktts.model.sampling import Choice
 from mktts.spec import StackConfig, stack_config
 
-RECIPE = 1  # raise it whenever the same arguments give other bytes: cached checkpoints are then made again
-# The released JSON files (Apache-2.0), and what the sizes of random checkpoints change in config.json.
+RECIPE = 1  # increase it when the same arguments give other bytes, so that cached checkpoints are made again
+# The released JSON files (Apache-2.0), and the keys of config.json that each size of random checkpoints changes.
 _RELEASED = read_object(Path(__file__).with_name("qwen3_0.6b.json"))
 SIZES: dict[str, dict[str, Any]] = _RELEASED["sizes"]
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 STACK = "model."  # prefix of the layers and the final norm
 
-# What the stack computes, by config.json key. A key that is left out means this value, as in transformers'
-# Qwen3Config; anything else changes the arithmetic.
+# The only supported values, by config.json key; any other value changes the arithmetic. A missing key means this value,
+# as in transformers' Qwen3Config.
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -44,14 +44,14 @@ _FIXED: dict[str, Any] = {
     "rope_scaling": None,
     "quantization_config": None,
 }
-# Of generation_config.json: settings that change the distribution and that Choice does not have.
+# Keys of generation_config.json that change the distribution but that Choice lacks, with their neutral values.
 _NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_p": None, "typical_p": 1.0, "num_beams": 1}
 
 
 @dataclass(frozen=True)
 class TextConfig:
-    """What a text model is. `tied`: the head is the embedding; `eos_ids`: the ids that end a text; `choice`: how the
-    checkpoint wants its tokens chosen."""
+    """The configuration of a text model. tied: whether the head is the embedding. eos_ids: the ids that end a text.
+    choice: the checkpoint's default sampling."""
 
     stack: StackConfig
     tied: bool
@@ -60,7 +60,7 @@ class TextConfig:
 
     @classmethod
     def load(cls, folder: Path) -> TextConfig:
-        """Reads config.json and generation_config.json. Raises CheckpointError naming the key."""
+        """Reads config.json and generation_config.json. Raises CheckpointError with the key at fault."""
         where, raw = str(folder / "config.json"), read_object(folder / "config.json")
         if (found := raw.get("model_type")) != "qwen3":
             raise CheckpointError(
@@ -80,7 +80,7 @@ class TextConfig:
         path = folder / "generation_config.json"
         generation = read_object(path) if path.is_file() else {}
         source, given = (path, generation) if generation.get("eos_token_id") is not None else (where, raw)
-        value, size = given.get("eos_token_id"), stack.vocab_size  # none, one, or a list
+        value, size = given.get("eos_token_id"), stack.vocab_size  # the id is None, an int, or a list
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < size for i in ids):
             raise CheckpointError(f"{source}: eos_token_id must be ids below vocab_size {size}, found {value!r}")
@@ -89,7 +89,7 @@ class TextConfig:
 
 @dataclass(frozen=True)
 class TextCheckpoint:
-    """A validated text checkpoint on disk. Holds no weights; `tensors()` maps them."""
+    """A validated text checkpoint on disk. It holds no weights; `tensors()` maps them."""
 
     folder: Path
     config: TextConfig
@@ -98,22 +98,22 @@ class TextCheckpoint:
     files: WeightFiles = field(repr=False)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights by Hub name: CPU views of the mapped files, in their dtype. Treat them as read-only. A tied
-        checkpoint's own copy of the head (the released 0.6B stores one) is left out."""
+        """The weights by Hub name: CPU views of the mapped files, in their dtype. Treat them as read-only. For a tied
+        checkpoint a stored copy of the head, as in the released 0.6B, is left out."""
         return {name: t for name, t in self.files.map().items() if name != HEAD or not self.config.tied}
 
     def tokenizer(self) -> TextVocabulary:
-        """The tokenizer of this checkpoint. Raises CheckpointError where its files are unusable or too large."""
+        """The checkpoint's tokenizer. Raises CheckpointError if its files are unusable or have too many tokens."""
         return TextVocabulary(self.folder, self.config.stack.vocab_size)
 
 
 def open_text_checkpoint(source: str | Path | TextCheckpoint) -> TextCheckpoint:
     """Opens and validates a text checkpoint.
 
-    source: a folder, a Hub id such as "Qwen/Qwen3-0.6B", which is pinned, or "random:SIZE[:margin]", made in the cache
-        on first use.
+    source: a folder, a Hub id such as "Qwen/Qwen3-0.6B", which is pinned, or "random:SIZE[:margin]", created in the
+        cache on first use.
 
-    Raises CheckpointError naming what was expected, what was found and what to do; tensors are named."""
+    Raises CheckpointError, which says what was expected, what was found and what to do, with the names of tensors."""
     if isinstance(source, TextCheckpoint):
         return source
     expected = "a folder, a Hub id like Qwen/Qwen3-0.6B, or random:tiny"
@@ -129,7 +129,7 @@ def open_text_checkpoint(source: str | Path | TextCheckpoint) -> TextCheckpoint:
 
 
 def expected_text_tensors(config: TextConfig) -> TensorSpecs:
-    """The tensors of a text model's `model.safetensors`: embedding, stack, and the head unless it is tied."""
+    """The expected tensors of a text model: embedding, stack, and the head unless it is tied."""
     stack = config.stack
     shapes = {EMBEDDING: (stack.vocab_size, stack.hidden_size)} | stack_shapes(STACK, stack)
     if not config.tied:
@@ -138,7 +138,7 @@ def expected_text_tensors(config: TextConfig) -> TensorSpecs:
 
 
 def _stack(raw: dict[str, Any], where: str) -> StackConfig:
-    rope = raw.get("rope_parameters")  # where transformers 5 writes the rotary settings
+    rope = raw.get("rope_parameters")  # the key of rotary settings in transformers 5
     if rope is not None:
         if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
             raise CheckpointError(f"{where}: rope_parameters must be of rope_type 'default', found {rope!r}")
@@ -153,8 +153,8 @@ def _stack(raw: dict[str, Any], where: str) -> StackConfig:
 
 
 def _choice(raw: Mapping[str, Any], path: Path) -> Choice:
-    """What generation_config.json says of it, then transformers' defaults. Raises CheckpointError for a value out of
-    range, or a setting that Choice does not have."""
+    """The sampling in generation_config.json, with transformers' defaults for missing keys. Raises CheckpointError for
+    a value out of range, or a setting that Choice lacks."""
     for key, neutral in _NEUTRAL.items():
         if raw.get(key, neutral) not in (neutral, None):
             raise CheckpointError(f"{path}: {key} must be {neutral!r}, found {raw[key]!r}: not supported")
@@ -166,13 +166,13 @@ def _choice(raw: Mapping[str, Any], path: Path) -> Choice:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-# ---- random weights: for timing and parity only
+# ---- random weights, for timing and comparisons only
 
 
 def ensure_named(name: str, cache: str | Path | None = None) -> Path:
-    """The folder of "random:SIZE[:margin]", made in the cache on first use. With margin every greedy choice wins by a
-    wide one, so that backends agree token for token; the head is untied. Raises CheckpointError for other words, or
-    where the cache cannot be written."""
+    """The folder of "random:SIZE[:margin]", created in the cache on first use. With "margin" the best token wins by a
+    wide margin, so that greedy backends agree token for token, and the head is untied. Raises CheckpointError for
+    another name, or if the cache cannot be written."""
     size, *rest = name.split(":")[1:] or [""]
     if size not in SIZES or rest not in ([], ["margin"]):
         sizes = ", ".join(SIZES)
@@ -182,7 +182,7 @@ def ensure_named(name: str, cache: str | Path | None = None) -> Path:
 
 
 def config_json(size: str) -> dict[str, Any]:
-    """The content of config.json."""
+    """The content of config.json for a size."""
     return {**_RELEASED["config"], **SIZES[size]}
 
 
@@ -201,19 +201,19 @@ def _make(folder: Path, size: str, margin: bool) -> None:
         if margin:
             _widen_margins(tensors, config)
         elif config.tied:
-            # embedding rows have norm 1, so the scale of the final norm is the logits' standard deviation
+            # Embedding rows have norm 1, so the scale of the final norm is the logits' standard deviation.
             tensors[f"{STACK}norm.weight"] *= HEAD_LOGIT_STD
         write_weights(work, tensors)
 
 
 def _widen_margins(tensors: dict[str, Tensor], config: TextConfig) -> None:
-    """Greedy choice: a permutation of the last token, in one cycle through the whole vocabulary. The head's row of the
-    next token is the unit embedding of this one; the branches add only a small part to it."""
+    """Sets weights whose greedy choice is a function of the last token, one cycle through the whole vocabulary: the
+    head's row of the next token is the scaled embedding of this one, to which the branches add only a small part."""
     stack, generator = config.stack, torch.Generator().manual_seed(0)
     shrink_branches(tensors, STACK, stack, 1.0)
     embedding = tensors[EMBEDDING]
     rows = torch.randn(embedding.shape, generator=generator)
-    embedding.copy_(rows)  # component RMS 1: the scale that the branches' share refers to
+    embedding.copy_(rows)  # component RMS 1, to which the scale of the branches refers
     cycle = torch.randperm(stack.vocab_size, generator=generator)
     unit = F.normalize(rows, dim=-1)[cycle]
     tensors[HEAD][cycle.roll(-1)] = (2 * PEAK_LOGIT / math.sqrt(stack.hidden_size) * unit).to(embedding.dtype)

@@ -1,5 +1,5 @@
-"""Qwen3 text, token by token: `TextDecoder` owns a text model and opens token streams on it. The same Qwen3 stack as
-speech, with a text embedding in front and a vocabulary-wide head behind."""
+"""Generates Qwen3 text token by token: `TextDecoder` owns a text model and opens token streams on it. The model is the
+Qwen3 stack that speech uses, with a text embedding before it and a head over the vocabulary after it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ TextFinishReason = Literal["eos", "max_tokens", "cancelled"]
 
 @dataclass(frozen=True)
 class Token:
-    """One new token. text: the characters it completes, perhaps none (a special token, or bytes in the middle of a
-    character); the texts of a stream, joined, are the whole text. ready_ms: from the call of `generate` to this token
-    on the host, wall clock."""
+    """One new token. text: the characters that it completes, perhaps none (a special token, or bytes within a
+    character); a stream's texts joined are the whole text. ready_ms: wall time from the call of `generate` to this
+    token on the host."""
 
     id: int
     text: str
@@ -40,11 +40,11 @@ class Token:
 
 @dataclass(eq=False, repr=False)
 class TokenStream(Iterator[Token], AbstractContextManager["TokenStream"]):
-    """New tokens of one text, in order, made in the calling thread while they are taken; an end id is the last one.
+    """An iterator over the new tokens of one text, which are generated in the calling thread when they are requested.
+    Stops after an end id. Leaving the `with` block cancels.
 
-    ids: what has been taken so far. seed: what every draw follows from. Leaving the `with` block cancels.
-    state: the backend's, as long as tokens may come: a later text can go on from it.
-    finish_reason: None while tokens may still come, and when the model `failed`."""
+    ids: the tokens so far. seed: of all draws. state: the backend's state, from which a later text can continue; None
+    after the end. finish_reason: None while tokens may follow, and if the model `failed`."""
 
     _backend: TextBackend | None
     state: TextState
@@ -59,12 +59,12 @@ class TokenStream(Iterator[Token], AbstractContextManager["TokenStream"]):
     _text: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
     def cancel(self) -> None:
-        """Ends the stream: no token comes after this, and the model's state is freed. May be called again."""
+        """Ends the stream and frees its state; no token follows. May be called repeatedly."""
         if self._backend is not None:
             self._end("cancelled")
 
     def read(self) -> str:
-        """The text that is left, to the end."""
+        """Generates to the end and returns the text."""
         return "".join(token.text for token in self)
 
     def __next__(self) -> Token:
@@ -72,7 +72,7 @@ class TokenStream(Iterator[Token], AbstractContextManager["TokenStream"]):
             raise StopIteration
         try:
             token_id = self._backend.step(self.state)
-        except BaseException:  # Ctrl-C too: the state may be half a step further
+        except BaseException:  # also Ctrl-C: the state may be in the middle of a step
             self._backend = self.state = None
             self.failed = True
             raise
@@ -83,7 +83,7 @@ class TokenStream(Iterator[Token], AbstractContextManager["TokenStream"]):
             self._end("eos")
         elif len(self.ids) == self._max_tokens:
             self._end("max_tokens")
-        text = self._text.decode(data, final=self.finish_reason is not None)  # never half a character
+        text = self._text.decode(data, final=self.finish_reason is not None)  # whole characters only
         return Token(token_id, text, ready_ms)
 
     def __exit__(self, *_: object) -> None:
@@ -95,11 +95,11 @@ class TokenStream(Iterator[Token], AbstractContextManager["TokenStream"]):
 
 
 class TextDecoder(AbstractContextManager["TextDecoder"]):
-    """One text model; any number of token streams may be open and take turns. One thread owns it and its streams. Use
-    it as a context manager, or call `close`."""
+    """One text model, on which any number of token streams can be interleaved. It and its streams belong to one thread.
+    Use it as a context manager, or call `close`."""
 
     def __init__(self, backend: TextBackend, checkpoint: TextCheckpoint, device: torch.device | str = "cpu") -> None:
-        """Puts a made backend behind the interface; `load` is the usual way in."""
+        """Wraps an existing backend; most callers use `load`."""
         self.checkpoint = checkpoint
         self.backend_name = backend.name
         self.device = torch.device(device)
@@ -118,9 +118,9 @@ class TextDecoder(AbstractContextManager["TextDecoder"]):
     ) -> TextDecoder:
         """Loads a text checkpoint (see `mktts.llm.checkpoint.open_text_checkpoint`) onto a device.
 
-        backend: "torch", "megakernel", or "auto": the fastest one that can run here. device: "cpu", "cuda", "cuda:1",
-        or "auto". dtype: None takes bfloat16 on CUDA and float32 on the CPU. Raises CheckpointError, and
-        BackendUnavailable naming what is missing."""
+        backend: "torch", "megakernel", or "auto" for the fastest one that can run. device: "cpu", "cuda", "cuda:1" or
+        "auto". dtype: None takes bfloat16 on CUDA and float32 on the CPU. Raises CheckpointError, and
+        BackendUnavailable, which says what is missing."""
         one_of("backend", backend, get_args(TextBackendName), BackendUnavailable)
         where = device_named(device)
         dtype = dtype or default_dtype(where)
@@ -147,13 +147,13 @@ class TextDecoder(AbstractContextManager["TextDecoder"]):
     ) -> TokenStream:
         """Prefills `prompt` and returns the stream of new tokens.
 
-        prompt: text, continued as it stands (no chat template), or token ids.
+        prompt: text to continue, without a chat template, or token ids.
         choice: None takes the checkpoint's own. seed: None draws one, see `TokenStream.seed`.
-        stop_at_eos: False goes on after an end id.
-        after: the state of an earlier stream of this decoder (`TokenStream.state`), and how many of the prompt's ids it
-        holds, or 0; those are not computed again (see `mktts.agent.llm.TextConversation`).
+        stop_at_eos: False continues after an end id.
+        after: the state of an earlier stream of this decoder (`TokenStream.state`), and how many of the prompt's first
+        ids it holds, or 0. They are not computed again (see `mktts.agent.llm.TextConversation`).
 
-        Raises TextError or PromptError for the prompt, CapacityError where it and max_tokens exceed the model's
+        Raises TextError or PromptError for the prompt, CapacityError if prompt and max_tokens exceed the model's
         positions, OptionsError for a seed or max_tokens out of range, EngineError after `close`."""
         started_s = time.perf_counter()
         if self._backend is None:
@@ -167,7 +167,7 @@ class TextDecoder(AbstractContextManager["TextDecoder"]):
         return TokenStream(self._backend, state, self.vocabulary, ends, seed, max_tokens, started_s)
 
     def close(self) -> None:
-        """Lets go of the model; open streams keep it until they end. Idempotent."""
+        """Releases the model; open streams keep it until they end. Idempotent."""
         self._backend = None
 
     def __exit__(self, *_: object) -> None:
