@@ -35,7 +35,7 @@ _BY_ERROR = {
 _OPEN_PATHS = ("/", "/docs", "/health", "/v1/health", "/ready", "/ping", "/openapi.json")
 NO_OWNER = "nobody"  # the owner of all requests to a server without a key
 _OWNER_PREFIX = b"mktts: owner of uploaded voices\0"
-_SLOWEST_BYTES_PER_S = 64 * 1024  # the time allowed for a body grows by its size limit at this rate
+_SLOWEST_BYTES_PER_S = 64 * 1024  # slowest upload that fits within the time limit of a body
 _FIRST_MESSAGES = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 
 
@@ -170,7 +170,7 @@ class AccessMiddleware:
         if host is not None and (self.hosts or not self._owners) and not is_own_name(host, self.hosts):
             raise ApiError(403, "foreign_host", "the Host header does not name this server: allow it with --allow-host")
         if not (origin is None or origin in self.origins or self._owners or re.fullmatch(LOOPBACK_ORIGIN, origin)):
-            message = "web pages from elsewhere may use this server only with --allow-origin"
+            message = "web pages from other origins may use this server only with --allow-origin"
             raise ApiError(403, "foreign_origin", message)
         if not self._owners:
             return NO_OWNER
@@ -203,7 +203,7 @@ class AccessMiddleware:
                     more = message.get("more_body", False)
                     found_bytes = max(found_bytes, len(body))
         except TimeoutError:
-            raise ApiError(408, "body_timeout", "the body did not come in time: send it again") from None
+            raise ApiError(408, "body_timeout", "the body did not arrive in time: send it again") from None
         if found_bytes > at_most:
             raise ApiError(413, "body_too_large", f"a body may have at most {at_most} bytes")
         whole = [{"type": "http.request", "body": bytes(body), "more_body": False}]

@@ -283,6 +283,6 @@ class _TimedHttp(H11Protocol):
 
     def _too_late(self) -> None:
         if self.conn.trailing_data[0]:  # otherwise no request was begun
-            message = f"the head of the request did not come within {self.head_s:g} s: send it again"
+            message = f"the head of the request did not arrive within {self.head_s:g} s: send it again"
             self._refuse(ApiError(408, "head_timeout", message))
         self.transport.close()

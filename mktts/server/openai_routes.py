@@ -69,7 +69,7 @@ async def no_foreign_element(request: Request) -> None:
     is_local = re.fullmatch(LOOPBACK_ORIGIN, f"http://{request.headers.get('host', '')}")
     here = ("same-origin", "none", "same-site") if is_local else ("same-origin", "none")
     if "origin" not in request.headers and request.headers.get("sec-fetch-site", "none") not in here:
-        message = "pages from elsewhere need --allow-origin, and their elements crossorigin"
+        message = "pages from other origins need --allow-origin, and their elements the attribute crossorigin"
         raise ApiError(403, "foreign_origin", message)
 
 

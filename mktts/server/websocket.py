@@ -90,7 +90,7 @@ class SpeechSocket:
 
     def _start(self, message: Start) -> None:
         if self._stream is not None and not self._stream.closed:
-            raise ApiError(422, "not_finished", "expected cancel, or finish and its finished, before another start")
+            raise ApiError(422, "not_finished", "expected cancel, or the message finished, before another start")
         if self._answers.full():
             raise ApiError(422, "too_many_starts", f"{_MAX_WAITING} utterances have unread ends: read them first")
         self._begun = True

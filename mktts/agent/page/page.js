@@ -13,7 +13,7 @@ const lines = captions($("captions"));
 const times = latency($("tiles"), $("turns"));
 const log = eventLog($("log"));
 const TRANSPORT_NAMES = { websocket: "WebSocket", webrtc: "WebRTC" };
-const NO_KEY = "it wants a key, and this page's address has no ?key=KEY or a wrong one";
+const NO_KEY = "it needs a key, and this page's address has no ?key=KEY or a wrong one";
 const REFUSALS = { 401: NO_KEY, 403: NO_KEY };
 const LLM_MS = 15_000; // after this time without an answer, a problem of the language model is shown
 const RETRY_MS = [500, 1_000, 2_000, 4_000, 8_000, 8_000]; // delays before attempts to reconnect

@@ -40,7 +40,7 @@ export function recordings({ file, record, drop, status }) {
   };
   record.onclick = async () => {
     if (recorder) return recorder.stop();
-    if (!navigator.mediaDevices) return show("A browser gives the microphone to localhost and https only.");
+    if (!navigator.mediaDevices) return show("Browsers allow the microphone on localhost and https only.");
     try {
       await start();
     } catch (error) {
