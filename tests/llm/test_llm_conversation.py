@@ -72,7 +72,7 @@ def test_the_oldest_messages_give_way_and_the_instructions_stay(decoder):
     more = [*messages, Message("user", "Go on.")]
     assert template.ids_within(more, most, left_out) == (template.ids([SYSTEM, *more[1 + left_out :]]), left_out)
     assert template.ids_within([SYSTEM, HELLO], most, left_out) == (template.ids([SYSTEM, HELLO]), 0)
-    with pytest.raises(TextError, match="may take 20 tokens"):
+    with pytest.raises(TextError, match="may have at most 20 tokens"):
         template.ids_within(messages, 20)
 
 

@@ -299,8 +299,8 @@ async def test_pieces_of_any_length_are_one_speech(in_chunks):
         (HEAD + chunked(SOUND[:960]), EngineError, "broke off"),
         (SIZED % len(SOUND) + SOUND[:960], EngineError, "broke off"),
         (HEAD + chunked(b""), EngineError, "no sound"),
-        (HEAD + b"what?\r\n\r\n", EngineError, "no HTTP"),
-        *((b"SSH-2.0\r\n" + more, EngineError, "no HTTP") for more in (b"", b"\r\n")),
+        (HEAD + b"what?\r\n\r\n", EngineError, "not valid HTTP"),
+        *((b"SSH-2.0\r\n" + more, EngineError, "not valid HTTP") for more in (b"", b"\r\n")),
         (HEAD.replace(b"24000", b"16000") + chunked(SOUND), EngineError, "16000 Hz"),
         (HEAD.replace(b"audio/pcm", b"application/json") + chunked(b"{}"), EngineError, "json"),
     ],
@@ -355,10 +355,10 @@ def test_a_burst_says_how_many_were_accepted_and_how_many_stalled(tiny, capsys):
     ("words", "said"),
     [
         (["--url", "http://127.0.0.1:9"], "no server answers"),
-        (["--url", "http://127.0.0.1:9", "--load"], "name one"),
+        (["--url", "http://127.0.0.1:9", "--load"], "choose one"),
         ([*QUICK[1:], "--listeners", "2,x"], "whole numbers of at least 1"),
         ([*QUICK[1:], "--codec-precision", "fast"], "engine='batch'"),
-        ([*QUICK[1:], "--peers"], "name one"),
+        ([*QUICK[1:], "--peers"], "choose one"),
         ([*QUICK[1:], "--seconds", "5", "--into", "load.json"], "at least 60 s"),
     ],
 )
