@@ -196,7 +196,7 @@ class MkttsTTSService(TTSService):
         """Loads the model, which all services of the process share (``shared_synthesizer``). This is not done in
         ``setup``, because Pipecat ends a run without an exception if a set-up takes more than 20 s.
 
-        checkpoint: As ``Synthesizer.load`` takes it: a folder, a Hub id, a name. Without a source, None is the default.
+        checkpoint: A folder, a Hub id or a name, as in ``Synthesizer.load``. None without a source takes the default.
         source: Where the speech comes from, instead of a checkpoint.
         backend, device, dtype: Of the shared synthesizer.
         options, layout: As ``LocalSource`` takes them. "streaming" speaks sooner than "whole", the default of

@@ -48,8 +48,8 @@ MEDIA_TYPES: dict[StreamFormat, str] = {
     "alaw": "audio/PCMA;rate={rate_hz}",
 }
 AUDIO_HEADERS = {
-    REQUEST_ID_HEADER: "for GET /tts/stream/{id}",
-    "X-Seed": "repeats this draw",
+    REQUEST_ID_HEADER: "the id for GET /tts/stream/{id}",
+    "X-Seed": "the seed that repeats this draw",
     "X-Sample-Rate-Hz": "the sample rate of the audio",
     "X-Sample-Format": "s16le: signed 16 bits, little endian; or the name of the format that holds them",
     "X-Random-Weights": "true: the audio is noise, not speech",
@@ -224,7 +224,7 @@ class AudioResponse(StreamingResponse):
             stream.close()
 
     async def _encoded(self, chunk: Chunk | None) -> bytes:
-        """Encodes a chunk and returns what can be sent, perhaps nothing yet; None flushes. Encoders run in a thread."""
+        """Encodes a chunk and returns what can be sent, perhaps nothing yet; None flushes. Codecs run in a thread."""
         encoder, stream = self._encoder, self._stream
         if encoder.takes_pcm16:
             data = encoder.feed_pcm16(b"" if chunk is None else chunk.pcm16)
@@ -250,7 +250,7 @@ class AudioResponse(StreamingResponse):
 
 
 class KeptSounds:
-    """A cache of complete sounds by request, least recently used first: a player that seeks requests a part again.
+    """An LRU cache of complete sounds by request, for players that request a part again to seek.
     most_bytes: of all sounds together. most: number of sounds."""
 
     def __init__(self, most_bytes: int = 64 * 2**20, most: int = 32) -> None:

@@ -50,8 +50,8 @@ class Limits:
     max_waiting: int | None = option(None, "requests waiting for admission (default: as many as listen)", metavar="N")
     wait_s: float | None = option(None, "longest wait for admission, then 429 (default: 0.5, a full GPU 0.05)")
     max_body_bytes: int = 128 * 1024
-    max_chars: int = option(5_000, "length of one text", metavar="N")
-    max_duration_s: float = option(600.0, "length of one stream's audio")
+    max_chars: int = option(5_000, "characters in one text", metavar="N")
+    max_duration_s: float = option(600.0, "duration of one stream's audio")
     buffer_frames: int = 64
     socket_bytes: int = 128 * 1024
     stall_s: float = option(60.0, "until a client that reads nothing is dropped")
@@ -182,7 +182,7 @@ def listen(host: str, port: int, limits: Limits) -> socket.socket:
     bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.socket_bytes)  # connections inherit both options
-    if sys.platform == "linux":  # drops a connection whose client stops acknowledging, even after we closed it
+    if sys.platform == "linux":  # drops a connection whose client is gone or stops reading, even after we closed it
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limits.stall_s * 1_000))
     try:
         bound.bind(address)
