@@ -346,7 +346,7 @@ class FoldedStack(Qwen3Stack):
         return self._unit(x).mul_(self.norm)
 
     def _unit(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """RMSNorm over the last dimension, times 1 / sqrt(n): in three operators, which take six without `hypot`."""
+        """RMSNorm over the last dimension, times 1 / sqrt(n): three operators in place of six."""
         length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor[x.shape[-1]])
         return torch.div(x, length, out=out)
 

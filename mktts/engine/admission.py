@@ -23,9 +23,9 @@ PROMPT_WAIT_S = 0.5  # longest wait behind the prompts of streams that arrived a
 HELD_S = 10.0  # a fed text may pause for some seconds while other streams wait for its slot
 _MOST_WAITING = 1_024
 _WINDOW_S = 5.0  # over which tick times are compared with the measured ones
-_LATE_SHARE = 0.001  # of a window's frames, about one in twelve utterances: with more late, the engine does not keep up
+_LATE_SHARE = 0.001  # of a window's frames, one late in twelve utterances: above it, the engine does not keep up
 _MEAN_ROWS, _MEAN_S = 32.0, 7.0  # mean prompt rows and mean seconds of an utterance in the load benchmark
-_SLOWER, _AGAIN = 1.15, 1.1  # changes of the tick time, as factors, that lower the capacity and raise it again
+_SLOWER, _AGAIN = 1.15, 1.1  # ticks slower by the first factor lower the capacity, faster by the second raise it
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class AdmissionLimits:
 
 
 class Capacity(NamedTuple):
-    """Listeners that can be served in time at once, below 1 on a machine slower than real time. basis: its origin."""
+    """Listeners that can be served in time at once, below 1 on a machine slower than real time. basis: how measured."""
 
     streams: float
     basis: str
@@ -56,7 +56,7 @@ class Capacity(NamedTuple):
 
 class Arrival(NamedTuple):
     """A stream that asks for admission. prompt_rows: rows to compute. max_rows: most rows of prompt and frames
-    together. paced: it is played in real time, and counts as a listener. key: of the prompt's prefix. name: any."""
+    together. paced: a listener plays it in real time. key: of the prompt's prefix. name: the caller's."""
 
     arrived_s: float
     prompt_rows: int
@@ -102,7 +102,7 @@ class Admission:
         return Capacity(most, measured.basis)
 
     def tick(self, ended_s: float, took_s: float, expected_s: float, late: int, frames: int) -> None:
-        """Records a tick of `frames` frames, `late` of them late. expected_s: how long it took in the measurement."""
+        """Records a tick of `frames` frames, `late` of them late. expected_s: its duration by the measured model."""
         window = self._window
         window.append((ended_s, took_s, expected_s, late, frames))
         if ended_s - window[0][0] < _WINDOW_S:
@@ -118,8 +118,8 @@ class Admission:
 
 class AdmissionQueue:
     """The streams of one set of lanes that wait for admission: listeners' streams first, then the others, each in order
-    of arrival. reserved_pages: pages that open streams wait for between two segments. idle_since_s: when the last tick
-    ended; inf while one runs."""
+    of arrival. reserved_pages: pages that open streams wait for between two segments. idle_since_s: since when no tick
+    has run; inf while one runs."""
 
     def __init__(self, admission: Admission, table: StreamTable, pages: Pages | None, ticks: TickSettings) -> None:
         self._admission, self._table, self._pages, self._ticks = admission, table, pages, ticks
@@ -134,15 +134,15 @@ class AdmissionQueue:
         return min(_MOST_WAITING, self._admission.most) if most is None else most
 
     def refused(self, arrived_s: float, now_s: float) -> Reason:
-        """Why to refuse a listener's stream that arrived then, before its prompt is built; "" if it may stay. Where the
-        machine is slower than real time it may stay: its turn may come late."""
+        """Why to refuse a listener's stream that arrived at `arrived_s` and has no prompt yet; "" to keep it. If the
+        machine is slower than real time, its turn may come late, and only a full queue refuses it."""
         if self._paced and len(self._paced) >= self._most_waiting:
             return "queue"
         most_s = max(PROMPT_WAIT_S, self._admission.limits.max_wait_s or 0.0)
         return "" if math.isinf(self._admission.most) or now_s < arrived_s + most_s else "waited"
 
     def held(self, now_s: float, arrived_s: float = -math.inf) -> bool:
-        """Whether no tick has run for HELD_S since `arrived_s`: what open streams hold will not be freed."""
+        """Whether no tick has run for HELD_S since `arrived_s`, so that what open streams hold is not freed."""
         return now_s >= max(self.idle_since_s, arrived_s) + HELD_S
 
     def submit(self, arrival: Arrival, model: TickModel, now_s: float) -> Reason | None:
@@ -228,5 +228,5 @@ def refusal(reason: Reason, open_streams: int, most: float) -> BusyError:
 
 
 def measured_streams(frame_s: float, row_s: float, margin: float) -> float:
-    """Listeners whose frames (`frame_s` each) and prompts (`row_s` a row) take `margin` of real time together."""
+    """Listeners whose frames (`frame_s` each) and prompts (`row_s` a row) together take `margin` of real time."""
     return margin / (frame_s / FRAME_S + row_s * _MEAN_ROWS / _MEAN_S)

@@ -26,12 +26,12 @@ from mktts.model.sampling import Sampling
 FRAMES = 16  # of a measurement, for each number of lanes
 _PARTS = (1.0, 0.75, 0.5, 0.25)  # of a tick's largest number of lanes, where it may have any number
 _HOST_S = 0.3e-3  # the host's time between two ticks
-_FEW, _QUICKER = 4, 0.8  # lanes that check a kept measurement, and the part of its tick time that makes it invalid
+_FEW, _QUICKER = 4, 0.8  # lanes that check a kept capacity; below this part of its tick time it is measured again
 _KEPT = "capacity.json"
 
 
 def kept(key: str, runner: Runner) -> Capacity | None:
-    """The capacity kept under this key for this kind of runner, or None; sets the runner's `reference_model` to its."""
+    """The kept capacity of this key and kind of runner, or None; its tick model becomes `runner.reference_model`."""
     found = _read().get(f"{key}; {runner.name}")
     try:
         streams, *model_s = map(float, (found["streams"], *found["tick_model_s"]))
@@ -91,7 +91,7 @@ def measure_single(runner: Runner, speak: Callable[[], None]) -> Capacity:
 
 
 def tick_times(lanes: Lanes, slots: Sequence[int], prompt: Any, fit: TickFit) -> float:
-    """Median seconds of a tick of one frame in each of these free slots. fit: observes every tick, prompts too."""
+    """Median seconds of a tick with a lane for each of these free slots. fit: observes all ticks, prompts' too."""
     rows, settings = len(prompt.embeds), lanes.settings
     for seed, slot in enumerate(slots):
         lanes.pages.open(slot, rows + FRAMES + 1)
@@ -128,7 +128,7 @@ def _tick(lanes: Lanes, slots: Sequence[int], rows: int, context_rows: int) -> T
 
 
 def machine_key(device: torch.device, threads: int | None) -> str:
-    """What a measurement is valid for: the GPU, or the processor, our cores and threads; and PyTorch's version."""
+    """What a measurement is valid for: the GPU, or the CPU's cores and threads for us; and PyTorch's version."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

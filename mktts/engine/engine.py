@@ -51,7 +51,7 @@ class Engine:
     With both kinds of lanes, one or two streams at a time are made singly and further ones together; streams that wait
     for text or for their reader do not count. A stream stays on the lanes on which it began."""
 
-    gone = False  # as an engine whose process has died may be
+    gone = False  # True only for an engine whose process has died: see `mktts.engine.remote`
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Engine:
         few = few and sum(one.open and one.engine == "single" for one in self._utterances) < OPEN_SINGLY
         if few or sampling.rng == "torch":
             return single
-        if batch is None:  # no daemon: the program waits for it at exit, since killing a compiler would abort it
+        if batch is None:  # no daemon: the program waits for it at exit, because to kill a compiler would abort it
             threading.Thread(target=self.make_batch, name="mktts-batch-loading", daemon=False).start()
         return batch or single
 
@@ -172,8 +172,8 @@ class Engine:
             self._make_stream(runner, request, sum(SCHEDULE))
 
     def measure_capacity(self, request: Request, renew: bool = False, only_kept: bool = False) -> Capacity:
-        """Sets `capacity` to that of this machine: what an earlier run measured and kept, or else a new measurement of
-        some seconds, with streams of this checked request, for which lanes that were put off are made. renew: measures
+        """Sets `capacity` to that of this machine: the one kept from an earlier run, or else a new measurement, which
+        takes some seconds and makes lanes that were put off. request: checked, to be measured with. renew: measures
         anew. only_kept: does not measure. Raises EngineError after `close`, BusyError where every slot is taken."""
         self._check()
         if not only_kept:
@@ -255,7 +255,7 @@ class _Worker:
             for runner in runners:
                 runner.lanes.alone = alone
             if runners[0].lanes.decodes_beside and len(runners[-1].open_streams) > MANY:
-                runners += runners[:1]  # single streams have a turn before and after the long one of many streams
+                runners += runners[:1]  # the single lanes get a turn before and after the long one of the others
             wake_s = math.inf
             for runner in runners:
                 try:
@@ -314,7 +314,7 @@ MANY, FEW = 16, 8  # open streams of one engine: above MANY the process is set f
 
 
 class ManyStreams:
-    """Settings of the process while engines or clients have many open streams: one object each, used by one thread.
+    """Sets the process up for many open streams: one object for each engine or client, used by one thread.
 
     While any of them has many, a thread waits SWITCH_S for the interpreter instead of 5 ms, and garbage is collected
     only when YOUNG_OBJECTS more objects exist: streams are freed without the collector, which stops every thread for up

@@ -24,7 +24,7 @@ from mktts.spec import NUM_CODEBOOKS
 
 
 class Made(NamedTuple):
-    """What a tick made, in the order of its lanes. The arrays may be overwritten from the second `launch` after it on.
+    """What a tick made, in the order of its lanes. The second `launch` after `collect` may overwrite the arrays.
 
     codes (n, 16) int64; code 0 is -1 where the model computed no number. ended (n,) bool: end of speech; codes and PCM
     of such a lane mean nothing. pcm (n, 1920) float32 in [-1, 1]; None where `Lanes.submit` decodes chunks.
@@ -59,9 +59,9 @@ class Lanes(Protocol):
         """Drops what is cached of the voice."""
 
     def begin(self, slot: int, segment: Segment, anew: bool = True) -> None:
-        """Begins a segment of the stream in `slot`: the talker starts anew behind the prompt, whose rows enter by the
-        pieces of the ticks that follow. anew: the codec starts anew too, from silence, or from the state behind the
-        segment's reference; otherwise it goes on. Raises PromptError, SamplingError."""
+        """Begins a segment of the stream in `slot`: the talker starts anew after the prompt, whose rows enter as pieces
+        of the ticks that follow. anew: the codec starts anew too, from silence, or from the state that the segment's
+        reference leaves; otherwise it goes on. Raises PromptError, SamplingError."""
 
     def leave(self, slot: int) -> None:
         """Frees the slot: its stream is over, or `begin` has raised; a tick that still runs may have a lane of it."""
@@ -73,7 +73,7 @@ class Lanes(Protocol):
         """Waits for the oldest launched tick. A lane whose slot had ended before that tick is `ended` again."""
 
 
-MAX_FRAMES_AHEAD = 4  # of one launch: a stream that arrives during it waits so long, at most 6 ms on an H200
+MAX_FRAMES_AHEAD = 4  # of one launch: a stream that arrives meanwhile waits for them, up to 6 ms on an H200
 SLOTS = 1_024  # streams that take turns; others wait until one of them ends
 
 
@@ -92,7 +92,7 @@ class OneLane:
 @dataclass
 class _Slot:
     """state: the backend's, of the segment. ahead: the frames of one launch that are not taken yet. queued: the first
-    chunk, of one frame, whose decoding was queued behind its launch."""
+    chunk, of one frame, whose decoding was queued right after its launch."""
 
     codec_state: CodecState | None = None
     segment: Segment | None = None
@@ -113,7 +113,7 @@ class SingleLanes(OneLane):
 
     def __post_init__(self) -> None:
         self.primed = PrimedStates(self.codec)
-        # Whether a frame can be decoded behind its launch, before the host has its codes.
+        # Whether a frame can be decoded right after its launch, before the host has its codes.
         self._queues = hasattr(self.backend, "codes_to_come") and hasattr(self.codec, "submit_unmade")
         self._slots: dict[int, _Slot] = {}
         self.name = self.backend.name
@@ -144,7 +144,7 @@ class SingleLanes(OneLane):
             here.state = backend.start(segment.prompt, segment.sampling, segment.seed, segment.max_frames)
             chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
         first = here.codec_state is None and not chunker.pending_frames
-        if first and chunker.missing_frames == 1 and self._queues:  # a chunk by itself: decoded behind its launch
+        if first and chunker.missing_frames == 1 and self._queues:  # a chunk of one frame: decoded after its launch
             frame = backend.step(here.state, rows[0], meanwhile=lambda: self._queue_decoding(slot))
         else:
             if not here.ahead:

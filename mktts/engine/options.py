@@ -225,7 +225,7 @@ class Chunker:
         return wanted - len(self.undecoded)
 
     def take(self, decode: Callable[[list[Any]], Any], flush: bool = False, ahead: bool = False) -> Chunk | None:
-        """Returns the next chunk once it is whole by the schedule, or with `flush` what there is; None for no sound.
+        """Returns the next chunk once it is whole by the schedule, or with `flush` what there is; None for none yet.
 
         decode: begins to turn `undecoded` into PCM (T * SAMPLES_PER_FRAME,) float32, which its result waits for. ahead:
         only begins to decode a chunk that has become whole; the next call returns it."""

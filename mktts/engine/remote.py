@@ -32,7 +32,7 @@ from mktts.engine.script import Script
 from mktts.engine.stream import EngineName, Notifier, Utterance
 from mktts.errors import EngineError, MkttsError
 
-_TOLD_S = 0.01  # between two reports of what consumers have taken: about as long as the ticks that are planned from it
+_TOLD_S = 0.01  # between two reports of what consumers have taken: about as long as a tick
 _END_S = 10.0  # the longest wait for the other process to end
 _DEAD_S = 0.5  # the longest wait for the status of a process that is gone
 _STATE_S = 0.1  # between two reports of the engine's state
@@ -67,8 +67,8 @@ class Wire(Connection):
 class RemoteEngine:
     """What a synthesizer needs of `mktts.engine.engine.Engine`, run in another process, where the codes stay.
 
-    It is ready once the other process has loaded the model, and raises what loading raises there. If that process dies,
-    every stream ends with EngineError, the engine is `gone`, and one of its threads calls `on_gone`."""
+    The constructor returns once the other process has loaded the model, and raises what fails there. If that process
+    dies, every stream ends with EngineError, the engine is `gone`, and one of its threads calls `on_gone`."""
 
     def __init__(self, checkpoint: str, revision: str | None, settings: dict[str, Any]) -> None:
         """checkpoint, revision: as for `open_checkpoint`. settings: as for `Synthesizer.load`."""
@@ -199,7 +199,7 @@ class RemoteEngine:
                 self.on_gone()
 
     def _end(self) -> EngineError:
-        """Why there can be no further call."""
+        """The error that says why there can be no further call."""
         if self.closed and not self.gone:
             return EngineError("the synthesizer is closed: load another one")
         how = "has closed its connection"
@@ -235,15 +235,15 @@ class RemoteEngine:
 
 
 def sendable(error: BaseException | None) -> BaseException | None:
-    """The error, if it is one of ours; others may hold what cannot be pickled: an EngineError with their text."""
+    """The error if it is one of ours; otherwise an EngineError with its text, as others may not be picklable."""
     if error is None or isinstance(error, MkttsError):
         return error
     return EngineError(f"{type(error).__name__}: {error}")
 
 
 class Child:
-    """Makes the calls of `RemoteEngine`, until its process is gone. What a turn of the worker gives is sent together,
-    by another thread, so that the worker waits for no socket."""
+    """Executes the calls of `RemoteEngine`, until its process is gone. The results of one turn of the worker are sent
+    together, by another thread, so that the worker waits for no socket."""
 
     def __init__(self, wire: Wire, load: Callable[..., Any]) -> None:
         """load: `Synthesizer.load`."""

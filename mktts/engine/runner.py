@@ -1,8 +1,8 @@
 """Runs the streams of one set of lanes: admits them, gives them slots, runs ticks, and hands out what each tick made.
 
-Where the lanes run beside the host, tick t + 1 is planned while tick t runs, as late as possible, so that streams that
-arrive meanwhile are in it; it is launched before t is read, so that the device has no pause. What t then shows can make
-a lane of t + 1 useless, because its speech had ended: what that lane made is dropped."""
+Where the lanes run concurrently with the host, tick t + 1 is planned while tick t runs, as late as possible, so that it
+includes streams that arrive meanwhile; it is launched before t is read, so that the device has no pause. What t then
+shows can make a lane of t + 1 useless, because its speech had ended: what that lane made is dropped."""
 
 import contextlib
 import math
@@ -28,7 +28,7 @@ from mktts.model.prompt import FedPrompt, PromptBuilder, Request, is_of_voice
 from mktts.model.voice import Voice
 
 TICK_BOUNDS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.065, 0.08, 0.16, 0.5)
-_EARLY_S = 2e-3  # before any ticks have run
+_EARLY_S = 2e-3  # the first value of `Runner._early_s`
 # A gap on the device shows that a tick was planned too late: the next is planned earlier by this part of the gap. With
 # no gap each is planned a little later than the last, until there is one: in the end, of a twentieth of the lead.
 _GAP_PART = 0.6
@@ -61,8 +61,8 @@ class EngineStats(NamedTuple):
 
 
 class Running(NamedTuple):
-    """A launched tick. lanes: slots and segments. streams: those with a lane or a piece of a prompt in it. ends_s: when
-    it is predicted to end, if it runs beside the host. follows: the one before it still ran."""
+    """A launched tick. lanes: slots and segments. streams: those with a lane or a piece of a prompt in it. ends_s: its
+    predicted end, if it runs concurrently with the host. follows: the one before it still ran."""
 
     tick: Tick
     lanes: list[tuple[int, Segment]]
@@ -122,7 +122,7 @@ class Runner:
         self._streams: dict[int, Utterance] = {}  # the awake and the sleeping ones, by slot
         self._waiting: dict[int, None] = {}  # awake slots whose next input is not known, in the order of their waits
         self._running: deque[Running] = deque()  # two at most, and one between two turns
-        self._lately_read: deque[Utterance] = deque()  # readers append theirs with each chunk; emptied at each tick
+        self._lately_read: deque[Utterance] = deque()  # consumers append their stream with each chunk they take
         self._cancelled: set[Utterance] = set()  # cancelled since the last tick, after their first check
         self._freed = False  # a stream has ended, or lost its reader, since the queue was looked at
 
@@ -197,7 +197,7 @@ class Runner:
         if self._running:
             self._read()
         elif running is None and not self._freed and not self._arrived:
-            for slot in table.able().tolist():  # they are ahead: from now on a read of theirs is an update
+            for slot in table.able().tolist():  # they are ahead of their readers, who from now on wake the worker
                 self._streams[slot].watched = True
             if self._lately_read:  # one was read meanwhile
                 return float("-inf")
@@ -222,7 +222,7 @@ class Runner:
                 end(stream)
 
     def _take_arrivals(self, now_s: float, until_s: float) -> None:
-        """Checks streams that arrived, up to that time or a little later; one in any case where no stream is open."""
+        """Examines streams that arrived, until `until_s` or a little longer; at least one if no stream is open."""
         table, queue, most_rows = self._table, self._queue, self._settings.max_rows
         while self._arrived:
             late_s = time.perf_counter() - max(until_s, now_s) if self._streams else -1.0
@@ -388,7 +388,7 @@ class Runner:
         for slot, segment in lanes:
             segment.row = segment.prompt.row(segment.launched)
             segment.launched += 1
-            if segment.launched >= segment.max_frames:  # its last frame, if it does not end before
+            if segment.launched >= segment.max_frames:  # this is its last frame, unless it ends before
                 table.text_known[slot] = False
             elif segment.row is None:
                 table.text(slot, False, now_s)

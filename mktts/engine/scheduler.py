@@ -1,4 +1,5 @@
-"""Scheduler: decides one tick: which prompts enter, which streams get a frame, which bucket runs. No device, no clock.
+"""Scheduler: plans a tick, that is, which prompts enter, which streams get a frame, and which bucket runs. It has no
+device and no clock.
 
 Prompts come first, oldest first, as far as the bucket's prompt rows go; a longer prompt enters in pieces over several
 ticks. Then come the streams with the least lead over their listeners, less the time that the rest of a chunk takes. Of
@@ -23,7 +24,7 @@ _CONTEXT_UNIT_ROWS = 100
 
 
 class Piece(NamedTuple):
-    """`rows` of the prompt in `slot` that enter in one tick, from position `start` on. last: a frame is made behind
+    """Rows of the prompt in `slot`, from position `start` on, that enter in one tick. last: a frame is made after
     it."""
 
     slot: int
@@ -34,8 +35,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tick:
-    """One tick to run. Without a lane or a piece there is nothing to do: ask again after an update, at `wake_s` at the
-    latest.
+    """One tick to run. If it has no lane and no piece, nothing is due: plan again after an update, or at `wake_s`.
 
     lanes (n,) int32: slots that get a frame, first the `new_lanes` whose prompts end in this tick. frames (n,) int64:
     the number of each lane's frame in its stream. serials (n,) int64: see StreamTable. pieces: of prompts, in the order
@@ -64,7 +64,7 @@ class TickModel:
     @classmethod
     def h200(cls) -> TickModel:
         """0.6B shapes in bfloat16 and the codec in fp16 on one H200, in one CUDA graph: least squares over 25 measured
-        buckets of 8 to 512 lanes and 0 to 1 024 prompt rows, all within 5 %."""
+        buckets of 8 to 512 lanes and 0 to 1,024 prompt rows, all within 5 %."""
         return cls(constant_s=4.97e-3, lane_s=23.2e-6, row_s=2.86e-6, attention_s=2.74e-6)
 
     @classmethod
@@ -146,11 +146,11 @@ class TickSettings:
     buckets: the (lanes, prompt rows) that can run; () if a tick may have any size, up to the limits.
     max_lanes, max_rows: of a tick. At least one bucket has both at once.
     min_rows: prompt rows that may enter even while listeners are pressed for time, so that new streams do begin.
-    max_tick_s: ticks are predicted to be no longer, unless listeners would be late for that: a stream that arrives
-        waits so long for the tick that runs. It must leave a listener's second frame in time: below 80 ms.
-    lead_s: a stream with this much lead is not wanted now. fill_lead_s: with up to this lead it may use a lane that
-        would be empty, or be in a tick of fewer than `fill_lanes`.
-    few_lanes: so many streams are not held back by their lead. idle_lanes: of a tick while nothing is wanted.
+    max_tick_s: ticks are predicted to be no longer, unless a listener would otherwise be late. A stream that arrives
+        waits up to this long for the tick that runs, and a listener's second frame must be in time: below 80 ms.
+    lead_s: a stream with this much lead is not due. fill_lead_s: up to this lead it may use a lane that would be empty,
+        or be in a tick of fewer than `fill_lanes`.
+    few_lanes: up to so many streams are never held back by their lead. idle_lanes: of a tick when no stream is due.
     whole_prompts: a prompt enters in one tick, even if it has more rows than those limits.
     chunks: frames of a stream's first, second, ... chunk, where its `StreamOptions.schedule` is None. A chunk can be
         heard when its last frame is made: with ticks of `max_tick_s` it should have no more frames than are made while
@@ -182,12 +182,12 @@ class TickSettings:
     @classmethod
     def h200(cls, streams: int = _LANES[-1]) -> TickSettings:
         """CUDA graphs of 8 to 1,024 lanes, in those sizes that so many streams can fill, and of 0 to 1,024 prompt rows:
-        32 prompts a tick; with 4 prompts a tick, of 1,400 listeners some had to wait."""
+        32 prompts a tick; with 4, some of 1,400 listeners had to wait."""
         sizes = [lanes for lanes, smaller in zip(_LANES, (0, *_LANES), strict=False) if smaller < streams]
         buckets = tuple((lanes, rows) for lanes in sizes for rows in _PROMPT_ROWS if rows != 64 or lanes < _WIDE)
         # The ticks of an H200 have time for 2,200 listeners; one process served 1,450 in time (LOG.md).
         idle = min(32, sizes[-1])
-        # Where more come than are served, whoever gets a slot has waited this long, and that counts as first PCM too.
+        # Under overload every admitted stream has waited this long, and its first PCM counts from its arrival.
         return cls(buckets=buckets, max_lanes=sizes[-1], idle_lanes=idle, margin=0.7, place_wait_s=0.05)
 
     @classmethod
@@ -234,15 +234,15 @@ class TickSettings:
         return np.append(np.repeat(np.diff(self.chunks) > 0, self.chunks[:-1]), False)
 
     def most_lanes(self, model: TickModel, context_rows: float) -> int:
-        """The most lanes, each of so many rows, with which a tick keeps to `max_tick_s`; where a tick of one takes
-        nearly as long, fewer would not help those who wait."""
+        """The most lanes, each at `context_rows`, with which a tick keeps to `max_tick_s`. Where the constant part of a
+        tick is nearly as long, 1.5 times that part is allowed, since fewer lanes would hardly shorten it."""
         lane_s = model.predict(1, 0, context_rows) - model.constant_s
         time_s = max(self.max_tick_s, min(1.5 * model.constant_s, self.margin * FRAME_S))
         fitting = (time_s - model.constant_s) / lane_s if lane_s else np.inf
         return max((size for size in self.sizes if size <= fitting), default=self.sizes[0])
 
     def size(self, lanes: int) -> int:
-        """The smallest number of lanes that is run with room for so many; `max_lanes` where that is less."""
+        """The smallest number of lanes that can be run and is at least this; `max_lanes` if there is none."""
         return next((size for size in self.sizes if size >= lanes), self.max_lanes)
 
     def bucket(self, model: TickModel, lanes: int, rows: int) -> tuple[int, int]:
@@ -250,7 +250,7 @@ class TickSettings:
         if not self.buckets:
             return lanes, rows
         found, least_s = self.buckets[-1], np.inf
-        for bucket in self.buckets:  # every arrival asks for many: no list is made, and wide ones are not looked at
+        for bucket in self.buckets:  # every arrival asks often: no list is made, and wide buckets are not looked at
             lanes_s = model.lane_s * bucket[0]
             if lanes_s >= least_s:
                 break
@@ -259,8 +259,8 @@ class TickSettings:
         return found
 
     def worthwhile(self, model: TickModel, lanes: int, least: int, rows: int, context_rows: float) -> tuple[int, int]:
-        """The bucket, with room for `rows` prompt rows and `least` lanes, that makes most frames a second where `lanes`
-        want one, each at so many rows: an empty lane costs as much as a full one."""
+        """The bucket with room for `rows` prompt rows and `least` lanes that makes most frames a second, if `lanes`
+        streams at so many rows each are due: an empty lane costs as much as a full one."""
 
         def frames_hz(bucket: tuple[int, int]) -> float:
             filled = min(bucket[0], lanes)
@@ -479,7 +479,7 @@ def _order(
 
 
 def _pieces(table: StreamTable, order: np.ndarray, rows: int, most_prompts: int, whole: bool) -> list[Piece]:
-    """Pieces of prompts in `order`: up to `rows` rows, `most_prompts` of them last. whole: no cuts, but one always."""
+    """Pieces of prompts in `order`, up to `rows` rows and `most_prompts` ends. whole: none is cut, and one enters."""
     pieces: list[Piece] = []
     for slot in order.tolist():
         left = int(table.prompt_rows[slot])
