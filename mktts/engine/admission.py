@@ -25,7 +25,7 @@ _MOST_WAITING = 1_024
 _WINDOW_S = 5.0  # over which tick times are compared with the measured ones
 _LATE_SHARE = 0.001  # of a window's frames, one late in twelve utterances: above it, the engine does not keep up
 _MEAN_ROWS, _MEAN_S = 32.0, 7.0  # mean prompt rows and mean seconds of an utterance in the load benchmark
-_SLOWER, _AGAIN = 1.15, 1.1  # ticks slower by the first factor lower the capacity, faster by the second raise it
+_SLOWER, _FASTER = 1.15, 1.1  # ticks slower by the first factor lower the capacity, faster by the second raise it
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Admission:
         window.clear()  # each window is judged once
         if late_share > _LATE_SHARE and slower > _SLOWER * self.slowdown:
             self.slowdown = slower
-        elif slower < self.slowdown / _AGAIN:
+        elif slower < self.slowdown / _FASTER:
             self.slowdown = max(1.0, slower)
 
 

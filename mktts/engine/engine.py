@@ -322,7 +322,7 @@ class ManyStreams:
     interval and 71 ms with this one. When the last of them has few again, the former settings are restored."""
 
     _lock = threading.Lock()
-    _before = contextlib.ExitStack()  # closing it restores the former settings; under the lock
+    _restore = contextlib.ExitStack()  # closing it restores the former settings; under the lock
     _with_many = 0  # objects that have many streams; under the lock
 
     def __init__(self) -> None:
@@ -336,16 +336,16 @@ class ManyStreams:
         with self._lock:
             ManyStreams._with_many += 1 if many else -1
             if not self._with_many:
-                self._before.close()
+                self._restore.close()
             elif many and self._with_many == 1:
                 self._set()
 
     def _set(self) -> None:
         switch_s, (young, *older) = sys.getswitchinterval(), gc.get_threshold()
-        self._before.callback(sys.setswitchinterval, switch_s)
-        self._before.callback(gc.set_threshold, young, *older)
+        self._restore.callback(sys.setswitchinterval, switch_s)
+        self._restore.callback(gc.set_threshold, young, *older)
         if not gc.get_freeze_count():  # otherwise somebody else froze objects, and will unfreeze them
-            self._before.callback(gc.unfreeze)
+            self._restore.callback(gc.unfreeze)
             gc.freeze()
         if young:  # 0: nothing is collected anyway
             gc.set_threshold(max(young, YOUNG_OBJECTS), *older)

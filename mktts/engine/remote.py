@@ -32,7 +32,7 @@ from mktts.engine.script import Script
 from mktts.engine.stream import EngineName, Notifier, Utterance
 from mktts.errors import EngineError, MkttsError
 
-_TOLD_S = 0.01  # between two reports of what consumers have taken: about as long as a tick
+_REPORT_S = 0.01  # between two reports of what consumers have taken: about as long as a tick
 _END_S = 10.0  # the longest wait for the other process to end
 _DEAD_S = 0.5  # the longest wait for the status of a process that is gone
 _STATE_S = 0.1  # between two reports of the engine's state
@@ -89,7 +89,7 @@ class RemoteEngine:
             command = [sys.executable, "-c", _PROGRAM, str(there.fileno())]
             self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=os.environ | python_path())
         self._wire = Wire(here)
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._receive, self._tell)]
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._receive, self._report)]
         for thread in self._threads:
             thread.start()
         try:
@@ -159,18 +159,18 @@ class RemoteEngine:
     measure_capacity = partialmethod(_call, "measure_capacity")
     forget = partialmethod(_send, "forget")  # without a reply
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Thread: reports what consumers have taken, and which streams are cancelled."""
         while not self.closed:
-            told = [self._inbox.get()]
-            time.sleep(_TOLD_S)
+            updated = [self._inbox.get()]
+            time.sleep(_REPORT_S)
             while not self._inbox.empty():
-                told.append(self._inbox.get())
-            here = [one for one in told if one is not None and one.number in self._utterances]  # begun, and not over
+                updated.append(self._inbox.get())
+            here = [one for one in updated if one is not None and one.number in self._utterances]  # begun, and not over
             taken = {one.number: None if one.cancelled else one.taken_frames for one in here}
             for id in [one.number for one in here if one.cancelled]:
                 self._utterances.pop(id, None)
-            told = here = None  # keeps no stream alive while it waits
+            updated = here = None  # keeps no stream alive while it waits
             with contextlib.suppress(EngineError):
                 self._send("taken", taken)
 

@@ -102,7 +102,7 @@ class Runner:
         learns = TickFit if lanes.settings.max_lanes > 1 else MeanTick
         self.ticks, self.steps = learns(lanes.model), learns(lanes.model)
         self._early_s = _EARLY_S  # how long before the end of the running tick the next one is planned
-        self._give_s = 0.0  # from the end of a tick until its last frame is delivered
+        self._delivery_s = 0.0  # from the end of a tick until its last frame is delivered
         self.reference_model: TickModel | None = None  # of the measured capacity: how long ticks are expected to take
         self._table = StreamTable(lanes.slots)
         admission.listeners.append(self._table.listening)
@@ -185,7 +185,7 @@ class Runner:
             self._resume(slot, now_s)
         begins_s = now_s if running is None else max(now_s, running.ends_s)
         # Planned with the times of whole steps, the host's pauses included, for when its frames reach their readers.
-        tick = next_tick(table, begins_s + self._give_s, self.steps.model, self._settings)
+        tick = next_tick(table, begins_s + self._delivery_s, self.steps.model, self._settings)
         if len(tick.lanes) or tick.pieces:
             self._launch(tick, now_s, begins_s)
         self._queue.idle_since_s = math.inf if self._running else min(self._queue.idle_since_s, now_s)
@@ -201,7 +201,7 @@ class Runner:
                 self._streams[slot].watched = True
             if self._lately_read:  # one was read meanwhile
                 return float("-inf")
-            return min(tick.wake_s - self._give_s, self._queue.wake_s(now_s))
+            return min(tick.wake_s - self._delivery_s, self._queue.wake_s(now_s))
         return float("-inf")
 
     def fail_all(self, error: BaseException) -> None:
@@ -424,7 +424,7 @@ class Runner:
             took_s, expected_s = made.took_s + paused_s, self.reference_model.predict(*size)
             self.admission.tick(ended_s, took_s, expected_s, int((late_s > 0).sum()), len(tick.lanes))
         self._give(running, made, late_s, ended_s)
-        self._give_s = max(_RELAX * self._give_s, time.perf_counter() - ended_s)
+        self._delivery_s = max(_RELAX * self._delivery_s, time.perf_counter() - ended_s)
         if self._pages is None:
             return
         for slot, segment in running.lanes[: tick.new_lanes]:  # their prompts are complete: others may share prefixes

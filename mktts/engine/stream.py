@@ -95,10 +95,11 @@ class Utterance:
     engine: the lanes that make it, None before it has text. open: frames may be made for it, from `begin` until it is
     over. codes: one (16,) int64 tensor or array for each frame so far, of all segments. idle: it waits for its text, or
     for its consumer. late_s: by how much chunks came too late, in all, for a listener who plays from the first one on.
-    Of the worker: chunker: set when its runner has it; arrived_s: when the runner got it, or its first text. segment:
-    the one that is made, None before the first and between two; segment_number: from 0; begins_anew: a pause precedes
-    the segment, so that the codec begins anew; silent_s: of pauses that were delivered; submit: decodes frames to a
-    pending result where lanes give no PCM; on_close: called once, at the end."""
+
+    The worker's own: chunker, set when its runner has it; arrived_s, when the runner got it or its first text; segment,
+    the one that is being made, None before the first and between two; segment_number, from 0; begins_anew: a pause
+    precedes the segment, so that the codec begins anew; silent_s, of pauses that were delivered; submit, which decodes
+    frames to a pending result where lanes give no PCM; on_close, called once, at the end."""
 
     def __init__(self, plan: Plan, inbox: SimpleQueue[Any], notifier: Notifier, sink: Any = None) -> None:
         """sink: for a consumer in another process, instead of `take`: the worker calls it with this utterance; "chunk",
@@ -131,7 +132,7 @@ class Utterance:
         self.on_close: Callable[[], None] | None = None
 
     def begin(self, script: Script | None, engine: EngineName) -> None:
-        """Gives it its text and its lanes, before the worker gets it. script: None if another process speaks it."""
+        """Sets its text and its lanes, before the worker learns of it. script: None if another process speaks it."""
         self.script, self.open = script, True
         _BEGUN.add(self)
         self.engine = engine  # last: from now on the worker may look at it
@@ -161,7 +162,7 @@ class Utterance:
     def when_over(self, call: Callable[[], None]) -> None:
         """Calls `call`, which must be quick, once the worker is done with it: in its thread, or here, or in both."""
         self._when_over = call
-        if not self.open:  # read after `call` was stored: either `end` sees `call`, or we see that it has begun
+        if not self.open:  # read after `call` was stored: either `end` has seen it, or we see the end
             call()
 
     def take(self, wait: bool = True) -> Chunk | None:
@@ -333,7 +334,7 @@ def _decoded(frames: list[tuple[bytearray, bytes | None]]) -> PendingPcm:
 
 
 def _wake(loop: asyncio.AbstractEventLoop, waiters: Sequence[asyncio.Future[None]]) -> None:
-    with contextlib.suppress(Exception):  # a closed loop has nobody who waits; what else it raises is no matter of ours
+    with contextlib.suppress(Exception):  # a closed loop has no waiters; any other error is the loop's own
         loop.call_soon_threadsafe(_set, waiters)
 
 
@@ -394,7 +395,7 @@ class Stream(contextlib.AbstractContextManager["Stream"], contextlib.AbstractAsy
 
     @property
     def words(self) -> tuple[WordTime, ...]:
-        """Words of the chunks taken, in the end of the whole text; none without `StreamOptions.word_times`."""
+        """Words of the chunks taken so far, at the end all of them; none without `StreamOptions.word_times`."""
         return () if self._words is None else tuple(self._words.settled)
 
     @property

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _ONLY_25HZ = {"torchaudio": ("compliance", "compliance.kaldi"), "sox": (), "onnxruntime": ()}
 
 
-class _Left(Exception):
+class _LeaveUpstream(Exception):
     """Raised in a hook to leave upstream's generation."""
 
 
@@ -135,7 +135,7 @@ def generate_codes(
 
     def before(module: Any, arguments: Any) -> None:
         if cancelled():
-            raise _Left
+            raise _LeaveUpstream
 
     def after(module: Any, arguments: Any, output: Any) -> None:
         if output.hidden_states[-1] is not None:  # None: the prompt's own pass
@@ -150,7 +150,7 @@ def generate_codes(
         with _quiet(), _no_codec(model), torch.random.fork_rng(devices=cuda):
             torch.seed() if seed is None else torch.manual_seed(seed)
             _call(model, request, settings)
-    except _Left:
+    except _LeaveUpstream:
         pass
     finally:
         for hook in hooks:
@@ -163,13 +163,13 @@ def prompt_embeds(model: Any, request: Request) -> tuple[Tensor, Tensor, Tensor]
     talker = model.model.talker
 
     def capture(**arguments: Any) -> None:
-        raise _Left(arguments)
+        raise _LeaveUpstream(arguments)
 
     talker.generate = capture
     try:
         with _quiet():
             _call(model, request, {})
-    except _Left as left:
+    except _LeaveUpstream as left:
         given = left.args[0]
         return given["inputs_embeds"][0], given["trailing_text_hidden"][0], given["tts_pad_embed"][0, 0]
     finally:

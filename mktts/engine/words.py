@@ -50,7 +50,7 @@ _LONG_PAUSE = 200  # frames; what precedes such a pause takes no part in the sea
 
 
 @dataclass
-class _Wanted:
+class _SpokenItem:
     """A word, or a pause that the text asks for. silent: frames of the pause, 0 for a word. earliest: the first frame
     at which it can begin: its text was not there before. told: it was returned. settled: its time is final."""
 
@@ -84,7 +84,7 @@ class WordTimes:
         self._writing = threading.Lock()
         self._written = ""  # the text after the last word that was found in it
         self._unfinished = ""  # the last word so far: more letters or marks may follow
-        self._items: list[_Wanted] = []  # those that take part in the search
+        self._items: list[_SpokenItem] = []  # those that take part in the search
         self._hop = sample_rate_hz // _RATE_HZ
         self._window = np.hanning(2 * self._hop)
         self._samples = 0
@@ -136,7 +136,7 @@ class WordTimes:
             for word in (*words, "") if silent else words:
                 frames = 0 if word else max(1, round(silent / SAMPLE_RATE_HZ * _RATE_HZ))
                 now = self._samples // self._hop
-                self._items.append(_Wanted(self._as_written(word), frames, now, self._spoken))
+                self._items.append(_SpokenItem(self._as_written(word), frames, now, self._spoken))
 
     def _as_written(self, word: str) -> str:
         """A word as the caller wrote it, without punctuation that stands for markup."""
@@ -191,7 +191,7 @@ class WordTimes:
         del self._items[:passed]
         return told
 
-    def _spans(self, items: Sequence[_Wanted], complete: bool) -> list[tuple[int, int]]:
+    def _spans(self, items: Sequence[_SpokenItem], complete: bool) -> list[tuple[int, int]]:
         """The first frame of each item that has begun, and the frame after its last."""
         frames = len(self._levels_db)
         spans = None
@@ -227,7 +227,7 @@ _DURATION_COSTS = {
 
 
 def _likeliest(
-    items: Sequence[_Wanted], costs: dict[str, np.ndarray], begin: int, complete: bool
+    items: Sequence[_SpokenItem], costs: dict[str, np.ndarray], begin: int, complete: bool
 ) -> list[tuple[int, int]] | None:
     """Spans in frames of the items that have begun; None if the sound is complete and too short for all of them.
 

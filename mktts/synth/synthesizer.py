@@ -192,8 +192,10 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
     def say_each(self, ask: Callable[[], SayRequest | None], *, at_once: int | None = None) -> Iterator[SayResult]:
         """As `say_many`, for texts with settings of their own: yields each as soon as it is over; an error belongs to
         its text alone. A text with more frames than its `StreamOptions.buffer_frames` never ends, since nobody reads it
-        before it is over. ask: returns the next request, or None if there is none for now: see
-        `mktts.engine.many.say_each`. at_once: None: a few more than are made together."""
+        before it is over.
+
+        ask: returns the next request, or None if there is none for now: see `mktts.engine.many.say_each`. at_once:
+        None: a few more than are made together."""
         if at_once is not None:
             checked_int("at_once", at_once, at_least=1)
         return say_each(self._stream, ask, at_once or self._made_together + self._made_together // _WAITING)

@@ -39,8 +39,8 @@ _MOST_WAITING = 2  # launched ticks in flight
 _STAGES = 3  # one more, so that the next launch does not overwrite what was collected last
 _STREAMS = 2_048
 _TEXT_TABLE = "talker.model.text_embedding.weight"
-_PART = 0.8  # of what is free: graphs, the working memory of prompts and whatever else runs need the rest
-_STATES_PART = 0.25  # of that, at most, for slots, which take memory whether they have a stream or not
+_MEMORY_SHARE = 0.8  # of what is free: graphs, the working memory of prompts and whatever else runs need the rest
+_SLOTS_SHARE = 0.25  # of that, at most, for slots, which take memory whether they have a stream or not
 
 
 class CudaLanes:
@@ -68,13 +68,17 @@ class CudaLanes:
         graphs: bool = True,
         deterministic: bool = False,
     ) -> None:
-        """tensors: by Hub name; those that the device has in this dtype are shared. slots: the engine's. positions: of
-        the longest stream, prompt and frames. pages: with page 0; `LaneMemory` has what all this takes.
+        """Allocates the device's memory, and the buckets' frames.
 
-        codec: with slots + 1 slots. primed: makes codec states from references, when the first is needed. settings: its
-        buckets are those that run. graphs: record them in `prepare`, or at a bucket's first tick; otherwise every tick
-        is launched kernel by kernel. deterministic: a stream's codes depend neither on its neighbours nor on the
-        bucket. Raises CapacityError where the device has no memory for the pages, or not even one stream could open."""
+        tensors: by Hub name; those that the device has in this dtype are shared. slots: the engine's. positions: of the
+        longest stream, prompt and frames. pages: with page 0; `LaneMemory` has what all this takes.
+
+        codec: with slots + 1 slots. primed: makes codec states from references, when the first is needed.
+        settings: its buckets are those that run. graphs: record them in `prepare`, or at a bucket's first tick;
+        otherwise every tick is launched kernel by kernel.
+        deterministic: a stream's codes depend neither on its neighbours nor on the bucket.
+
+        Raises CapacityError where the device has no memory for the pages, or not even one stream could open."""
         self.config, self.device, self.dtype, self.slots = config, device, dtype, slots
         self.settings, self.model = settings or TickSettings.h200(), TickModel.h200()
         self.pages = Pages(pages, slots, positions)
@@ -281,8 +285,8 @@ def cuda_lanes(
     # Talker and predictor, and the projected text rows; the text table itself stays in its file.
     weights = sum(one.numel() for name, one in tensors.items() if name.startswith("talker.") and name != _TEXT_TABLE)
     weights += len(tensors[_TEXT_TABLE]) * config.talker.hidden_size
-    free = int(_PART * torch.cuda.mem_get_info(device)[0]) - each.tick - weights * dtype.itemsize
-    slots = settings.max_streams or max(1, min(_STREAMS, int(_STATES_PART * free / each.slot)))
+    free = int(_MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]) - each.tick - weights * dtype.itemsize
+    slots = settings.max_streams or max(1, min(_STREAMS, int(_SLOTS_SHARE * free / each.slot)))
     left = free - each.slot * (slots + 1) if settings.memory_bytes is None else settings.memory_bytes
     pages = left // each.page
     if pages < 2:
