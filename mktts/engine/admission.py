@@ -48,7 +48,7 @@ class AdmissionLimits:
 
 
 class Capacity(NamedTuple):
-    """Listeners that can be served in time at once, below 1 on a machine slower than real time. basis: how measured."""
+    """Listeners that can be served in time at once, below 1 on a machine slower than real time. basis: its source."""
 
     streams: float
     basis: str

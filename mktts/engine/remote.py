@@ -205,7 +205,7 @@ class RemoteEngine:
         how = "has closed its connection"
         with contextlib.suppress(subprocess.TimeoutExpired):
             how = f"has ended with status {self._process.wait(_DEAD_S)}"
-        return EngineError(f"the engine's process {how}: its messages stand above; start the server again")
+        return EngineError(f"the engine's process {how}: see its messages above, and start the server again")
 
     # ---- called by the other process; streams that were cancelled are unknown here
 

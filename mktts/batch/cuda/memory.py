@@ -151,7 +151,7 @@ class RingStates:
             self.silence(torch.tensor([slot], device=self.device))
             return
         if primed.layout != self._layout or primed.flat.device.type != self.device.type:
-            raise CodecError("the state belongs to another decoder: use one of the decoder that the weights are of")
+            raise CodecError("the state belongs to another decoder: use a state of the decoder whose weights these are")
         value = primed.flat.view(torch.float32).index_select(0, self._source) / INPUT_SCALE
         high, history = value.half(), self.histories[slot]
         history.index_copy_(0, self._high, high)
