@@ -1,6 +1,6 @@
-"""The lanes in plain PyTorch operators: for the CPU, where operators of these sizes cost by the call, not the row. With
-a core to spare, talker and codec have a thread each: while the codec decodes one tick, the talker makes the next one's
-codes."""
+"""The lanes in plain PyTorch operators, for the CPU, where operators of these sizes cost by the call, not by the row.
+With a core to spare, talker and codec have a thread each: while the codec decodes one tick, the talker makes the codes
+of the next one."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from mktts.model.qwen3 import LEAST_ROWS, KVCache, LayerWeights, Linear, Place, 
 from mktts.model.voice import Voice
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, ModelConfig, StackConfig
 
-_LANES_AT_A_TIME = 16  # beyond, an operator gains nothing and its results leave the cache
+_LANES_AT_A_TIME = 16  # beyond that an operator gains nothing, and its results no longer fit the cache
 
 
 class CodecLanes:
-    """Codec states by slot, each in the bytes of a `CodecState`, and `decode`: the next frame of any. One thread at a
-    time."""
+    """The codec states of all slots, each as the bytes of a `CodecState`, and `decode`, which makes the next frame of
+    any of them. One thread at a time."""
 
     def __init__(self, decoder: CodecDecoder, slots: int) -> None:
         self._decoder = decoder
-        # A state as int64 words, since wide ones move fast: its parts start at multiples of 16 bytes, and the last is
-        # an int64.
+        # A state as int64 words, since wide ones are copied faster: its parts start at multiples of 16 bytes, and the
+        # last is an int64.
         self._silence = decoder.start().flat.view(torch.int64)
-        # memory that no stream has used is not taken yet
+        # the system gives memory to a slot when its first stream uses it
         self._rows = self._silence.new_empty(slots, len(self._silence))
         self._gathered = self._silence.new_empty(min(slots, _LANES_AT_A_TIME), len(self._silence))
-        self._states: dict[int, CodecState] = {}  # of so many rows of these: their views cost what work does
+        self._states: dict[int, CodecState] = {}  # by rows of these: making their views costs as much as an operator
 
     @torch.inference_mode()
     def decode(
         self, codes: Tensor, slots: Sequence[int], entering: Iterable[tuple[int, CodecState | None]] = ()
     ) -> tuple[np.ndarray, float]:
         """The next frame of each slot, once each: codes (B, 16) int64 -> PCM (B, 1920) float32 in [-1, 1], and the
-        seconds it took. entering: slots that begin before that with silence, or with a copy of a state."""
+        seconds it took. entering: slots that begin anew before that, with silence or with a copy of a state."""
         begun_s = time.perf_counter()
         for slot, primed in entering:
             self._rows[slot] = self._silence if primed is None else primed.flat.view(torch.int64)
@@ -66,7 +66,7 @@ class CodecLanes:
 
 
 class CallersThread(Executor):
-    """Work is done when it is submitted, by who submits it."""
+    """Does work at once, in the thread that submits it."""
 
     def submit(self, work: Callable, /, *arguments: object) -> Future:
         done: Future = Future()
@@ -77,17 +77,17 @@ class CallersThread(Executor):
         return done
 
 
-_BESIDE_LANES = 2  # one stream alone has nothing to do beside its codec
-_BESIDE_TICK_S = 0.04  # a tick can be heard when both halves are over, each as long as a tick
+_BESIDE_LANES = 2  # from so many lanes on the codec runs beside the talker; one stream has nothing to do meanwhile
+_BESIDE_TICK_S = 0.04  # a tick can be heard when both of its halves are over, each as long as a tick
 
-# A tick but for its sound; the lanes that speak; whether the codec works beside the next tick's talker; what it makes.
+# A tick without its PCM; the lanes that speak; whether the codec runs beside the next tick's talker; PCM and seconds.
 _Said = tuple[Made, list[int], bool, Future[tuple[np.ndarray, float]]]
 
 
 class TorchLanes:
-    """See `mktts.engine.lanes.Lanes`. Prompts enter whole; no prefix is shared. embeddings: as of `Backend`. A tick
-    goes through the talker's thread and from there to the codec's, with the streams that are new to it, so that both
-    do all in the same order."""
+    """See `mktts.engine.lanes.Lanes`. Prompts enter whole; no prefix is shared. embeddings: as in `Backend`. A tick
+    goes through the talker's thread and then the codec's, together with the streams that begin in it, so that both
+    threads see everything in the same order."""
 
     name = "batch"
     alone = decodes_beside = False
@@ -109,16 +109,16 @@ class TorchLanes:
         *,
         threads: bool = False,
     ) -> None:
-        """positions: of one segment. memory_bytes: that keys and values may take; they take it as they grow. threads:
-        of their own for talker and codec, each with operators of one thread; otherwise the caller's."""
+        """positions: of one segment. memory_bytes: for keys and values, at most; they take it as they grow. threads:
+        one each for talker and codec, with operators of one thread; otherwise both use the caller's."""
         self.slots, self._threads, self.overlaps = slots, threads, False
         if threads:
             self.settings = replace(self.settings, max_tick_s=_BESIDE_TICK_S)
         self._talked_s = time.perf_counter()  # when the talker's newest tick ended
-        # each with operators of one thread
+        # operators in each of them use one thread
         workers = (ThreadPoolExecutor(1, name, torch.set_num_threads, (1,)) for name in ("mktts-talker", "mktts-codec"))
         self._talking, self._decoding = workers if threads else (CallersThread(), CallersThread())
-        self._entering: list[tuple[int, CodecState | None]] = []  # slots of streams that are new since the last tick
+        self._entering: list[tuple[int, CodecState | None]] = []  # slots of streams that began since the last tick
         stacks = FoldedStack if dtype == torch.float32 else Qwen3Stack
         self._backend = TorchBackend(config, tensors, "cpu", dtype, stacks=stacks)
         self._streams: dict[int, TorchStream] = {}  # by slot
@@ -166,7 +166,7 @@ class TorchLanes:
         entering: Sequence[tuple[int, CodecState | None]],
         beside: bool,
     ) -> _Said:
-        """Codes of a tick, on the talker's thread; their decoding is asked for."""
+        """Makes the codes of a tick, on the talker's thread, and submits them to be decoded."""
         begun_s = time.perf_counter()
         idle_s = begun_s - self._talked_s if beside else 0.0
         talking = [i for i, stream in enumerate(streams) if not stream.ended]
@@ -175,7 +175,7 @@ class TorchLanes:
             codes[talking] = self._backend.tick([streams[i] for i in talking], [rows[i] for i in talking])
         ended = np.array([stream.ended for stream in streams])
         speaking = [i for i in talking if not streams[i].ended and codes[i, 0] >= 0]
-        self._talked_s = time.perf_counter()  # in the caller's thread the codec works at once, by a clock of its own
+        self._talked_s = time.perf_counter()  # before `submit`, which decodes here if there is no thread for it
         decoded = self._decoding.submit(self._codec.decode, codes[speaking], [slots[i] for i in speaking], entering)
         pcm = np.zeros((len(codes), SAMPLES_PER_FRAME), np.float32)
         return Made(codes.numpy(), ended, pcm, self._talked_s - begun_s, idle_s), speaking, beside, decoded
@@ -186,7 +186,7 @@ class TorchLanes:
 
 @dataclass(frozen=True)
 class FoldedWeights:
-    """One layer of a `FoldedStack`; D head_dim, K key and value heads, each with G query heads. Heads are ordered by
+    """One layer of a `FoldedStack`; D: head_dim; K: key and value heads, each with G query heads. Heads are ordered by
     key head: its G query heads, itself, its value head."""
 
     qkv: Linear  # H -> K (G + 2) D
@@ -197,33 +197,33 @@ class FoldedWeights:
 
 
 class _LayerMemory:
-    """What a layer of a `FoldedStack` makes of rows: memory, and its views, each made once, as they cost what operators
-    do."""
+    """Working memory of one layer of a `FoldedStack`, with all views of it, each made once: making a view costs as much
+    as an operator."""
 
     def __init__(self, stack: FoldedStack, heads: Tensor, count: int, like: _LayerMemory | None = None) -> None:
-        """heads (R, K, G + 2, D), of which attention reads the first `count` rows. like: of as many rows, whose memory
+        """heads: (R, K, G + 2, D), of which attention reads the first `count` rows. like: for as many rows; its memory
         that is in use only between two operators is used here too."""
         self.heads, self.flat = heads, heads.flatten(1)
-        self.turned = heads[:count, :, :-1]  # normed and rotated
+        self.turned = heads[:count, :, :-1]  # queries and keys, normed and rotated
         self.unit = self.turned.new_empty(self.turned.shape) if like is None else like.unit
         self.gated = heads.new_empty(len(heads), 2 * stack.config.intermediate_size) if like is None else like.gated
         self.gate, self.up = self.gated.chunk(2, -1)
         # (count, K, G + 1, D / 2) complex, the same memory
         self.pairs = [torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (self.unit, self.turned)]
-        # of a frame's position: queries (B K, G, D), keys (B K, D, positions) and values (B K, positions, D)
+        # for one position of a frame: queries (B K, G, D), keys (B K, D, positions) and values (B K, positions, D)
         self.attends: tuple[Tensor, Tensor, Tensor] | None = None
-        # of rows without others of their stream: keys and values (2, 1, K, 1, D) and queries (1, K, G, D) of each
+        # for each row that is its stream's only one: keys and values (2, 1, K, 1, D), and queries (1, K, G, D)
         self.single: list[tuple[Tensor, Tensor]] = []
 
 
 class _FrameCache(KVCache):
-    """A cache of B streams whose memory is that in which a `FoldedStack` makes the heads of every position."""
+    """The keys and values of a frame for B streams, in the memory in which a `FoldedStack` makes all its heads."""
 
     def __init__(self, stack: FoldedStack, heads: Tensor) -> None:
         """heads: (layers, 16, B, K, G + 2, D)."""
         streams, memory = heads.shape[2], None
         super().__init__(heads[..., -2:, :].permute(0, 4, 2, 3, 1, 5), NUM_CODEBOOKS)
-        self.steps = []  # of every position: what its rows are turned by, and the memory of every layer
+        self.steps = []  # for every position: the rotations of its rows, and the memory of every layer
         for position in range(NUM_CODEBOOKS):
             layers = []
             for of_layer in heads:
@@ -235,9 +235,9 @@ class _FrameCache(KVCache):
 
 
 class FoldedStack(Qwen3Stack):
-    """A `Qwen3Stack` up to rounding, in fp32 on a CPU: half as many operators, and rows that never feel others. Norm
-    weights are multiplied into the matrices behind them; a head's halves lie interleaved: its rotation is one complex
-    product. Rows that a pass is given may be overwritten by it."""
+    """A `Qwen3Stack`, the same up to rounding, for fp32 on a CPU: half as many operators, and no row depends on others.
+    Norm weights are multiplied into the matrices behind them; the halves of a head are interleaved, so that its
+    rotation is one complex product. A pass may overwrite the rows that it is given."""
 
     exact = False
     linear = staticmethod(Linear.packed)
@@ -251,10 +251,10 @@ class FoldedStack(Qwen3Stack):
         self._floor = {n: torch.tensor(math.sqrt(n * c.rms_norm_eps)) for n in (c.hidden_size, c.head_dim)}
         w = self.layers[0]
         packed = all(linear.weight.is_mkldnn for linear in (w.qkv, w.o, w.gate_up, w.down))
-        self._least = 1 if packed else LEAST_ROWS  # rows of a pass
+        self._least = 1 if packed else LEAST_ROWS  # the fewest rows of a pass
         heads = c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads + 2, c.head_dim
-        self._memory = self.norm.new_empty(c.num_hidden_layers, NUM_CODEBOOKS, 0, *heads)  # of every frame
-        self._frames: dict[int, _FrameCache] = {}  # by streams
+        self._memory = self.norm.new_empty(c.num_hidden_layers, NUM_CODEBOOKS, 0, *heads)  # one for all frames
+        self._frames: dict[int, _FrameCache] = {}  # by number of streams
 
     def _read(self, get: Callable[[str], Tensor], index: int) -> FoldedWeights:
         c, w = self.config, LayerWeights.read(get, index)
@@ -262,7 +262,7 @@ class FoldedStack(Qwen3Stack):
         by_head = torch.cat([part.view(*kinds, c.hidden_size) for part in (w.q, w.k, w.v)], 1)  # (K, G + 2, D, H)
         by_head[:, :-1] = _interleaved(by_head[:, :-1], 2)
         head_norm = _interleaved(torch.stack([*[w.q_norm] * group, w.k_norm]), 1)
-        # the length of a head, and in queries the 1 / length that attention scales scores by
+        # `_unit` leaves out sqrt(D) for queries and for keys, and attention would divide by it: one remains, here
         head_norm[-1] *= math.sqrt(c.head_dim)
         length = math.sqrt(c.hidden_size)
         return FoldedWeights(
@@ -288,7 +288,7 @@ class FoldedStack(Qwen3Stack):
 
     def advance(self, x: Tensor, caches: Sequence[KVCache], counts: Sequence[int]) -> Tensor:
         frame, count = caches[0], x.shape[0]
-        if isinstance(frame, _FrameCache):  # whose streams may be more than were asked for
+        if isinstance(frame, _FrameCache):  # it may have more streams than were asked for
             x = filled_up(x, counts[0] * self._least)
             count = x.shape[0]
             if counts[0] == 1:
@@ -312,7 +312,7 @@ class FoldedStack(Qwen3Stack):
         places: Sequence[Place],
         memory: _LayerMemory | None = None,
     ) -> Tensor:
-        """One layer over rows `x` (R, H), overwritten. memory: of a frame's position, which has no `places`."""
+        """One layer over rows `x` (R, H), which it overwrites. memory: for a frame's position, without `places`."""
         memory = memory or self._pass
         w.qkv(self._unit(x), out=memory.flat)
         self._unit(memory.turned, out=memory.unit).mul_(w.head_norm)
@@ -338,7 +338,7 @@ class FoldedStack(Qwen3Stack):
         return w.down(F.silu(memory.gate, inplace=True).mul_(memory.up), onto=x)
 
     def _turn_table(self, positions: int) -> tuple[Tensor, ...]:
-        """(positions, 1, 1, D / 2) complex."""
+        """The rotations of all positions: (positions, 1, 1, D / 2) complex."""
         angle = torch.outer(torch.arange(positions).float(), self._inverse_frequency)
         return (torch.complex(angle.cos(), angle.sin())[:, None, None],)
 
@@ -346,17 +346,17 @@ class FoldedStack(Qwen3Stack):
         return self._unit(x).mul_(self.norm)
 
     def _unit(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """RMSNorm but for a factor of 1 / sqrt(n) over the last dimension: three operators, composed it is six."""
+        """RMSNorm over the last dimension, times 1 / sqrt(n): three operators in place of six."""
         length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor[x.shape[-1]])
         return torch.div(x, length, out=out)
 
 
 def filled_up(x: Tensor, least: int) -> Tensor:
-    """Rows (R, ...), and the first one again up to `least`, so that a BLAS makes the same of each of them."""
+    """Rows (R, ...), with the first one again up to `least`, so that a BLAS computes each of them in the same way."""
     missing = least - x.shape[0]
     return x if missing <= 0 else torch.cat((x, x[:1].expand(missing, *x.shape[1:])))
 
 
 def _interleaved(x: Tensor, dim: int) -> Tensor:
-    """Places 0, 1, 2, ... of `dim` take what stood at 0, n / 2, 1, n / 2 + 1, ..."""
+    """Entries 0, 1, 2, ... of `dim` become those that were at 0, n / 2, 1, n / 2 + 1, ..."""
     return torch.stack(x.chunk(2, dim), dim + 1).flatten(dim, dim + 1)

@@ -1,10 +1,10 @@
-"""Decides which streams may begin now, which wait, and which are refused, for a named reason. Nothing here reads a
-clock or a device.
+"""Admission: decides which streams may begin now, which wait, and which are refused, each for a named reason. Nothing
+here reads a clock or a device.
 
-As many listeners are served at once as the capacity says, and prompts enter as fast as the first PCM of each stays
-within a bound. The capacity is measured (`mktts.engine.capacity`); frames that come late while ticks take longer than
-measured lower it, ticks that take no longer raise it again. Nothing waits without an end: a listener's stream is
-refused after `max_wait_s`, any stream after `HELD_S` in which no tick has run."""
+An engine serves as many listeners at once as its capacity, and admits prompts while the first PCM of each stays within
+a bound. The capacity is measured (`mktts.engine.capacity`), lowered when frames are late and ticks take longer than
+measured, and raised again when they no longer do. No wait is unlimited: a listener's stream is refused after
+`max_wait_s`, and any stream after `HELD_S` without a tick."""
 
 import math
 from collections import deque
@@ -19,21 +19,21 @@ from mktts.errors import BusyError, OptionsError
 
 Reason = Literal["", "slots", "memory", "capacity", "max_streams", "first_pcm", "queue", "waited", "held"]
 
-PROMPT_WAIT_S = 0.5  # behind the prompts of those that came at the same time
-HELD_S = 10.0  # a fed text may pause for some seconds, and others wait for its place
+PROMPT_WAIT_S = 0.5  # longest wait behind the prompts of streams that arrived at the same time
+HELD_S = 10.0  # a fed text may pause for some seconds while other streams wait for its slot
 _MOST_WAITING = 1_024
-_WINDOW_S = 5.0  # over which ticks are compared with those of the measurement
-_LATE_SHARE = 0.001  # of the frames of a window, one late in twelve utterances: more say that it does not keep up
-_MEAN_ROWS, _MEAN_S = 32.0, 7.0  # of a prompt, and of an utterance, in the load benchmark
-_SLOWER, _AGAIN = 1.15, 1.1  # times what was measured: ticks that lower the capacity, and that raise it again
+_WINDOW_S = 5.0  # over which tick times are compared with the measured ones
+_LATE_SHARE = 0.001  # of a window's frames, one late in twelve utterances: above it, the engine does not keep up
+_MEAN_ROWS, _MEAN_S = 32.0, 7.0  # mean prompt rows and mean seconds of an utterance in the load benchmark
+_SLOWER, _FASTER = 1.15, 1.1  # ticks slower by the first factor lower the capacity, faster by the second raise it
 
 
 @dataclass(frozen=True)
 class AdmissionLimits:
-    """What the operator sets. max_streams: listeners at once, however large the capacity; None: the capacity alone.
-    min_streams: listeners that are let in even where the capacity is smaller. max_waiting: listeners' streams that wait
-    for admission; None: as many as are served at once, up to 1,024. max_wait_s: for how long; None:
-    `TickSettings.place_wait_s`, and behind prompts `PROMPT_WAIT_S`. Raises OptionsError for values out of range."""
+    """Limits that the operator sets. max_streams: listeners at once, however large the capacity; None: the capacity
+    alone. min_streams: listeners admitted even if the capacity is smaller. max_waiting: listeners' streams that may
+    wait for admission; None: as many as are served at once, up to 1,024. max_wait_s: how long they may wait; None:
+    `TickSettings.place_wait_s`, and `PROMPT_WAIT_S` behind prompts. Raises OptionsError for values out of range."""
 
     max_streams: int | None = None
     min_streams: int = 1
@@ -48,15 +48,15 @@ class AdmissionLimits:
 
 
 class Capacity(NamedTuple):
-    """Listeners that are served in time at once, below 1 on a machine slower than real time; and how that is known."""
+    """Listeners that can be served in time at once, below 1 on a machine slower than real time. basis: its source."""
 
     streams: float
     basis: str
 
 
 class Arrival(NamedTuple):
-    """A stream that would begin. prompt_rows: to compute. max_rows: prompt and frames together, at most. key: of the
-    prompt's prefix. name: the caller's. An unpaced one takes time only from listeners, and little of that."""
+    """A stream that asks for admission. prompt_rows: rows to compute. max_rows: most rows of prompt and frames
+    together. paced: a listener plays it in real time. key: of the prompt's prefix. name: the caller's."""
 
     arrived_s: float
     prompt_rows: int
@@ -67,19 +67,19 @@ class Arrival(NamedTuple):
 
 
 class Admission:
-    """Limits and capacity of an engine. listeners: `StreamTable.listening` of each set of lanes, by perf_counter."""
+    """Limits and capacity of one engine. listeners: `StreamTable.listening` of each set of lanes, by perf_counter."""
 
     def __init__(self, limits: AdmissionLimits | None = None) -> None:
         self.limits = limits or AdmissionLimits()
         self.measured: Capacity | None = None
-        self.slowdown = 1.0  # of ticks, times what was measured; 1 while frames are in time
+        self.slowdown = 1.0  # tick time over measured tick time; 1 while frames are in time
         self.listeners: list[Callable[[float], int]] = []
         self._window: deque[tuple[float, float, float, int, int]] = deque()
 
     @property
     def most(self) -> float:
-        """Listeners at once, inf where nothing limits them. Where the machine is slower than real time for one, none is
-        refused for that: streams are made together as fast as it goes, and are late."""
+        """Most listeners at once, inf for no limit. A machine slower than real time even for one stream refuses none
+        for that reason: it makes its streams together, as fast as it can, and they are late."""
         most, measured = self.limits.max_streams or math.inf, self.measured
         if measured is not None and measured.streams >= 1:
             most = min(most, max(self.limits.min_streams, int(measured.streams / self.slowdown)))
@@ -87,7 +87,7 @@ class Admission:
 
     @property
     def capacity(self) -> Capacity:
-        """What is admitted at once now; inf streams where nothing limits them."""
+        """The number of listeners that are admitted at once now, inf for no limit, and its basis."""
         most, limits, measured = self.most, self.limits, self.measured
         if measured is None:
             return Capacity(most, "not measured" if math.isinf(most) else "max_streams")
@@ -102,7 +102,7 @@ class Admission:
         return Capacity(most, measured.basis)
 
     def tick(self, ended_s: float, took_s: float, expected_s: float, late: int, frames: int) -> None:
-        """A tick of these frames, of which some were late, took so long; expected_s: by the measurement."""
+        """Records a tick of `frames` frames, `late` of them late. expected_s: its duration by the measured model."""
         window = self._window
         window.append((ended_s, took_s, expected_s, late, frames))
         if ended_s - window[0][0] < _WINDOW_S:
@@ -112,14 +112,14 @@ class Admission:
         window.clear()  # each window is judged once
         if late_share > _LATE_SHARE and slower > _SLOWER * self.slowdown:
             self.slowdown = slower
-        elif slower < self.slowdown / _AGAIN:
+        elif slower < self.slowdown / _FASTER:
             self.slowdown = max(1.0, slower)
 
 
 class AdmissionQueue:
-    """Streams of one set of lanes that wait for admission: listeners' before others, first come, first served.
-    reserved_pages: that open streams wait for between two segments. idle_since_s: no tick has run since then; inf while
-    one runs."""
+    """The streams of one set of lanes that wait for admission: listeners' streams first, then the others, each in order
+    of arrival. reserved_pages: pages that open streams wait for between two segments. idle_since_s: since when no tick
+    has run; inf while one runs."""
 
     def __init__(self, admission: Admission, table: StreamTable, pages: Pages | None, ticks: TickSettings) -> None:
         self._admission, self._table, self._pages, self._ticks = admission, table, pages, ticks
@@ -134,19 +134,19 @@ class AdmissionQueue:
         return min(_MOST_WAITING, self._admission.most) if most is None else most
 
     def refused(self, arrived_s: float, now_s: float) -> Reason:
-        """Why a listener's stream is refused that nobody has looked at since then, whatever it says; "" for no reason.
-        On a machine that is slower than real time it may take long until one is looked at, and that is none."""
+        """Why to refuse a listener's stream that arrived at `arrived_s` and has no prompt yet; "" to keep it. If the
+        machine is slower than real time, its turn may come late, and only a full queue refuses it."""
         if self._paced and len(self._paced) >= self._most_waiting:
             return "queue"
         most_s = max(PROMPT_WAIT_S, self._admission.limits.max_wait_s or 0.0)
         return "" if math.isinf(self._admission.most) or now_s < arrived_s + most_s else "waited"
 
     def held(self, now_s: float, arrived_s: float = -math.inf) -> bool:
-        """Whether nothing has run for so long, after such an arrival, that what open streams hold stays held."""
+        """Whether no tick has run for HELD_S since `arrived_s`, so that what open streams hold is not freed."""
         return now_s >= max(self.idle_since_s, arrived_s) + HELD_S
 
     def submit(self, arrival: Arrival, model: TickModel, now_s: float) -> Reason | None:
-        """Decides about a stream that arrives: "" admits it, "queue" refuses it, None lets it wait."""
+        """Decides about a stream that arrives: "" admits it, "queue" refuses it, None makes it wait."""
         before = self._paced or (self._unpaced if not arrival.paced else ())
         if not before and not self.obstacle(arrival, model, now_s):
             return ""
@@ -156,7 +156,7 @@ class AdmissionQueue:
         return None
 
     def pop(self, now_s: float, model: TickModel) -> tuple[Arrival, Reason] | None:
-        """One that waits no longer: admitted (""), or refused for a reason. None: all go on waiting."""
+        """Takes one stream off the queue: admitted (""), or refused for a reason. None: all of them go on waiting."""
         waiting = self._paced or self._unpaced
         reason: Reason = self.obstacle(waiting[0], model, now_s) if waiting else "queue"
         if not reason:
@@ -173,13 +173,13 @@ class AdmissionQueue:
         self._unpaced = deque(arrival for arrival in self._unpaced if arrival.name not in names)
 
     def _max_wait_s(self, reason: Reason) -> float:
-        """How long a listener's stream may wait that `reason` keeps out."""
+        """How long a listener's stream may wait while `reason` keeps it out."""
         usual_s = PROMPT_WAIT_S if reason == "first_pcm" else self._ticks.place_wait_s
         return usual_s if self._admission.limits.max_wait_s is None else self._admission.limits.max_wait_s
 
     def wake_s(self, now_s: float) -> float:
-        """Time until which nothing changes for streams that wait; inf where none does. Every time is the sum that is
-        compared with elsewhere: rounded otherwise, it could come and change nothing."""
+        """The next time at which a stream that waits could be admitted or refused, inf if none waits. Each time is the
+        same sum that is compared elsewhere: rounded differently, it could come too early for that comparison."""
         if not (self._paced or self._unpaced or self.reserved_pages):
             return math.inf
         changes_s = [self._table.changes_s(now_s), self.idle_since_s + HELD_S]
@@ -191,7 +191,7 @@ class AdmissionQueue:
         return min((at_s for at_s in changes_s if at_s > now_s), default=now_s)
 
     def obstacle(self, arrival: Arrival, model: TickModel, now_s: float) -> Reason:
-        """What keeps a stream from being admitted now; "" for nothing. The only listener is always let in."""
+        """Why a stream cannot be admitted now; "" if it can. The only listener needs no more than a slot and memory."""
         table, admission = self._table, self._admission
         if table.open.all():
             return "slots"
@@ -203,7 +203,7 @@ class AdmissionQueue:
         rows = int(table.prompt_rows[table.open].sum())
         if not listeners or not rows:
             return ""
-        # The tick that runs, and those that the prompts take.
+        # Ticks until its first PCM: the one that runs, and those that all waiting prompts take.
         ticks = 1 + math.ceil((rows + arrival.prompt_rows) / self._ticks.max_rows)
         lanes = min(listeners, self._ticks.max_lanes)
         tick_s = model.predict(lanes, 0, lanes * float(table.context_rows[table.open].mean()))
@@ -219,7 +219,7 @@ _OBSTACLES: dict[Reason, str] = {
 
 
 def refusal(reason: Reason, open_streams: int, most: float) -> BusyError:
-    """What ends a stream that was refused for `reason`. most: listeners that are admitted at once."""
+    """The error that ends a stream refused for `reason`. most: listeners that are admitted at once."""
     served = "" if math.isinf(most) else f", where {int(most)} can be served at once"
     refused = f"refused with {counted(open_streams, 'stream')} open{served}: {_OBSTACLES[reason]}"
     error = BusyError(f"{refused}; try again when some have ended, or on another machine")
@@ -228,5 +228,5 @@ def refusal(reason: Reason, open_streams: int, most: float) -> BusyError:
 
 
 def measured_streams(frame_s: float, row_s: float, margin: float) -> float:
-    """Listeners whose frames (`frame_s` each) and prompts (`row_s` a row) are made in time, in this `margin` of it."""
+    """Listeners whose frames (`frame_s` each) and prompts (`row_s` a row) together take `margin` of real time."""
     return margin / (frame_s / FRAME_S + row_s * _MEAN_ROWS / _MEAN_S)

@@ -1,4 +1,4 @@
-"""How many listeners an engine serves in time: measured by its own lanes, and kept by machine, model and settings."""
+"""Measures how many listeners an engine's own lanes serve in time, and keeps it by machine, model and settings."""
 
 import math
 import os
@@ -24,14 +24,14 @@ from mktts.errors import BusyError, CheckpointError
 from mktts.model.sampling import Sampling
 
 FRAMES = 16  # of a measurement, for each number of lanes
-_PARTS = (1.0, 0.75, 0.5, 0.25)  # of the most lanes of a tick, where it may have any number
-_HOST_S = 0.3e-3  # between two ticks
-_FEW, _QUICKER = 4, 0.8
+_PARTS = (1.0, 0.75, 0.5, 0.25)  # of a tick's largest number of lanes, where it may have any number
+_HOST_S = 0.3e-3  # the host's time between two ticks
+_FEW, _QUICKER = 4, 0.8  # lanes that check a kept capacity; below this part of its tick time it is measured again
 _KEPT = "capacity.json"
 
 
 def kept(key: str, runner: Runner) -> Capacity | None:
-    """What was measured under this key of such a runner, which compares its ticks with it; None where nothing was."""
+    """The kept capacity of this key and kind of runner, or None; its tick model becomes `runner.reference_model`."""
     found = _read().get(f"{key}; {runner.name}")
     try:
         streams, *model_s = map(float, (found["streams"], *found["tick_model_s"]))
@@ -44,7 +44,7 @@ def kept(key: str, runner: Runner) -> Capacity | None:
 
 
 def keep(key: str, runner: Runner, capacity: Capacity) -> None:
-    """Writes it beside what is there."""
+    """Writes the capacity and the runner's `reference_model` into the cache, beside those of other keys."""
     found = {**capacity._asdict(), "tick_model_s": astuple(runner.reference_model)}
     try:
         write_json(cache_folder() / _KEPT, {**_read(), f"{key}; {runner.name}": found})
@@ -53,13 +53,13 @@ def keep(key: str, runner: Runner, capacity: Capacity) -> None:
 
 
 def measure(runner: Runner, prompt: Any, before: Capacity | None) -> Capacity:
-    """Measures warm lanes of many streams, in the worker's thread: ticks of several sizes, one behind the other. What
-    was kept `before` holds on where ticks of few lanes are not much quicker than it says: else the machine was busy
-    then."""
+    """Measures warm lanes of many streams in the worker's thread: ticks of several sizes, one after the other. before:
+    the capacity that was kept; it stays, unless ticks of few lanes are much quicker than it predicts: the machine was
+    busy when it was measured. Raises BusyError where no slot is free."""
     settings, fit = runner.lanes.settings, TickFit(runner.lanes.model)
     free = len(runner.free_slots)
     if not free:
-        raise BusyError("expected a free place to measure the capacity with, and streams are open in all: try later")
+        raise BusyError("expected a free slot to measure the capacity with, but every slot has a stream: try later")
     if before is not None:
         slots, rows = runner.free_slots[-_FEW:], len(prompt.embeds) + FRAMES // 2
         bucket = settings.bucket(runner.lanes.model, len(slots), 0)
@@ -91,7 +91,7 @@ def measure_single(runner: Runner, speak: Callable[[], None]) -> Capacity:
 
 
 def tick_times(lanes: Lanes, slots: Sequence[int], prompt: Any, fit: TickFit) -> float:
-    """Median seconds of ticks that have a lane of each of these free slots; all of them are told to `fit`."""
+    """Median seconds of a tick with a lane for each of these free slots. fit: observes all ticks, prompts' too."""
     rows, settings = len(prompt.embeds), lanes.settings
     for seed, slot in enumerate(slots):
         lanes.pages.open(slot, rows + FRAMES + 1)
@@ -121,14 +121,14 @@ def tick_times(lanes: Lanes, slots: Sequence[int], prompt: Any, fit: TickFit) ->
 
 
 def _tick(lanes: Lanes, slots: Sequence[int], rows: int, context_rows: int) -> Tick:
-    """One in which prompts of so many rows enter, or, with 0, streams with so much context go on."""
+    """A tick in which prompts of `rows` rows enter, or, with 0, streams with `context_rows` rows each go on."""
     pieces = tuple(Piece(slot, 0, rows, True) for slot in slots) if rows else ()
     bucket, attended = lanes.settings.bucket(lanes.model, len(slots), rows * len(slots)), rows or context_rows
     return Tick(bucket, np.array(slots, np.int32), len(pieces), pieces=pieces, context_rows=len(slots) * attended)
 
 
 def machine_key(device: torch.device, threads: int | None) -> str:
-    """What a measurement holds for: the processor or the GPU, its cores for us, and PyTorch's version."""
+    """What a measurement is valid for: the GPU, or the CPU's cores and threads for us; and PyTorch's version."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -136,7 +136,7 @@ def machine_key(device: torch.device, threads: int | None) -> str:
 
 
 def _read() -> dict:
-    """What was kept; nothing where the file is missing, or damaged: it is then measured again."""
+    """All kept measurements; none where the file is missing or damaged: they are then made again."""
     try:
         path = cache_folder() / _KEPT
         return read_object(path) if path.is_file() else {}

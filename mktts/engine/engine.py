@@ -1,8 +1,8 @@
-"""The worker thread that owns the model and makes the open streams, tick by tick; and which lanes make a stream.
+"""The engine: owns the worker thread, which makes all open streams tick by tick, and chooses the lanes of each stream.
 
-Nothing here takes a lock that a garbage-collected stream could need: the worker learns of what happens outside from one
-`queue.SimpleQueue`, whose `put` may be called from finalizers too. All of `Engine` may be called from any thread, in
-the process that made it: threads do not survive `os.fork`."""
+Nothing here takes a lock that the finalizer of a stream could need: the worker learns of what happens outside from one
+`queue.SimpleQueue`, whose `put` finalizers may call too. Every method of `Engine` may be called from any thread of the
+process that made it; threads do not survive `os.fork`."""
 
 import contextlib
 import gc
@@ -35,23 +35,23 @@ from mktts.model.voice import Voice
 
 _LOG = logging.getLogger(__name__)
 _CLOSE = object()
-_MEASURE_S = 120.0  # at most
-_EXIT_WAIT_S = 5.0  # at interpreter exit: a step in flight may finish, a hung device must not hang the exit
-# Streams that are made singly where both lanes are there: on an H200 two frames of the megakernel take 2.9 ms and
-# three 4.3; one frame of many together takes 4.0 to 4.5.
+_MEASURE_S = 120.0  # the longest wait for a measurement
+_EXIT_WAIT_S = 5.0  # at interpreter exit: a step in flight may finish, but a hung device must not hang the exit
+# Streams that are made singly where both kinds of lanes exist: on an H200 two frames of the megakernel take 2.9 ms and
+# three take 4.3 ms; one frame of many streams together takes 4.0 to 4.5 ms.
 SINGLE_STREAMS = 2
-# And those that wait beside them, for text or for a reader: all may go on at once, and take turns then. Half of the
-# listeners whom the megakernel serves on an H200.
+# Open streams on the single lanes, those that wait for text or for a reader included: all of them may go on at once,
+# and then take turns. Half of the listeners that the megakernel serves on an H200.
 OPEN_SINGLY = 8
 
 
 class Engine:
-    """Owns the worker thread. Close it, or use it as a context manager; dropping it closes it too.
+    """Owns the worker thread. Close it at the end; an engine that is dropped is closed too.
 
-    With both kinds of lanes, one or two streams at a time are made singly and further ones together; those that wait
-    for text or for their reader do not count. A stream stays on the lanes where it began."""
+    With both kinds of lanes, one or two streams at a time are made singly and further ones together; streams that wait
+    for text or for their reader do not count. A stream stays on the lanes on which it began."""
 
-    gone = False  # as an engine in another process may be
+    gone = False  # True only for an engine whose process has died: see `mktts.engine.remote`
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class Engine:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """One of `single` and `batch` may be None. later: makes `batch` when more streams are open than are made
-        singly. admission: of the runners. cpu_threads: for torch's operators on the worker; None leaves torch's choice.
-        capacity_key: what a measured capacity is kept under. device, dtype: of the model."""
+        """single, batch: the runners, of which one may be None. later: makes `batch` once more streams are open than
+        are made singly. admission: of the runners. cpu_threads: for torch's operators on the worker; None: torch's own
+        choice. capacity_key: what a measured capacity is kept under. device, dtype: of the model."""
         self.backend_name, self.device, self.dtype = (single or batch).lanes.name, device, dtype
         self.admission, self._capacity_key = admission, capacity_key
-        # The worker clears it at its end.
+        # The worker clears it when it ends.
         self.runners: dict[EngineName, Runner] = {one.name: one for one in (single, batch) if one is not None}
         self._later, self._singly = later, SINGLE_STREAMS
         self._inbox: SimpleQueue[Any] = SimpleQueue()
@@ -84,8 +84,8 @@ class Engine:
         weakref.finalize(self, _abandon, self._inbox, self._thread)  # also at interpreter exit
 
     def reserve(self, plan: Plan, sink: Any = None) -> Utterance:
-        """A stream that the worker knows of from `begin` on. sink: see `Utterance`. Raises EngineError after `close`
-        and in a forked child, SamplingError for draws that no lanes make."""
+        """Creates a stream, of which the worker knows nothing before `begin`. sink: see `Utterance`. Raises EngineError
+        after `close` and in a forked child, SamplingError for draws that no lanes make."""
         utterance = Utterance(plan, self._inbox, self.notifier, sink)
         with self._lock:
             self._check(plan.sampling)
@@ -93,7 +93,7 @@ class Engine:
         return utterance
 
     def begin(self, utterance: Utterance, script: Callable[[Runner], Script], engine: EngineName | None = None) -> None:
-        """Has a reserved stream made. script: its text, for its runner. engine: None chooses. Raises as `reserve`."""
+        """Starts a reserved stream. script: makes its text for a runner. engine: None chooses. Raises as `reserve`."""
         with self._lock:
             self._check(utterance.plan.sampling)
             runner = self._choose(utterance.plan.sampling, engine)
@@ -101,14 +101,14 @@ class Engine:
             self._inbox.put(utterance)
 
     def feed(self, utterance: Utterance, texts: Sequence[Any]) -> None:
-        """More text of a stream that has begun with a `FedScript`; without effect where it is over."""
+        """Adds text to a stream that has begun with a `FedScript`; no effect on one that is over."""
         script = utterance.script
         if texts and script is not None:
             script.feed(*texts)
             utterance.update()
 
     def _check(self, sampling: Sampling | None = None) -> None:
-        """Raises EngineError where nothing can be made, and SamplingError for rng="torch" without single lanes."""
+        """Raises EngineError where no stream can be made, and SamplingError for rng="torch" without single lanes."""
         if os.getpid() != self._pid:
             raise EngineError(FORKED)
         if self.closed:
@@ -124,16 +124,16 @@ class Engine:
         if single is None or batch is None and self._later is None:
             return single or batch
         active = (one for one in self._utterances if one.open and not one.idle)
-        few = len(list(islice(active, self._singly))) < self._singly  # of thousands it looks at the first ones only
+        few = len(list(islice(active, self._singly))) < self._singly  # there may be thousands: stops at the first few
         few = few and sum(one.open and one.engine == "single" for one in self._utterances) < OPEN_SINGLY
         if few or sampling.rng == "torch":
             return single
-        if batch is None:  # a program that ends meanwhile waits: compilers that are cut off abort it
+        if batch is None:  # no daemon: the program waits for it at exit, because to kill a compiler would abort it
             threading.Thread(target=self.make_batch, name="mktts-batch-loading", daemon=False).start()
         return batch or single
 
     def make_batch(self) -> None:
-        """Makes the lanes of many streams now, where they are to come. Takes seconds."""
+        """Makes the lanes of many streams now if that was put off; takes seconds."""
         later, self._later = self._later, None
         if later is None:
             return
@@ -143,7 +143,7 @@ class Engine:
             with self._lock:
                 self._check()
                 self.runners[runner.name] = runner
-            self.admission.measured = capacities.kept(self._capacity_key, runner)  # that of single lanes is no more
+            self.admission.measured = capacities.kept(self._capacity_key, runner)  # not that of single lanes any more
         except Exception as reason:
             _LOG.warning("streams go on taking turns, the batch engine cannot run: %s", reason)
 
@@ -156,8 +156,8 @@ class Engine:
         return self.admission.capacity
 
     def set_limits(self, limits: AdmissionLimits) -> None:
-        """For a server: what its operator sets; where the lanes of many streams are to come they are made now. On a CPU
-        all streams are then made together, so that one set of lanes has both cores."""
+        """Sets what the operator of a server limits, and makes the lanes of many streams if that was put off. On a CPU
+        all streams are then made together, so that one set of lanes has the cores to itself."""
         self.make_batch()
         self.admission.limits = limits
         single = self.runners.get("single")
@@ -165,16 +165,16 @@ class Engine:
             self._singly = 0
 
     def warm_up(self, request: Request) -> None:
-        """Runs one short stream of this checked request on each set of lanes, so that the first one finds everything
-        allocated and compiled. One chunk of every size of the default schedule is made."""
+        """Runs one short stream of this checked request on each set of lanes, so that the first real one finds all
+        allocated and compiled. It has one chunk of every size of the default schedule."""
         self._check()
         for runner in list(self.runners.values()):
             self._make_stream(runner, request, sum(SCHEDULE))
 
     def measure_capacity(self, request: Request, renew: bool = False, only_kept: bool = False) -> Capacity:
-        """Makes `capacity` that of this machine, by streams of this checked request: what was measured before, or else
-        a measurement of some seconds, which is kept; lanes of many streams that are to come are made. renew: measures
-        anew. only_kept: does not measure. Raises EngineError after `close`, BusyError where every place is taken."""
+        """Sets `capacity` to that of this machine: the one kept from an earlier run, or else a new measurement, which
+        takes some seconds and makes lanes that were put off. request: checked, to be measured with. renew: measures
+        anew. only_kept: does not measure. Raises EngineError after `close`, BusyError where every slot is taken."""
         self._check()
         if not only_kept:
             self.make_batch()
@@ -193,7 +193,7 @@ class Engine:
         return self.capacity
 
     def _on_worker(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns or raises, run between two ticks. Raises EngineError where it has no time."""
+        """Returns or raises what `call` does, run between two ticks. Raises EngineError where it cannot run in time."""
         done: Future[Any] = Future()
 
         def work() -> None:
@@ -206,11 +206,11 @@ class Engine:
         until_s = time.perf_counter() + _MEASURE_S
         while not wait([done], timeout=0.5).done:
             if not self._thread.is_alive() or time.perf_counter() >= until_s:
-                raise EngineError("the engine was closed, or had no time, before this could be measured")
+                raise EngineError("the engine was closed, or was too busy, before this could be measured")
         return done.result()
 
     def _make_stream(self, runner: Runner, request: Request, frames: int) -> None:
-        """Makes an unpaced stream of so many frames on these lanes."""
+        """Makes an unpaced stream of up to `frames` frames on these lanes, and waits for its end."""
         plan = Plan(Sampling(), 0, frames, StreamOptions(guard=Guard.off()), paced=False)
         utterance = self.reserve(plan)
         self.begin(utterance, partial(Script, [request], started_s=0.0), runner.name)
@@ -218,7 +218,7 @@ class Engine:
             pass
 
     def forget(self, voice: Voice) -> None:
-        """Lets go of what caches hold of `voice`, soon, in the worker's thread. Raises EngineError after `close`."""
+        """Drops what caches hold of `voice`, soon, in the worker's thread. Raises EngineError after `close`."""
         self._check()
         for runner in list(self.runners.values()):
             self._inbox.put(partial(runner.forget, voice))
@@ -237,7 +237,7 @@ class Engine:
 
 
 class _Worker:
-    """It knows these only, so that dropping the engine can end its thread. sleeps: nothing is due without an update."""
+    """Has no reference to the engine, so that dropping the engine ends its thread. sleeps: only an update wakes it."""
 
     def __init__(self, inbox: SimpleQueue[Any], runners: dict[EngineName, Runner], notifier: Notifier) -> None:
         self.sleeps, self.runners = True, runners
@@ -247,27 +247,27 @@ class _Worker:
     @torch.inference_mode()
     def run(self, cpu_threads: int | None) -> None:
         if cpu_threads is not None:
-            torch.set_num_threads(cpu_threads)  # OpenMP keeps the number per calling thread: others are not touched
+            torch.set_num_threads(cpu_threads)  # OpenMP keeps the number per calling thread: others keep theirs
         wake_s = math.inf
         while self._take_in(wake_s):
-            runners = list(self.runners.values())  # one may come
+            runners = list(self.runners.values())  # a copy: `make_batch` may add one
             alone = sum(len(runner.open_streams) for runner in runners) == 1
             for runner in runners:
                 runner.lanes.alone = alone
             if runners[0].lanes.decodes_beside and len(runners[-1].open_streams) > MANY:
-                runners += runners[:1]  # those that are made singly: before and behind the long turn of many
+                runners += runners[:1]  # the single lanes get a turn before and after the long one of the others
             wake_s = math.inf
             for runner in runners:
                 try:
                     wake_s = min(wake_s, runner.turn(time.perf_counter()))
-                except BaseException as error:  # its streams are lost, and the worker goes on
+                except BaseException as error:  # this runner's streams are lost, but the worker goes on
                     _LOG.exception("the streams of the engine %r end: a turn failed", runner.name)
                     try:
                         runner.fail_all(error)
                     except BaseException:
-                        _LOG.exception("its state could not be cleared")
+                        _LOG.exception("the state of that engine could not be cleared")
             self._notifier.flush()
-            # Here, not in the runner: behind every turn, also one that failed or ended streams before they had begun.
+            # Here, not in the runner: after every turn, also one that failed or ended streams before they had begun.
             if "batch" in self.runners:
                 self._many.count(len(self.runners["batch"].open_streams))
             self.sleeps = wake_s == math.inf
@@ -277,18 +277,18 @@ class _Worker:
             except BaseException:
                 _LOG.exception("the streams of %r could not be closed", runner.name)
         self._many.count(0)
-        self.runners.clear()  # the models are free, whoever keeps the closed engine
+        self.runners.clear()  # frees the models, even if somebody keeps the closed engine
         self._notifier.flush()
 
     def _take_in(self, wake_s: float) -> bool:
-        """Takes in what happened outside, waiting for it until `wake_s`. False: the engine was closed."""
+        """Handles what happened outside, waiting for it until `wake_s`. Returns False once the engine is closed."""
         wait_s = wake_s - time.perf_counter()
         try:
             item = self._inbox.get(wait_s > 0, None if math.isinf(wait_s) else max(wait_s, 0.0))
             self.sleeps = False
             while item is not _CLOSE:
                 if isinstance(item, Utterance):
-                    if item.engine is not None:  # else it was cancelled before it had begun
+                    if item.engine is not None:  # otherwise it was cancelled before it began
                         self.runners[item.engine].update(item)
                 else:
                     try:
@@ -307,23 +307,23 @@ def _abandon(inbox: SimpleQueue[Any], thread: threading.Thread) -> None:
         thread.join(_EXIT_WAIT_S)
 
 
-SWITCH_S = 0.5e-3  # between threads that want to run
-# More than there were before, without which the collector does not look at them: 2 100 streams hold 190 000.
+SWITCH_S = 0.5e-3  # how long a thread that wants to run waits for the one that runs
+# Objects, net of those freed, that are made between two garbage collections; 2,100 streams hold 190,000.
 YOUNG_OBJECTS = 1_000_000
-MANY, FEW = 16, 8  # open streams of an engine: with more than MANY the process is set for many, until FEW are left
+MANY, FEW = 16, 8  # open streams of one engine: above MANY the process is set for many, until FEW are left
 
 
 class ManyStreams:
-    """What the process sets for engines or clients that have many open streams: the part of one, in one thread.
+    """Sets the process up for many open streams: one object for each engine or client, used by one thread.
 
-    While any has many, other threads wait SWITCH_S for the interpreter instead of 5 ms, and nothing is collected
-    but where YOUNG_OBJECTS came to what was there: what a stream held is free without the collector, which stops every
-    thread for up to 66 ms. With 1,600 listeners of an engine without a device, on two cores, p99 first PCM was 218 ms
-    with the long interval and 71 ms with this. When the last has few again, what was before is put back."""
+    While any of them has many, a thread waits SWITCH_S for the interpreter instead of 5 ms, and garbage is collected
+    only when YOUNG_OBJECTS more objects exist: streams are freed without the collector, which stops every thread for up
+    to 66 ms. With 1,600 listeners of an engine without a device, on two cores, p99 first PCM was 218 ms with the 5 ms
+    interval and 71 ms with this one. When the last of them has few again, the former settings are restored."""
 
     _lock = threading.Lock()
-    _before = contextlib.ExitStack()  # closing it puts back what was; under the lock
-    _having = 0  # that have many; under the lock
+    _restore = contextlib.ExitStack()  # closing it restores the former settings; under the lock
+    _with_many = 0  # objects that have many streams; under the lock
 
     def __init__(self) -> None:
         self._many = False
@@ -334,18 +334,18 @@ class ManyStreams:
             return
         self._many = many
         with self._lock:
-            ManyStreams._having += 1 if many else -1
-            if not self._having:
-                self._before.close()
-            elif many and self._having == 1:
+            ManyStreams._with_many += 1 if many else -1
+            if not self._with_many:
+                self._restore.close()
+            elif many and self._with_many == 1:
                 self._set()
 
     def _set(self) -> None:
         switch_s, (young, *older) = sys.getswitchinterval(), gc.get_threshold()
-        self._before.callback(sys.setswitchinterval, switch_s)
-        self._before.callback(gc.set_threshold, young, *older)
-        if not gc.get_freeze_count():  # else what is frozen is somebody else's, who unfreezes it
-            self._before.callback(gc.unfreeze)
+        self._restore.callback(sys.setswitchinterval, switch_s)
+        self._restore.callback(gc.set_threshold, young, *older)
+        if not gc.get_freeze_count():  # otherwise somebody else froze objects, and will unfreeze them
+            self._restore.callback(gc.unfreeze)
             gc.freeze()
         if young:  # 0: nothing is collected anyway
             gc.set_threshold(max(young, YOUNG_OBJECTS), *older)

@@ -1,7 +1,7 @@
-"""The one interface between the engine, which decides ticks, and what runs them: lanes in, codes and PCM out.
+"""The interface between the engine, which plans ticks, and what runs them: a lane of a tick is one stream's next frame.
 
-The engine owns the slots: it takes one for a stream, begins the stream's segments in it one after the other, and gives
-it back. One thread owns the lanes."""
+The engine owns the slots: it takes one for a stream, begins the stream's segments in it one after the other, and frees
+it. One thread owns the lanes."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +24,12 @@ from mktts.spec import NUM_CODEBOOKS
 
 
 class Made(NamedTuple):
-    """What a tick made, for its lanes in their order. The arrays may be written again after the next but one `launch`.
+    """What a tick made, in the order of its lanes. The second `launch` after `collect` may overwrite the arrays.
 
-    codes (n, 16) int64; code 0 is -1 where the model gave no number. ended (n,) bool: end of speech; codes and PCM of
-    such a lane mean nothing. pcm (n, 1920) float32 in [-1, 1]; None where chunks are decoded by `Lanes.submit`.
-    took_s: the time of the tick on the device; predictor_s: of it, where that is known. idle_s: how long the device had
-    done nothing before it."""
+    codes (n, 16) int64; code 0 is -1 where the model computed no number. ended (n,) bool: end of speech; codes and PCM
+    of such a lane mean nothing. pcm (n, 1920) float32 in [-1, 1]; None where `Lanes.submit` decodes chunks.
+    took_s: the tick's time on the device. predictor_s: the predictor's part of it, where known. idle_s: how long the
+    device was idle before the tick."""
 
     codes: np.ndarray
     ended: np.ndarray
@@ -40,45 +40,45 @@ class Made(NamedTuple):
 
 
 class Lanes(Protocol):
-    """Talker, predictor, draws and codec of many streams, by slot."""
+    """Talker, predictor, sampling and codec of many streams, by slot."""
 
     name: str
     deterministic: bool  # whether a stream's codes depend neither on its neighbours nor on their number
     precision: Precision  # of the codec
-    overlaps: bool  # whether the newest tick runs beside what the host does next; otherwise it is waited for at once
-    slots: int  # 0 to slots - 1 are the engine's
-    positions: int  # of one segment, prompt and frames together, at most
-    pages: Pages | None  # the engine's book of them, whose changes the lanes bring to the device; None: no limit
-    settings: TickSettings  # the ticks that it can run
-    model: TickModel  # what a tick takes, before any was seen
-    alone: bool  # set before every turn: no other stream is open, so that more may be done ahead
+    overlaps: bool  # whether the newest tick runs while the host goes on; otherwise the host waits for it at once
+    slots: int  # the engine uses 0 to slots - 1
+    positions: int  # the most of one segment, prompt and frames together
+    pages: Pages | None  # which slot holds which page; the lanes copy its changes to the device; None: no limit
+    settings: TickSettings  # the ticks that these lanes can run
+    model: TickModel  # how long ticks take, as assumed before the first
+    alone: bool  # set before every turn: only one stream is open, so that more may be done ahead
     decodes_beside: bool  # whether a chunk may be decoded while the next frames are made
     submit: Callable[[int, list[Any]], Any] | None  # begins to decode a slot's next frames; None: `Made.pcm` has them
 
     def forget(self, voice: Voice) -> None:
-        """Nothing of the voice is kept for streams to come."""
+        """Drops what is cached of the voice."""
 
     def begin(self, slot: int, segment: Segment, anew: bool = True) -> None:
-        """A segment of the stream in `slot`: the talker starts anew behind its prompt's rows, which enter by the pieces
-        of the ticks that follow. anew: so does the codec, from silence, or from what it has heard of the segment's
-        reference; else it goes on. Raises PromptError, SamplingError."""
+        """Begins a segment of the stream in `slot`: the talker starts anew after the prompt, whose rows enter as pieces
+        of the ticks that follow. anew: the codec starts anew too, from silence, or from the state that the segment's
+        reference leaves; otherwise it goes on. Raises PromptError, SamplingError."""
 
     def leave(self, slot: int) -> None:
-        """The stream is over, or `begin` has raised; a tick that still runs may have a lane of it."""
+        """Frees the slot: its stream is over, or `begin` has raised; a tick that still runs may have a lane of it."""
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Any:
-        """Queues one tick, the second at most. rows: a text row (H,) for each lane, None for the `new_lanes`."""
+        """Queues one tick; two may be in flight. rows: a text row (H,) for each lane, None for the `new_lanes`."""
 
     def collect(self, launched: Any) -> Made:
-        """Waits for the oldest launched tick. A lane of a slot that had ended before it is `ended` again."""
+        """Waits for the oldest launched tick. A lane whose slot had ended before that tick is `ended` again."""
 
 
-MAX_FRAMES_AHEAD = 4  # of one launch: the longest wait of a stream that arrives during it, 6 ms on an H200
-SLOTS = 1_024  # streams that take turns; more wait for one of them to end
+MAX_FRAMES_AHEAD = 4  # of one launch: a stream that arrives meanwhile waits for them, up to 6 ms on an H200
+SLOTS = 1_024  # streams that take turns; others wait until one of them ends
 
 
 class OneLane:
-    """What lanes of width 1 have in common: streams take turns, and a tick is over when it was launched."""
+    """What lanes of width 1 have in common: streams take turns, and a tick is over when `launch` returns."""
 
     alone = overlaps = deterministic = decodes_beside = False
     precision, pages, slots = "full", None, SLOTS
@@ -91,8 +91,8 @@ class OneLane:
 
 @dataclass
 class _Slot:
-    """state: the backend's, of the segment. ahead: frames of one launch of which some are to come. queued: the first
-    chunk, which is one frame, decoded behind its launch."""
+    """state: the backend's, of the segment. ahead: the frames of one launch that are not taken yet. queued: the first
+    chunk, of one frame, whose decoding was queued right after its launch."""
 
     codec_state: CodecState | None = None
     segment: Segment | None = None
@@ -104,7 +104,7 @@ class _Slot:
 
 @dataclass
 class SingleLanes(OneLane):
-    """See `Lanes`. decodes_beside: the codec works beside the host: waiting for it at once would waste time."""
+    """See `Lanes`. decodes_beside: the codec runs while the host goes on: waiting for it at once would waste time."""
 
     backend: Backend
     codec: CodecDecoder | GraphedCodec
@@ -113,7 +113,7 @@ class SingleLanes(OneLane):
 
     def __post_init__(self) -> None:
         self.primed = PrimedStates(self.codec)
-        # Whether a frame can be decoded behind its launch, before the host has its codes.
+        # Whether a frame can be decoded right after its launch, before the host has its codes.
         self._queues = hasattr(self.backend, "codes_to_come") and hasattr(self.codec, "submit_unmade")
         self._slots: dict[int, _Slot] = {}
         self.name = self.backend.name
@@ -124,7 +124,7 @@ class SingleLanes(OneLane):
             self.primed.forget(voice.codes)
 
     def begin(self, slot: int, segment: Segment, anew: bool = True) -> None:
-        """The backend starts it with the tick of its first frame."""
+        """Keeps the segment; the backend starts it in the tick of its first frame."""
         if anew:
             self._slots[slot] = _Slot()
         self._slots[slot].segment = segment
@@ -135,7 +135,7 @@ class SingleLanes(OneLane):
             here.ahead.close()
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Made:
-        """Makes the frame; several are asked for at once where no other stream waits and their inputs are known."""
+        """Makes a frame; the backend makes several at once where no other stream is open and their inputs are known."""
         slot, backend, inputs = int(tick.lanes[0]), self.backend, list(rows)
         here = self._slots[slot]
         segment, chunker = here.segment, here.segment.stream.chunker
@@ -144,11 +144,11 @@ class SingleLanes(OneLane):
             here.state = backend.start(segment.prompt, segment.sampling, segment.seed, segment.max_frames)
             chunker.prefill_ms += 1e3 * (time.perf_counter() - begun_s)
         first = here.codec_state is None and not chunker.pending_frames
-        if first and chunker.missing_frames == 1 and self._queues:  # a chunk by itself: decoded behind its launch
+        if first and chunker.missing_frames == 1 and self._queues:  # a chunk of one frame: decoded after its launch
             frame = backend.step(here.state, rows[0], meanwhile=lambda: self._queue_decoding(slot))
         else:
             if not here.ahead:
-                if self.alone:  # as far as the rows are known, to the chunk's end
+                if self.alone:  # up to the chunk's end, as far as the rows are known
                     most = min(MAX_FRAMES_AHEAD, chunker.missing_frames, segment.max_frames - segment.launched)
                     known = segment.launched - 1
                     while len(inputs) < most and (row := segment.prompt.row(known + len(inputs))) is not None:
@@ -167,8 +167,8 @@ class SingleLanes(OneLane):
         return Made(codes, np.array([ended]), None, took_s, predictor_s=frame.predictor_ms / 1e3)
 
     def submit(self, slot: int, frames: list[Any] | None) -> PendingPcm:
-        """Begins to decode the next frames, (16,) each, of the stream in `slot`. None: the frame that is being made. It
-        has codes: no stream ends before MIN_NEW_FRAMES."""
+        """Begins to decode the next frames, (16,) each, of the stream in `slot`. None: the frame that is being made,
+        which has codes, because no stream ends before MIN_NEW_FRAMES."""
         here = self._slots[slot]
         if here.queued is not None:
             queued, here.queued = here.queued, None

@@ -1,4 +1,4 @@
-"""Many texts at once: in their order, or each as soon as it is over."""
+"""Many texts at once: their PCM in order, or each result as soon as it is complete."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ OpenStream = Callable[[str, Any], Stream]
 
 
 class SayRequest(NamedTuple):
-    """A text to say, with settings of its own as of `Synthesizer.stream`. name: whatever the caller knows it by."""
+    """A text to say, with settings of its own, as for `Synthesizer.stream`. name: the caller's, for any purpose."""
 
     text: str
     settings: Any
@@ -24,7 +24,7 @@ class SayRequest(NamedTuple):
 
 
 class SayResult(NamedTuple):
-    """What became of it. stream: None where it could not be opened. pcm: (S,) float32, empty beside an `error`."""
+    """The result of one request. stream: None where it could not be opened. pcm: (S,) float32, empty with an error."""
 
     asked: SayRequest
     stream: Stream | None
@@ -33,7 +33,7 @@ class SayResult(NamedTuple):
 
 
 def whole(stream: Stream | Exception) -> np.ndarray:
-    """All PCM (S,) float32 of a stream. Raises why there is none, and EngineError where the stream was cut off."""
+    """All PCM (S,) float32 of a stream. Raises the error that ended it, and EngineError where it was cut off."""
     if isinstance(stream, Exception):
         raise stream
     pcm = stream.read()
@@ -43,8 +43,8 @@ def whole(stream: Stream | Exception) -> np.ndarray:
 
 
 def say_many(open_stream: OpenStream, texts: Iterable[str], settings: Any, at_once: int) -> Iterator[np.ndarray]:
-    """The PCM (S,) float32 of each text, in order. A text that cannot be opened ends the opening; its error is raised
-    in its turn, so that what comes does not depend on `at_once`."""
+    """Yields the PCM (S,) float32 of each text, in order. A text that cannot be opened is the last that is tried; its
+    error is raised when its turn comes, so that what is yielded does not depend on `at_once`."""
     opened: deque[Stream | Exception] = deque()
 
     def opening() -> Iterator[Stream | Exception]:
@@ -60,7 +60,7 @@ def say_many(open_stream: OpenStream, texts: Iterable[str], settings: Any, at_on
         while opened:
             pcm = whole(opened[0])
             opened.popleft()
-            opened.extend(islice(source, 1))  # before the caller does anything with what it gets
+            opened.extend(islice(source, 1))  # before the caller works on this PCM
             yield pcm
     finally:
         for stream in opened:
@@ -69,10 +69,10 @@ def say_many(open_stream: OpenStream, texts: Iterable[str], settings: Any, at_on
 
 
 def say_each(open_stream: OpenStream, ask: Callable[[], SayRequest | None], at_once: int) -> Iterator[SayResult]:
-    """Keeps `at_once` streams open, and hands each out as soon as it is over; an error is that text's alone.
+    """Keeps `at_once` streams open and yields each as soon as it is over; an error belongs to its text alone.
 
-    ask: gives the next one, or None where there is none for now: it is asked again after each that was handed out. What
-    it raises is raised. Leaving the iterator ends what is open."""
+    ask: returns the next request, or None if there is none for now: it is called again after each result. Errors that
+    it raises pass through. Leaving the iterator ends the open streams."""
     over: SimpleQueue[int] = SimpleQueue()
     waiting: dict[int, SayResult] = {}  # by number
     numbers = count()
@@ -91,16 +91,16 @@ def say_each(open_stream: OpenStream, ask: Callable[[], SayRequest | None], at_o
         fill()
         while waiting:
             said = waiting.pop(over.get(), None)
-            if said is None:  # a stream that ended while it was asked may have said so twice
+            if said is None:  # a stream that ended during `when_over` may be in the queue twice
                 continue
             if said.stream is not None:
                 try:
                     said = said._replace(pcm=whole(said.stream))
                 except Exception as error:
                     said = said._replace(error=error)
-            fill()  # before the caller does anything with what it gets
+            fill()  # before the caller works on this result
             yield said
-            fill()  # what it asks for again because of that
+            fill()  # with what the caller asks for in response
     finally:
         for said in waiting.values():
             if said.stream is not None:

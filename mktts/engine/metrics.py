@@ -1,10 +1,10 @@
-"""What the chunks of one stream say about it. The words mean the same everywhere.
+"""Metrics of one stream, from what its chunks say. The terms mean the same everywhere.
 
-TTFC: from the `stream()` call to the first PCM in host memory, on a warm model. Audible TTFC: to the first audible 10
-ms of a listener whose player starts with the first chunk; None where nothing is audible. RTF: seconds from the call to
-the last PCM, divided by seconds of audio; it counts everything between, so it means something only for a stream that
-has the machine to itself. Stage times: the backend's and codec's own clocks. Underrun: that player runs dry. Prebuffer:
-how much later it would have to start to never run dry."""
+TTFC: time from the `stream()` call to the first PCM in host memory, on a warm model. Audible TTFC: time to the first
+audible 10 ms for a listener whose player starts with the first chunk; None if nothing is audible. RTF: seconds from the
+call to the last PCM, divided by seconds of audio; it counts all that happens between, so it means something only for a
+stream that has the machine to itself. Stage times: by the clocks of backend and codec. Underrun: that player runs dry.
+Prebuffer: how much later it would have to start to never run dry."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ from mktts.spec import SAMPLE_RATE_HZ
 
 @dataclass(frozen=True)
 class Playback:
-    """A player that starts with the first chunk and plays at real time; times in ms from the `stream()` call."""
+    """A player that starts with the first chunk and plays in real time; times in ms from the `stream()` call."""
 
     starts_ms: tuple[float, ...]  # when each chunk begins to sound
     underruns: int
@@ -31,7 +31,7 @@ class Playback:
 
 @dataclass(frozen=True)
 class StreamMetrics:
-    """One utterance, in the terms of the module docstring. `audible_ttfc_ms` is None where all of it is silent."""
+    """Metrics of one utterance, in the terms of the module docstring; `audible_ttfc_ms` is None if all is silent."""
 
     ttfc_ms: float
     audible_ttfc_ms: float | None
@@ -48,7 +48,7 @@ class StreamMetrics:
 
 
 def play(ready_ms: Sequence[float], samples: Sequence[int]) -> Playback:
-    """Plays chunks of `samples[i]` samples that were ready at `ready_ms[i]`."""
+    """Simulates a player: chunk i has `samples[i]` samples and is ready at `ready_ms[i]`."""
     player, lengths_ms = Player(), [1_000 * count / SAMPLE_RATE_HZ for count in samples]
     played = [player.play(ready, length) for ready, length in zip(ready_ms, lengths_ms, strict=True)]  # in ms
     starts_ms, late_ms = zip(*played, strict=True)
@@ -59,31 +59,31 @@ def play(ready_ms: Sequence[float], samples: Sequence[int]) -> Playback:
 
 @dataclass(slots=True)
 class Player:
-    """A listener's player, which starts with the first PCM and plays in real time, by times of one clock that are
-    given. dry_s: when all PCM so far has been played; None before the first."""
+    """A listener's player, which starts with the first PCM and plays in real time; the caller gives the time, always of
+    one clock. dry_s: when all PCM so far will have been played; None before the first."""
 
     dry_s: float | None = None
 
     def play(self, now_s: float, duration_s: float) -> tuple[float, float]:
-        """PCM of so many seconds is there at `now_s`. Returns when it begins to sound, and for how many seconds the
-        listener had nothing to hear before; 0 for the first PCM."""
+        """Adds PCM of `duration_s` seconds at `now_s`. Returns when it begins to sound, and for how many seconds before
+        that the listener had nothing to hear; 0 for the first PCM."""
         dry_s = now_s if self.dry_s is None else self.dry_s
         starts_s = max(now_s, dry_s)
         self.dry_s = starts_s + duration_s
         return starts_s, max(0.0, now_s - dry_s)
 
     def lead_s(self, now_s: float) -> float:
-        """Seconds until it runs dry, negative since it did; 0 before the first PCM."""
+        """Seconds until the player runs dry, negative once it has; 0 before the first PCM."""
         return 0.0 if self.dry_s is None else self.dry_s - now_s
 
     def pause(self, until_s: float) -> None:
-        """What comes by then is not late: the listener, or who writes the text, held it up."""
+        """PCM that comes before `until_s` is not late: the listener, or whoever writes the text, caused the pause."""
         if self.dry_s is not None:
             self.dry_s = max(self.dry_s, until_s)
 
 
 def summarise(chunks: Iterable[Chunk]) -> StreamMetrics:
-    """Metrics of one utterance from its chunks in order. Raises MetricsError where they hold no audio."""
+    """Metrics of one utterance from its chunks, in order. Raises MetricsError where they hold no audio."""
     chunks = [chunk for chunk in chunks if len(chunk.pcm)]
     if not chunks:
         raise MetricsError(
@@ -93,12 +93,12 @@ def summarise(chunks: Iterable[Chunk]) -> StreamMetrics:
     playback = play([t.ready_ms for t in timings], [len(chunk.pcm) for chunk in chunks])
     audible_ms = None
     if (audible := first_audible_sample(np.concatenate([chunk.pcm for chunk in chunks]))) is not None:
-        firsts = list(accumulate((len(chunk.pcm) for chunk in chunks[:-1]), initial=0))  # sample of each chunk
+        firsts = list(accumulate((len(chunk.pcm) for chunk in chunks[:-1]), initial=0))  # first sample of each chunk
         heard = bisect_right(firsts, audible) - 1
         audible_ms = playback.starts_ms[heard] + 1_000 * (audible - firsts[heard]) / SAMPLE_RATE_HZ
     audio_s = sum(len(chunk.pcm) for chunk in chunks) / SAMPLE_RATE_HZ
     frames = sum(chunk.frames for chunk in chunks)
-    per_frame = 1 / max(frames, 1)  # a text may be silence alone
+    per_frame = 1 / max(frames, 1)  # a text may consist of pauses alone
     return StreamMetrics(
         ttfc_ms=timings[0].ready_ms,
         audible_ttfc_ms=audible_ms,

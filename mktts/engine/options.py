@@ -1,4 +1,4 @@
-"""What a caller sets about a stream, what a stream gives back, and how its frames become chunks of PCM."""
+"""What a caller sets for a stream, what a stream yields, and how its frames become chunks of PCM."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ from mktts.spec import AUDIBLE_WINDOW_SAMPLES, FRAME_RATE_HZ, SAMPLE_RATE_HZ, SA
 
 FinishReason = Literal["eos", "max_frames", "cancelled", "runaway"]
 MIN_SEGMENT_CHARS = 20
-Markup = Literal["speak", "strip"]  # what becomes of Markdown, HTML and TeX
-# Frames of the first, second, ... chunk; the last entry repeats. For a stream that makes its own frames: small first
-# for a fast start, then larger, because one codec call over eight frames costs less than eight calls.
+Markup = Literal["speak", "strip"]  # what happens to Markdown, HTML and TeX
+# Frames of the first, second, ... chunk; the last entry repeats. For a stream that is made singly: small first for a
+# fast start, then larger, because one codec call over eight frames costs less than eight calls.
 SCHEDULE = (1, 1, 2, 4, 8)
-# Of a stream whose frames are decoded as they are made, together with others': chunks of the next 0.3 s cost the host
-# less than single frames, while larger ones would have to be made further ahead of the listener.
+# For streams whose frames are made and decoded together: chunks that cover the next 0.3 s cost the host less than
+# single frames do, while larger ones would have to be made further ahead of the listener.
 TOGETHER_SCHEDULE = (1, 1, 2, 2, 4)
 
 
 @dataclass(frozen=True)
 class Guard:
-    """Ends a segment in which the talker has lost its end: about 0.4 % of real requests never say end-of-speech.
+    """Ends a segment whose talker does not find its end: about 0.4 % of real requests never say end-of-speech.
 
-    repeat_frames: the same code 0 this many frames in a row. Real speech stays below 35 (measured by others on
-        released checkpoints). None switches this off.
-    frames_per_text_token, slack_frames: more frames than slack_frames + frames_per_text_token * text tokens so far.
-        At 150 words a minute and 1.3 tokens a word, speech takes 3.8 frames a token; the defaults allow a second a
-        token and six seconds for pauses.
-        None switches this off."""
+    repeat_frames: ends it once so many frames in a row have the same code 0; None: never. In real speech they are
+        fewer than 35 (measured by others on released checkpoints).
+    frames_per_text_token, slack_frames: end it at slack_frames + frames_per_text_token * text tokens so far, in
+        frames; frames_per_text_token None: never. At 150 words a minute and 1.3 tokens a word, speech takes 3.8 frames
+        a token; the defaults allow a second a token and six seconds for pauses."""
 
     repeat_frames: int | None = 40
-    frames_per_text_token: float | None = FRAME_RATE_HZ  # a second
+    frames_per_text_token: float | None = FRAME_RATE_HZ  # the frames of one second
     slack_frames: int = 75
 
     def __post_init__(self) -> None:
@@ -55,7 +54,7 @@ class Guard:
         return cls(repeat_frames=None, frames_per_text_token=None)
 
     def limit_frames(self, text_tokens: int) -> float:
-        """Frames that a segment with this many text tokens may take, inf for any number."""
+        """The most frames of a segment with this many text tokens, inf for no limit."""
         if self.frames_per_text_token is None:
             return math.inf
         return self.slack_frames + int(self.frames_per_text_token * text_tokens)
@@ -63,7 +62,7 @@ class Guard:
 
 @dataclass
 class GuardState:
-    """Counts the frames of one segment against its limits and says why it must end."""
+    """Counts the frames of one segment, and says when and why it must end."""
 
     guard: Guard
     max_frames: int
@@ -72,7 +71,7 @@ class GuardState:
     repeats: int = 0
 
     def count(self, codes: Tensor | np.ndarray, text_tokens: int) -> FinishReason | None:
-        """Takes the newest frame (16,) and the segment's text tokens so far."""
+        """Counts a frame (16,) and returns why it is the last, or None. text_tokens: of the segment so far."""
         self.frames += 1
         code0 = int(codes[0])
         self.repeats = self.repeats + 1 if code0 == self.last_code0 else 1
@@ -88,16 +87,16 @@ class GuardState:
 class StreamOptions:
     """How the frames of one utterance become chunks.
 
-    schedule: frames of the first, second, ... chunk; the last entry repeats. None takes what suits the engine that
-        serves the stream: SCHEDULE, or of streams made together what `mktts.engine.scheduler.TickSettings` says.
+    schedule: frames of the first, second, ... chunk; the last entry repeats. None: what suits the engine that serves
+        the stream: SCHEDULE, or for streams made together that of `mktts.engine.scheduler.TickSettings`.
     trim_lead: leave out the silence before the first audible 10 ms, all but its last 40 ms (the first frame is silent
         in practice).
     guard: see `Guard`.
     max_chars_per_segment: a longer text is spoken in segments, cut at sentence ends; the speaking rate drifts when
-        one generation takes too much text. None takes what suits the checkpoint (`text.segment_chars`).
+        one generation takes too much text. None: what suits the checkpoint (`text.segment_chars`).
     buffer_frames: at most this many frames are made ahead of the consumer; then the stream waits for it.
-    markup: "speak" gives the model the text as it is written; "strip" takes Markdown, HTML and TeX out before.
-    word_times: fill `Chunk.words` and `Stream.words`: a hundredth of a core for each stream that is heard."""
+    markup: "speak" gives the model the text as it is written; "strip" first takes Markdown, HTML and TeX out.
+    word_times: fill `Chunk.words` and `Stream.words`; takes a hundredth of a core for each stream that is heard."""
 
     schedule: tuple[int, ...] | None = None
     trim_lead: bool = False
@@ -125,8 +124,8 @@ class StreamOptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that decides how one utterance is generated, apart from its text and voice. paced: somebody listens in
-    real time; otherwise frames are wanted as soon as others allow it."""
+    """Everything that decides how one utterance is generated, apart from its text and voice. paced: a listener plays it
+    in real time; otherwise its frames are made when listeners leave time for them."""
 
     sampling: Sampling
     seed: int
@@ -150,10 +149,10 @@ class Plan:
 class Timings:
     """Wall-clock milliseconds (perf_counter).
 
-    ready_ms: from the call (`stream`, or the first `feed` of a session) to this chunk's PCM on the host.
+    ready_ms: from the call (`stream`, or the first `feed` of a session) until this chunk's PCM is on the host.
     prefill_ms, talker_ms, predictor_ms, codec_ms: compute time since the previous chunk. On a CUDA device prefill
-    returns before the device is done, and the rest of it shows in talker_ms. Where streams are served together, all of
-    a stream's part of their ticks shows in talker_ms."""
+    returns before the device is done, and the rest of it counts as talker_ms. Where streams are served together, a
+    stream's whole share of their ticks counts as talker_ms."""
 
     ready_ms: float
     prefill_ms: float
@@ -164,9 +163,9 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class WordTime:
-    """A word of the text that was given, with its marks, and when it is said: seconds from the first sample on.
+    """A word of the text as it was given, with its punctuation, and when it is said: seconds from the first sample.
 
-    estimated: the model gives no alignment, so that this was found in the sound: see `mktts.engine.words`."""
+    estimated: it was found in the sound, since the model gives no alignment: see `mktts.engine.words`."""
 
     word: str
     start_s: float
@@ -178,10 +177,10 @@ class WordTime:
 class Chunk:
     """A piece of speech.
 
-    pcm: (S,) float32 in [-1, 1]. start_s: where it begins in the untrimmed utterance. frames: frames made for it,
-    those that `trim_lead` left out included, so that the sum over an utterance is the length of its codes. ready_pcm16:
-    what `pcm16` gives, where it was made with the samples. words: whose times are known with this chunk, half a second
-    after they were said, where `StreamOptions.word_times` asks for them."""
+    pcm: (S,) float32 in [-1, 1]. start_s: where it begins in the untrimmed utterance. frames: frames made for it, those
+    that `trim_lead` left out included: their sum over an utterance is the length of its codes. ready_pcm16: the value
+    of `pcm16`, if it was made with the samples. words: those whose times became known with this chunk, half a second
+    after they were said, if `StreamOptions.word_times` is set."""
 
     pcm: np.ndarray
     start_s: float
@@ -192,7 +191,7 @@ class Chunk:
 
     @property
     def pcm16(self) -> bytes:
-        """The samples in 16 bits, as `mktts.audio.to_pcm16`, whose AudioError this raises."""
+        """The samples in 16 bits. Raises AudioError as `mktts.audio.to_pcm16`."""
         return to_pcm16(self.pcm) if self.ready_pcm16 is None else self.ready_pcm16
 
     @property
@@ -200,36 +199,36 @@ class Chunk:
         return len(self.pcm) / SAMPLE_RATE_HZ
 
 
-KEPT_LEAD_SAMPLES = SAMPLE_RATE_HZ * 40 // 1_000  # before the first audible 10 ms: the attack of a soft sound is whole
+KEPT_LEAD_SAMPLES = SAMPLE_RATE_HZ * 40 // 1_000  # before the first audible 10 ms: keeps the attack of a soft sound
 
 
 class Chunker:
     """Collects the frames of one utterance and hands out chunks."""
 
     def __init__(self, options: StreamOptions, started_s: float, schedule: tuple[int, ...] = SCHEDULE) -> None:
-        """started_s: perf_counter of the call that timings count from. schedule: where the options leave it open."""
+        """started_s: perf_counter of the call from which timings count. schedule: used if the options have none."""
         self._started_s, self._trimming = started_s, options.trim_lead
         self._schedule = options.schedule or schedule
-        self.undecoded: list[Any] = []  # of each frame, what `decode` of `take` takes
-        self.decoding: list[tuple[Any, int]] = []  # chunks on their way to the host, with their frames
-        self._lead = np.zeros(0, dtype=np.float32)  # the end of the silence so far, while trimming
+        self.undecoded: list[Any] = []  # for each frame, what the `decode` of `take` needs
+        self.decoding: list[tuple[Any, int]] = []  # chunks whose PCM is not on the host yet, with their frames
+        self._lead = np.zeros(0, dtype=np.float32)  # the newest part of the silence so far, while trimming
         self._chunks = 0
         self._samples = 0  # decoded so far, trimmed ones included
         self._silent_frames = 0  # trimmed away since the last chunk
-        self.pending_frames = 0  # made and not in a chunk yet
+        self.pending_frames = 0  # made, but in no chunk yet
         self.prefill_ms = self.talker_ms = self.predictor_ms = self.codec_ms = 0.0  # since the last chunk
 
     @property
     def missing_frames(self) -> int:
-        """Frames that make the next chunk whole."""
+        """Frames that the next chunk still lacks."""
         wanted = self._schedule[min(self._chunks + len(self.decoding), len(self._schedule) - 1)]
         return wanted - len(self.undecoded)
 
     def take(self, decode: Callable[[list[Any]], Any], flush: bool = False, ahead: bool = False) -> Chunk | None:
-        """The next chunk once the schedule has it whole, or what there is with `flush`; None for nothing to hear.
+        """Returns the next chunk once it is whole by the schedule, or with `flush` what there is; None for none yet.
 
         decode: begins to turn `undecoded` into PCM (T * SAMPLES_PER_FRAME,) float32, which its result waits for. ahead:
-        a chunk that has become whole is only begun to be decoded, and the next call hands it out."""
+        only begins to decode a chunk that has become whole; the next call returns it."""
         whole = bool(self.undecoded) if flush else self.missing_frames <= 0
         if not whole and not self.decoding:
             return None
@@ -264,7 +263,7 @@ class Chunker:
         return chunk
 
     def silence(self, samples: int) -> Iterator[Chunk]:
-        """Chunks of exact silence, no longer than those of speech, behind all that was taken so far."""
+        """Chunks of exact silence, no longer than those of speech, which follow all that was taken so far."""
         longest = SAMPLES_PER_FRAME * SCHEDULE[-1]
         for start in range(0, samples, longest):
             count = min(longest, samples - start)
@@ -276,7 +275,7 @@ class Chunker:
         whole = joined((self._lead, pcm))
         audible = first_audible_sample(whole)
         if audible is None:
-            self._lead = whole[-(KEPT_LEAD_SAMPLES + len(whole) % AUDIBLE_WINDOW_SAMPLES) :]  # begins with a window
+            self._lead = whole[-(KEPT_LEAD_SAMPLES + len(whole) % AUDIBLE_WINDOW_SAMPLES) :]  # begins at a window
             return whole[:0]
         self._trimming = False
         self._lead = whole[:0]

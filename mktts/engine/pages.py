@@ -1,9 +1,9 @@
-"""Which stream or prefix has which page of keys and values: the host's book; the pages themselves lie on the device.
+"""Page table of the keys and values: which stream or prefix has which page. It is the host's; the pages themselves lie
+on the device. One thread at a time.
 
 A stream takes every page that its declared maximum may need when it opens, so none stops for want of one. The rows of a
-prompt's prefix can be kept by key: full pages are shared, to be read only, and a partial last page is copied. Prefixes
-that no open stream uses give way, least recently used first. Page 0 belongs to nobody: unused entries of the table name
-it. One thread at a time."""
+prompt's prefix can be kept by key: full pages are shared, read only; a partial last page is copied. Prefixes that no
+open stream uses are dropped, least recently used first. Page 0 is nobody's: it fills unused entries of the table."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -33,14 +33,14 @@ class KeptPrefix(NamedTuple):
 
 
 class Pages:
-    """The pages of one device. `table` (slots + 1, pages a slot) int32: page of every position / page_rows of a slot;
-    the last row is of no stream."""
+    """The pages of one device. table: (slots + 1, pages a slot) int32, the page of each `page_rows` positions of a
+    slot; its last row belongs to no stream."""
 
     def __init__(
         self, pages: int, slots: int, rows_per_slot: int, page_rows: int = PAGE_ROWS, max_kept: int | None = None
     ) -> None:
-        """`pages`: with page 0. `rows_per_slot`: the most one stream may declare. `max_kept`: pages that prefixes may
-        hold; None takes an eighth of all, 256 at most. Raises CapacityError where not even one stream could open."""
+        """pages: with page 0. rows_per_slot: the most that one stream may declare. max_kept: pages that prefixes may
+        hold; None: an eighth of all, 256 at most. Raises CapacityError where not even one stream could open."""
         self.page_rows = page_rows
         self.rows_per_slot = min(rows_per_slot, (pages - 1) * page_rows)
         if min(page_rows, slots, self.rows_per_slot) < 1:
@@ -50,8 +50,8 @@ class Pages:
         self.max_kept = min(pages // 8, 256) if max_kept is None else max_kept
         self.table = np.full((slots + 1, self.count(self.rows_per_slot)), NO_OWNER, np.int32)
         self._free = list(range(pages - 1, NO_OWNER, -1))
-        self._users = [0] * pages  # slots that have the page
-        self._keepers = [0] * pages  # prefixes that have it
+        self._users = [0] * pages  # slots that hold the page
+        self._keepers = [0] * pages  # prefixes that hold it
         self._kept: OrderedDict[Hashable, KeptPrefix] = OrderedDict()
         self._changed: set[int] = set()
         self._copies: list[Copy] = []
@@ -61,7 +61,7 @@ class Pages:
 
     @property
     def all(self) -> int:
-        """Pages that somebody may hold."""
+        """Pages that streams and prefixes may hold."""
         return len(self._users) - 1
 
     @property
@@ -70,11 +70,11 @@ class Pages:
 
     @property
     def kept(self) -> int:
-        """Pages that prefixes hold, also those that streams share."""
+        """Pages that prefixes hold, those that streams share included."""
         return len({page for kept in self._kept.values() for page in kept.pages})
 
     def find(self, key: Hashable | None) -> int:
-        """Rows of the prefix kept under `key`; 0 where none is."""
+        """Rows of the prefix kept under `key`; 0 where there is none."""
         return self._kept[key].rows if key in self._kept else 0
 
     def fits(self, rows: int, key: Hashable | None = None, beside: int = 0) -> bool:
@@ -85,16 +85,16 @@ class Pages:
         return more <= len(self._free) or more <= len(self._free) + len(self._idle(key))
 
     def changes(self) -> tuple[list[Copy], np.ndarray]:
-        """What came since the last call, to be brought to the device before the next tick: copies, to be made one after
-        the other, and then the slots (n,) whose row of `table` changed."""
+        """What has changed since the last call and must reach the device before the next tick: copies, to be made one
+        after the other, and then the slots (n,) whose rows of `table` changed."""
         copies, changed = self._copies, np.array(sorted(self._changed), np.int64)
         self._copies, self._changed = [], set()
         return copies, changed
 
     def open(self, slot: int, rows: int, key: Hashable | None = None) -> int:
-        """Gives `slot` every page that `rows` positions need. Returns the rows that the prefix under `key` has filled
-        already, 0 where it is not kept. Raises CapacityError where the pages are not there (see `fits`); nothing is
-        changed."""
+        """Gives `slot` every page that `rows` positions need. Returns how many rows the prefix kept under `key` has
+        filled already, 0 for none. Raises CapacityError, without changing anything, where there are too few pages (see
+        `fits`)."""
         if not self.fits(rows, key):
             takes = f"takes {self.count(rows)} pages; {len(self._free) + len(self._idle(None))} can be had"
             hint = "shorten the text or lower max_frames, or wait until other streams end"
@@ -105,7 +105,7 @@ class Pages:
         count = self.count(rows) - len(shared)
         while len(self._free) < count:
             if not self._forget_one(but=key):
-                raise EngineError(f"{count} pages were promised, {len(self._free)} are free: the book is wrong")
+                raise EngineError(f"{count} pages were promised, {len(self._free)} are free: the page table is wrong")
         own = [self._free.pop() for _ in range(count)]
         pages = shared + own
         for page in pages:
@@ -119,7 +119,7 @@ class Pages:
         return kept_rows
 
     def close(self, slot: int) -> None:
-        """Its pages, where it has any, are free, except those that others share."""
+        """Frees the pages of `slot`, if it has any, except those that others share."""
         for page in reversed(self.table[slot].tolist()):
             if page != NO_OWNER:
                 self._users[page] -= 1
@@ -148,12 +148,12 @@ class Pages:
             self._copies.append(Copy(held[full], last[0], partial))
 
     def forget(self, unwanted: Callable[[Hashable], bool]) -> None:
-        """Prefixes whose keys are `unwanted` are not offered any more; streams that share their pages go on."""
+        """Drops the prefixes whose keys are `unwanted`; streams that share their pages go on."""
         for key in [key for key in self._kept if unwanted(key)]:
             self._drop(key)
 
     def _idle(self, but: Hashable | None) -> set[int]:
-        """Pages that would become free if all prefixes without a user, except `but`, gave way."""
+        """Pages that would become free if all prefixes without a user, except `but`, were dropped."""
         idle: set[int] = set()
         needed: set[int] = set()
         for key, kept in self._kept.items():
@@ -168,7 +168,7 @@ class Pages:
                 self._free.append(page)
 
     def _forget_one(self, but: Hashable | None = None) -> bool:
-        """Lets the prefix go that was used longest ago, of those without a user; False: there is none."""
+        """Drops the prefix that was used longest ago, of those without a user. Returns False where there is none."""
         for key, kept in self._kept.items():
             if key != but and not any(self._users[page] for page in kept.pages):
                 self._drop(key)

@@ -1,5 +1,5 @@
 """An engine in a process of its own (`Child`), behind the engine's interface (`RemoteEngine`): in one process, the
-worker and an event loop with its sockets wait for each other's interpreter lock thousands of times a second."""
+worker and an event loop with its sockets would wait for the interpreter lock thousands of times a second."""
 
 import contextlib
 import itertools
@@ -32,22 +32,22 @@ from mktts.engine.script import Script
 from mktts.engine.stream import EngineName, Notifier, Utterance
 from mktts.errors import EngineError, MkttsError
 
-_TOLD_S = 0.01  # what consumers have taken is told together: the engine plans ticks of as much
-_END_S = 10.0  # for the other process to go
-_DEAD_S = 0.5  # until the system says that it is dead
-_STATE_S = 0.1  # between two states of the engine that are told
+_REPORT_S = 0.01  # between two reports of what consumers have taken: about as long as a tick
+_END_S = 10.0  # the longest wait for the other process to end
+_DEAD_S = 0.5  # the longest wait for the status of a process that is gone
+_STATE_S = 0.1  # between two reports of the engine's state
 _PROGRAM = (
     "import sys; from mktts import Synthesizer; from mktts.engine.remote import run_child; "
     "run_child(int(sys.argv[1]), Synthesizer.load)"
 )
 _LOG = logging.getLogger(__name__)
-# A method of `Child`, its engine or `RemoteEngine`, its arguments, and the number of the reply where one is wanted.
+# A method of `Child`, its engine or `RemoteEngine`, its arguments, and the number of the reply, if one is wanted.
 Call = tuple[str, tuple[Any, ...], int | None]
 
 
 class Wire(Connection):
-    """`send` takes calls from any thread, `recv` gives them to one. Where the other process is gone both raise OSError,
-    and the second EOFError."""
+    """The connection of the two processes: any thread may `send` calls, one receives them by `recv`. Once the other
+    process is gone both raise OSError, and `recv` also EOFError."""
 
     def __init__(self, end: socket.socket) -> None:
         super().__init__(end.detach())
@@ -59,28 +59,28 @@ class Wire(Connection):
             self.send_bytes(data)
 
     def shutdown(self) -> None:
-        """The other process's `recv` ends, and this one's, though a thread waits in it."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as end:  # it may be gone
+        """Ends `recv` in both processes, even where a thread waits in it."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as end:  # may be closed already
             end.shutdown(socket.SHUT_RDWR)
 
 
 class RemoteEngine:
-    """What a synthesizer needs of `mktts.engine.engine.Engine`, in another process, where codes stay.
+    """What a synthesizer needs of `mktts.engine.engine.Engine`, run in another process, where the codes stay.
 
-    Loading is waited for and raises what it raises there. Where the other process dies, every stream ends with
-    EngineError, the engine is `gone`, and `on_gone` is called, from a thread of this."""
+    The constructor returns once the other process has loaded the model, and raises what fails there. If that process
+    dies, every stream ends with EngineError, the engine is `gone`, and one of its threads calls `on_gone`."""
 
     def __init__(self, checkpoint: str, revision: str | None, settings: dict[str, Any]) -> None:
-        """What the other process loads, by the arguments of `open_checkpoint` and `Synthesizer.load`."""
+        """checkpoint, revision: as for `open_checkpoint`. settings: as for `Synthesizer.load`."""
         self.gone = self.closed = False
         self.on_gone: Callable[[], None] | None = None
-        self.runners: dict[EngineName, Any] = {}  # are in the other process
+        self.runners: dict[EngineName, Any] = {}  # they are in the other process
         self._inbox: SimpleQueue[Utterance | None] = SimpleQueue()
         self._notifier, self._many = Notifier(), ManyStreams()
         self._utterances: dict[int, Utterance] = {}
         self._numbers = itertools.count()
         self._replies: dict[int, Future[Any]] = {}
-        # As of `Engine`, a tenth of a second ago at most.
+        # As those of `Engine`, at most a tenth of a second old.
         self.stats: dict[EngineName, EngineStats] = {}
         self.capacity = Capacity(1, "not measured")
         self._lock = threading.Lock()
@@ -89,7 +89,7 @@ class RemoteEngine:
             command = [sys.executable, "-c", _PROGRAM, str(there.fileno())]
             self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=os.environ | python_path())
         self._wire = Wire(here)
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._receive, self._tell)]
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._receive, self._report)]
         for thread in self._threads:
             thread.start()
         try:
@@ -102,18 +102,18 @@ class RemoteEngine:
     def reserve(self, plan: Plan) -> Utterance:
         self._check_open()
         utterance = Utterance(plan, self._inbox, self._notifier)
-        utterance.watched = True  # what is taken is told
+        utterance.watched = True  # so that every chunk taken is reported
         return utterance
 
     def begin(self, utterance: Utterance, script: Callable[[Any], Script]) -> None:
-        """As `Engine.begin`, with what can be pickled."""
+        """As `Engine.begin`; `script` must be picklable."""
         with self._lock:
             self._check_open()
             id = next(self._numbers)
             self._utterances[id], utterance.number = utterance, id
         utterance.begin(None, "batch")
         self._send("begin", id, utterance.plan, script)
-        if utterance.cancelled:  # by another thread: what was told before the other process knew of it is lost
+        if utterance.cancelled:  # by another thread, perhaps before the other process knew the stream: reports it again
             self._utterances[id] = utterance
             utterance.update()
 
@@ -152,35 +152,35 @@ class RemoteEngine:
             self._check_open()
             self._replies[number] = reply
         self._send(method, *arguments, number=number)
-        return reply.result()  # ends with the other process at the latest
+        return reply.result()  # raises if the other process ends
 
     set_limits = partialmethod(_call, "set_limits")
     warm_up = partialmethod(_call, "warm_up")
     measure_capacity = partialmethod(_call, "measure_capacity")
-    forget = partialmethod(_send, "forget")  # not waited for
+    forget = partialmethod(_send, "forget")  # without a reply
 
-    def _tell(self) -> None:
-        """Thread: tells what consumers have taken and cancelled."""
+    def _report(self) -> None:
+        """Thread: reports what consumers have taken, and which streams are cancelled."""
         while not self.closed:
-            told = [self._inbox.get()]
-            time.sleep(_TOLD_S)
+            updated = [self._inbox.get()]
+            time.sleep(_REPORT_S)
             while not self._inbox.empty():
-                told.append(self._inbox.get())
-            here = [one for one in told if one is not None and one.number in self._utterances]  # begun, and not over
+                updated.append(self._inbox.get())
+            here = [one for one in updated if one is not None and one.number in self._utterances]  # begun, and not over
             taken = {one.number: None if one.cancelled else one.taken_frames for one in here}
             for id in [one.number for one in here if one.cancelled]:
                 self._utterances.pop(id, None)
-            told = here = None  # no stream is kept while it waits
+            updated = here = None  # keeps no stream alive while it waits
             with contextlib.suppress(EngineError):
                 self._send("taken", taken)
 
     def _receive(self) -> None:
-        """Thread: hands on what the other process says, to its end."""
+        """Thread: handles the calls of the other process, until that is gone."""
         with contextlib.suppress(OSError, EOFError):
             while True:
                 for method, arguments, _ in self._wire.recv():
                     getattr(self, method)(*arguments)
-                arguments = None  # it keeps no error while it waits
+                arguments = None  # keeps no error alive while it waits
                 self._notifier.flush()
                 self._many.count(len(self._utterances))
         self._many.count(0)
@@ -199,15 +199,15 @@ class RemoteEngine:
                 self.on_gone()
 
     def _end(self) -> EngineError:
-        """Why nothing can be asked any more."""
+        """The error that says why there can be no further call."""
         if self.closed and not self.gone:
             return EngineError("the synthesizer is closed: load another one")
         how = "has closed its connection"
         with contextlib.suppress(subprocess.TimeoutExpired):
             how = f"has ended with status {self._process.wait(_DEAD_S)}"
-        return EngineError(f"the engine's process {how}: its messages stand above; start the server again")
+        return EngineError(f"the engine's process {how}: see its messages above, and start the server again")
 
-    # ---- what the other process calls; a stream that was cancelled is not known any more
+    # ---- called by the other process; streams that were cancelled are unknown here
 
     def _on_state(self, stats: dict[EngineName, EngineStats], capacity: Capacity) -> None:
         self.stats, self.capacity = stats, capacity
@@ -235,25 +235,25 @@ class RemoteEngine:
 
 
 def sendable(error: BaseException | None) -> BaseException | None:
-    """The error, where it is one of ours; others, which may hold what cannot be pickled, in words."""
+    """The error if it is one of ours; otherwise an EngineError with its text, as others may not be picklable."""
     if error is None or isinstance(error, MkttsError):
         return error
     return EngineError(f"{type(error).__name__}: {error}")
 
 
 class Child:
-    """Does what it is told until the other process goes away. What a turn of the worker gives is sent together, by a
-    thread of its own: the worker waits for no socket."""
+    """Executes the calls of `RemoteEngine`, until its process is gone. The results of one turn of the worker are sent
+    together, by another thread, so that the worker waits for no socket."""
 
     def __init__(self, wire: Wire, load: Callable[..., Any]) -> None:
         """load: `Synthesizer.load`."""
         self._wire, self._load = wire, load
         self._streams: dict[int, Utterance] = {}
-        self._made: list[Call] = []  # in this turn; the worker's
+        self._made: list[Call] = []  # during this turn; the worker's
         self._out: SimpleQueue[list[Call]] = SimpleQueue()
 
     def tell(self, id: int, utterance: Utterance, what: str, chunk: Chunk | None) -> None:
-        """Worker: see `Utterance.sink`; it goes out behind the turn."""
+        """Worker: the `sink` of an `Utterance`; the calls are sent after the turn."""
         if what == "chunk":
             arguments: tuple[Any, ...] = chunk.pcm16, chunk.start_s, chunk.frames, chunk.timings
         elif what == "idle":
@@ -270,7 +270,7 @@ class Child:
 
     def _send(self) -> None:
         sent_s = 0.0
-        with contextlib.suppress(OSError):  # the other process is gone: `recv` says so too
+        with contextlib.suppress(OSError):  # the other process is gone: `recv` raises too
             while True:
                 calls: list[Call] = []
                 with contextlib.suppress(Empty):
@@ -319,7 +319,7 @@ class Child:
             self._engine.feed(utterance, texts)
 
     def taken(self, frames: dict[int, int | None]) -> None:
-        """Frames that consumers have taken in all, by stream; None: cancelled."""
+        """Notes how many frames the consumer of each stream has taken in all; None: it has cancelled the stream."""
         for id, count in frames.items():
             utterance = self._streams.get(id)
             if utterance is not None and count is None:
@@ -332,8 +332,8 @@ class Child:
 
 
 def run_child(handle: int, load: Callable[..., Any]) -> None:
-    """The other process, until this one is gone. handle: of its socket. load: `Synthesizer.load`."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they go to the whole group: this process decides
+    """What the other process does, until this one is gone. handle: of its socket. load: `Synthesizer.load`."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they go to the whole group, but the parent decides
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     wire = Wire(socket.socket(fileno=handle))
@@ -342,5 +342,5 @@ def run_child(handle: int, load: Callable[..., Any]) -> None:
         while True:
             for call in wire.recv():
                 child.do(*call)
-            call = None  # it keeps no voice while it waits
-    os._exit(0)  # without teardown: nothing here is to be kept, and a thread of a library may hold it up
+            call = None  # keeps no voice alive while it waits
+    os._exit(0)  # without teardown: there is nothing to save, and a library's thread may block it

@@ -1,8 +1,8 @@
-"""Makes the streams of one set of lanes: admission, slots, ticks by the scheduler, and what each tick gave.
+"""Runs the streams of one set of lanes: admits them, gives them slots, runs ticks, and hands out what each tick made.
 
-Where the lanes work beside the host, tick t + 1 is planned while tick t runs, as late as possible, so that streams that
-arrive meanwhile are in it; it is launched before t is read, so that the device has no pause. What t then says can make
-a lane of t + 1 useless (the speech had ended): it is dropped."""
+Where the lanes run concurrently with the host, tick t + 1 is planned while tick t runs, as late as possible, so that it
+includes streams that arrive meanwhile; it is launched before t is read, so that the device has no pause. What t then
+shows can make a lane of t + 1 useless, because its speech had ended: what that lane made is dropped."""
 
 import contextlib
 import math
@@ -28,16 +28,16 @@ from mktts.model.prompt import FedPrompt, PromptBuilder, Request, is_of_voice
 from mktts.model.voice import Voice
 
 TICK_BOUNDS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.065, 0.08, 0.16, 0.5)
-_EARLY_S = 2e-3  # until some ran
-# A gap on the device says that a tick was planned too late: the next is planned earlier by this part of the gap. Where
-# there is none, it is planned a little later every time, until there is one: about a twentieth of that lead in the end.
+_EARLY_S = 2e-3  # the first value of `Runner._early_s`
+# A gap on the device shows that a tick was planned too late: the next is planned earlier by this part of the gap. With
+# no gap each is planned a little later than the last, until there is one: in the end, of a twentieth of the lead.
 _GAP_PART = 0.6
 _RELAX = 0.97
 _MOST_EARLY_S = 0.05
 
 
 class TickTimes:
-    """How long ticks took, all since the beginning: counts (of TICK_BOUNDS_S and of what is longer), and their sum."""
+    """How long ticks took since the start: counts by TICK_BOUNDS_S, the last for longer ones, and the sum."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(TICK_BOUNDS_S) + 1)
@@ -45,11 +45,11 @@ class TickTimes:
 
 
 class EngineStats(NamedTuple):
-    """The state of one set of lanes at the moment.
+    """The state of one set of lanes now.
 
-    listeners: streams that need frames in time. waiting: streams that wait for admission. lanes, lanes_used: slots for
-    streams, whether frames are made for them now or not. pages, pages_free: of keys and values, 0 where streams bring
-    their own."""
+    listeners: streams that need frames in time. waiting: streams that wait for admission. lanes: slots for streams.
+    lanes_used: slots that have one, whether frames are made for it now or not. pages, pages_free: of keys and values, 0
+    where each stream has its own."""
 
     listeners: int
     waiting: int
@@ -61,8 +61,8 @@ class EngineStats(NamedTuple):
 
 
 class Running(NamedTuple):
-    """A launched tick. lanes: slots and segments. streams: with a lane or a piece of a prompt in it. ends_s: as
-    predicted where it runs beside the host. follows: the one before it still ran."""
+    """A launched tick. lanes: slots and segments. streams: those with a lane or a piece of a prompt in it. ends_s: its
+    predicted end, if it runs concurrently with the host. follows: the one before it still ran."""
 
     tick: Tick
     lanes: list[tuple[int, Segment]]
@@ -72,16 +72,15 @@ class Running(NamedTuple):
     follows: bool
 
 
-# Streams that arrive while others play are admitted beside the tick that runs. Where many arrive at once the next tick
-# waits for as many as it can take along: those that play are ahead, and one more tick costs the host what several
-# arrivals do.
+# Streams that arrive while others play are examined while a tick runs. If many arrive at once, the next tick waits this
+# long to take more of them: those that play are ahead, and a tick costs the host as much as several arrivals.
 _LATE_S = 12e-3
-_STARTING_S = 3e-3  # where no tick runs yet
+_STARTING_S = 3e-3  # the same where no tick runs yet
 
 
 class Runner:
-    """Makes streams on `lanes`, tick by tick. The engine's worker thread owns it; what is said to be read from any
-    thread may be. An error of one stream is that stream's alone."""
+    """Makes streams on `lanes`, tick by tick. It belongs to the engine's worker thread, except for what says "any
+    thread". An error of one stream does not touch the others."""
 
     def __init__(
         self,
@@ -91,20 +90,20 @@ class Runner:
         build: Callable[[Request], Any] | None = None,
         open_prompt: Callable[[Request], Any] | None = None,
     ) -> None:
-        """build, open_prompt: make prompts of checked requests, whole and fed ones; None: as the builder has them."""
+        """build, open_prompt: make prompts of checked requests, whole and fed ones; None: those of `prompts`."""
         self.lanes, self.prompts, self.admission = lanes, prompts, admission
-        self.log: deque[tuple[Any, ...]] = deque(maxlen=100_000)  # of the newest ticks, as TICKS
+        self.log: deque[tuple[Any, ...]] = deque(maxlen=100_000)  # records of the newest ticks, as TICKS
         self.build = build or prompts.of_checked
         self.open_prompt = open_prompt or partial(FedPrompt, prompts)
         self.name: EngineName = "single" if lanes.settings.max_lanes == 1 else "batch"
         self._pages, self._settings = lanes.pages, lanes.settings
         self._times = TickTimes()
-        # What ticks take on the device, learnt; and with the pause before each: a host may be slower than its device.
+        # Learnt times of ticks on the device, and with the pause before each: a host may be slower than its device.
         learns = TickFit if lanes.settings.max_lanes > 1 else MeanTick
         self.ticks, self.steps = learns(lanes.model), learns(lanes.model)
-        self._early_s = _EARLY_S  # before the tick that runs ends, when the next one is planned
-        self._give_s = 0.0  # from the end of a tick until the last of its frames is with its reader
-        self.reference_model: TickModel | None = None  # of the measured capacity: what ticks are expected to take
+        self._early_s = _EARLY_S  # how long before the end of the running tick the next one is planned
+        self._delivery_s = 0.0  # from the end of a tick until its last frame is delivered
+        self.reference_model: TickModel | None = None  # of the measured capacity: how long ticks are expected to take
         self._table = StreamTable(lanes.slots)
         admission.listeners.append(self._table.listening)
         self._reset()
@@ -113,23 +112,23 @@ class Runner:
         self._table.open[:] = False
         self._queue = AdmissionQueue(self.admission, self._table, self._pages, self._settings)
         self.free_slots = list(range(self.lanes.slots - 1, -1, -1))
-        self.open_streams: dict[Utterance, int | None] = {}  # that are not over, with their slots; None: not admitted
+        self.open_streams: dict[Utterance, int | None] = {}  # all that are not over, with their slots; None: no slot
         # An open stream is in one of these, and waits             until
-        self._arrived: deque[Utterance] = deque()  # for a look,     this turn or the next
+        self._arrived: deque[Utterance] = deque()  # for a check,    this turn or the next
         self._textless: set[Utterance] = set()  # for its first text, an update
-        # `_queue`                                  for a place,     one is free, or `AdmissionQueue.pop` refuses it
+        # `_queue`                                  for a slot,      one is free, or `AdmissionQueue.pop` refuses it
         self._awake: dict[int, Utterance] = {}  # for frames,        the scheduler takes it; its reader takes a chunk
         self._asleep: dict[Utterance, int] = {}  # for more text,    an update
-        self._streams: dict[int, Utterance] = {}  # those of the last two, by slot
-        self._waiting: dict[int, None] = {}  # slots awake whose next input is not known, in the order of their waits
+        self._streams: dict[int, Utterance] = {}  # the awake and the sleeping ones, by slot
+        self._waiting: dict[int, None] = {}  # awake slots whose next input is not known, in the order of their waits
         self._running: deque[Running] = deque()  # two at most, and one between two turns
-        self._lately_read: deque[Utterance] = deque()  # whose readers took a chunk since the last tick; they append
-        self._cancelled: set[Utterance] = set()  # since the last tick, of those that were looked at
-        self._freed = False  # a stream has ended, or is not read any more, since the queue was looked at
+        self._lately_read: deque[Utterance] = deque()  # consumers append their stream with each chunk they take
+        self._cancelled: set[Utterance] = set()  # cancelled since the last tick, after their first check
+        self._freed = False  # a stream has ended, or lost its reader, since the queue was looked at
 
     @property
     def stats(self) -> EngineStats:
-        """Any thread."""
+        """The state now. Any thread."""
         admitted = len(self._streams)
         waiting = max(0, len(self.open_streams) - admitted)
         pages = (0, 0) if self._pages is None else (self._pages.all, self._pages.free)
@@ -137,15 +136,15 @@ class Runner:
         return EngineStats(listeners, waiting, self.lanes.slots, admitted, *pages, self._times)
 
     def forget(self, voice: Voice) -> None:
-        """Lets go of what is kept for prompts with this voice; streams that are open go on."""
+        """Drops what is kept for prompts with this voice; open streams go on."""
         self.prompts.forget(voice)
         if self._pages is not None:
             self._pages.forget(lambda key: is_of_voice(key, voice))
         self.lanes.forget(voice)
 
     def update(self, stream: Utterance) -> None:
-        """Takes note of a stream that is new or cancelled, has more text, or whose full buffer was read from; it may be
-        over. A stream that waits is not looked at before."""
+        """Handles the update of a stream: it is new or cancelled, has more text, or its full buffer was read from; it
+        may be over. A stream that waits is not looked at without one."""
         if stream.chunker is None or stream in self._textless:
             if stream.chunker is None:
                 stream.chunker = Chunker(stream.plan.options, stream.script.started_s, self._settings.chunks)
@@ -161,10 +160,10 @@ class Runner:
             self._table.resumed[slot] = True
             self._awake[slot] = stream
             self._waiting[slot] = None
-            self._lately_read.append(stream)  # what it took while it slept was not looked at
+            self._lately_read.append(stream)  # what was taken while it slept is not counted yet
 
     def turn(self, now_s: float) -> float:
-        """Does what is due: a tick, at most. Returns when it wants its next turn if nothing happens outside:
+        """Does what is due, launching one tick at most. Returns when the next turn is due if nothing happens outside:
         perf_counter seconds, -inf for at once, inf for never."""
         running, table = self._running[0] if self._running else None, self._table
         plan_s = now_s if running is None else running.ends_s - self._early_s
@@ -179,14 +178,14 @@ class Runner:
                 stream.end(None)
             self._queue.cancel(self._cancelled)
             self._cancelled.clear()
-            self._freed = True  # those behind them may come in
+            self._freed = True  # streams behind them in the queue may be admitted
         self._update_readers(now_s)
         self._queue.reserved_pages = 0
         for slot in list(self._waiting):
             self._resume(slot, now_s)
         begins_s = now_s if running is None else max(now_s, running.ends_s)
-        # Chosen by what a step takes, the host's pause included, for when its frames are with their readers.
-        tick = next_tick(table, begins_s + self._give_s, self.steps.model, self._settings)
+        # Planned with the times of whole steps, the host's pauses included, for when its frames reach their readers.
+        tick = next_tick(table, begins_s + self._delivery_s, self.steps.model, self._settings)
         if len(tick.lanes) or tick.pieces:
             self._launch(tick, now_s, begins_s)
         self._queue.idle_since_s = math.inf if self._running else min(self._queue.idle_since_s, now_s)
@@ -198,17 +197,17 @@ class Runner:
         if self._running:
             self._read()
         elif running is None and not self._freed and not self._arrived:
-            for slot in table.able().tolist():  # they are ahead, and what their readers take is an update
+            for slot in table.able().tolist():  # they are ahead of their readers, who from now on wake the worker
                 self._streams[slot].watched = True
-            if self._lately_read:  # one has come
+            if self._lately_read:  # one was read meanwhile
                 return float("-inf")
-            return min(tick.wake_s - self._give_s, self._queue.wake_s(now_s))
+            return min(tick.wake_s - self._delivery_s, self._queue.wake_s(now_s))
         return float("-inf")
 
     def fail_all(self, error: BaseException) -> None:
-        """`turn` has raised `error`: every stream ends with an EngineError, those that come later are served."""
+        """Ends every stream with an EngineError, because `turn` raised `error`; streams that come later are served."""
         why = f"the engine failed while this stream was open: {type(error).__name__}: {error}"
-        self._end_all(lambda stream: stream.fail(EngineError(why)))  # raising writes into it: each has its own
+        self._end_all(lambda stream: stream.fail(EngineError(why)))  # one each, because raising an error changes it
         self._reset()
 
     def close(self) -> None:
@@ -223,7 +222,7 @@ class Runner:
                 end(stream)
 
     def _take_arrivals(self, now_s: float, until_s: float) -> None:
-        """Looks at streams that arrived, until then, or a little longer; at one always where none is open."""
+        """Examines streams that arrived, until `until_s` or a little longer; at least one if no stream is open."""
         table, queue, most_rows = self._table, self._queue, self._settings.max_rows
         while self._arrived:
             late_s = time.perf_counter() - max(until_s, now_s) if self._streams else -1.0
@@ -234,14 +233,14 @@ class Runner:
                 if stream.cancelled:
                     stream.end(None)
                 elif stream.plan.paced and (reason := queue.refused(stream.arrived_s, now_s)):
-                    raise self._refusal(reason)  # before a prompt is built for nothing: forty may come at once
+                    raise self._refusal(reason)  # before its prompt is built in vain: forty may come at once
                 elif stream.next_segment(self.lanes.positions):
                     arrival = self._arrival(stream)
                     reason = queue.submit(arrival, self.steps.model, now_s)
                     if reason is not None:
                         self._begin(arrival, reason, now_s)
                 elif stream.has_rest:
-                    stream.flush()  # it ended without a word
+                    stream.flush()  # its text ended without a word
             except Exception as error:
                 stream.fail(error)
             textless = stream.open and stream.segment is None
@@ -250,7 +249,7 @@ class Runner:
                 self._textless.add(stream)
 
     def _arrival(self, stream: Utterance) -> Arrival:
-        """Raises CapacityError for a segment whose keys and values could never have their place."""
+        """A stream's request for admission. Raises CapacityError for a segment of more positions than lanes have."""
         segment, key, kept = stream.segment, None, 0
         rows = len(segment.prompt.embeds)
         most = rows + segment.max_frames
@@ -266,7 +265,7 @@ class Runner:
         return refusal(reason, len(self._streams), self.admission.most)
 
     def _begin(self, arrival: Arrival, reason: Reason, now_s: float) -> None:
-        """The segment of a stream that was admitted gets its memory; a stream that is refused for `reason` ends."""
+        """Gives an admitted stream a slot and memory for its segment; ends a stream that is refused for `reason`."""
         stream: Utterance = arrival.name
         segment, table, kept = stream.segment, self._table, 0
         try:
@@ -284,7 +283,7 @@ class Runner:
                 if self.lanes.submit is not None:
                     stream.submit = partial(self.lanes.submit, slot)
             anew = stream.begins_anew or not stream.segment_number
-            if stream.begins_anew:  # the listener gets all that was said before the segment, and the pause
+            if stream.begins_anew:  # the listener first gets all that was said before the segment, and the pause
                 stream.begins_anew = False
                 self._flush(slot, stream, now_s)
                 if not stream.open:
@@ -321,10 +320,10 @@ class Runner:
         self._freed = True
 
     def _update_readers(self, now_s: float) -> None:
-        """What readers of awake streams have taken, and whose buffer is full."""
+        """Notes what readers of awake streams have taken, and whose buffers are full."""
         table, awake, read = self._table, self._awake.items(), self._lately_read
         slots = {self.open_streams.get(read.popleft()) for _ in range(len(read))}
-        if len(awake) > 1:  # only those of which something is new, and those whose buffers may be full
+        if len(awake) > 1:  # only those with news, and those whose buffers may be full
             filled = table.open & (table.full | (table.frames_made - table.frames_taken >= table.buffer_frames))
             slots.update(np.flatnonzero(filled).tolist())
             awake = [(slot, self._awake[slot]) for slot in slots & self._awake.keys()]
@@ -335,23 +334,23 @@ class Runner:
             if table.frames_taken[slot] != taken:
                 table.frames_taken[slot], table.taken_s[slot] = taken, now_s
             at_limit = frames - taken >= stream.buffer_frames
-            # A frame on its way may complete a chunk that fills the buffer: it is waited for.
+            # A frame in flight may complete a chunk that fills the buffer: only then is it full.
             full = (at_limit and stream.unread) or (
                 (at_limit or stream.watched) and stream.full(frames - stream.made_frames)
             )
-            self._freed |= full and not table.full[slot]  # it may be no listener any more
+            self._freed |= full and not table.full[slot]  # it may not count as a listener any more
             table.full[slot] = full
             stream.set_idle(full)
 
     def _resume(self, slot: int, now_s: float) -> None:
-        """Lets a stream go on that waited for text, or for memory between two segments, if they have come."""
+        """Lets a stream go on that waited for text, or for memory between two segments, if that has come."""
         stream, queue, pages, known = self._streams[slot], self._queue, self._pages, False
         try:
             if stream.segment is not None and stream.segment.begun:
                 stream.script.update()
                 stream.segment.row = stream.segment.prompt.row(stream.segment.launched - 1)
                 known = stream.segment.row is not None
-            elif stream.next_segment(self.lanes.positions):  # it precedes streams that arrive
+            elif stream.next_segment(self.lanes.positions):  # it goes before streams that arrive
                 arrival = self._arrival(stream)
                 known = pages is None or pages.fits(arrival.max_rows, arrival.key, queue.reserved_pages)
                 if known:
@@ -361,13 +360,13 @@ class Runner:
                 else:
                     queue.reserved_pages += pages.count(arrival.max_rows)
             if known:
-                self._waiting.pop(slot, None)  # not there where it could not begin
+                self._waiting.pop(slot, None)  # it is not there if `_begin` failed
                 self._table.text(slot, True, now_s)
                 return
             if stream.has_rest and not stream.unread:
-                self._flush(slot, stream, now_s)  # nothing comes for now: the listener gets what there is
+                self._flush(slot, stream, now_s)  # no frame comes for now: the listener gets what there is
             if stream.open and not stream.unread and (stream.segment is None or stream.segment.begun):
-                stream.set_idle(True)  # without a frame on its way, nor memory to wait for
+                stream.set_idle(True)  # it has no frame in flight, and no memory to wait for
                 self._asleep[stream] = slot
                 del self._awake[slot], self._waiting[slot]
         except Exception as error:
@@ -389,20 +388,20 @@ class Runner:
         for slot, segment in lanes:
             segment.row = segment.prompt.row(segment.launched)
             segment.launched += 1
-            if segment.launched >= segment.max_frames:  # as far as is known before that is read
+            if segment.launched >= segment.max_frames:  # this is its last frame, unless it ends before
                 table.text_known[slot] = False
             elif segment.row is None:
                 table.text(slot, False, now_s)
                 self._waiting[slot] = None
 
     def _fail_tick(self, streams: Sequence[Utterance], error: Exception) -> None:
-        """Their tick has failed. Each gets an error of its own: where it is raised is noted in it."""
+        """Ends the streams of a failed tick. Each gets an error of its own, because raising an error changes it."""
         for stream in streams:
             mine = EngineError(f"the tick that made this stream failed: {type(error).__name__}: {error}")
             stream.fail(error if self._settings.max_lanes == 1 else mine)
 
     def _read(self) -> None:
-        """Waits for the oldest tick, and gives its frames to their streams."""
+        """Waits for the oldest tick, and delivers its frames to their streams."""
         running = self._running.popleft()
         try:
             made = self.lanes.collect(running.launched)
@@ -425,12 +424,12 @@ class Runner:
             took_s, expected_s = made.took_s + paused_s, self.reference_model.predict(*size)
             self.admission.tick(ended_s, took_s, expected_s, int((late_s > 0).sum()), len(tick.lanes))
         self._give(running, made, late_s, ended_s)
-        self._give_s = max(_RELAX * self._give_s, time.perf_counter() - ended_s)
+        self._delivery_s = max(_RELAX * self._delivery_s, time.perf_counter() - ended_s)
         if self._pages is None:
             return
-        for slot, segment in running.lanes[: tick.new_lanes]:  # whose prompts have entered: others may share prefixes
+        for slot, segment in running.lanes[: tick.new_lanes]:  # their prompts are complete: others may share prefixes
             key, rows = segment.prompt.prefix_key, segment.prompt.prefix_rows
-            if key is None or rows < PAGE_ROWS:  # one that fills no page is computed sooner than it is kept
+            if key is None or rows < PAGE_ROWS:  # one that fills no page is cheaper to compute than to keep
                 continue
             if segment.stream.segment is segment and not self._pages.find(key):
                 self._pages.keep(slot, key, rows)
@@ -438,7 +437,7 @@ class Runner:
     def _give(self, running: Running, made: Made, late_s: np.ndarray, ended_s: float) -> None:
         table, pcm16 = self._table, None
         if made.pcm is not None and any(segment.stream.plan.paced for _, segment in running.lanes):
-            pcm16 = rows_to_pcm16(made.pcm)  # listeners take 16 bits mostly: made here for all at once
+            pcm16 = rows_to_pcm16(made.pcm)  # most listeners take 16 bits: converted here for all of them at once
         predictor_ms = 1e3 * made.predictor_s
         talker_ms = 1e3 * made.took_s / max(len(running.lanes), 1) - predictor_ms
         ahead = self.lanes.alone and self.lanes.decodes_beside
@@ -447,7 +446,7 @@ class Runner:
             if not stream.open:
                 continue
             if stream.segment is not segment or ended:
-                table.frames_made[slot] -= 1  # nothing came of it
+                table.frames_made[slot] -= 1  # counted at the launch, but not made
             if stream.segment is not segment:
                 continue  # the speech had ended when this was launched
             if not ended and made.codes[index, 0] < 0:
@@ -456,15 +455,15 @@ class Runner:
             stream.late_s += float(late_s[index])
             chunker.talker_ms += talker_ms
             chunker.predictor_ms += predictor_ms
-            # A copy of its own: the stream's codes may be kept for long, and should not keep the whole tick's.
+            # A copy: the stream's codes may be kept for long, and should not keep the whole tick's.
             codes = None if ended else made.codes[index].copy()
             pcm = None
-            if made.pcm is not None and not ended:  # not `copy`, for which numpy would release the interpreter's lock
+            if made.pcm is not None and not ended:  # not `copy`: numpy would release the interpreter's lock for it
                 pcm = bytearray(made.pcm[index]), None if pcm16 is None else pcm16[index]
             before = stream.made_frames
             try:
                 stream.add_frame(codes, pcm, ahead and before > 0)
-            except BaseException as error:  # whatever it is belongs to this stream; the worker and the others go on
+            except BaseException as error:  # any error ends this stream alone; the worker and the others go on
                 stream.fail(error)
             if not stream.open:
                 continue

@@ -1,11 +1,12 @@
-"""Decides one tick: which prompts enter, which streams get a frame, which bucket runs. No device and no clock.
+"""Scheduler: plans a tick, that is, which prompts enter, which streams get a frame, and which bucket runs. It has no
+device and no clock.
 
-Arrivals come first, oldest first, as far as the bucket's prompt rows go; a longer prompt enters in pieces over ticks.
-Then the streams that have the least time: their lead before their listeners, less what the rest of a chunk takes. Of
-them only those below a limit, so that a tick is as small as what is wanted now; one whose text has come after a wait
-goes first. Where many enter at once, only those ride along that would soon be late. Few streams are not held back at
-all, and where nothing is wanted now, a small tick takes those on that are least ahead. A stream that waits for text, or
-for its reader, is in no tick."""
+Prompts come first, oldest first, as far as the bucket's prompt rows go; a longer prompt enters in pieces over several
+ticks. Then come the streams with the least lead over their listeners, less the time that the rest of a chunk takes. Of
+these, only streams whose lead is below a limit take part, so that a tick is as small as what is wanted now; a stream
+whose text has come after a wait goes first. Where many prompts enter at once, only streams that would soon be late take
+part. A few streams are never held back, and where nothing is wanted now, a small tick makes frames for the streams with
+the least lead. A stream that waits for text or for its reader is in no tick."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _CONTEXT_UNIT_ROWS = 100
 
 
 class Piece(NamedTuple):
-    """`rows` of the prompt in `slot` that enter at once, from position `start` on; `last`: a frame is made with it."""
+    """Rows of the prompt in `slot`, from position `start` on, that enter in one tick. last: a frame is made after
+    it."""
 
     slot: int
     start: int
@@ -33,13 +35,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tick:
-    """What runs next. Without a lane and a piece it is nothing: ask again when there is an update, at `wake_s` at the
-    latest.
+    """One tick to run. If it has no lane and no piece, nothing is due: plan again after an update, or at `wake_s`.
 
-    lanes (n,) int32: slots that get a frame; the first `new_lanes` of them those whose prompt ends in this tick.
-    frames (n,) int64: which frame of its stream each lane makes. serials (n,) int64: see StreamTable.
-    pieces: of prompts, in the order of their rows. bucket: (lanes, prompt rows) to run. context_rows: that all of it
-    attends to."""
+    lanes (n,) int32: slots that get a frame, first the `new_lanes` whose prompts end in this tick. frames (n,) int64:
+    the number of each lane's frame in its stream. serials (n,) int64: see StreamTable. pieces: of prompts, in the order
+    of their rows. bucket: (lanes, prompt rows) to run. context_rows: what all lanes and pieces attend to together."""
 
     bucket: tuple[int, int] = (0, 0)
     lanes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -53,8 +53,8 @@ class Tick:
 
 @dataclass(frozen=True)
 class TickModel:
-    """Seconds: `constant_s` + `lane_s` a lane + `row_s` a prompt row + `attention_s` a hundred rows attended to. Lanes
-    and prompt rows are those of the bucket that runs, what is attended to is of the lanes that are filled."""
+    """Seconds of a tick: `constant_s` + `lane_s` a lane + `row_s` a prompt row + `attention_s` a hundred rows attended
+    to. Lanes and prompt rows are those of the bucket that runs, attended rows those of the lanes that are filled."""
 
     constant_s: float
     lane_s: float
@@ -64,16 +64,16 @@ class TickModel:
     @classmethod
     def h200(cls) -> TickModel:
         """0.6B shapes in bfloat16 and the codec in fp16 on one H200, in one CUDA graph: least squares over 25 measured
-        buckets of 8 to 512 lanes and 0 to 1 024 prompt rows, all within 5 %."""
+        buckets of 8 to 512 lanes and 0 to 1,024 prompt rows, all within 5 %."""
         return cls(constant_s=4.97e-3, lane_s=23.2e-6, row_s=2.86e-6, attention_s=2.74e-6)
 
     @classmethod
     def cpu(cls) -> TickModel:
-        """The voice in the box by batched PyTorch operators in fp32, a thread at 2.3 GHz: for the first ticks."""
+        """The voice in the box by batched PyTorch operators in fp32, one thread at 2.3 GHz: for the first ticks."""
         return cls(constant_s=11.5e-3, lane_s=2.0e-3, row_s=85e-6, attention_s=55e-6)
 
     def predict(self, lanes: int, rows: int, context_rows: float) -> float:
-        """Seconds of a tick of so many lanes and prompt rows, whose lanes attend to `context_rows` rows together."""
+        """Seconds of a tick of so many lanes and prompt rows, whose lanes together attend to `context_rows` rows."""
         attended = context_rows / _CONTEXT_UNIT_ROWS
         return self.constant_s + self.lane_s * lanes + self.row_s * rows + self.attention_s * attended
 
@@ -82,20 +82,20 @@ _KEEP = math.exp(-1 / 500)  # after 500 ticks an observation weighs 1/e
 
 
 class TickFit:
-    """The model of a machine, learnt from its ticks: exponentially weighted least squares of relative errors, of a
-    factor for each part of `prior`, which stays in the sum with the weight of one tick."""
+    """Learns the tick model of a machine from its ticks: a factor for each part of `prior`, by exponentially weighted
+    least squares of relative errors, in which the prior has the weight of one tick."""
 
     def __init__(self, prior: TickModel) -> None:
         self.model = prior
         self._parts = np.array(astuple(prior))
-        # A part of 0 has no factor to learn; the equations stay solvable because the prior is in all of them.
+        # A part of 0 has no factor to learn; the prior keeps the equations solvable.
         self._prior_weight = 1 / len(self._parts) ** 2
         self._prior_squares = self._prior_weight * np.eye(len(self._parts))
         self._squares = np.zeros((len(self._parts), len(self._parts)))
         self._right = np.zeros(len(self._parts))
 
     def observe(self, lanes: int, rows: int, context_rows: float, took_s: float) -> None:
-        """Takes a tick that was run and its measured seconds, within a factor of three of what is expected."""
+        """Adds a tick that has run; its measured seconds count as at most a factor of three off what is expected."""
         if not took_s > 0:
             return
         expected_s = self.model.predict(lanes, rows, context_rows)
@@ -110,7 +110,7 @@ class TickFit:
 
 
 class MeanTick:
-    """As `TickFit`, of ticks that have one lane: their mean, exponentially weighted."""
+    """As `TickFit`, for ticks of one lane: their exponentially weighted mean."""
 
     def __init__(self, prior: TickModel) -> None:
         self.model = prior
@@ -123,42 +123,42 @@ class MeanTick:
 
 
 _COUNTS = ("lanes", "new", "rows", "open", "bucket_lanes", "bucket_rows")
-# A record of a tick: when its PCM was on the host (perf_counter), its time on the device, its bucket, and its latest
-# frame.
+# The record of a tick: when its PCM was on the host (perf_counter), its time on the device, its counts and bucket, and
+# how late its latest frame was.
 TICKS = np.dtype([("ended_s", float), ("took_s", float), *((name, int) for name in _COUNTS), ("late_s", float)])
 
 
 FRAME_S = 1 / FRAME_RATE_HZ
-# A full buffer from which nothing was taken for so long: nobody reads. Who plays in real time takes more.
+# A buffer that stays full for so long has no reader: one that plays in real time takes more.
 ABSENT_S = 2.0
-_TOLERANCE_S = 1e-6  # of a lead, so that what is waited for has come when the wait is over
-_MANY_NEW = 32  # first frames of a tick: those that are not pressed for time leave it to so many
+_TOLERANCE_S = 1e-6  # of a lead, so that a stream is due when the wait for it is over
+_MANY_NEW = 32  # first frames in a tick; with so many, streams that are not pressed for time stay out of it
 _LANES = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1_024)  # of an H200's buckets
 _PROMPT_ROWS = (0, 64, 256, 1_024)
-_WIDE = 768  # lanes from which 64 prompt rows save nothing against 256
-_PATIENCE_S = 1.0  # an unpaced stream's prompt lets those pass that arrive within this time after it
+_WIDE = 768  # lanes from which 64 prompt rows save no time against 256
+_PATIENCE_S = 1.0  # an unpaced stream's prompt lets those pass that arrive up to this long after it
 
 
 @dataclass(frozen=True)
 class TickSettings:
     """What a tick may be.
 
-    buckets: the (lanes, prompt rows) that can run; () where a tick may have any size, up to the limits.
+    buckets: the (lanes, prompt rows) that can run; () if a tick may have any size, up to the limits.
     max_lanes, max_rows: of a tick. At least one bucket has both at once.
-    min_rows: prompt rows that may enter even where playing listeners are pressed for time, so that arrivals go on.
-    max_tick_s: ticks are no longer than this, as predicted, while nobody would be late for that: the time that an
-        arrival waits for the tick that runs. It must leave a listener's second frame in time: below 80 ms.
-    lead_s: a stream with this much lead is not wanted now. fill_lead_s: up to this lead it may ride in an empty lane,
-    or where a tick has fewer than `fill_lanes`.
-    few_lanes: so many streams at once are not held back by their lead. idle_lanes: of a tick while nothing is wanted.
-    whole_prompts: a prompt enters in one tick, also where it has more rows than those limits.
-    chunks: frames of a stream's first, second, ... chunk, see `StreamOptions.schedule`, where it leaves that open. A
-        chunk can be heard when its last frame is made: with ticks of `max_tick_s` it should be no larger than those
-        that are made while the chunks before it are played.
-    margin: of the ticks' time that listeners may take together: the rest is for what comes unevenly, and for a host
-        whose work beside a device is not in the ticks.
-    first_pcm_s: the longest predicted wait for a first PCM with which a stream is admitted beside waiting prompts.
-    place_wait_s: that a stream waits for a listener to leave, where `AdmissionLimits` does not say."""
+    min_rows: prompt rows that may enter even while listeners are pressed for time, so that new streams do begin.
+    max_tick_s: ticks are predicted to be no longer, unless a listener would otherwise be late. A stream that arrives
+        waits up to this long for the tick that runs, and a listener's second frame must be in time: below 80 ms.
+    lead_s: a stream with this much lead is not due. fill_lead_s: up to this lead it may use a lane that would be empty,
+        or be in a tick of fewer than `fill_lanes`.
+    few_lanes: up to so many streams are never held back by their lead. idle_lanes: of a tick when no stream is due.
+    whole_prompts: a prompt enters in one tick, even if it has more rows than those limits.
+    chunks: frames of a stream's first, second, ... chunk, where its `StreamOptions.schedule` is None. A chunk can be
+        heard when its last frame is made: with ticks of `max_tick_s` it should have no more frames than are made while
+        the chunks before it are played.
+    margin: the part of the time that listeners' ticks may take: the rest is for uneven load, and for the host's work
+        beside a device, which is in no tick.
+    first_pcm_s: the longest predicted wait for a first PCM with which a stream is admitted behind waiting prompts.
+    place_wait_s: how long a stream waits for a listener to leave, where `AdmissionLimits` does not say."""
 
     buckets: tuple[tuple[int, int], ...] = ()
     max_lanes: int = 512
@@ -173,7 +173,7 @@ class TickSettings:
     whole_prompts: bool = False
     chunks: tuple[int, ...] = TOGETHER_SCHEDULE
     margin: float = 0.9
-    first_pcm_s: float = 0.12  # of two ticks of 50 ms and their prompts; two of 1,024 lanes take 70 ms on an H200
+    first_pcm_s: float = 0.12  # two ticks of 50 ms and their prompts; two of 1,024 lanes take 70 ms on an H200
     place_wait_s: float = 0.5
 
     def __post_init__(self) -> None:
@@ -181,13 +181,13 @@ class TickSettings:
 
     @classmethod
     def h200(cls, streams: int = _LANES[-1]) -> TickSettings:
-        """CUDA graphs of 8 to 1 024 lanes, of those sizes that so many streams can fill, and 0 to 1 024 prompt rows:
-        32 arrivals a tick; with 4, 1 400 listeners queued."""
+        """CUDA graphs of 8 to 1,024 lanes, in those sizes that so many streams can fill, and of 0 to 1,024 prompt rows:
+        32 prompts a tick; with 4, some of 1,400 listeners had to wait."""
         sizes = [lanes for lanes, smaller in zip(_LANES, (0, *_LANES), strict=False) if smaller < streams]
         buckets = tuple((lanes, rows) for lanes in sizes for rows in _PROMPT_ROWS if rows != 64 or lanes < _WIDE)
-        # The ticks of an H200 have time for 2,200 listeners; from one process 1,450 were served in time (LOG.md).
+        # The ticks of an H200 have time for 2,200 listeners; one process served 1,450 in time (LOG.md).
         idle = min(32, sizes[-1])
-        # Where more are offered than are served, whoever gets a place has waited so long: their first PCM counts too.
+        # Under overload every admitted stream has waited this long, and its first PCM counts from its arrival.
         return cls(buckets=buckets, max_lanes=sizes[-1], idle_lanes=idle, margin=0.7, place_wait_s=0.05)
 
     @classmethod
@@ -203,7 +203,7 @@ class TickSettings:
             fill_lanes=12,
             whole_prompts=True,
             margin=0.65,  # the host's own work, on the same cores, is in no tick
-            chunks=(*[1] * 10, 2),  # larger ones are not there in time where a tick takes 70 ms
+            chunks=(*[1] * 10, 2),  # larger ones would be late where a tick takes 70 ms
             first_pcm_s=0.3,
         )
 
@@ -234,15 +234,15 @@ class TickSettings:
         return np.append(np.repeat(np.diff(self.chunks) > 0, self.chunks[:-1]), False)
 
     def most_lanes(self, model: TickModel, context_rows: float) -> int:
-        """The most lanes, each of so many rows, with which a tick keeps to `max_tick_s`; where a tick of one takes
-        nearly as long, fewer would not help those who wait."""
+        """The most lanes, each at `context_rows`, with which a tick keeps to `max_tick_s`. Where the constant part of a
+        tick is nearly as long, 1.5 times that part is allowed, since fewer lanes would hardly shorten it."""
         lane_s = model.predict(1, 0, context_rows) - model.constant_s
         time_s = max(self.max_tick_s, min(1.5 * model.constant_s, self.margin * FRAME_S))
         fitting = (time_s - model.constant_s) / lane_s if lane_s else np.inf
         return max((size for size in self.sizes if size <= fitting), default=self.sizes[0])
 
     def size(self, lanes: int) -> int:
-        """The smallest number of lanes that is run with room for so many; `max_lanes` where that is less."""
+        """The smallest number of lanes that can be run and is at least this; `max_lanes` if there is none."""
         return next((size for size in self.sizes if size >= lanes), self.max_lanes)
 
     def bucket(self, model: TickModel, lanes: int, rows: int) -> tuple[int, int]:
@@ -250,7 +250,7 @@ class TickSettings:
         if not self.buckets:
             return lanes, rows
         found, least_s = self.buckets[-1], np.inf
-        for bucket in self.buckets:  # every arrival asks for many: no list is made, and wide ones are not looked at
+        for bucket in self.buckets:  # every arrival asks often: no list is made, and wide buckets are not looked at
             lanes_s = model.lane_s * bucket[0]
             if lanes_s >= least_s:
                 break
@@ -259,8 +259,8 @@ class TickSettings:
         return found
 
     def worthwhile(self, model: TickModel, lanes: int, least: int, rows: int, context_rows: float) -> tuple[int, int]:
-        """The bucket, with room for `rows` prompt rows and `least` lanes, that makes most frames a second where `lanes`
-        want one, each at so many rows: an empty lane costs as much as a full one."""
+        """The bucket with room for `rows` prompt rows and `least` lanes that makes most frames a second, if `lanes`
+        streams at so many rows each are due: an empty lane costs as much as a full one."""
 
         def frames_hz(bucket: tuple[int, int]) -> float:
             filled = min(bucket[0], lanes)
@@ -270,21 +270,21 @@ class TickSettings:
 
 
 class StreamTable:
-    """What the scheduler knows of the open streams. All arrays have one entry a slot; the methods are for what changes
-    several of them. Times are seconds of one clock, which the caller reads.
+    """What the scheduler knows of the open streams. All arrays have one entry a slot; the methods make the changes that
+    concern several of them. Times are seconds of one clock, which the caller reads.
 
-    A listener is taken to play from the first PCM on, in real time; where PCM came late, the listener has waited, and
+    A listener is assumed to play from the first PCM on, in real time; where PCM came late, the listener has waited, and
     the frames after it are wanted that much later.
 
-    open: in use; one that is not is in no tick. paced: somebody listens in real time; otherwise the frames are wanted
-    as soon as others allow it. text_known: the talker's next input is there. full: the reader's buffer, of
-    buffer_frames, takes no more. serial: counts the streams that a slot has had. prompt_rows: rows of the segment's
-    prompt still to enter. context_rows: rows in the keys and values, those that lie in shared pages included.
-    frames_made, frames_taken: of all segments; made counts the tick that runs. chunk_start, chunk_end: frames made
-    where the chunk begins that is being made, and where it is whole, a silent lead included: before that its listener
-    has none of it. arrived_s, newest_s (of the newest frame), playing_since_s (-inf before the first PCM), taken_s (of
-    the newest frame that the reader took). silent_s: of pauses so far, which have no frames. resumed: waited for its
-    text, which has come, and was in no tick since."""
+    open: the slot has a stream; otherwise it is in no tick. paced: a listener plays it in real time; otherwise its
+    frames are wanted as soon as others allow. text_known: the talker's next input is known. full: the reader's buffer,
+    of buffer_frames, takes no more. serial: counts the streams that a slot has had. prompt_rows: rows of the segment's
+    prompt still to enter. context_rows: rows in the keys and values, those in shared pages included. frames_made,
+    frames_taken: over all segments; made counts the tick that runs. chunk_start, chunk_end: frames made where the chunk
+    that is being made begins, and where it is whole, a silent lead included: until then its listener has none of it.
+    arrived_s; newest_s: of the newest frame; playing_since_s: -inf before the first PCM; taken_s: when the reader last
+    took a frame. silent_s: pauses so far, which have no frames. resumed: it waited for text, which has come, and was in
+    no tick since."""
 
     def __init__(self, slots: int) -> None:
         self.open, self.paced, self.text_known, self.full, self.resumed = np.zeros((5, slots), bool)
@@ -296,7 +296,7 @@ class StreamTable:
         self.arrived_s, self.silent_s, self.newest_s, self.taken_s, self.playing_since_s = np.zeros((5, slots))
 
     def enter(self, slot: int, arrived_s: float, paced: bool = True) -> None:
-        """A stream takes a free slot. Its `prompt_rows` are set before the next tick is planned."""
+        """Puts a stream into a free slot. The caller sets its `prompt_rows` before the next tick is planned."""
         self.open[slot], self.paced[slot] = True, paced
         self.text_known[slot], self.full[slot], self.resumed[slot] = True, False, False
         self.serial[slot] += 1
@@ -305,8 +305,8 @@ class StreamTable:
         self.playing_since_s[slot] = -np.inf
 
     def text(self, slot: int, known: bool, now_s: float) -> None:
-        """Whether the talker's next input is known. A listener who waited for text hears a pause: no frame was late
-        before the text came, and the next one has a frame's time."""
+        """Notes whether the talker's next input is known. A listener who waited for text hears a pause: no frame was
+        late before the text came, and the next one may take a frame's time."""
         if known and not self.text_known[slot]:
             latest_s = now_s - FRAME_S * (self.frames_made[slot] - 1)
             if np.isfinite(self.playing_since_s[slot]):
@@ -314,19 +314,19 @@ class StreamTable:
         self.text_known[slot] = known
 
     def pause(self, slot: int, silent_s: float, now_s: float) -> None:
-        """The listener has got pauses of so many seconds in all by now: what follows is wanted that much later."""
+        """Notes that the listener has got `silent_s` of pauses in all: what follows is wanted that much later."""
         paused_s, self.silent_s[slot] = silent_s - self.silent_s[slot], silent_s
         if paused_s:
             played_s = max(float(self.playing_since_s[slot]), now_s - FRAME_S * self.frames_made[slot])
             self.playing_since_s[slot] = played_s + paused_s
 
     def read(self, slots: np.ndarray, taken: np.ndarray, now_s: float) -> None:
-        """The readers of these slots (n,) have taken so many frames (n,) in all by now."""
+        """Notes that the readers of these slots (n,) have taken so many frames (n,) in all by now."""
         self.taken_s[slots[self.frames_taken[slots] != taken]] = now_s
         self.frames_taken[slots] = taken
 
     def begin(self, tick: Tick) -> None:
-        """The tick runs now: the next one may be planned as if it had ended."""
+        """Counts a tick when it is launched, so that the next one can be planned as if it had ended."""
         for piece in tick.pieces:
             self.prompt_rows[piece.slot] -= piece.rows
             self.context_rows[piece.slot] += piece.rows
@@ -336,16 +336,16 @@ class StreamTable:
         self.context_rows[tick.lanes[tick.new_lanes :]] += 1  # a new lane's first frame comes from its last prompt row
 
     def finish(self, tick: Tick, ended_s: float) -> np.ndarray:
-        """The tick's PCM is on the host; what has ended is not `open` any more. Returns seconds (n,) by which each of
-        the tick's lanes was late for its listener, 0 for those in time, first frames, frames that complete no chunk,
-        and streams that left."""
+        """Counts a tick whose PCM is on the host; streams that ended in it are not `open` any more. Returns by how many
+        seconds (n,) each lane was late for its listener: 0 for those in time, first frames, frames that complete no
+        chunk, and streams that left."""
         lanes = tick.lanes
         here = self.open[lanes] & (self.serial[lanes] == tick.serials)
         self.newest_s[lanes[here]] = ended_s
         first = here & (tick.frames == 0)
         self.playing_since_s[lanes[first]] = np.maximum(self.playing_since_s[lanes[first]], ended_s)
         playing = here & ~first & self.paced[lanes] & np.isfinite(self.playing_since_s[lanes])
-        # A chunk is heard when its last frame is made, from the place of its first one on.
+        # A chunk can be heard when its last frame is made, and is wanted when its first one is.
         chunked = self.chunk_end[lanes] > tick.frames
         whole = ~chunked | (tick.frames + 1 >= self.chunk_end[lanes])
         start = np.where(chunked, self.chunk_start[lanes], tick.frames)
@@ -356,41 +356,41 @@ class StreamTable:
         return late_s
 
     def listening(self, now_s: float) -> int:
-        """Streams that need frames in time: paced ones, but those whose readers have gone away, and those that wait for
-        their text and have played what was made. Any thread."""
+        """How many streams need frames in time: the paced ones, except those whose readers are gone, and those that
+        wait for text and have played all that was made. Any thread."""
         absent = self.full & (now_s >= self.taken_s + ABSENT_S)
         played_until_s = self.playing_since_s + FRAME_S * self.frames_made
         return int((self.open & self.paced & (self.text_known | (played_until_s > now_s)) & ~absent).sum())
 
     def changes_s(self, now_s: float) -> float:
-        """When `listening` next changes by time alone; inf for never."""
+        """When `listening` next changes if nothing else happens; inf for never."""
         gone_s = self.taken_s[self.open & self.full] + ABSENT_S
         played_s = (self.playing_since_s + FRAME_S * self.frames_made)[self.open & ~self.text_known]
         return min([*gone_s[gone_s > now_s], *played_s[played_s > now_s]], default=np.inf)
 
     def able(self) -> np.ndarray:
-        """Slots (n,) that could be in a tick now. One that waits for text or for its reader is none of them."""
+        """Slots (n,) that can be in a tick now: not those that wait for text or for their readers."""
         return (self.open & self.text_known & ~self.full).nonzero()[0]
 
     def lead_s(self, slots: np.ndarray, now_s: float, unpaced_s: float) -> np.ndarray:
-        """Seconds (n,) from now until each stream's next frame is wanted; what the reader has not taken is certainly
-        ahead. An unpaced stream's is wanted `unpaced_s` after its last one, or at once (-inf)."""
+        """Seconds (n,) from now until each stream's next frame is wanted, at least as long as what its reader has not
+        taken. An unpaced stream's frame is wanted `unpaced_s` after its last one, or at once (-inf)."""
         made = self.frames_made[slots]
-        heard = np.where(made < self.chunk_end[slots], self.chunk_start[slots], made)  # as far as chunks are whole
+        heard = np.where(made < self.chunk_end[slots], self.chunk_start[slots], made)  # those in whole chunks
         ahead_s = FRAME_S * (heard - self.frames_taken[slots])
         lead_s = self.playing_since_s[slots] + FRAME_S * heard - now_s
-        lead_s = np.where(ahead_s > 0, np.maximum(lead_s, ahead_s), lead_s)  # else late ones would be equally late
+        lead_s = np.where(ahead_s > 0, np.maximum(lead_s, ahead_s), lead_s)  # not 0 for all that are late
         return np.where(self.paced[slots], lead_s, self.newest_s[slots] + unpaced_s - now_s)
 
 
 def next_tick(table: StreamTable, now_s: float, model: TickModel, settings: TickSettings) -> Tick:
-    """The tick to run at `now_s`, in 0.1 ms at 1,000 streams. Changes nothing: `StreamTable.begin` does that."""
+    """Plans the tick to run at `now_s`, in 0.1 ms at 1,000 streams. Changes nothing: `StreamTable.begin` does that."""
     able = table.able()
     if not len(able):
         return Tick()
     if len(able) > 1 or settings.max_lanes > 1:
         return _of_many(table, able, now_s, model, settings)
-    # It runs, whatever its lead: what orders many takes a fifth of a millisecond, of every frame and before the first.
+    # One stream runs whatever its lead is: ordering many takes 0.2 ms, of every frame and before the first.
     (slot,) = able.tolist()
     context, rows = int(table.context_rows[slot]), int(table.prompt_rows[slot])
     pieces = (Piece(slot, context, rows, True),) if rows else ()
@@ -405,7 +405,7 @@ def _of_many(table: StreamTable, able: np.ndarray, now_s: float, model: TickMode
     speaking = np.flatnonzero(~waiting)
     context_rows = float(table.context_rows[able].mean())
     most = settings.most_lanes(model, context_rows)
-    # With as many listeners as the capacity a tick of them all ends in time.
+    # With as many listeners as the capacity allows, even a tick of all of them ends in time.
     everyone = max(most, settings.size(len(speaking)))
     longest_s = model.predict(everyone, settings.max_rows if arrivals else 0, len(able) * context_rows)
     wanted_s, ticks_left = table.lead_s(able, now_s, settings.lead_s), _ticks_left(table, able, settings)
@@ -414,14 +414,14 @@ def _of_many(table: StreamTable, able: np.ndarray, now_s: float, model: TickMode
     lead_s[resumed] = lead_s[speaking].min(initial=np.inf) - _TOLERANCE_S
     speaking = speaking[np.argsort(lead_s[speaking], kind="stable")]
     leads_s = lead_s[speaking]
-    # Late, perhaps, if the next tick were their first: they are in this one, however long it is then.
+    # These might be late if the next tick were their first: they are in this one, however long that makes it.
     pressed = int(np.searchsorted(leads_s, 2 * longest_s))
-    most = max(most, settings.size(pressed + arrivals))  # and one that arrives, beside them
+    most = max(most, settings.size(pressed + arrivals))  # and one new stream beside them
     due = min(int(np.searchsorted(leads_s, limit_s)), most)
     pieces: list[Piece] = []
     if arrivals:
-        # What listeners can spare if the ticks until their chunks are whole, and one more, take as long as this one; or
-        # if they take as long as any.
+        # The time that listeners can spare: if this tick, those until their chunks are whole and one more take equally
+        # long; or if all but this one take as long as any may.
         shares_s = wanted_s[speaking] / (2 + ticks_left[speaking])
         time_s = min(settings.max_tick_s, max(shares_s.min(initial=np.inf), leads_s.min(initial=np.inf)))
         budget = _row_budget(min(due + int(waiting.sum()), most), time_s, context_rows, model, settings)
@@ -430,7 +430,7 @@ def _of_many(table: StreamTable, able: np.ndarray, now_s: float, model: TickMode
         pieces = _pieces(table, order, budget, max(most - pressed, 1), settings.whole_prompts)
     new = [piece.slot for piece in pieces if piece.last]
     if len(new) >= _MANY_NEW:
-        due = min(due, pressed)  # the others can wait until those who came have heard something
+        due = min(due, pressed)  # the others can wait until the new streams have been heard
     count = min(due, most - len(new))
     if not count and not pieces:
         if not settings.idle_lanes:
@@ -456,7 +456,7 @@ def _of_many(table: StreamTable, able: np.ndarray, now_s: float, model: TickMode
 
 
 def _row_budget(lanes: int, time_s: float, context_rows: float, model: TickModel, settings: TickSettings) -> int:
-    """Prompt rows that may enter: as many as keep to `time_s`, but some always."""
+    """Prompt rows that may enter: as many as keep the tick within `time_s`, but at least `min_rows`."""
     levels = sorted({rows for size, rows in settings.buckets if rows >= settings.min_rows and size >= lanes})
     attended = lanes * context_rows
     if levels:
@@ -470,8 +470,8 @@ def _row_budget(lanes: int, time_s: float, context_rows: float, model: TickModel
 def _order(
     table: StreamTable, slots: np.ndarray, lead_s: np.ndarray, now_s: float, settings: TickSettings
 ) -> np.ndarray:
-    """Slots with waiting prompts by the time since when each is wanted: a new stream since it arrived, the next segment
-    of a playing one since its lead fell below the limit."""
+    """Slots with waiting prompts in the order in which they became due: a new stream when it arrived, the next segment
+    of a playing one when its lead fell below the limit, and before all of them those that waited for text."""
     fresh = table.frames_made[slots] == 0
     arrived_s = table.arrived_s[slots] + np.where(table.paced[slots], 0.0, _PATIENCE_S)
     since_s = np.where(fresh, arrived_s, now_s + lead_s - settings.lead_s)
@@ -479,7 +479,7 @@ def _order(
 
 
 def _pieces(table: StreamTable, order: np.ndarray, rows: int, most_prompts: int, whole: bool) -> list[Piece]:
-    """What enters of prompts in `order`: up to `rows`, up to `most_prompts` to their end. whole: uncut, one always."""
+    """Pieces of prompts in `order`, up to `rows` rows and `most_prompts` ends. whole: none is cut, and one enters."""
     pieces: list[Piece] = []
     for slot in order.tolist():
         left = int(table.prompt_rows[slot])
@@ -496,16 +496,16 @@ def _pieces(table: StreamTable, order: np.ndarray, rows: int, most_prompts: int,
 
 
 def _ticks_left(table: StreamTable, slots: np.ndarray, settings: TickSettings) -> np.ndarray:
-    """Ticks (n,) behind the next one until the chunk is whole that is being made: it is heard when its last frame is
-    there; one more where the chunk behind it is larger, none for a prompt."""
+    """Ticks (n,) after the next one until the current chunk is whole, since it is heard when its last frame is made;
+    one more where the chunk behind it is larger, none where a prompt waits."""
     made = table.frames_made[slots]
     ticks = np.maximum(table.chunk_end[slots] - made - 1, 0) + settings.grows.take(made, mode="clip")
     return ticks * (table.prompt_rows[slots] == 0)
 
 
 def _wake_s(table: StreamTable, able: np.ndarray, now_s: float, longest_s: float, settings: TickSettings) -> float:
-    """When the first of the streams that are ahead will be wanted if nothing else happens: by waiting, what the reader
-    has not taken does not become less."""
+    """When the first of the streams that are ahead becomes due if nothing else happens; not those whose readers have
+    much left to take, since that does not become less by waiting."""
     ahead_s = FRAME_S * (table.frames_made[able] - table.frames_taken[able])
     left_s = longest_s * _ticks_left(table, able, settings)
     heard_out = ahead_s - left_s <= settings.lead_s

@@ -1,4 +1,4 @@
-"""The text of one utterance as a row of segments: known, or fed while it is spoken. All but `feed` is the worker's."""
+"""An utterance's text as a sequence of segments, known or fed while it is spoken; the worker's, except for `feed`."""
 
 import time
 from collections import deque
@@ -13,7 +13,7 @@ from mktts.text.split import FeedSplitter, split_text
 
 
 def cut(request: Request, parts: Iterable[str | Pause | Request], max_chars: int) -> list[Request | Pause]:
-    """A request a segment, pauses between them. parts: of a known text; a request speaks from there on."""
+    """Cuts a known text into a request for each segment, and pauses. parts: a request in it speaks what follows it."""
     cut_parts: list[Request | Pause] = []
     words = ""
     for part in (*parts, Pause(0)):
@@ -30,19 +30,19 @@ def cut(request: Request, parts: Iterable[str | Pause | Request], max_chars: int
 
 
 class Script:
-    """Text that is known: hands out one prompt a segment."""
+    """A text that is known: gives one prompt a segment."""
 
     def __init__(self, parts: Iterable[Request | Pause], runner: Any, started_s: float) -> None:
-        """parts: a checked request a segment, and pauses. runner: makes the prompt of each when its turn comes.
-        started_s: perf_counter of the call that timings count from."""
+        """parts: a checked request for each segment, and pauses. runner: makes the prompt of each when its turn comes.
+        started_s: perf_counter of the call from which timings count."""
         self.started_s = started_s
-        self._parts: deque[Any] = deque(parts)  # whose turn has not come
+        self._parts: deque[Any] = deque(parts)  # those whose turn has not come
         self._build, self._finished = runner.build, True
 
     def next_segment(self) -> tuple[Any | None, Voice | None, int | None]:
-        """The next segment's prompt, ready to prefill, and its voice; None: not written yet, or none left (`ended`).
-        With samples of silence before it, or where none is left, behind the last; None for nothing between. Asked for
-        when the one before has been spoken: text that comes from then on belongs to a new one."""
+        """Returns the next segment's prompt, ready to prefill, and its voice: None while it is not written yet, or if
+        none is left (`ended`); and the samples of silence before it, or if none is left, after the last; None for no
+        pause. Called when the segment before has been spoken: text that comes later belongs to a new one."""
         parts, silent_samples = self._parts, None
         while parts and isinstance(parts[0], Pause):
             silent_samples = (silent_samples or 0) + parts.popleft().samples
@@ -56,26 +56,26 @@ class Script:
 
 
 class FedScript(Script):
-    """Text that is spoken while it is written: each segment is a prompt that waits for its text."""
+    """A text that is fed while it is spoken: each segment is a prompt that waits for its text."""
 
     def __init__(self, request: Request, runner: Any, max_chars: int, texts: Iterable[Any] = ()) -> None:
         """request: checked, without text. max_chars: of a segment. texts: as `feed` takes them."""
         super().__init__((), runner, time.perf_counter())
-        self._prompts = prompts = deque()  # of the requests in `_parts`
+        self._prompts = prompts = deque()  # those of the requests in `_parts`
         self._build = lambda _: prompts.popleft() if prompts[0].ready else None
-        self._pieces: deque[Any] = deque(texts)  # from the writing thread
+        self._pieces: deque[Any] = deque(texts)  # from the thread that writes
         self._finished = False
         self._request = replace(request, text="")
         self._open_prompt, self._max_chars = runner.open_prompt, max_chars
         self._splitter = FeedSplitter(max_chars)
-        self._written: Any | None = None  # the prompt that text goes to
+        self._written: Any | None = None  # the prompt that new text is added to
 
     def feed(self, *pieces: str | Pause | Request | None) -> None:
-        """More text, cleaned; a pause; a request, without text, that speaks from then on; None: the end. Any thread."""
+        """Adds text, cleaned; a pause; a request without text, which speaks what follows; None: the end. Any thread."""
         self._pieces.extend(pieces)
 
     def next_segment(self) -> tuple[Any | None, Voice | None, int | None]:
-        if not self._parts:  # the prompt that text goes to has been spoken
+        if not self._parts:  # the prompt that text was added to has been spoken
             self._written = None
         self.update()
         return super().next_segment()

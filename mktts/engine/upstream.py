@@ -1,5 +1,5 @@
-"""qwen-tts 0.1.1 as it is: the truth our parity tests compare with, and the fallback backend. Its wrapper methods run
-unchanged; what they hand to talker and codec is looked at on the way. It is imported on first use."""
+"""qwen-tts 0.1.1 as it is: the reference of the parity tests, and the fallback backend. Its wrapper methods run
+unchanged; hooks read what they hand to talker and codec. It is imported on first use."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 _ONLY_25HZ = {"torchaudio": ("compliance", "compliance.kaldi"), "sox": (), "onnxruntime": ()}
 
 
-class _Left(Exception):
-    """Leaves upstream's generation from inside."""
+class _LeaveUpstream(Exception):
+    """Raised in a hook to leave upstream's generation."""
 
 
 def install_shim() -> None:
     """Puts stand-ins for torchaudio, sox and onnxruntime where the real ones cannot load, so that qwen_tts imports; the
-    12 Hz models use none of them. Any use of a stand-in raises AttributeError that says why it is there."""
+    12 Hz models use none of them. Any use of a stand-in raises an AttributeError that says why it is there."""
     for name, children in _ONLY_25HZ.items():
         if isinstance(sys.modules.get(name), _StandIn):
             continue
@@ -99,9 +99,9 @@ def load_upstream(
 ) -> Any:
     """Loads a checkpoint folder into qwen_tts.Qwen3TTSModel: talker and predictor in `dtype`, codec in float32.
 
-    Of a local folder transformers 4.57.3 takes Mistral's pre-tokenizer for Qwen's ("iPhone" becomes "i", "Phone"),
-    because upstream passes fix_mistral_regex=True; the tokenizer is loaded again without that, so that text becomes the
-    ids of the Hub checkpoint. Raises BackendUnavailable without qwen-tts."""
+    For a local folder transformers 4.57.3 takes Mistral's pre-tokenizer in place of Qwen's ("iPhone" becomes "i",
+    "Phone"), because upstream passes fix_mistral_regex=True; the tokenizer is loaded again without that, so that text
+    becomes the ids of the Hub checkpoint. Raises BackendUnavailable without qwen-tts."""
     qwen_tts = import_upstream()
     folder = str(getattr(checkpoint, "folder", checkpoint))
     placed = {} if str(device) == "cpu" else {"device_map": str(device)}
@@ -127,15 +127,15 @@ def generate_codes(
 ) -> Tensor:
     """Upstream's own generate: codes (T, 16) int64 on the CPU, T <= max_frames, without reference frames.
 
-    Every draw comes from torch's global generator seeded with `seed` (None: a fresh one), whose state is put back.
-    cancelled: asked once a frame, ends the run with the frames so far. on_frame: gets each frame's codes (16,). Not
-    re-entrant on one model. Raises PromptError for what upstream refuses and CapacityError for max_frames < 1."""
+    Every draw comes from torch's global generator seeded with `seed` (None: a fresh one), whose state is restored.
+    cancelled: called once a frame; True ends the run with the frames so far. on_frame: gets each frame's codes (16,).
+    Not re-entrant on one model. Raises PromptError for what upstream refuses, CapacityError for max_frames < 1."""
     checked_int("max_frames", max_frames, 1, error=CapacityError)
     frames: list[Tensor] = []
 
     def before(module: Any, arguments: Any) -> None:
         if cancelled():
-            raise _Left
+            raise _LeaveUpstream
 
     def after(module: Any, arguments: Any, output: Any) -> None:
         if output.hidden_states[-1] is not None:  # None: the prompt's own pass
@@ -150,7 +150,7 @@ def generate_codes(
         with _quiet(), _no_codec(model), torch.random.fork_rng(devices=cuda):
             torch.seed() if seed is None else torch.manual_seed(seed)
             _call(model, request, settings)
-    except _Left:
+    except _LeaveUpstream:
         pass
     finally:
         for hook in hooks:
@@ -163,13 +163,13 @@ def prompt_embeds(model: Any, request: Request) -> tuple[Tensor, Tensor, Tensor]
     talker = model.model.talker
 
     def capture(**arguments: Any) -> None:
-        raise _Left(arguments)
+        raise _LeaveUpstream(arguments)
 
     talker.generate = capture
     try:
         with _quiet():
             _call(model, request, {})
-    except _Left as left:
+    except _LeaveUpstream as left:
         given = left.args[0]
         return given["inputs_embeds"][0], given["trailing_text_hidden"][0], given["tts_pad_embed"][0, 0]
     finally:
@@ -187,7 +187,7 @@ def decode_codes(model: Any, codes: Tensor, reference: Tensor | None = None) -> 
 
 
 def clone_prompt(voice: Voice) -> Any:
-    """The qwen_tts.VoiceClonePromptItem that says what `voice` says."""
+    """`voice` as a qwen_tts.VoiceClonePromptItem."""
     return import_upstream().VoiceClonePromptItem(
         ref_code=voice.codes,
         ref_spk_embedding=voice.embedding,
@@ -221,7 +221,7 @@ def _call(model: Any, request: Request, settings: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _no_codec(model: Any) -> Iterator[None]:
-    """The wrapper methods end in the codec; here only the codes are wanted."""
+    """Takes the codec away, in which the wrapper methods end: here only the codes are wanted."""
     codec = model.model.speech_tokenizer
     silent = types.SimpleNamespace(decode=lambda items: ([np.zeros(0, np.float32) for _ in items], SAMPLE_RATE_HZ))
     model.model.speech_tokenizer = silent
@@ -245,8 +245,8 @@ def _quiet() -> Iterator[None]:
 
 @dataclass(eq=False)
 class UpstreamPrompt:
-    """A request as qwen-tts takes it, with what the engine asks of a prompt; text that is fed is collected, since
-    qwen-tts begins with the whole of it. Its rows are qwen-tts's own: one stands for all of them here."""
+    """A request as qwen-tts takes it, with the interface of a prompt. Text that is fed is collected, since qwen-tts
+    begins with the whole of it. Its rows are qwen-tts's own: here one stands for all of them."""
 
     request: Request
     tokenizer: TextTokenizer
@@ -272,22 +272,22 @@ class UpstreamPrompt:
 
 
 class UpstreamLanes(OneLane):
-    """See `mktts.engine.lanes.Lanes`: qwen-tts (a qwen_tts.Qwen3TTSModel) makes a whole segment in its first tick,
-    which the others hand on. All generation time shows as talker_ms."""
+    """See `mktts.engine.lanes.Lanes`: qwen-tts (a qwen_tts.Qwen3TTSModel) makes a whole segment in its first tick, and
+    the ticks that follow hand its frames on. All generation time shows as talker_ms."""
 
     name = "upstream"
 
     def __init__(self, upstream: Any, positions: int) -> None:
         self.upstream, self.positions = upstream, positions
         self._segments: dict[int, Segment] = {}
-        self._frames: dict[int, deque[Tensor]] = defaultdict(deque)  # made, not handed on
+        self._frames: dict[int, deque[Tensor]] = defaultdict(deque)  # made, but not handed on yet
         self._pcm: dict[int, np.ndarray] = defaultdict(partial(np.zeros, 0, np.float32))  # not in chunks yet
 
     def forget(self, voice: Voice) -> None:
         """Nothing is kept here."""
 
     def begin(self, slot: int, segment: Segment, anew: bool = True) -> None:
-        """qwen-tts hears the reference itself."""
+        """Keeps the segment; qwen-tts hears its reference itself."""
         if anew:
             self.leave(slot)
         self._segments[slot] = segment

@@ -1,9 +1,9 @@
-"""Estimated times of words, because the model gives no alignment: the sounds that letters stand for, found in the PCM.
+"""Estimates when words are said. The model gives no alignment: the sounds that letters stand for are found in the PCM.
 
 Every sound is one of a few kinds, which the levels of three bands tell apart roughly, and has a usual duration. The
-times are those of the likeliest row of sounds and pauses (a hidden semi-Markov model, Yu 2010, section 2.2). A pause is
-likelier behind a mark, and exactly as long where the text asks for it. A word is settled once the sound has gone on for
-`LAG_S` behind it; what follows begins there."""
+times are those of the likeliest sequence of sounds and pauses (a hidden semi-Markov model, Yu 2010, section 2.2).
+Pauses are likelier after punctuation, and of exact length where the text asks for one. A word is settled once the sound
+has gone on for `LAG_S` after it; what follows begins there."""
 
 import math
 import threading
@@ -20,12 +20,12 @@ from mktts.text.parts import Pause, TextFeed
 from mktts.text.words import PAUSED, sounds, split_words
 
 LAG_S = 0.5
-_RATE_HZ = 100  # of frames, in which times are counted here
+_RATE_HZ = 100  # frames a second, in which times are counted here
 _BANDS_HZ = (80, 1_000, 3_500, 11_000)
-_LEAST_DB = -60.0  # of the loudest frame: below, there is no speech
-_LOUD_DB = 25.0  # below the loudest frame: those above are the mean that levels are told from, as voices differ
-# Mean and deviation, in dB, of the lowest band and of each other band above the one below it, and the usual frames: of
-# 100 sentences by the voice in the box and 54 by Kokoro, in the phones of pocketsphinx.
+_LEAST_DB = -60.0  # of the loudest frame: below that there is no speech
+_LOUD_DB = 25.0  # frames within this of the loudest give the mean to which levels are compared, as voices differ
+# Mean and deviation, in dB, of the lowest band and of each other band over the one below it, and the usual frames: from
+# 100 sentences by the voice in the box and 54 by Kokoro, with the phones of pocketsphinx.
 _KINDS = {
     "vowel": ((3, 1, -4), (10, 8, 6), 9),
     "liquid": ((1, -4, -3), (10, 11, 8), 9),
@@ -37,22 +37,22 @@ _KINDS = {
     "any": ((-6, 2, 1), (16, 15, 10), 8),
     "pause": ((-44, 11, 4), (12, 8, 6), 0),
 }
-_WEIGHT = 0.2  # of a frame, which resembles its neighbours
+_WEIGHT = 0.2  # of a frame's cost, since frames resemble their neighbours
 _MOST_COST = 30.0  # of a frame
-_SPREAD = 0.45  # of the logarithm of durations
+_SPREAD = 0.45  # deviation of the logarithm of durations
 _DURATIONS = np.arange(1, 46)  # frames of a sound
-_PAUSE_COST, _PAUSED_FRAME_COST = 8.0, 0.01  # the first where no mark makes a pause likely
-_LOUD_COST = 5.0  # of a frame that is no silence, in a pause that the text asks for
-_GIVEN_UP = 40.0  # above the likeliest: what costs more is not followed
-_BONUS = 1.0  # of a sound of usual length, so that rows with more sounds are no worse
-_LOOK_BACK = 150  # frames: settled words stay in question as the beginning of what follows
-_LONG_PAUSE = 200  # frames; what precedes one is not looked at again
+_PAUSE_COST, _PAUSED_FRAME_COST = 8.0, 0.01  # of a pause where no mark makes one likely, and of each frame of any pause
+_LOUD_COST = 5.0  # of a frame that is not silent, in a pause that the text asks for
+_GIVEN_UP = 40.0  # what costs so much more than the likeliest end is not followed further
+_BONUS = 1.0  # for a sound of usual length, so that sequences of more sounds are no worse
+_LOOK_BACK = 150  # frames in which settled words still take part in the search, as the beginning of what follows
+_LONG_PAUSE = 200  # frames; what precedes such a pause takes no part in the search any more
 
 
 @dataclass
-class _Wanted:
-    """A word, or a pause that the text asks for. silent: its frames, of a word 0. earliest: the frame before which it
-    cannot begin, because its text was not there. told: it was returned. settled: for good."""
+class _SpokenItem:
+    """A word, or a pause that the text asks for. silent: frames of the pause, 0 for a word. earliest: the first frame
+    at which it can begin: its text was not there before. told: it was returned. settled: its time is final."""
 
     word: str
     silent: int
@@ -74,30 +74,30 @@ class _Wanted:
 class WordTimes:
     """The words of one stream and their times, as its text and its sound come; text may come from another thread.
 
-    settled: words whose times do not change any more."""
+    settled: words whose times are final."""
 
     def __init__(self, text: TextFeed, spoken: Callable[[str], str], sample_rate_hz: int = SAMPLE_RATE_HZ) -> None:
-        """text: what tells words from tags. spoken: gives a word as it is said, "twelve dollars" for "$12".
+        """text: tells words from tags. spoken: returns a word as it is said, "twelve dollars" for "$12".
         sample_rate_hz: of the sound."""
         self.settled: list[WordTime] = []
         self._text, self._spoken = text, spoken
         self._writing = threading.Lock()
-        self._written = ""  # the text behind the last word that was found in it
+        self._written = ""  # the text after the last word that was found in it
         self._unfinished = ""  # the last word so far: more letters or marks may follow
-        self._items: list[_Wanted] = []  # that are not settled
+        self._items: list[_SpokenItem] = []  # those that take part in the search
         self._hop = sample_rate_hz // _RATE_HZ
         self._window = np.hanning(2 * self._hop)
         self._samples = 0
-        self._waiting = np.zeros(self._hop // 2, np.float32)  # samples of frames that are not whole
-        self._settled_until = 0  # the frame behind what is settled
-        self._begin = 0  # the frame that `_items` begin with
+        self._waiting = np.zeros(self._hop // 2, np.float32)  # samples of incomplete frames
+        self._settled_until = 0  # the frame after the last settled word
+        self._begin = 0  # the frame at which `_items` begin
         self._levels_db = np.zeros((0, len(_BANDS_HZ) - 1))  # of the frames from there on
-        self._silent = np.zeros(0, bool)  # every sample of the frame is 0
+        self._silent = np.zeros(0, bool)  # of the same frames: every sample is 0
         self._peak_db = _LEAST_DB
         self._loud, self._mean_db = 0, np.zeros(len(_BANDS_HZ) - 1)
 
     def feed(self, piece: str) -> None:
-        """More text. Raises as `TextFeed.take`."""
+        """Adds text. Raises as `TextFeed.take`."""
         with self._writing:
             self._written += piece
             self._take(self._text.take(piece))
@@ -110,14 +110,14 @@ class WordTimes:
                 self._take([Pause(0)])
 
     def add(self, pcm: np.ndarray, heard_s: float = 0.0) -> list[WordTime]:
-        """More sound, (S,) float32. Returns words that were not returned before: settled ones, and those that begin in
-        the first `heard_s`, as far as is known."""
+        """Adds sound, (S,) float32. Returns words that were not returned before: settled ones, and those that begin in
+        the first `heard_s`, with times as far as they are known."""
         self._samples += len(pcm)
         self._measure(pcm)
         return self._settle(LAG_S * _RATE_HZ, heard_s * _RATE_HZ)
 
     def end(self, complete: bool = True) -> list[WordTime]:
-        """No more sound comes. complete: it has the whole text; else words that it does not reach are left out."""
+        """Ends the sound. complete: it has the whole text; otherwise words that it does not reach are left out."""
         self._measure(np.zeros(2 * self._hop, np.float32))
         frames = self._samples // self._hop - self._begin
         self._levels_db, self._silent = self._levels_db[:frames], self._silent[:frames]
@@ -136,10 +136,10 @@ class WordTimes:
             for word in (*words, "") if silent else words:
                 frames = 0 if word else max(1, round(silent / SAMPLE_RATE_HZ * _RATE_HZ))
                 now = self._samples // self._hop
-                self._items.append(_Wanted(self._as_written(word), frames, now, self._spoken))
+                self._items.append(_SpokenItem(self._as_written(word), frames, now, self._spoken))
 
     def _as_written(self, word: str) -> str:
-        """Without marks that stand for markup."""
+        """A word as the caller wrote it, without punctuation that stands for markup."""
         for text in (word, word.rstrip(".,")):
             found = self._written.find(text)
             if found >= 0:
@@ -148,7 +148,7 @@ class WordTimes:
         return word
 
     def _measure(self, pcm: np.ndarray) -> None:
-        """The levels of the frames that are whole by now."""
+        """Adds the levels of the frames that are complete by now."""
         hop, samples = self._hop, np.concatenate((self._waiting, pcm))
         count = max(0, len(samples) // hop - 1)
         self._waiting = samples[count * hop :]
@@ -167,7 +167,7 @@ class WordTimes:
         self._silent = np.concatenate((self._silent, silent))
 
     def _settle(self, lag: float, heard: float, complete: bool = False) -> list[WordTime]:
-        """lag: frames behind a word that is settled. heard: frames in which words begin that are told."""
+        """Returns new words: those with `lag` frames of sound after them, and those that begin before frame `heard`."""
         items, told, passed = self._items.copy(), [], 0
         end = self._begin + len(self._levels_db)
         spans = self._spans(items, complete)
@@ -191,8 +191,8 @@ class WordTimes:
         del self._items[:passed]
         return told
 
-    def _spans(self, items: Sequence[_Wanted], complete: bool) -> list[tuple[int, int]]:
-        """The first frame of each item that has begun, and that behind its last."""
+    def _spans(self, items: Sequence[_SpokenItem], complete: bool) -> list[tuple[int, int]]:
+        """The first frame of each item that has begun, and the frame after its last."""
         frames = len(self._levels_db)
         spans = None
         if self._peak_db > _LEAST_DB:
@@ -211,7 +211,7 @@ class WordTimes:
 
 
 def _costs(levels_db: np.ndarray) -> dict[str, np.ndarray]:
-    """What the frames (T, bands) cost as each kind of sound, from the first on: (T + 1,)."""
+    """Costs (T + 1,) of the first 0 to T frames (T, bands) as each kind of sound."""
     found = np.diff(levels_db, axis=1, prepend=0.0)
     costs = {}
     for kind, (mean, deviation, _) in _KINDS.items():
@@ -227,15 +227,15 @@ _DURATION_COSTS = {
 
 
 def _likeliest(
-    items: Sequence[_Wanted], costs: dict[str, np.ndarray], begin: int, complete: bool
+    items: Sequence[_SpokenItem], costs: dict[str, np.ndarray], begin: int, complete: bool
 ) -> list[tuple[int, int]] | None:
-    """Spans of the items that have begun, in frames; None where there is too little sound for all, if it is complete.
+    """Spans in frames of the items that have begun; None if the sound is complete and too short for all of them.
 
-    costs: as `_costs`, and of "silence". begin: the frame that the spans count from."""
+    costs: as `_costs`, and of "silence". begin: the frame from which the spans count."""
     search = _Search(costs)
     search.pause(0.0, items[0].earliest - begin if items else 0)
     for number, item in enumerate(items, 1):
-        if search.least.min() - _GIVEN_UP > search.open[0] and not complete:  # so is all that is still to come
+        if search.least.min() - _GIVEN_UP > search.open[0] and not complete:  # later items would cost more still
             break
         if item.silent:
             search.silence(item.silent)
@@ -250,11 +250,11 @@ def _likeliest(
 
 
 class _Search:
-    """Dynamic programming over what is said, one step a sound and one a pause.
+    """Dynamic programming over what is said, with one step for each sound and each pause.
 
-    least: (T + 1,), the cost of all steps if they end at a frame. steps: where each begins, by where it ends.
-    open: the likeliest end of all sound: its cost, the steps before, where what comes then began, and whether that is
-    of an item."""
+    least: (T + 1,), the cost of all steps so far if they end at a frame. steps: for each, where it begins, by where it
+    ends. open: the likeliest end of all sound: its cost, the number of steps before it, the frame where what is
+    unfinished began, and whether that belongs to an item."""
 
     def __init__(self, costs: dict[str, np.ndarray]) -> None:
         self._costs = costs
@@ -266,7 +266,7 @@ class _Search:
         self.open = (math.inf, 0, 0, False)
 
     def pause(self, cost: float, earliest: int) -> None:
-        """One that may be empty. earliest: the frame where the next item may begin."""
+        """A pause, which may be empty. earliest: the frame at which the next item may begin."""
         through = self.least - self._costs["pause"]
         lowest = np.minimum.accumulate(through)
         begins = np.maximum.accumulate(np.where(through <= lowest, self._at, 0))
@@ -280,7 +280,7 @@ class _Search:
     def sound(self, kind: str) -> None:
         durations = _DURATION_COSTS[kind]
         before = np.concatenate((np.full(len(durations), np.inf), self.least - self._costs[kind]))
-        # Row t: of a beginning at t - 1, t - 2, ...
+        # Row t: for beginnings at t - 1, t - 2, ...
         begins = np.lib.stride_tricks.sliding_window_view(before[:-1], len(durations))[:, ::-1]
         unfinished = begins[-1] + np.where(_DURATIONS <= _KINDS[kind][2], 0.0, durations)
         lasted = int(unfinished.argmin())
@@ -304,7 +304,7 @@ class _Search:
             self.open = (cost, len(self.steps), begin, item)
 
     def spans(self) -> list[tuple[int, int]]:
-        """First and last frame of each item in the likeliest row."""
+        """The first frame of each item of the likeliest sequence, and the frame after its last."""
         _, count, at, inside = self.open
         found, stop = [], self.frames
         for step in reversed(range(count)):

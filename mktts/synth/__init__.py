@@ -1,4 +1,4 @@
-"""`Synthesizer` and what it loads; cloning; the commands that speak."""
+"""`Synthesizer` and what loads it; cloning; the commands say, voice and speak-all."""
 
 from mktts.synth.synthesizer import Synthesizer
 

@@ -1,5 +1,5 @@
-"""Makes a voice from a reference recording, for a Base checkpoint: upstream's own modules, driven by upstream's own
-method, so a voice equals what `create_voice_clone_prompt` makes, bit for bit."""
+"""Makes a voice from a reference recording, for a Base checkpoint, by upstream's own modules and method, so that it
+equals what `create_voice_clone_prompt` makes, bit for bit."""
 
 import argparse
 import contextlib
@@ -35,8 +35,7 @@ def clone_voice(
 
     audio: a file, or samples (S,) or (S, channels) with their `sample_rate_hz`, floats in [-1, 1] or signed integers;
     channels are averaged and any rate is resampled. dtype: the speaker encoder's. Raises VoiceError for unusable audio
-    or a checkpoint that is not Base, BackendUnavailable without qwen-tts.
-    """
+    or a checkpoint that is not Base, BackendUnavailable without qwen-tts."""
     if not checkpoint.config.type.clones:
         raise VoiceError(
             f"only Base checkpoints clone voices, this one is {checkpoint.config.type.name}: "
@@ -95,7 +94,7 @@ def _samples(audio: np.ndarray | Path | str, sample_rate_hz: int | None) -> tupl
 
 
 def _reference_encoder(checkpoint: Checkpoint, dtype: torch.dtype, with_codes: bool) -> Any:
-    """Upstream's wrapper around the two encoders only: listening needs no talker, and an x-vector no codec."""
+    """Upstream's wrapper with its two encoders alone: cloning needs no talker, and an x-vector no codec."""
     from mktts.engine.upstream import import_upstream
 
     qwen_tts = import_upstream()
@@ -153,7 +152,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def recorded_voice(checkpoint: Checkpoint, audio: Path, ref_text: str | None) -> Voice:
-    """The voice of a recording, as the options --ref-audio and --ref-text name it. Raises as `clone_voice`."""
+    """The voice of a recording, as --ref-audio and --ref-text give it. Raises as `clone_voice`."""
     if ref_text is not None and not ref_text.strip():
         raise VoiceError("--ref-text must be what the recording says, found nothing but blanks: or leave it out")
     return clone_voice(checkpoint, audio, None, ref_text)

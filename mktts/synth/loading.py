@@ -30,8 +30,8 @@ _CPU_STREAMS, _CPU_BYTES = 32, 2 << 30
 
 @dataclass
 class Loading:
-    """Arguments of `Synthesizer.load`, checked. single, together: which lanes are wanted. Raises BackendUnavailable and
-    OptionsError."""
+    """The arguments of `Synthesizer.load`, checked. single, together: which lanes are wanted. Raises BackendUnavailable
+    and OptionsError."""
 
     backend: str
     device: Any
@@ -65,14 +65,14 @@ class Loading:
 
 
 def default_cpu_threads(checkpoint: Checkpoint) -> int | None:
-    """1 for small models, None (torch's own choice) for the released sizes: at 64 wide, where waking a second thread
-    costs more than it saves, one frame on the worker took 8.6 ms with one thread and 25 ms with two."""
+    """1 for small models, None (torch's own choice) for the released sizes. At a hidden size of 64, where waking a
+    second thread costs more than it saves, a frame on the worker took 8.6 ms with one thread and 25 ms with two."""
     return 1 if checkpoint.config.talker.hidden_size < _WIDE else None
 
 
 def load_engine(checkpoint: Checkpoint, wanted: Loading, threads: int | None) -> Engine:
-    """The engine with the lanes that are wanted. threads: that one operator may use on a CPU. Where both kinds are
-    wanted, a GPU gets those of many streams when they are needed: they take most of the memory, and seconds."""
+    """The engine with the lanes that are wanted. threads: for one operator on a CPU. Where both kinds are wanted, a GPU
+    gets the lanes of many streams when they are needed: they take most of the memory, and seconds to make."""
     admission = Admission()
     made_for = (checkpoint.folder.resolve(), checkpoint.revision, wanted.dtype, wanted.backend, wanted.batch)
     key = "; ".join(map(str, (machine_key(wanted.device, threads), *made_for)))
@@ -83,13 +83,13 @@ def load_engine(checkpoint: Checkpoint, wanted: Loading, threads: int | None) ->
         single = single_runner(wanted.backend, checkpoint, wanted.device, wanted.dtype, admission)
     cuda = wanted.device.type == "cuda"
     if wanted.together and (single is None or not cuda):
-        # Where the CPU is slower than speech for one stream, two copies of the weights would serve nobody.
+        # Where the CPU is slower than real time even for one stream, a second copy of the weights would help nobody.
         slow = single is not None and checkpoint.config.talker.hidden_size >= _WIDE
         batch = None if slow else batch_runner(checkpoint, wanted, single, admission)
     elif wanted.together:
         later = partial(batch_runner, checkpoint, wanted, single, admission)
     if cuda:
-        torch.cuda.empty_cache()  # packing weights takes what serving does not need: 300 MiB at 0.6B
+        torch.cuda.empty_cache()  # packing weights took memory that serving does not need: 300 MiB at 0.6B
     return Engine(
         single,
         batch,
@@ -103,7 +103,7 @@ def load_engine(checkpoint: Checkpoint, wanted: Loading, threads: int | None) ->
 
 
 def step_backend(name: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Backend:
-    """The megakernel where it was asked for, or where it can run and no other was; the oracle otherwise."""
+    """The megakernel if it is named, or if no backend is and it can run; otherwise the oracle."""
     if name == "megakernel" or (name == "auto" and device.type == "cuda" and dtype == torch.bfloat16):
         from mktts.kernel.backend import MegakernelBackend
 
@@ -119,7 +119,7 @@ def step_backend(name: str, checkpoint: Checkpoint, device: torch.device, dtype:
 def single_runner(
     name: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, admission: Admission
 ) -> Runner:
-    """What makes one stream a tick, on the backend of `step_backend`."""
+    """The runner that makes one stream a tick, on the backend of `step_backend`."""
     config, tensors = checkpoint.config, checkpoint.tensors()
     backend = step_backend(name, checkpoint, device, dtype)
     prompts = PromptBuilder(config, {**tensors, **backend.embeddings}, checkpoint.tokenizer(), device, dtype)
@@ -144,7 +144,7 @@ def _upstream_runner(checkpoint: Checkpoint, wanted: Loading, admission: Admissi
 
 
 def batch_runner(checkpoint: Checkpoint, wanted: Loading, single: Runner | None, admission: Admission) -> Runner:
-    """What makes many streams together. single: shares what it can with it."""
+    """The runner that makes many streams together. single: a runner to share with what can be shared."""
     config, tensors, settings = checkpoint.config, checkpoint.tensors(), wanted.batch
     shared: SingleLanes | None = None if single is None else single.lanes
     cuda = wanted.device.type == "cuda"
@@ -169,7 +169,7 @@ def batch_runner(checkpoint: Checkpoint, wanted: Loading, single: Runner | None,
             settings.positions,
             settings.memory_bytes or _CPU_BYTES,
             wanted.dtype,
-            # operators of one thread each leave the other cores to it
+            # operators of one thread leave the other cores to the codec's thread
             threads=wanted.cpu_threads is None and default_cpu_threads(checkpoint) == 1 and torch.get_num_threads() > 1,
         )
     if single is not None:

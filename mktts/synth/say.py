@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 CAPTIONS = ("srt", "vtt")
 _LINE_CHARS, _CUE_CHARS = 42, 80
-_GAP_S = 0.7  # between two words: the next one begins a cue
+_GAP_S = 0.7  # a longer pause between two words begins a new cue
 
 
 def captions(words: Iterable[WordTime], kind: str, speed: float = 1.0) -> str:
-    """A file of captions: sentences, or as much of one as fits. kind: of CAPTIONS. speed: at which the sound is."""
+    """A file of captions, each a sentence, or as much of one as fits. kind: of CAPTIONS. speed: of the sound."""
     cues = []
     for number, cue in enumerate(_cues(words), 1):
         start, stop = (_clock(time_s / speed, kind) for time_s in (cue[0].start_s, cue[-1].end_s))
@@ -70,14 +70,14 @@ def _text(words: Iterable[WordTime]) -> str:
 
 
 def _clock(time_s: float, kind: str) -> str:
-    """ "00:01:02,345"; WebVTT writes a full stop."""
+    """A time as "00:01:02,345"; WebVTT has a full stop for the comma."""
     seconds, ms = divmod(round(1_000 * time_s), 1_000)
     mark = "," if kind == "srt" else "."
     return f"{seconds // 3_600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}{mark}{ms:03}"
 
 
 class Loudspeaker(AbstractContextManager["Loudspeaker"]):
-    """Plays PCM as it is made. Leaving its block waits until all of it was heard; an error or Ctrl-C ends it at once.
+    """Plays PCM as it is made. Leaving its block waits until all has been heard; an error or Ctrl-C ends it at once.
     Raises BackendUnavailable where the package, its library or a sound device is missing."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Loudspeaker(AbstractContextManager["Loudspeaker"]):
             ) from None
 
     def play(self, pcm: np.ndarray) -> None:
-        """Hands over `pcm` (S,) float32; returns once what is left of it fits the device's buffer."""
+        """Plays `pcm` (S,) float32; returns once what is left of it fits into the device's buffer."""
         if not self._stream.active:
             self._stream.start()  # not earlier: it would run dry before the first sound
         self._stream.write(pcm[:, None])
@@ -155,7 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Speaks; 1 where a trained model's stream ended before the text did, else 0."""
+    """Speaks. Returns 1 if a trained model's stream ended before the text did, otherwise 0."""
     from mktts.checkpoint import open_checkpoint
     from mktts.synth import Synthesizer
 
@@ -228,7 +228,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _captions(arguments: argparse.Namespace) -> dict[str, str]:
-    """The files that are wanted, by their kind."""
+    """The caption files that are wanted, by kind."""
     return {kind: path for kind in CAPTIONS if (path := getattr(arguments, kind)) is not None}
 
 

@@ -1,5 +1,5 @@
-"""`python -m mktts speak-all`: a table of sentences into a folder of audio files, each there once it is whole. The same
-command again speaks what is not there yet."""
+"""`python -m mktts speak-all`: speaks a table of sentences into a folder of audio files, each of which appears once it
+is whole. The same command again speaks those that are missing."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ NEEDED = ("id", "text")
 COLUMNS = (*NEEDED, "voice", "speaker", "language", "instruct", "seed", "max_frames")
 KINDS = ("jsonl", "tsv", "txt")
 _NUMBERS = {"seed": (0, MAX_SEED), "max_frames": (1, None)}
-_MAX_ID_BYTES = 200  # a name has 255 on every file system in use, and gets an ending, and others while it is written
+_MAX_ID_BYTES = 200  # file systems allow 255 in a name; it gets an ending, and more while the file is written
 OUTPUTS = ("wav", "flac", "opus", "mp3")
 RETRIES = 3
-_UNREAD = StreamOptions(buffer_frames=1 << 40)  # nobody reads before the end; the text and the guard bound it
-_WRITERS = min(8, os.cpu_count() or 1)  # encoders leave the interpreter, and the disk is waited for
+_UNREAD = StreamOptions(buffer_frames=1 << 40)  # nobody reads before the end; the text and the guard limit the frames
+_WRITERS = min(8, os.cpu_count() or 1)  # encoders release the interpreter, and writers wait for the disk
 _QUEUED = 4 * _WRITERS  # utterances that wait to be written; with more, the synthesis waits for the disk
 EXAMPLES = f"""examples:
   python -m mktts speak-all sentences.txt -o spoken
   python -m mktts speak-all sentences.jsonl -o spoken --format flac --seed 1 --captions srt
   python -m mktts speak-all sentences.tsv -o spoken --checkpoint path/to/checkpoint --speaker vivian
 
-A line of .txt is a text. A line of .jsonl is an object, the first line of .tsv names the columns: {", ".join(NEEDED)},
-which must be there, {", ".join(COLUMNS[len(NEEDED) :])}. What a line leaves out is as
-the options say. The audio of a line lies in DIR under its id. The same command again speaks what is not there, whatever
-made the files that are. Lines that could not be spoken are named on standard error and have no file. One line of JSON
-comes last. Exit status 1: not every line has its file."""
+Each line of .txt is a text, each line of .jsonl an object; the first line of .tsv names the columns. Needed are
+{" and ".join(NEEDED)}; there may be {", ".join(COLUMNS[len(NEEDED) :])}. The options give what
+a line leaves out. The audio of a line goes to DIR under its id. The same command again speaks the lines whose files are
+not there, whatever made the others. Lines that could not be spoken are named on standard error and have no file. One
+line of JSON comes last. Exit status 1: not every line has its file."""
 
 
 # ---- the table
@@ -63,7 +63,7 @@ comes last. Exit status 1: not every line has its file."""
 
 @dataclass(frozen=True)
 class Sentence:
-    """line: of the table, from 1. voice: a voice file, as the table names it. What is None was not given."""
+    """A line of the table. line: its number, from 1. voice: a voice file, as the table names it. None: not given."""
 
     line: int
     id: str
@@ -77,10 +77,10 @@ class Sentence:
 
 
 def read_table(path: Path) -> tuple[list[Sentence], dict[int, str]]:
-    """Every line that is not blank: sentences, and why, by its number, of each line that is none. An id that stands
-    twice makes the later line a bad one. In a table with tabs a tab or a quotation mark never stands for anything else
-    (IANA's text/tab-separated-values). Raises SentencesError where there is no such file, its name does not end in one
-    of KINDS, or no line is a sentence."""
+    """Reads every line that is not blank: the sentences, and for each line that is none, by its number, the reason. A
+    line whose id has occurred before is a bad one. In a table with tabs there is no quoting and no escaping (IANA's
+    text/tab-separated-values). Raises SentencesError where there is no such file, its name does not end in one of
+    KINDS, or no line is a sentence."""
     kind = path.suffix.lower().removeprefix(".")
     if kind not in KINDS:
         raise SentencesError(f"{path}: expected a name that ends in .{', .'.join(KINDS)}")
@@ -98,7 +98,7 @@ def read_table(path: Path) -> tuple[list[Sentence], dict[int, str]]:
                 columns = names
             elif line.strip():
                 sentence = _sentence(number, _cells(kind, number, line, columns))
-                key = unicodedata.normalize("NFC", sentence.id).casefold()  # file systems that see no difference
+                key = unicodedata.normalize("NFC", sentence.id).casefold()  # some file systems take these for the same
                 if (earlier := seen.setdefault(key, number)) != number:
                     raise SentencesError(
                         f"id {sentence.id!r} stands in line {earlier} already, perhaps in other case: give each its own"
@@ -132,7 +132,7 @@ def _cells(kind: str, number: int, line: str, columns: list[str]) -> dict[str, A
 
 
 def _sentence(number: int, cells: dict[str, Any]) -> Sentence:
-    """Raises SentencesError and OptionsError for what cannot be one."""
+    """Raises SentencesError and OptionsError for what is not a sentence."""
     if missing := [name for name in NEEDED if name not in cells]:
         raise SentencesError(f"{' and '.join(missing)} is missing")
     values: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def _sentence(number: int, cells: dict[str, Any]) -> Sentence:
         elif not isinstance(value, str | None):
             raise SentencesError(f"{name} must be a string, found {type(value).__name__}")
         values[name] = value
-    name = values["id"]  # with an ending, that of a file in a folder and of nothing else
+    name = values["id"]  # with an ending it must name a file in the folder, and nothing else
     bad_char = any(char in "/\\" or unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in name)
     if not name or name != name.strip() or name[0] in ".-" or bad_char or len(name.encode()) > _MAX_ID_BYTES:
         raise SentencesError(
@@ -161,7 +161,7 @@ def _sentence(number: int, cells: dict[str, Any]) -> Sentence:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one sentence. error: why it has no file. audio_s: of its file. attempts: that were not kept."""
+    """The result of one sentence. error: why it has no file. audio_s: of its file. attempts: that were discarded."""
 
     line: int
     id: str
@@ -236,7 +236,7 @@ def derived_seed(*words: Any) -> int:
 
 
 def _fault(said: SayResult, sentence: Sentence) -> str | None:
-    """Why an utterance that is over is not kept; None for a good one."""
+    """Why an utterance that is over is discarded; None for a good one."""
     if said.error is not None:
         kind = "" if isinstance(said.error, MkttsError) else f"{type(said.error).__name__}: "
         return kind + " ".join(str(said.error).split())
@@ -247,7 +247,7 @@ def _fault(said: SayResult, sentence: Sentence) -> str | None:
 
 
 def _write(path: Path, pcm: Any, sentence: Sentence, attempt: int) -> Outcome:
-    """Puts the file in its place whole. The part of a killed run is written over by the next one."""
+    """Puts the whole file in its place at once. What a killed run left of it is overwritten by the next one."""
     part = path.with_name(f".{path.name}.part")
     part.write_bytes(encoded(pcm, path.suffix.removeprefix(".")))
     os.replace(part, path)
@@ -278,7 +278,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Speaks what is not there yet; 0 where every line has its file, else 1."""
+    """Speaks what is missing. Returns 0 if every line then has its file, otherwise 1."""
     from tqdm import tqdm
 
     from mktts.checkpoint import open_checkpoint
@@ -316,7 +316,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _outcomes(
     arguments: argparse.Namespace, checkpoint: Checkpoint, folder: Path, left: list[Sentence]
 ) -> Iterator[Outcome]:
-    """Many together wherever the backend allows it: nobody listens."""
+    """Speaks what is left, many together wherever the backend allows it, since nobody listens."""
     from mktts.synth import Synthesizer
 
     engine = "batch" if arguments.backend in ("auto", "torch") else "auto"
@@ -340,7 +340,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _completed(sentence: Sentence, arguments: argparse.Namespace) -> Sentence:
-    """With what its line leaves out. Relative names of voice files begin beside the table."""
+    """The sentence, with the options for what its line leaves out. Names of voice files are relative to the table."""
     voice = arguments.voice if sentence.voice is None else arguments.sentences.parent / sentence.voice
     return replace(
         sentence,

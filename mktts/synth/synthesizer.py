@@ -46,12 +46,11 @@ class StreamSettings(TypedDict, total=False):
 
     language: "auto" or one of `ModelConfig.spoken_languages`. speaker: of a CustomVoice checkpoint; its first where
     left out. instruct: how to say it, or for VoiceDesign what the voice is like. voice: for a Base checkpoint, which
-    cannot speak without one. voices: that the text may name in brackets, beside the checkpoint's speakers. layout: None
-    takes upstream's default of the checkpoint. sampling: None takes the checkpoint's settings. seed: None draws one,
-    kept in `Stream.seed`. max_frames: of the whole utterance; None leaves each segment MAX_SEGMENT_FRAMES and the
-    guard. options: how frames become chunks. pronunciations: what is said for words, before what the synthesizer's
-    lexicon says: see `mktts.text.lexicon.Lexicon`.
-    """
+    cannot speak without one. voices: those that the text may name in brackets, beside the checkpoint's speakers.
+    layout: None takes upstream's default of the checkpoint. sampling: None takes the checkpoint's settings. seed: None
+    draws one, kept in `Stream.seed`. max_frames: of the whole utterance; None: each segment has MAX_SEGMENT_FRAMES and
+    the guard. options: how frames become chunks. pronunciations: what is said for words, with precedence over the
+    synthesizer's lexicon: see `mktts.text.lexicon.Lexicon`."""
 
     language: str
     speaker: str | None
@@ -67,7 +66,7 @@ class StreamSettings(TypedDict, total=False):
 
 
 _OPTIONS = StreamOptions()
-_WAITING = 8  # of so many streams that are made together, one more is open: the next is there when one ends
+_WAITING = 8  # for so many streams that are made together one more is open, to be ready when one of them ends
 _OF_THE_REQUEST = {field.name for field in fields(Request)} - {"text"}
 _OF_A_CHOICE = {field.name for field in fields(Choice)}
 _MEASURED_TEXT = "The committee will meet again on Thursday, and everyone who signed the letter is invited."
@@ -84,8 +83,8 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         checkpoint: Checkpoint | None = None,
         lexicon: Lexicon | None = None,
     ) -> None:
-        """`load` is the usual way in. prompts: checks requests. `front_end` is what the checkpoint has its text read
-        by, or None. lexicon: what is said for words."""
+        """Usually called by `load`. prompts: checks requests. lexicon: what is said for words. `front_end`: the reader
+        that the checkpoint asks for, or None."""
         self.engine = engine
         self.checkpoint = checkpoint
         self.backend_name = engine.backend_name
@@ -120,24 +119,23 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
             fastest one that can run here.
         device: "cpu", "cuda", "cuda:1", or "auto": CUDA where there is a device.
         dtype: of the talker and code predictor; None takes bfloat16 on CUDA, as the weights are stored, and float32
-            on the CPU. The codec computes in float32, but that of many streams on CUDA as `BatchSettings` says.
-        cpu_threads: that one operator may use; None takes `default_cpu_threads`. With more of them than that a small
-            model's last bits depend on its neighbours, as MKL cuts sums by rows and threads.
+            on the CPU. The codec computes in float32, but for many streams on CUDA as `BatchSettings` says.
+        cpu_threads: that one operator may use; None takes `default_cpu_threads`. With more than that, the last bits of
+            a small model's results depend on its neighbours, as MKL cuts sums by rows and threads.
         engine: "single" makes one stream a step, the quickest for one listener; "batch" makes many together; "auto"
             makes one or two streams singly and further ones together; streams that wait for text or for their reader
-            do not count, and a stream whose text is fed is given its engine with the first of it. "auto" keeps to
-            "single" where a backend is named, and on a CPU for models that are slower than speech there. On CUDA it
-            makes the batch engine when the third stream opens, beside those that are open; until it is there streams
-            take turns. "batch" measures once how many listeners this machine serves in time: see `capacity`.
+            do not count, and a stream whose text is fed gets its engine with its first text. "auto" keeps to "single"
+            where a backend is named, and on a CPU for models that are slower than real time there. On CUDA it makes the
+            batch engine when the third stream opens, beside those that are open; until it is there streams take turns.
+            "batch" measures once how many listeners this machine serves in time: see `capacity`.
         deterministic: with the batch engine, a stream's codes do not depend on its neighbours, on the number of lanes,
             on how its prompt was cut over ticks, or on whether its prefix was kept; on one device, in one dtype and
             version. None: where that costs little. True takes the batch engine for every stream.
-        batch: how many may be open, and the memory that they take.
+        batch: how many streams may be open, and the memory that they take.
         lexicon: what is said for words, as a mapping or a file of lines `word<TAB>said as`: see
             `mktts.text.lexicon.Lexicon`.
 
-        Raises CheckpointError, OptionsError, and BackendUnavailable naming what is missing.
-        """
+        Raises CheckpointError, OptionsError, and BackendUnavailable, which names what is missing."""
         wanted = Loading(backend, device, dtype, cpu_threads, engine, deterministic, batch)
         words = Lexicon.of(lexicon)
         if not isinstance(checkpoint, Checkpoint):
@@ -157,7 +155,7 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         cls, checkpoint: Checkpoint, name: str, revision: str | None, settings: dict[str, Any]
     ) -> Synthesizer:
         """For a server: as `load`, with the engine in a process of its own; samples go through 16 bits, and codes stay
-        there. name, revision: of the checkpoint, as `open_checkpoint` takes them. settings: of `load`."""
+        in that process. name, revision: of the checkpoint, as for `open_checkpoint`. settings: of `load`."""
         from mktts.engine.remote import RemoteEngine
 
         # It only checks requests: on the CPU in the stored dtype its tables stay on disk.
@@ -169,8 +167,8 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
 
     def stream(self, text: str, **settings: Unpack[StreamSettings]) -> Stream:
         """Starts to speak `text` and returns at once; the stream is an iterator and an async iterator of chunks.
-        settings: see `StreamSettings`. Raises TextError, PromptError, SamplingError or OptionsError; the stream raises
-        what fails later."""
+        settings: see `StreamSettings`. Raises TextError, PromptError, SamplingError or OptionsError; what fails later
+        is raised by the stream."""
         return self._stream(text, settings, paced=True)
 
     astream = stream  # named for `async for chunk in synth.astream(...)`: the same object serves both
@@ -182,30 +180,29 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
     def say_many(
         self, texts: Iterable[str], *, at_once: int | None = None, **settings: Unpack[StreamSettings]
     ) -> Iterator[np.ndarray]:
-        """The PCM of `say` for each text, in order. Leaving the iterator, and an error, raised behind the PCM of the
-        texts before, end the streams that are open.
+        """Yields the PCM of `say` for each text, in order. An error is raised after the PCM of the texts before; it, or
+        leaving the iterator, ends the streams that are open.
 
         at_once: streams that are open; None: as many as are made together. Every text gets the seed of the settings, or
-        one of its own. Raises OptionsError here for an `at_once` below 1.
-        """
+        one of its own. Raises OptionsError at the call for an `at_once` below 1."""
         if at_once is not None:
             checked_int("at_once", at_once, at_least=1)
-        return say_many(self._stream, texts, settings, at_once or self._room)
+        return say_many(self._stream, texts, settings, at_once or self._made_together)
 
     def say_each(self, ask: Callable[[], SayRequest | None], *, at_once: int | None = None) -> Iterator[SayResult]:
-        """As `say_many`, for texts with settings of their own: each as soon as it is over, and its error is its alone.
-        One whose `StreamOptions.buffer_frames` are fewer than it has never ends: nobody reads it before it is over.
+        """As `say_many`, for texts with settings of their own: yields each as soon as it is over; an error belongs to
+        its text alone. A text with more frames than its `StreamOptions.buffer_frames` never ends, since nobody reads it
+        before it is over.
 
-        ask: gives the next one, or None where there is none for now: see `mktts.engine.many.say_each`. at_once: None
-        takes a few more than are made together.
-        """
+        ask: returns the next request, or None if there is none for now: see `mktts.engine.many.say_each`. at_once:
+        None: a few more than are made together."""
         if at_once is not None:
             checked_int("at_once", at_once, at_least=1)
-        return say_each(self._stream, ask, at_once or self._room + self._room // _WAITING)
+        return say_each(self._stream, ask, at_once or self._made_together + self._made_together // _WAITING)
 
     def open(self, **settings: Unpack[StreamSettings]) -> Session:
-        """A stream whose text comes later, through `Session.feed` and `finish`. Settings and errors as for `stream`;
-        layout="whole" raises PromptError."""
+        """Opens a stream whose text comes later, through `Session.feed` and `finish`. Settings and errors as for
+        `stream`; layout="whole" raises PromptError."""
         if settings.get("layout") == "whole":
             raise PromptError("text that arrives later needs the streaming layout, got layout='whole'")
         request, plan = self._checked("", {**settings, "layout": settings.get("layout") or "streaming"})
@@ -227,12 +224,12 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         return Stream(self.engine, utterance, words)
 
     def spoken(self, word: str, language: str, lexicon: Lexicon | None = None) -> str:
-        """A word of a text as it will be heard, apart from its neighbours. lexicon: in place of the synthesizer's."""
+        """A word of a text as it will be heard, whatever its neighbours. lexicon: in place of the synthesizer's."""
         said = (lexicon or self.lexicon).say(word)
         return said if self.front_end is None else self.front_end.word(said, language.lower())
 
     def _readers(self, request: Request, plan: Plan, settings: StreamSettings) -> tuple[TextFeed, WordTimes | None]:
-        """What a stream's text goes through, and what finds the times of its words, where those are asked for."""
+        """What a stream's text goes through, and what finds the times of its words, if they are wanted."""
         said, language, words = settings.get("pronunciations"), request.language, None
         lexicon = self.lexicon if said is None else Lexicon(said, self.lexicon)
         named = partial(self._named, request, settings.get("voices", {}))
@@ -246,7 +243,7 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         return TextFeed(named, readers), words
 
     def _named(self, request: Request, voices: Mapping[str, Voice], name: str) -> Request | None:
-        """`request`, without text, as spoken by the voice or speaker of that name; None where there is none."""
+        """`request`, without text, with the voice or speaker of that name; None if there is none."""
         name = name.lower()
         voice = {saved.lower(): voice for saved, voice in voices.items()}.get(name)
         if voice is None and name not in self._prompts.config.speakers:
@@ -254,39 +251,39 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         return self._prompts.check(replace(request, text="", speaker=None if voice else name, voice=voice))
 
     @property
-    def _room(self) -> int:
-        """Streams that are made at once."""
+    def _made_together(self) -> int:
+        """How many streams are made together."""
         return 1 if self.lanes is None else self.lanes.slots
 
     @property
     def lanes(self) -> Lanes | None:
-        """What makes many streams together; None where that is not there, or not yet."""
+        """The lanes that make many streams together; None if there are none, or not yet."""
         batch = self.engine.runners.get("batch")
         return None if batch is None else batch.lanes
 
     @property
     def ticks(self) -> np.ndarray:
-        """What the batch engine did last, one record a tick of dtype `mktts.engine.scheduler.TICKS`, oldest first."""
+        """The newest ticks of the batch engine, one record a tick of `mktts.engine.scheduler.TICKS`, oldest first."""
         batch = self.engine.runners.get("batch")
         return np.array([] if batch is None else list(batch.log), TICKS)
 
     def set_limits(self, limits: AdmissionLimits) -> None:
-        """For a server: what bounds the streams that are open at once. A batch engine that is to come is made now,
-        which takes seconds."""
+        """For a server: limits the streams that are open at once. A batch engine that was put off is made now, which
+        takes seconds."""
         self.engine.set_limits(limits)
 
     @property
     def stats(self) -> dict[EngineName, EngineStats]:
-        """The state of each engine at the moment."""
+        """The state of each engine now."""
         return self.engine.stats
 
     @property
     def capacity(self) -> Capacity:
-        """Listeners that are admitted at once, and how that is known; inf where nothing limits them."""
+        """The number of listeners that are admitted at once, inf for no limit, and its basis."""
         return self.engine.capacity
 
     def measure_capacity(self, *, renew: bool = False, only_kept: bool = False) -> Capacity:
-        """Makes `capacity` that of this machine: what was measured before, or else a measurement of some seconds,
+        """Sets `capacity` to that of this machine: what was measured before, or else a new measurement of some seconds,
         which is kept in the cache folder by machine, model and settings. renew: measures anew. only_kept: does not
         measure. Streams that are open count as a load."""
         return self.engine.measure_capacity(self._any_request(_MEASURED_TEXT), renew, only_kept)
@@ -297,12 +294,12 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         self.engine.warm_up(self._any_request("Ready."))
 
     def forget(self, voice: Voice) -> None:
-        """Lets go of what caches hold of `voice`: prompt rows, keys and values of prefixes, codec states; soon, in the
-        worker's thread. Streams that are open go on. Raises EngineError after `close`."""
+        """Drops what caches hold of `voice`: prompt rows, keys and values of prefixes, codec states; soon, in the
+        worker's thread. Open streams go on. Raises EngineError after `close`."""
         self.engine.forget(voice)
 
     def close(self) -> None:
-        """Ends every open stream as cancelled and the worker thread, and lets go of the model. Idempotent."""
+        """Ends every open stream as cancelled, ends the worker thread, and frees the model. Idempotent."""
         self.engine.close()
 
     def __exit__(self, *_: object) -> None:
@@ -314,7 +311,7 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         return f"<Synthesizer: {name}, {self.backend_name} on {self.device}, {str(self.dtype)[6:]}{state}>"
 
     def _checked(self, text: str, settings: StreamSettings, paced: bool = True) -> tuple[Request, Plan]:
-        """What to say and how to generate it. `text`: cleaned."""
+        """What to say and how to generate it, checked. text: cleaned."""
         for name in settings.keys() - StreamSettings.__annotations__.keys():
             where = f": it belongs to sampling=Sampling(talker=Choice({name}=...))" if name in _OF_A_CHOICE else ""
             known = ", ".join(StreamSettings.__annotations__)
@@ -333,7 +330,7 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         return self._prompts.check(request), plan
 
     def _any_request(self, text: str) -> Request:
-        """One that this type of checkpoint can speak."""
+        """A request that this type of checkpoint can speak."""
         config, voice = self._prompts.config, None
         if config.type.clones:
             silent = torch.zeros(config.talker.hidden_size)

@@ -1,4 +1,3 @@
 """Many utterances in one CUDA graph: `lanes` runs ticks, `frame` is one, `codec` its sound, `kernels` what they launch.
 
-Only what is loaded for a CUDA device imports the modules in `kernels`, which need triton.
-"""
+What imports the modules in `kernels`, which need triton, is loaded for a CUDA device only."""

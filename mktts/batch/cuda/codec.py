@@ -1,5 +1,5 @@
-"""One codec frame of many streams at once on a CUDA device: rows of all lanes in one product, states by slot. A lane's
-samples and state depend on its codes and its state alone, bit for bit: every sum has one order."""
+"""One codec frame of many streams at once on a CUDA device: the rows of all lanes in one product, states by slot. A
+lane's samples and state depend on its codes and its state alone, bit for bit: every sum has one order."""
 
 from collections.abc import Callable, Iterable
 
@@ -15,19 +15,19 @@ from mktts.errors import CodecError
 from mktts.kernel.triton_kernels import compiling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
-LANES_AT_A_TIME = 512  # of one pass: with more, its memory (4.3 GB in full precision at full size) would only grow
+LANES_AT_A_TIME = 512  # in one pass: with more, only its memory would grow (4.3 GB in full precision at full size)
 
 
 class CudaCodec(FusedLayers):
-    """Codec states by slot, and `decode`, the next frame of many of them. One thread and one CUDA stream at a time.
-    "full" precision takes split operands everywhere and fp32 keys and values; "fast" takes fp16 operands in the
+    """Codec states by slot, and `decode`, which makes the next frame of many of them. One thread and one CUDA stream at
+    a time. "full" precision has split operands everywhere, and fp32 keys and values; "fast" has fp16 operands in the
     waveform blocks, and fp16 keys, values and residual sums."""
 
     def __init__(
         self, plain: Callable[[], CodecDecoder], slots: int, precision: Precision, kernels: Kernels | None = None
     ) -> None:
-        """plain: makes the fp32 decoder whose weights are packed, on the device; it is let go. slots: the last one is
-        nobody's, for padded lanes. kernels, errors: as of `FusedLayers`."""
+        """plain: makes the fp32 decoder on the device, whose weights are packed; it is not kept. slots: with the last
+        one, for padded lanes. kernels: as for `FusedLayers`."""
         decoder, fast = plain(), precision == "fast"
         self.name = "fused-fast" if fast else "fused"
         super().__init__(decoder, "the batched codec", kernels, torch.float16, fast)
@@ -39,8 +39,8 @@ class CudaCodec(FusedLayers):
 
     @torch.inference_mode()
     def enter(self, slot: int, primed: CodecState | None) -> None:
-        """`slot` begins with silence, or goes on from `primed`, a state of the plain or the fused decoder, copied, on
-        the current CUDA stream. Raises CodecError for a slot that does not exist or is nobody's, and for a state of
+        """`slot` begins with silence, or with a copy of `primed`, a state of the plain or the fused decoder, made on
+        the current CUDA stream. Raises CodecError for a slot that does not exist or is for padding, and for a state of
         another decoder."""
         self._states.enter(slot, primed)
 
@@ -51,8 +51,8 @@ class CudaCodec(FusedLayers):
 
     @torch.inference_mode()
     def compile(self, counts: Iterable[int]) -> None:
-        """Compiles the kernels of `decode` for these numbers of lanes, side by side, and takes its working memory. Runs
-        nothing."""
+        """Compiles the kernels of `decode` for these numbers of lanes, in parallel, and allocates its working memory.
+        Runs nothing."""
         with compiling():
             for count in sorted(counts, reverse=True):
                 nobody = torch.full((count,), self._states.nobody, dtype=torch.int32, device=self.device)
@@ -61,12 +61,10 @@ class CudaCodec(FusedLayers):
     @torch.inference_mode()
     def decode(self, codes: Tensor, lanes: Tensor) -> Tensor:
         """The next frame of each lane's slot: codes (B, 16) int32, lanes (B,) int32, the slots -> PCM (B, 1920) float32
-        in [-1, 1], all on the device. Codes that are no entry of their book (end of speech) give sound that means
-        nothing.
+        in [-1, 1], all on the device. Codes that are not in their codebook (end of speech) give meaningless sound.
 
-        Queues kernels only, so that a CUDA graph can hold it, once the same number of lanes was decoded. Raises
-        CodecError for other shapes and dtypes.
-        """
+        Only queues kernels, so that a CUDA graph can hold it, once it has decoded the same number of lanes. Raises
+        CodecError for other shapes and dtypes."""
         if codes.shape != (len(lanes), NUM_CODEBOOKS) or {codes.dtype, lanes.dtype} != {torch.int32}:
             raise CodecError(
                 f"codes must be (lanes, {NUM_CODEBOOKS}) int32 and lanes (lanes,) int32, got {tuple(codes.shape)} "

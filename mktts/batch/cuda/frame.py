@@ -1,5 +1,5 @@
 """One frame of many streams: a talker step over the rows of lanes and prompts together, sixteen draws, and the codec.
-Padded lanes and rows work on the slot that is nobody's."""
+Padded lanes and rows work on a slot of their own, `nobody`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConf
 
 
 class PagedMemory:
-    """`memory` (pages, layers, kv heads, 2, 64, D) and `table` (slots + 1, pages a slot) int32, both on the device.
-    Changes of the book wait for `push`, which queues them on the current CUDA stream."""
+    """Pages of keys and values on the device. memory: (pages, layers, kv heads, 2, 64, D). table: (slots + 1, pages a
+    slot) int32. It follows the host's `Pages`, whose changes `push` queues on the current CUDA stream."""
 
-    def __init__(self, book: Pages, talker: StackConfig, pages: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Raises CapacityError where the device has no room for `pages`."""
+    def __init__(self, host: Pages, talker: StackConfig, pages: int, device: torch.device, dtype: torch.dtype) -> None:
+        """host: the table's original. Raises CapacityError where the device has no memory for `pages`."""
         shape = (pages, talker.num_hidden_layers, talker.num_key_value_heads, 2, PAGE_ROWS, talker.head_dim)
         try:
             self.memory = torch.zeros(shape, dtype=dtype, device=device)
@@ -42,29 +42,29 @@ class PagedMemory:
                 f"{pages} pages of keys and values take {size / 2**30:.1f} GiB, which are not free: take fewer pages "
                 "(see LaneMemory), or end what else runs on the device"
             ) from error
-        self.table = torch.full(book.table.shape, NO_OWNER, dtype=torch.int32, device=device)
-        self._book, self._device = book, device
-        self.positions = self.table.shape[1] * PAGE_ROWS  # that it has room for, of one slot
+        self.table = torch.full(host.table.shape, NO_OWNER, dtype=torch.int32, device=device)
+        self._host, self._device = host, device
+        self.positions = self.table.shape[1] * PAGE_ROWS  # the most of one slot
 
     def push(self) -> None:
-        """Queues the copies, then what changed in the table."""
-        copies, changed = self._book.changes()
+        """Queues the copies, and then the changed rows of the table."""
+        copies, changed = self._host.changes()
         for wave in _waves(copies):
             table = uploaded(np.array(wave, np.int32), self._device)
             _, layers, heads, two, page_rows, width = self.memory.shape
             launch(rows.copy_rows, (len(wave), layers * heads * two), table, self.memory, D=width, PAGE=page_rows)
         if len(changed):
             columns = self.table.shape[1]
-            numbers = np.concatenate((changed[:, None].astype(np.int32), self._book.table[changed]), 1)
+            numbers = np.concatenate((changed[:, None].astype(np.int32), self._host.table[changed]), 1)
             lines, size = uploaded(numbers, self._device), power_of_two(columns)
             launch(rows.set_table, (len(changed),), lines, self.table, columns, COLUMNS=size, num_warps=1)
 
 
 def _waves(copies: Iterable[Copy]) -> list[list[Copy]]:
-    """Copies of one wave run at the same time, so one that needs another's page waits for the next wave."""
+    """Groups copies into waves, which each run at once: one that needs a page of another waits for the next wave."""
     waves: list[list[Copy]] = []
     written: set[int] = set()  # pages that the last wave writes
-    touched: set[int] = set()  # and those that it reads or writes
+    touched: set[int] = set()  # pages that it reads or writes
     for one in copies:
         if not waves or one.source in written or one.target in touched:
             waves.append([])
@@ -76,10 +76,10 @@ def _waves(copies: Iterable[Copy]) -> list[list[Copy]]:
 
 
 class FrameStack(Qwen3Stack):
-    """Its layers are fused. cos, sin (positions, head_dim / 2): what the first half of a head is turned by."""
+    """A `Qwen3Stack` with fused layers. cos, sin (positions, head_dim / 2): by which a head's halves are rotated."""
 
     def __init__(self, positions: int, config: StackConfig, *of: Any) -> None:
-        """of: what else a Qwen3Stack takes."""
+        """of: the other arguments of Qwen3Stack."""
         super().__init__(config, *of)
         for index in range(config.num_hidden_layers):
             self.layer_weights(index)
@@ -87,8 +87,8 @@ class FrameStack(Qwen3Stack):
 
 
 class FrameWeights:
-    """All that a frame reads. embeddings[g] holds the rows of codebook g; heads[g] gives codebook g, head 0 being the
-    talker's. tensors: by Hub name. positions: of the longest stream."""
+    """The weights that a frame reads. embeddings[g]: the rows of codebook g. heads[g]: gives the logits of codebook g,
+    head 0 being the talker's. tensors: by Hub name. positions: of the longest stream."""
 
     def __init__(
         self,
@@ -112,18 +112,18 @@ class FrameWeights:
         self.eos = config.codec_ids.eos
 
 
-_QUERIES = 8  # the least columns that a matrix product takes
-# Fixed for all buckets, since they decide the order of sums. 128 registers let four programs share a multiprocessor.
+_QUERIES = 8  # the fewest columns of a matrix product
+# The same for all buckets, as they decide the order of sums. With 128 registers four programs share a multiprocessor.
 _ATTENTION = {"num_warps": 4, "num_stages": 3, "maxnreg": 128}
-_PLACED_HEADS = 4  # key-value heads of a program, at most
-_PREDICTED_HEADS = 2
+_PLACED_HEADS = 4  # the most key-value heads of a program in `place_heads`
+_PREDICTED_HEADS = 2  # and in `attend_predictor`
 _OLD_POSITIONS = 4  # the predictor's attention is compiled for multiples of so many
 
 
 class BatchFrame:
-    """`run` makes one frame of a bucket for the lanes that stand in `block` (words,) int64 on the device, and takes the
-    prompt rows in it along. space: where it works, of `memory.space_shapes`, and what it made: `made` and `pcm`, until
-    the next tick. slots: of `memory.slot_shapes`. padded (words,) int64: the block of a tick without lanes."""
+    """`run` makes one frame of a bucket, for the lanes and prompt rows described in `block` (words,) int64 on the
+    device. space: what it works in, of `memory.space_shapes`; `made` and `pcm` hold the result until the next tick.
+    slots: of `memory.slot_shapes`. padded (words,) int64: the block of a tick without lanes."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class BatchFrame:
         self._products, self._nobody = products, len(slots.positions) - 1
         self.layout, self.lane_count, self.padded = layout, layout.lanes, layout.padded(self._nobody)
         self._numbers, self.space = layout.parts(block), space
-        self._programs = space.part.shape[2]  # that attend for one row and key-value head
+        self._programs = space.part.shape[2]  # of attention, for one row and key-value head
         self.replay: Callable[[], None] | None = None  # its CUDA graph
 
     def run(self) -> None:

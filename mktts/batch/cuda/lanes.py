@@ -1,6 +1,6 @@
-"""Many utterances on a CUDA device at once: a tick is one CUDA graph, of the smallest bucket that it fits into. All
-work is queued on one CUDA stream of its own, so a slot or a page that changes hands while ticks still run does so
-behind them."""
+"""Many utterances at once on a CUDA device: a tick is one CUDA graph, of the smallest bucket that it fits into. All
+work is queued on one CUDA stream of its own, so that a slot or page that changes hands while ticks still run does so
+after them."""
 
 import logging
 from collections import deque
@@ -35,12 +35,12 @@ from mktts.model.sampling import SEED_BITS
 from mktts.model.voice import Voice
 from mktts.spec import ModelConfig
 
-_MOST_WAITING = 2  # launched ticks
-_STAGES = 3  # one more, so that what was collected last is not written again by the next launch
+_MOST_WAITING = 2  # launched ticks in flight
+_STAGES = 3  # one more, so that the next launch does not overwrite what was collected last
 _STREAMS = 2_048
 _TEXT_TABLE = "talker.model.text_embedding.weight"
-_PART = 0.8  # of what is free: graphs, the working memory of prompts and whatever else runs need some
-_STATES_PART = 0.25  # of that, at most, for what every stream has whether it speaks or not
+_MEMORY_SHARE = 0.8  # of what is free: graphs, the working memory of prompts and whatever else runs need the rest
+_SLOTS_SHARE = 0.25  # of that, at most, for slots, which take memory whether they have a stream or not
 
 
 class CudaLanes:
@@ -68,15 +68,17 @@ class CudaLanes:
         graphs: bool = True,
         deterministic: bool = False,
     ) -> None:
-        """`tensors` by Hub name; those that the device has in this dtype are shared. slots: the engine's. positions: of
-        the longest stream, prompt and frames. pages: with page 0; see `LaneMemory` for what all that takes.
+        """Allocates the device's memory, and the buckets' frames.
 
-        codec: of slots + 1 slots. primed: makes codec states after references, once there is one.
-        settings: its buckets are what runs. graphs: recorded by `prepare`, or at a bucket's first tick; without, every
-        tick is launched kernel by kernel.
+        tensors: by Hub name; those that the device has in this dtype are shared. slots: the engine's. positions: of the
+        longest stream, prompt and frames. pages: with page 0; `LaneMemory` has what all this takes.
+
+        codec: with slots + 1 slots. primed: makes codec states from references, when the first is needed.
+        settings: its buckets are those that run. graphs: record them in `prepare`, or at a bucket's first tick;
+        otherwise every tick is launched kernel by kernel.
         deterministic: a stream's codes depend neither on its neighbours nor on the bucket.
-        Raises CapacityError where the device has no room for the pages, or not even one stream could open.
-        """
+
+        Raises CapacityError where the device has no memory for the pages, or not even one stream could open."""
         self.config, self.device, self.dtype, self.slots = config, device, dtype, slots
         self.settings, self.model = settings or TickSettings.h200(), TickModel.h200()
         self.pages = Pages(pages, slots, positions)
@@ -107,14 +109,14 @@ class CudaLanes:
         self._stages = deque(Stage(words, most) for _ in range(_STAGES))
         self._waiting: deque[Stage] = deque()
         self._kept: list[Any] = []  # until the next tick is over
-        self._silent: set[int] = set()  # slots of new streams: what the codec holds of others goes before the next tick
+        self._silent: set[int] = set()  # slots of new streams, whose codec states are cleared before the next tick
         self._after_caller()
 
     # ---- buckets
 
     def prepare(self) -> None:
-        """Records the CUDA graphs of all buckets, the largest first, whose memory the others then share. Takes some
-        seconds, and more where kernels are compiled."""
+        """Records the CUDA graphs of all buckets, the largest first, since the others share its memory. Takes some
+        seconds, and more if kernels must be compiled."""
         if self._pool is None:
             return
         buckets = [self._buckets[size] for size in sorted(self._buckets, reverse=True)]
@@ -130,7 +132,7 @@ class CudaLanes:
                 self._record(bucket)
 
     def _record(self, bucket: BatchFrame) -> None:
-        """Records its CUDA graph, once; it runs on padding for that."""
+        """Records a bucket's CUDA graph, once; for that it runs on padding."""
         if bucket.replay is not None or self._pool is None:
             return
         with torch.cuda.stream(self._stream):
@@ -141,7 +143,7 @@ class CudaLanes:
 
     def _begin_codec(self, slot: int, reference: Tensor | None) -> None:
         if reference is None:
-            self._silent.add(slot)  # those of many arrivals are cleared together
+            self._silent.add(slot)  # many new streams are cleared together
             return
         if self._primed is None:
             self._primed = self._make_primed()
@@ -176,9 +178,9 @@ class CudaLanes:
     # ---- ticks
 
     def launch(self, tick: Tick, rows: Sequence[Tensor | None]) -> Stage:
-        """See `Lanes.launch`. Raises EngineError for a tick that does not fit its bucket or what has begun, or a third
-        one that waits, PromptError for a row too many, too few or of another shape; then nothing is changed.
-        """
+        """See `Lanes.launch`. Raises EngineError for a tick that does not fit its bucket or the prompts that have
+        begun, or for a third one in flight, PromptError for a row that is missing, extra or misshapen; nothing is
+        changed then."""
         bucket = self._buckets.get(tick.bucket)
         if bucket is None:
             raise EngineError(f"{tick.bucket} (lanes, prompt rows) is none of the buckets {sorted(self._buckets)}")
@@ -235,13 +237,13 @@ class CudaLanes:
         return prompts
 
     def _addresses(self, tick: Tick, rows: Sequence[Tensor | None]) -> tuple[list[int], list[Tensor]]:
-        """Where the text rows of all but the new lanes lie, and those of them that were made for this tick."""
+        """The addresses of the text rows of all but the new lanes, and the rows that were copied for this tick."""
         new, width, dtype = tick.new_lanes, self.config.talker.hidden_size, self.dtype
         if len(rows) != len(tick.lanes) or any(row is not None for row in rows[:new]):
             raise PromptError(f"expected {len(tick.lanes)} rows, None for the first {new} of them, got {len(rows)}")
         index = self._block.get_device()
         addresses, made = [], []
-        checked = None  # most rows are one and the same, the one behind a text's end
+        checked = None  # most rows are one and the same, that after the end of a text
         for lane, row in enumerate(rows[new:], new):
             if addresses and row is checked:
                 addresses.append(addresses[-1])
@@ -257,7 +259,7 @@ class CudaLanes:
         return addresses, made
 
     def _after_caller(self) -> None:
-        """Work queued from now on runs behind what the caller's CUDA stream holds."""
+        """Makes work that is queued from now on wait for what the caller's CUDA stream holds."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
 
@@ -272,19 +274,19 @@ def cuda_lanes(
     deterministic: bool | None = None,
     embeddings: Mapping[str, Tensor] | None = None,
 ) -> CudaLanes:
-    """Lanes whose graphs are recorded. embeddings: the codebooks' tables by Hub name, where the device has them. Raises
-    CapacityError where the memory does not hold one stream."""
+    """Lanes, sized by the free memory, whose graphs are recorded. embeddings: the codebooks' tables by Hub name, if the
+    device has them. Raises CapacityError where the memory does not hold one stream."""
     config, tensors = checkpoint.config, checkpoint.tensors()
     plain = partial(CodecDecoder, checkpoint.codec_config, checkpoint.codec_tensors(), device)
     decoder: CodecDecoder | None = plain()
-    # A slot holds a state of the decoder, in fp16 with the fast precision, and one more place of keys and values.
+    # A slot holds a state of the decoder, in fp16 at fast precision, and one more position of keys and values.
     state_bytes = int(1.02 * decoder.start().flat.nbytes) // (1 if settings.codec == "full" else 2)
     each = LaneMemory(config, dtype, settings.positions, state_bytes)
     # Talker and predictor, and the projected text rows; the text table itself stays in its file.
     weights = sum(one.numel() for name, one in tensors.items() if name.startswith("talker.") and name != _TEXT_TABLE)
     weights += len(tensors[_TEXT_TABLE]) * config.talker.hidden_size
-    free = int(_PART * torch.cuda.mem_get_info(device)[0]) - each.tick - weights * dtype.itemsize
-    slots = settings.max_streams or max(1, min(_STREAMS, int(_STATES_PART * free / each.slot)))
+    free = int(_MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]) - each.tick - weights * dtype.itemsize
+    slots = settings.max_streams or max(1, min(_STREAMS, int(_SLOTS_SHARE * free / each.slot)))
     left = free - each.slot * (slots + 1) if settings.memory_bytes is None else settings.memory_bytes
     pages = left // each.page
     if pages < 2:

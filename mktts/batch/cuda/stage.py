@@ -1,5 +1,5 @@
-"""Where a launched tick meets the host: what goes to the device, one block of 64-bit words, of which every kernel reads
-its part, and what comes back. Rows of text and of prompts stand in the block by address."""
+"""The host's side of a launched tick: what goes to the device, one block of 64-bit words of which every kernel reads
+its part, and what comes back. The block has text rows and prompt rows by their addresses."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
 SETTINGS = 12  # 32-bit words of a lane's settings, see `packed`
-PENALTY = 10
-_CHOICES = (2, 6)  # where the talker's and the predictor's settings begin
-_OF_LANES = ("slots", "fresh", "ends", "selected", "text")  # parts of a block, then the settings
+PENALTY = 10  # the word of the repetition penalty
+_CHOICES = (2, 6)  # the first words of the talker's and of the predictor's `Choice`
+_OF_LANES = ("slots", "fresh", "ends", "selected", "text")  # parts of a block, followed by the settings
 _OF_ROWS = ("row_slots", "row_positions", "row_addresses")
 _MOST_WHOLE = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The block of one bucket: lanes x prompt rows."""
+    """The layout of one bucket's block, for `lanes` and `prompt_rows`."""
 
     lanes: int
     prompt_rows: int
@@ -40,11 +40,10 @@ class BlockLayout:
     def parts(self, block: np.ndarray | Tensor) -> SimpleNamespace:
         """Views of `block` (at least `words`,) int64, on the host or on the device, of B lanes and P prompt rows.
 
-        Of lanes (B,): slots; fresh, 1 at the first frame behind a prompt; ends, rows of that prompt; selected, the row
-        of the talker whose hidden state counts: a lane's own (its number) or, B further, the last of its prompt; text,
+        Of lanes (B,): slots; fresh: 1 at the first frame behind a prompt; ends: rows of that prompt; selected: the
+        talker's row whose hidden state counts, a lane's own (its number) or, from B on, the last of its prompt; text:
         the address of the text row, 0 for none. settings (B, 12) int32: `packed`. Of prompt rows (P,): row_slots,
-        row_positions, row_addresses (0: a row that only fills the bucket).
-        """
+        row_positions, row_addresses (0: a row that only fills the bucket)."""
         sizes = {**dict.fromkeys(_OF_LANES, self.lanes), "settings": SETTINGS // 2 * self.lanes}
         parts, at = SimpleNamespace(), 0
         for name, size in (sizes | dict.fromkeys(_OF_ROWS, self.prompt_rows)).items():
@@ -55,7 +54,7 @@ class BlockLayout:
         return parts
 
     def padded(self, nobody: int) -> np.ndarray:
-        """The block (words,) of a tick without lanes: all of them work on the slot `nobody`, at a first frame."""
+        """The block (words,) of a tick without lanes: all work on the padding slot `nobody`, at a first frame."""
         block = np.zeros(self.words, np.int64)
         parts = self.parts(block)
         parts.slots[:] = parts.row_slots[:] = nobody
@@ -68,7 +67,7 @@ class BlockLayout:
         self, block: np.ndarray, tick: Tick, text: Sequence[int], settings: np.ndarray, prompts: Sequence[np.ndarray]
     ) -> None:
         """Writes `tick` into `block`, which is `padded`. text: addresses of the text rows of all but the new lanes.
-        settings (slots, 12) int32. prompts: of each of the tick's pieces, addresses (L,) int64 of the prompt's rows."""
+        settings (slots, 12) int32. prompts: for each of the tick's pieces the addresses (L,) int64 of its prompt."""
         parts, count, new = self.parts(block), len(tick.lanes), tick.new_lanes
         parts.slots[:count] = tick.lanes
         parts.settings[:count] = settings[tick.lanes]
@@ -104,13 +103,13 @@ def packed(sampling: Sampling, seed: int) -> np.ndarray:
 
 
 def uploaded(numbers: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on the device, which is queued on the current CUDA stream: the host does not wait for it."""
+    """A copy on the device, queued on the current CUDA stream; the host does not wait for it."""
     return torch.from_numpy(numbers).pin_memory().to(device, non_blocking=True)
 
 
 class Stage:
-    """One tick at a time: `begin`, its work, then `end`, all on one CUDA stream; later `collect`. block (words,) int64
-    goes to the device. kept: what must stay in memory until the tick is over."""
+    """Buffers of one tick at a time: `begin`, the tick's work, then `end`, all on one CUDA stream; later `collect`.
+    block: (words,) int64, which goes to the device. kept: what must stay in memory until the tick is over."""
 
     def __init__(self, words: int, lanes: int) -> None:
         def pinned(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -126,14 +125,14 @@ class Stage:
         self._before: Stage | None = None
 
     def begin(self, before: Stage | None = None) -> None:
-        """The tick's clock starts here, in the current stream's order. before: the stage of the tick that was launched
-        last, until this one is collected."""
+        """Starts the tick's clock, in the current stream's order. before: the stage of the newest tick in flight, from
+        whose end `idle_s` counts."""
         self._before = before
         self._began.record()
 
     def end(self, made: Tensor, pcm: Tensor, count: int) -> None:
-        """Queues the way back. made (17 B,) int32, pcm (B, 1920) fp32: see `memory.space_shapes`; `count` lanes are
-        filled."""
+        """Queues the copies to the host. made (17 B,) int32, pcm (B, 1920) fp32: see `memory.space_shapes`; `count`
+        lanes are filled."""
         self._lanes, self._count = len(made) // (NUM_CODEBOOKS + 1), count
         self._made[: len(made)].copy_(made, non_blocking=True)
         self._pcm[:count].copy_(pcm[:count], non_blocking=True)

@@ -1,5 +1,5 @@
-"""Tiles of the fixed-order products and of the codec's: which one a product of so many rows takes. The parts of a sum
-belong to the matrix alone; all else may depend on the rows, since it does not change a bit of the result."""
+"""Tiles of the fixed-order products and of the codec's, chosen by the number of rows. The parts of a sum depend on the
+matrix alone; all else may depend on the rows, since it does not change a bit of the result."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class FixedOrderTile:
-    """What one program makes of x @ weight.T: `rows` x `columns`, `depth` of the sum at a time. stages: blocks of
-    operands on their way at once. turned: the weights take the matrix unit's operand that needs 64 rows. split: each
-    part of the sum has its own program."""
+    """The tile that one program makes of x @ weight.T: `rows` x `columns`, `depth` of the sum at a time. stages: blocks
+    of operands in flight. turned: the weights are the operand of the matrix unit that needs 64 rows. split: each part
+    of the sum has its own program."""
 
     rows: int
     columns: int
@@ -36,12 +36,12 @@ class FixedOrderTile:
     split: bool = False
 
     def shared_bytes(self, kind: Kind, itemsize: int) -> int:
-        """Bytes of shared memory that a program takes at most: its blocks on their way, and 1 KiB for barriers."""
+        """Bytes of shared memory that a program takes at most: its blocks in flight, and 1 KiB for barriers."""
         columns = 2 * self.columns if kind is Kind.GATED else self.columns
         return (self.rows + columns) * self.depth * itemsize * self.stages + 1024
 
     def fitted(self, kind: Kind, itemsize: int, limit: int) -> FixedOrderTile:
-        """With as many stages, at least two, as `limit` bytes hold."""
+        """The tile with as many stages as fit into `limit` bytes, but at least two."""
         tile = self
         while tile.stages > 2 and tile.shared_bytes(kind, itemsize) > limit:
             tile = replace(tile, stages=tile.stages - 1)
@@ -50,7 +50,7 @@ class FixedOrderTile:
 
 @dataclass(frozen=True)
 class TilePlan:
-    """The parts of a matrix's sums, and its tiles by the most rows that each serves; the last serves any number."""
+    """The number of parts of a matrix's sums, and its tiles by the most rows of each; the last takes any number."""
 
     parts: int
     tiles: tuple[tuple[int, FixedOrderTile], ...]
@@ -69,7 +69,7 @@ def _plan(table: dict[str, Any]) -> TilePlan:
 _RULE = {kind: _plan(_TABLE["rule"][kind.value]) for kind in Kind}
 # Cards with less shared memory multiply by instructions that take operands from registers: smaller tiles fit those.
 _SMALL_RULE = {kind: _plan(_TABLE["small_rule"][kind.value]) for kind in Kind}
-# By (kind, columns, depth), the fastest of 182 on an H200; others go by `_RULE`.
+# By (kind, columns, depth), the fastest of 182 tiles on an H200; other products go by `_RULE`.
 _MEASURED = {(Kind(table["kind"]), table["columns"], table["depth"]): _plan(table) for table in _TABLE["products"]}
 LARGE_SHARED_BYTES = 227 * 1024  # that a program may have on compute capability 9.0, CUDA C++ Programming Guide
 _SINGLE = TilePlan(
@@ -78,8 +78,8 @@ _SINGLE = TilePlan(
 
 
 def plan_of(kind: Kind, columns: int, depth: int, itemsize: int, limit: int) -> TilePlan:
-    """The plan of a matrix of `columns` results and sums of `depth` terms, elements of `itemsize` bytes. limit: bytes
-    of shared memory that a program may have on the device."""
+    """The plan of a matrix of `columns` results and sums of `depth` terms, of `itemsize` bytes each. limit: bytes of
+    shared memory that a program may have on the device."""
     if itemsize == 4:
         return _SINGLE
     if limit >= LARGE_SHARED_BYTES:
@@ -87,18 +87,18 @@ def plan_of(kind: Kind, columns: int, depth: int, itemsize: int, limit: int) -> 
     else:
         plan = _SMALL_RULE[kind]
     if any(depth % (plan.parts * tile.depth) for _, tile in plan.tiles):
-        # One part reads beyond the last column as zeros; several would read into the next.
+        # Beyond the last column one part reads zeros; several parts would read the columns of the next.
         return TilePlan(1, tuple((most, replace(tile, split=False)) for most, tile in plan.tiles))
     return plan
 
 
 # ---- of the batched codec
 #
-# The depth of a step is one for a layer, whatever the rows: matrix units add the values of a step in one order, so that
-# steps of another depth could round otherwise. The other sizes of a tile only choose which program makes a value.
+# All steps of a layer have one depth, whatever the rows: a matrix unit adds the values of a step in one order, and
+# steps of another depth could round differently. The other sizes of a tile only choose which program makes a value.
 
 _PROGRAMS = 132  # that fill a large GPU once: the multiprocessors of an H100 or H200
-_LEAST_ROWS = 64  # of Hopper's matrix instructions: with fewer, another instruction would run, and round otherwise
+_LEAST_ROWS = 64  # of Hopper's matrix instructions: with fewer another instruction would run, and round differently
 _SHORT_DEPTH = 768  # terms
 
 # The fastest tiles of some products on an H200: (outs, depth, channels, split) -> (most rows, tile), in ascending order
@@ -125,13 +125,13 @@ def product_tile(rows: int, outs: int, depth: int, channels: int, split: bool, s
 
 
 def step_depth(channels: int) -> int:
-    """Terms of a step: within one tap, if the channels allow it."""
+    """Terms of a step, all within one tap if the channels allow it."""
     return next((depth for depth in (64, 32, 16) if channels % depth == 0), 16)
 
 
 def candidates(outs: int, depth: int, channels: int, split: bool) -> Iterator[ProductTile]:
-    """Tiles for a product that was not measured, the largest first. Sums take 128 registers of a thread at most. Short
-    sums take small tiles: while some programs store, others compute."""
+    """Tiles for a product that was not measured, the largest first. Their sums take at most 128 registers a thread.
+    Short sums have small tiles, so that some programs compute while others store."""
     step = step_depth(channels)
     stages = 4 if step < 64 else 3
     short = depth <= _SHORT_DEPTH
@@ -155,7 +155,7 @@ def _smallest(outs: int, step: int) -> ProductTile:
 
 
 def fitted(tile: ProductTile, split: bool, shared_bytes: int) -> ProductTile:
-    """`tile` with fewer stages, then fewer rows and columns, as far as its operands must fit into `shared_bytes`."""
+    """`tile` with fewer stages, then with fewer rows and columns, until its operands fit into `shared_bytes`."""
     while tile.shared_bytes(split) > shared_bytes:
         if tile.stages > 2:
             tile = replace(tile, stages=tile.stages - 1)

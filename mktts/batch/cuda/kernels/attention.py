@@ -1,32 +1,31 @@
 """Triton kernels of the talker's attention over paged keys and values, see `mktts.batch.cuda.kernels.rows`.
 
-A row's positions fall into up to PARTS parts of whole pages, by the row's own length only. The parts are joined in
-their order by one formula, `_join`, whether one program makes all of them or each has its own: the result is the same
-bit for bit. Launch with enable_fp_fusion=False, so that the compiler may not contract the formula in two ways.
-"""
+A row's positions are divided into up to PARTS parts of whole pages, by the row's length alone. One formula, `_join`,
+joins the parts in their order, whether one program makes all of them or each has its own: the result is the same bit
+for bit. Launch with enable_fp_fusion=False, so that the compiler cannot contract the formula in two ways."""
 
 import triton
 import triton.language as tl
 
 _FAR = tl.constexpr(-1.0e30)  # a score that no position reaches: its exponential is 0
-_PART_PAGES = tl.constexpr(2)  # the least of a part: shorter ones cost more in joins than programs gain
+_PART_PAGES = tl.constexpr(2)  # the fewest of a part: shorter ones cost more in joins than more programs gain
 
 
 @triton.jit
 def _part_pages(pages, PARTS: tl.constexpr):
-    """Pages of a part where a row has `pages`."""
+    """Pages of each part of a row that has `pages`."""
     return tl.maximum((pages + PARTS - 1) // PARTS, _PART_PAGES)
 
 
 @triton.jit
 def _nothing(D: tl.constexpr, QUERIES: tl.constexpr):
-    """Softmax sums of no positions, as of `_join`."""
+    """Softmax sums of no positions, as `_join` takes them."""
     return tl.full((QUERIES,), _FAR, tl.float32), tl.zeros((QUERIES,), tl.float32), tl.zeros((D, QUERIES), tl.float32)
 
 
 @triton.jit
 def _join(top, total, sums, top_2, total_2, sums_2):
-    """Softmax sums of two ranges of positions -> those of both: largest score, sum of exponentials (queries,), weighted
+    """Joins the softmax sums of two ranges of positions: largest score and sum of exponentials (queries,), and weighted
     values (D, queries)."""
     higher = tl.maximum(top, top_2)
     fade = tl.exp(top - higher)
@@ -43,14 +42,13 @@ def attend(
 ):  # fmt: skip
     """Program (kv head, row, i of `programs`): softmax(q k) v over positions 0..row_pos of the row's slot.
 
-    programs 1: the only one makes all parts and writes `out` (rows, HEADS D). programs PARTS: each makes a part and
-    writes sums to `part` (rows, HEADS, PARTS, D) fp32, its largest score and total to `bounds` (rows, HEADS, PARTS, 2)
-    fp32, for `combine`. QUERIES: the query heads of a kv head, padded to what a matrix product takes as its columns;
-    positions are its rows, so that the matrix unit reads keys and values where they lie.
-    """
+    programs 1: the only one makes all parts and writes `out` (rows, HEADS D). programs PARTS: each makes a part, and
+    writes its sums to `part` (rows, HEADS, PARTS, D) fp32, and its largest score and total to `bounds` (rows, HEADS,
+    PARTS, 2) fp32, for `combine`. QUERIES: the query heads of a kv head, padded to the columns of a matrix product;
+    positions are its rows, so that the matrix unit reads keys and values where they lie."""
     T: tl.constexpr = q.dtype.element_ty
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    kv_head = tl.program_id(0)  # the quickest to change, so that what runs together reads memory that lies together
+    kv_head = tl.program_id(0)  # changes fastest, so that programs that run together read memory that lies together
     row = tl.program_id(1).to(tl.int64)
     number = tl.program_id(2)
     slot = tl.load(row_slot + row)
@@ -71,7 +69,7 @@ def attend(
         for i in range(first, last):
             page = tl.load(table + slot * table_stride + i).to(tl.int64)
             keys = pages + ((page * layers + layer) * KV_HEADS + kv_head) * 2 * PAGE * D
-            here = i * PAGE + p < length  # what lies behind the newest position may be anything: it is not read
+            here = i * PAGE + p < length  # what lies behind the newest position is undefined, and not read
             k = tl.load(keys + p[:, None] * D + d[None, :], mask=here[:, None], other=0.0)
             v = tl.load(keys + PAGE * D + p[None, :] * D + d[:, None], mask=here[None, :], other=0.0)
             if (i % each == 0) & (i > first):  # a new part
@@ -97,7 +95,7 @@ def attend(
 
 @triton.jit
 def combine(row_pos, part, bounds, out, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr):
-    """Program (row, head): joins what PARTS programs of `attend` left."""
+    """Program (row, head): joins the sums that PARTS programs of `attend` have written."""
     T: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     head = row * HEADS + tl.program_id(1)

@@ -68,16 +68,15 @@ def _noise(seed_low, seed_high, frame, book, SIZE: tl.constexpr):
 
 @triton.jit
 def _best_kept(scores, seed_low, seed_high, frame, book, top_k, top_p, SIZE: tl.constexpr):
-    """The id with the largest score + noise among those that top-k and top-p keep, the lowest of equals.
+    """The id with the largest score + noise among those that top-k and top-p keep; of equal ones the lowest.
 
-    The filters are asked only of candidates: the best id is taken, and refused where `top_k` or more scores lie above
-    its own, or where the kept mass above it reaches `top_p`; then the search goes on among the ids above it.
-    """
+    Only candidates are checked: the best id is taken, and refused if `top_k` or more scores lie above its own, or if
+    the kept mass above it reaches `top_p`; then the search goes on among the ids above it."""
     i = tl.arange(0, SIZE)
     noisy = tl.where(scores > _NEVER, scores + _noise(seed_low, seed_high, frame, book, SIZE), _NEVER)
     best = tl.argmax(noisy, 0, tie_break_left=True)
     most = tl.max(scores, 0)
-    if ((top_k > 0) | (top_p < 1.0)) & (most > _NEVER):  # else nothing may be drawn, and the search would not end
+    if ((top_k > 0) | (top_p < 1.0)) & (most > _NEVER):  # otherwise no id may be drawn, and the search would not end
         won = tl.max(tl.where(i == best, scores, _NEVER), 0)
         limit = 3.0e38
         if top_p < 1.0:
@@ -115,15 +114,14 @@ def draw(
     V: tl.constexpr, SIZE: tl.constexpr, H: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, NORM: tl.constexpr,
     SETTINGS: tl.constexpr, PENALTY: tl.constexpr,
 ):  # fmt: skip
-    """Program (lane): chooses code `book` of the lane's slot, and makes the predictor's next input of its embedding.
+    """Program (lane): draws code `book` of the lane's slot, and makes the predictor's next input from its embedding.
 
-    By lane: lanes int64, its slot; logits at a stride of `row_stride`, V of them; settings (B, SETTINGS) int32, see
-    `mktts.batch.cuda.stage.packed`; codes (B, 16) int32; ended_out int32, 2 where no logit is a number; codec_slots
-    int32, the slot whose codec goes on, which is nobody's where the slot has ended. By slot: frames, ended int32, seen
-    (slots, V) uint8 of code 0, embedding_sum (slots, H) fp32. x_out gets the embedding (behind the talker's hidden
-    state where FIRST), h_out its norm where NORM. A score that is no number, or infinite, is as one that may not be
-    drawn.
-    """
+    By lane: lanes int64, its slot; logits, V of them, at a stride of `row_stride`; settings (B, SETTINGS) int32, see
+    `mktts.batch.cuda.stage.packed`; codes (B, 16) int32; ended_out int32: 1 where the slot has ended, 2 where no logit
+    is a number; codec_slots int32: the slot whose codec state advances, `nobody` where the slot has ended. By slot:
+    frames, ended int32, seen (slots, V) uint8 of code 0, embedding_sum (slots, H) fp32. x_out gets the embedding (after
+    the talker's hidden state where FIRST), h_out its norm where NORM. A score that is infinite or no number counts as
+    one that may not be drawn."""
     T: tl.constexpr = logits.dtype.element_ty
     lane = tl.program_id(0).to(tl.int64)
     slot = tl.load(lanes + lane)
@@ -134,7 +132,7 @@ def draw(
     frame = tl.load(frames + slot)
     mine = settings + lane * SETTINGS
     if FIRST:
-        broken = tl.sum((scores > _NEVER).to(tl.int32), 0) == 0  # the hidden state held no numbers
+        broken = tl.sum((scores > _NEVER).to(tl.int32), 0) == 0  # no logit is a number
         by = tl.load(mine + PENALTY).to(tl.float32, bitcast=True)
         was = tl.load(seen + slot * V + i, mask=inside, other=0) != 0
         scores = tl.where(was, tl.where(scores > 0, tl.div_rn(scores, tl.zeros_like(scores) + by), scores * by), scores)
@@ -150,7 +148,7 @@ def draw(
             scores, tl.load(mine), tl.load(mine + 1), frame, tl.full((), 0, tl.int32) + book,
             tl.load(choice + 2), tl.load(choice + 3).to(tl.float32, bitcast=True), SIZE,
         )  # fmt: skip
-    best = tl.minimum(best, V - 1)  # whatever the scores were, a row of the table
+    best = tl.minimum(best, V - 1)  # a row of the table, whatever the scores were
     tl.store(codes + lane * 16 + book, best)
     c = tl.arange(0, H)
     row = tl.load(table + best.to(tl.int64) * H + c).to(tl.float32)

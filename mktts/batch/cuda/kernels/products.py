@@ -1,10 +1,9 @@
-"""The matrix products of a batched frame: by cuBLAS, whose order of a row's sums changes with the number of rows, and
-with it a stream's codes; or by Triton kernels that keep one order, whatever rows come with a row.
+"""The matrix products of a batched frame: by cuBLAS, where the order of a row's sums, and with it a stream's codes,
+depends on the number of rows; or by Triton kernels that keep one order, whatever other rows there are.
 
 An element of x @ weight.T is a sum over k in PARTS parts of equal length. Within a part fp32 accumulates over ascending
 k; the parts are added in their order, ((p0 + p1) + p2) + ... . Tiles of any size, and parts made by one program or by
-several, give the same bits: the number of rows may decide which of them runs, it does not touch the sum.
-"""
+several, give the same bits: the number of rows may choose among them, and does not change the sum."""
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +19,8 @@ from mktts.kernel.triton_kernels import launch
 
 @triton.jit
 def _block(source, row, k, rows, stride, depth, SIZE: tl.constexpr, BK: tl.constexpr, DESCRIBED: tl.constexpr):
-    """(SIZE, BK) at (row, k) of the matrix `source` (rows, depth), zeros outside of it.
-
-    DESCRIBED: it is a tensor descriptor, for the copy engine of compute capability 9.0 and above; else a pointer.
-    """
+    """(SIZE, BK) at (row, k) of the matrix `source` (rows, depth), zeros outside of it. DESCRIBED: `source` is a tensor
+    descriptor, for the copy engine of compute capability 9.0 and above; otherwise a pointer."""
     if DESCRIBED:
         return source.load([row, k])
     else:
@@ -105,9 +102,8 @@ def product(
 def add_parts_norm(x, delta, weight, out, eps, rows, parts, N: tl.constexpr, PARTS: tl.constexpr):
     """Program (row): x += the sum of delta's parts, then out = rms(x) * weight. x, out (rows, N).
 
-    delta (parts, rows, N) fp32, 1 <= parts <= PARTS. How many there are is not compiled in: one binary makes the sum
-    of squares, so that its order does not change with them.
-    """
+    delta (parts, rows, N) fp32, 1 <= parts <= PARTS. `parts` is not compiled in: one binary makes the sum of squares,
+    whose order must not change with it."""
     T: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, N)
@@ -169,7 +165,7 @@ class FixedOrderProducts(CublasProducts):
         launch(add_parts_norm, (len(x),), x, delta, norm, out, eps, len(x), parts, **sizes)
 
     def _product(self, kind: Kind, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Returns `out` (..., R, N), contiguous, with each part by itself where the tile is split."""
+        """Makes the product in `out` (..., R, N), contiguous, each part by itself if the tile is split. Returns it."""
         count, columns, depth = x.shape[0], out.shape[-1], x.shape[1]
         plan = plan_of(kind, columns, depth, x.element_size(), self._limit)
         tile = plan.tile(count).fitted(kind, x.element_size(), self._limit)

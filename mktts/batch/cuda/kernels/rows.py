@@ -1,9 +1,8 @@
 """Triton kernels between the talker's products. The unit is a row, not a stream: row r belongs to slot row_slot[r] at
-position row_pos[r], so that the rows of lanes and of prompts ride in one launch.
+position row_pos[r], so that one launch takes the rows of lanes and of prompts.
 
-Keys and values are paged: pages (pages, layers, kv heads, 2, PAGE, D), and a slot's i-th page stands in
-table[slot, i]. Values are rounded as in `mktts.kernel.rows`.
-"""
+Keys and values are paged: pages (pages, layers, kv heads, 2, PAGE, D); table[slot, i] is the slot's i-th page. Values
+are rounded as in `mktts.kernel.rows`."""
 
 import triton
 import triton.language as tl
@@ -19,13 +18,12 @@ def inputs(
 ):  # fmt: skip
     """Program (row): the row's slot and position, its input x and the norm of that, h (rows, H).
 
-    Rows before `lane_count` are the lanes': x = round(sum of the newest frame's embeddings) + text row, at the slot's
-    next position. A lane at its first frame (`fresh`) has no such row, its prompt's rows ride behind; its slot begins
-    anew: behind `ends` rows, no frames, no code seen, not ended. A lane whose slot has ended, or is full, has none
-    either. What has no row works on zeros at position 0 of the slot that is nobody's; so do prompt rows without an
-    address. The first seven arguments are parts of the tick's block; positions, frames, ended (slots,) int32, seen
-    (slots, V) uint8, embedding_sum (slots, H) fp32.
-    """
+    Rows before `lane_count` are those of lanes: x = round(sum of the newest frame's embeddings) + text row, at the
+    slot's next position. A lane at its first frame (`fresh`) has no such row, since the rows of its prompt follow
+    below; its slot begins anew: at position `ends`, with no frames, no code seen, not ended. A lane whose slot has
+    ended, or is full, has no row either. A lane without a row, and a prompt row without an address, work on zeros at
+    position 0 of the padding slot `nobody`. The first seven arguments are parts of the tick's block; positions, frames,
+    ended (slots,) int32, seen (slots, V) uint8, embedding_sum (slots, H) fp32."""
     T: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, H)
@@ -107,10 +105,9 @@ def attend_predictor(
     `start`, which is at most OLD.
 
     qkv (lanes * NEW, (HEADS + 2 KV_HEADS) D); cache (lanes, KV_HEADS, 2, POSITIONS, D) of this layer; out (lanes * NEW,
-    HEADS D). All of a frame's positions fit in registers, so that nothing is paged. Every tensor is (TILE, D / 2), the
-    first or the second half of heads: then sums over positions need no exchange between threads. OLD does not touch
-    the result: positions from `start` on add zeros.
-    """
+    HEADS D). All positions of a frame fit into registers, so that nothing is paged. Every tensor is (TILE, D / 2), the
+    first or the second half of heads, so that sums over positions need no exchange between threads. OLD does not change
+    the result: positions from `start` on add zeros."""
     T: tl.constexpr = qkv.dtype.element_ty
     HALF: tl.constexpr = D // 2
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -176,7 +173,7 @@ def attend_predictor(
 
 @triton.jit(do_not_specialize=["columns"])
 def set_table(changes, table, columns, COLUMNS: tl.constexpr):
-    """Program (change): table (slots, columns) int32 gets a row. changes (n, 1 + columns) int32: slot, then its row."""
+    """Program (change): sets a row of table (slots, columns) int32. changes (n, 1 + columns) int32: slot and row."""
     change = changes + tl.program_id(0).to(tl.int64) * (columns + 1)
     slot = tl.load(change).to(tl.int64)
     i = tl.arange(0, COLUMNS)
@@ -185,10 +182,8 @@ def set_table(changes, table, columns, COLUMNS: tl.constexpr):
 
 @triton.jit
 def copy_rows(copies, pages, D: tl.constexpr, PAGE: tl.constexpr):
-    """Program (copy, part): the first rows of one page's keys, or values, of one layer and head.
-
-    copies (n, 3) int32: source, target, rows. pages (pages, parts, PAGE, D).
-    """
+    """Program (copy, part): copies the first rows of one page's keys, or values, of one layer and head. copies (n, 3)
+    int32: source, target, rows. pages (pages, parts, PAGE, D)."""
     copy = copies + 3 * tl.program_id(0).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
     source = (tl.load(copy).to(tl.int64) * parts + part) * PAGE * D
