@@ -1,6 +1,7 @@
 """Servers on a real socket, in a thread of the test; one over a synthesizer that remembers its streams."""
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -10,8 +11,10 @@ from typing import Any
 
 import uvicorn
 
-from mktts.engine.options import Guard, StreamOptions
+from mktts.audio import to_pcm16
+from mktts.engine.options import Chunk, Guard, StreamOptions
 from mktts.engine.stream import Stream
+from mktts.model.voice import Voice
 from mktts.server.app import speech_server
 from mktts.server.service import SpeechService
 from mktts.server.settings import Limits, listen, url_of
@@ -23,38 +26,47 @@ WAIT_S = 60.0
 
 
 class Watched:
-    """A synthesizer; `streams` holds what it opened, `made_at_cancel` how many frames each had when it was ended.
+    """A synthesizer; `streams` holds what it opened, each with the `settings` it was asked for (its text among them),
+    `made_at_cancel` how many frames each had when it was ended, `forgotten` the voices that it was to let go.
 
-    guard: of every stream, whatever is asked for."""
+    guard: of every stream, whatever is asked for. error_at: of the streams to come, a chunk, from 1, and what is raised
+    in its place."""
 
     def __init__(self, synthesizer: Synthesizer, guard: Guard | None = None) -> None:
         self._guard = guard
+        self.error_at: tuple[int, Exception] | None = None
         self.streams: list[Stream] = []
+        self.forgotten: list[Voice] = []
         self.made_at_cancel: dict[int, int] = {}
+        self.forget = self.forgotten.append
         self._synthesizer = synthesizer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._synthesizer, name)
 
-    def stream(self, *arguments: Any, **settings: Any) -> Stream:
-        return self._watch(self._synthesizer.stream(*arguments, **self._guarded(settings)))
+    def stream(self, text: str, **settings: Any) -> Stream:
+        return self._watch(self._synthesizer.stream, {"text": text, **settings})
 
     def open(self, **settings: Any) -> Stream:
-        return self._watch(self._synthesizer.open(**self._guarded(settings)))
+        return self._watch(self._synthesizer.open, settings)
 
-    def _guarded(self, settings: dict[str, Any]) -> dict[str, Any]:
-        if self._guard is None:
-            return settings
-        return {**settings, "options": replace(settings["options"] or StreamOptions(), guard=self._guard)}
-
-    def _watch(self, stream: Stream) -> Stream:
-        cancel = stream.cancel
+    def _watch(self, make: Callable[..., Stream], settings: dict[str, Any]) -> Stream:
+        if self._guard is not None:
+            settings["options"] = replace(settings["options"] or StreamOptions(), guard=self._guard)
+        stream = make(**settings)
+        cancel, take, error_at, taken = stream.cancel, stream.take, self.error_at, itertools.count(1)
 
         def noted() -> None:
             cancel()
             self.made_at_cancel.setdefault(id(stream), len(stream.codes))
 
-        stream.cancel = noted
+        async def failing(within_s: float | None = None) -> Chunk | None:
+            chunk = await take(within_s)
+            if error_at is not None and next(taken) == error_at[0]:
+                raise error_at[1]
+            return chunk
+
+        stream.settings, stream.cancel, stream.take = settings, noted, failing
         self.streams.append(stream)
         return stream
 
@@ -120,6 +132,15 @@ def served(
     service = SpeechService(watched, limits or Limits(wait_s=WAIT_S), uploads=uploads)
     with listen("127.0.0.1", 0, service.limits) as bound, running(speech_server(service, **access), bound) as url:
         yield Served(url, service, watched)
+
+
+def fed(synth: Synthesizer, *pieces: str, **settings: Any) -> bytes:
+    """What the synthesizer itself says, as 16-bit PCM, of a text that comes in pieces."""
+    with synth.open(**settings) as session:
+        for piece in pieces:
+            session.feed(piece)
+        session.finish()
+        return to_pcm16(session.read())
 
 
 def until(condition: Callable[[], object], what: str, within_s: float = WAIT_S) -> None:
