@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import uvicorn
 
 from mktts.audio import to_pcm16
+from mktts.checkpoint import Checkpoint
 from mktts.engine.options import Chunk, Guard, StreamOptions
 from mktts.engine.stream import Stream
 from mktts.model.voice import Voice
@@ -132,6 +134,11 @@ def served(
     service = SpeechService(watched, limits or Limits(wait_s=WAIT_S), uploads=uploads)
     with listen("127.0.0.1", 0, service.limits) as bound, running(speech_server(service, **access), bound) as url:
         yield Served(url, service, watched)
+
+
+def plain_voice(checkpoint: Checkpoint) -> Voice:
+    """A saved voice without a transcript."""
+    return Voice(torch.zeros(checkpoint.config.talker.hidden_size), None, None, checkpoint.config.model_size)
 
 
 def fed(synth: Synthesizer, *pieces: str, **settings: Any) -> bytes:

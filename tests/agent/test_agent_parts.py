@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from absent import needs, python_without
+from absent import needs
 from pipecat.frames import frames
 from pipecat.observers.base_observer import FramePushed
 from pipecat.processors.aggregators.llm_context import LLMContext
@@ -158,20 +158,6 @@ async def test_only_what_leaves_the_voice_behind_an_interruption_is_stale():
         first = (source, frame) != (voice, interruption)
         await observer.on_push_frame(FramePushed(source, None, frame, FrameDirection.DOWNSTREAM, 0, first_push=first))
         assert observer.stale_frames == stale
-
-
-def test_without_pipecat_help_is_shown_and_everything_else_names_the_package():
-    code = (
-        "from mktts.cli import main\n"
-        "try: import mktts.pipecat\n"
-        "except ImportError as error: print(error)\n"
-        "assert main(['agent']) == 2\n"
-        "main(['agent', '--help'])"
-    )
-    done = python_without(["pipecat", "fastapi", "uvicorn", "pocketsphinx", "aiortc", "loguru"], code)
-    assert done.returncode == 0, done.stderr
-    assert "needs the package pipecat-ai: pip install" in done.stdout and "examples:" in done.stdout
-    assert done.stderr.count("needs the package pipecat: pip install -r requirements.txt") == 1
 
 
 # ---- Whisper, over a stand-in for faster-whisper

@@ -19,7 +19,7 @@ from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ
 
 
 def test_pcm_is_that_of_the_stream_and_the_record_says_how_it_ended(api, tiny):
-    words = {"nginx": "engine X"}
+    words = {"Hello": "Hullo there"}
     asked = {"seed": 3, "max_frames": 9, "speaker": tiny.config.default_speaker.upper(), "pronunciations": words}
     answer = api.tts(**asked, trim_lead=True)
     assert answer.status_code == 200 and answer.content == to_pcm16(api.said(3, 9, pronunciations=words))

@@ -6,14 +6,13 @@ from dataclasses import asdict, replace
 import httpx
 import openai
 import pytest
-import torch
 from absent import needs
+from served import plain_voice
 from sounds import decoded
 
 from mktts.audio import to_pcm16
 from mktts.audio.encoding import Encoder
 from mktts.errors import ServerError
-from mktts.model.voice import Voice
 from mktts.server.openai_routes import KeptSounds
 from mktts.server.schemas import DEFAULT
 from mktts.server.voices import OPENAI_VOICES, voice_aliases
@@ -280,7 +279,7 @@ async def test_models_and_voices_are_listed(api):
 
 
 def test_saved_voices_of_a_base_checkpoint_are_called_by_name(make_api, tiny_base):
-    voice = Voice(torch.zeros(tiny_base.config.talker.hidden_size), None, None, tiny_base.config.model_size)
+    voice = plain_voice(tiny_base)
     api = make_api(checkpoint=tiny_base, voices={"Anna": voice}, aliases={"narrator": "anna"})
     names = [{"voice": name} for name in ("anna", "ANNA", "narrator", "alloy", None)]
     for body in (*names, {"ref_audio": "Anna"}):

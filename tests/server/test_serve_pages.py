@@ -15,7 +15,6 @@ import pytest
 from absent import needs
 from chromium import BINARY, MICROPHONE_RATE_HZ, NAMES, visited
 from served import served
-from test_voices import Clones
 
 from mktts.server.app import PAGE
 from mktts.server.settings import Limits
@@ -152,10 +151,9 @@ async def test_an_audio_element_plays_an_address_and_jumps_in_it_but_not_on_a_pa
 
 @needs_chromium
 @needs("av", "python_multipart")
-async def test_the_page_asks_for_the_key_speaks_and_keeps_a_recorded_voice(make_api, tiny_base, tmp_path, monkeypatch):
+async def test_the_page_asks_for_the_key_speaks_and_keeps_a_recorded_voice(make_api, tiny_base, tmp_path):
     """The browser's microphone hears a hum."""
     folder = tmp_path / "voices"
-    Clones(monkeypatch)
     seconds = np.arange(20 * MICROPHONE_RATE_HZ) / MICROPHONE_RATE_HZ
     hum = 0.15 * sum(np.sin(2 * np.pi * 140 * k * seconds) / k for k in range(1, 8))
     settings = {"uploads": VoiceFolder(folder, 3), "api_key": KEY}
