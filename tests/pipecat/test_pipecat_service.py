@@ -122,7 +122,7 @@ async def test_words_after_an_interruption_are_told_while_they_are_heard():
         await talk.say(frames.InterruptionFrame(), *turn("Now this one."))
         await talk.until(lambda: len(source.speeches) == 2)
         source.speeches[1].give(10, open=True)
-        await talk.until(lambda: talk.heard().endswith("Now this one."))
+        await talk.until(lambda: talk.heard().endswith(" Now"))  # before the end, which brings all that is left
         source.speeches[1].give(1)
 
 
