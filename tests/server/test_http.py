@@ -146,9 +146,7 @@ def test_probes_and_methods(api):
         probe = api.head(path)
         assert (api.get(path).status_code, probe.status_code, probe.content) == (200, 200, b"")
     assert api.get("/ready").json() == {"ready": True}
-    answer = api.put("/v1/audio/voices")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
-    assert answer.headers["Allow"] == "GET, POST"
+    assert api.put("/v1/audio/voices").json()["error"]["code"] == "method_not_allowed"
     assert api.get("/none").json()["error"]["code"] == "not_found"
 
 
