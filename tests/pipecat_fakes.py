@@ -36,12 +36,12 @@ async def taken(speech: Speech) -> bytes:
 class FakeSpeech:
     """Pieces of `PIECE`, as many as it is allowed; `error` comes after the last one."""
 
+    finish_reason = None
+
     def __init__(self, pieces: int | None, error: Exception | None = None) -> None:
         self.texts: list[str] = []
         self.finished = asyncio.Event()
         self.cancelled = False
-        self.made = 0
-        self.finish_reason = None
         self.left: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
         if pieces is not None:
             self.give(pieces, error)
@@ -67,11 +67,9 @@ class FakeSpeech:
     async def __anext__(self) -> bytes:
         piece = await self.left.get()
         if self.cancelled or piece is None:
-            self.finish_reason = "cancelled" if self.cancelled else "eos"
             raise StopAsyncIteration
         if isinstance(piece, Exception):
             raise piece
-        self.made += 1
         return piece
 
 

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 from pipecat.frames import frames
 from pipecat.metrics.metrics import TTFBMetricsData
 from pipecat.services.tts_service import TextAggregationMode
 from pipecat.transcriptions.language import Language
-from pipecat_fakes import Talk, metrics, turn
+from pipecat_fakes import Talk, metrics, taken, turn
 from served import Served, Watched, fed, plain_voice, served
 
 import mktts.pipecat
@@ -170,15 +169,12 @@ async def test_nothing_to_say_in_a_fed_utterance_is_an_end_without_audio(place, 
 
 async def test_a_synthesizer_closed_in_mid_speech_is_a_failure_not_an_end(tiny):
     synth = Synthesizer.load(tiny, device="cpu", cpu_threads=1, engine="single")
-    tts = MkttsTTSService(source=LocalSource(synth, options=StreamOptions(guard=Guard.off())))
-    async with Talk(tts) as talk:
-        await talk.say(frames.TTSSpeakFrame("One two three four five six seven eight nine ten eleven."))
-        await talk.until(lambda: talk.of(frames.TTSAudioRawFrame))
-        synth.close()
-        await talk.until(lambda: talk.up)
-    assert [type(frame) for frame in talk.up] == [SpeechFailedFrame]
-    assert isinstance(talk.up[0].exception, EngineError)
-    assert not talk.heard().endswith("eleven.")
+    source = LocalSource(synth, options=StreamOptions(guard=Guard.off()))
+    speech = await source.speak(LONG, Style(voice="vivian"))
+    await anext(speech)
+    synth.close()
+    with pytest.raises(EngineError, match="closed"):
+        await taken(speech)
 
 
 async def test_a_saved_voice_speaks_on_a_base_checkpoint(tiny_base, tmp_path):
@@ -200,13 +196,10 @@ def test_the_shared_model_is_loaded_once_and_closed_when_told():
     one = MkttsTTSService(checkpoint="random:tiny")
     two = MkttsTTSService(checkpoint="random:tiny", settings=Settings(voice="ryan"))
     assert {id(synth) for synth in (*found, one._source._synthesizer, two._source._synthesizer)} == {id(found[0])}
-    assert one.settings.model == "random:tiny"
     close_shared_synthesizers()
     with pytest.raises(EngineError):
         found[0].stream("Hello.", speaker="vivian")
-    again = shared_synthesizer("random:tiny")
-    assert again is not found[0]
-    assert isinstance(again.say("Hello.", speaker="vivian", max_frames=1), np.ndarray)
+    assert len(shared_synthesizer("random:tiny").say("Hello.", speaker="vivian", max_frames=1))
     close_shared_synthesizers()
 
 
