@@ -170,7 +170,6 @@ class Talk:
 
 
 def turn(*tokens: str) -> list[frames.Frame]:
-    """An LLM's reply."""
     return [frames.LLMFullResponseStartFrame(), *map(frames.LLMTextFrame, tokens), frames.LLMFullResponseEndFrame()]
 
 

@@ -43,7 +43,6 @@ async def watched_tts(request, synth) -> AsyncIterator[tuple[Watched, TTS]]:
 
 
 def said(synth: Synthesizer, *tokens: str) -> bytes:
-    """What the synthesizer itself makes of these tokens."""
     return fed(synth, *tokens, seed=SEED, options=StreamOptions(markup="strip", guard=GUARD)).rstrip(b"\0")
 
 

@@ -1,7 +1,4 @@
-"""A whole conversation offline: recorded user speech in, an interruption, a context that holds what was heard.
-
-Random weights: the bot's voice is noise; its text is known.
-"""
+"""A whole conversation offline: recorded user speech in, an interruption, a context that holds what was heard."""
 
 import numpy as np
 import pytest
@@ -22,7 +19,6 @@ async def test_a_text_that_was_not_recorded_is_told_before_anything_is_loaded():
 
 
 async def test_a_conversation_with_an_interruption(checkpoint_cache):
-    """One conversation, in real time, looked at from all sides."""
     script = (UserTurn("tell me a story"), UserTurn("stop please", after_s=1.0))
     settings = from_environment({}, checkpoint="random:tiny", turn_end="timeout", greeting="", seed=1)
     talk = await converse(settings, script)

@@ -46,8 +46,6 @@ def server(synth: Synthesizer) -> Iterator[Served]:
 
 @dataclass
 class Place:
-    """Where the model is. watched: what it is asked for."""
-
     source: Callable[[], SpeechSource]
     watched: Watched
 
@@ -70,7 +68,6 @@ def audio(talk: Talk) -> bytes:
 
 
 def alone(synth: Synthesizer, text: str, **how) -> bytes:
-    """What the synthesizer itself makes of a text."""
     return to_pcm16(synth.say(text, **{"speaker": "vivian", "seed": 5, "options": OPTIONS, **how}))
 
 

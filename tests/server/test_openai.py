@@ -25,7 +25,6 @@ SPOKEN = {"model": "tts-1", "voice": "default", "input": "Hello."}
 
 
 def client(api) -> openai.AsyncOpenAI:
-    """OpenAI's, over the application of `api`."""
     http = httpx.AsyncClient(transport=httpx.ASGITransport(api.application, raise_app_exceptions=False))
     return openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=http)
 

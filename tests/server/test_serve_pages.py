@@ -152,7 +152,6 @@ async def test_an_audio_element_plays_an_address_and_jumps_in_it_but_not_on_a_pa
 @needs_chromium
 @needs("av", "python_multipart")
 async def test_the_page_asks_for_the_key_speaks_and_keeps_a_recorded_voice(make_api, tiny_base, tmp_path):
-    """The browser's microphone hears a hum."""
     folder = tmp_path / "voices"
     seconds = np.arange(20 * MICROPHONE_RATE_HZ) / MICROPHONE_RATE_HZ
     hum = 0.15 * sum(np.sin(2 * np.pi * 140 * k * seconds) / k for k in range(1, 8))

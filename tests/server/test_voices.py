@@ -185,10 +185,10 @@ def test_an_uploaded_voice_is_its_owners_file_and_speaks_under_every_key_that_na
     assert same(used, clones[0][-1]) and clones[0][1:3] == (24_000, SAID)
     for body in ({"voice": "ANNA"}, {"ref_audio": "Anna"}, {"voice": {"id": "anna"}}):
         assert spoken(api, **body) is used, body
-    plain = {"text": "Hello.", "speaker": "anna", "max_frames": 1}
-    assert api.post("/tts/stream", json=plain, headers=bearer(ANNA)).status_code == 200
-    with api.open_socket(headers=bearer(ANNA)) as socket:
-        socket.send_json({"type": "start", **plain})
+    api.headers.update(bearer(ANNA))
+    assert api.tts(speaker="anna").status_code == 200
+    with api.open_socket() as socket:
+        socket.send_json({"type": "start", "text": "Hello.", "speaker": "anna", "max_frames": 1})
         assert socket.receive_json()["type"] == "started"
     assert [stream.settings["voice"] is used for stream in api.synth.streams[-2:]] == [True, True]
 
