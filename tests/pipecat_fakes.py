@@ -42,7 +42,7 @@ class FakeSpeech:
         self.texts: list[str] = []
         self.finished = asyncio.Event()
         self.cancelled = False
-        self.left: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+        self.left = asyncio.Queue()  # of bytes, an error, or None
         if pieces is not None:
             self.give(pieces, error)
 
@@ -80,7 +80,7 @@ class FakeSource(SpeechSource):
     sample_rate_hz = SAMPLE_RATE_HZ
     default_voice = "vivian"
 
-    def __init__(self, plan: Callable[[str], FakeSpeech] = lambda text: FakeSpeech(3)) -> None:
+    def __init__(self, plan: Callable[[str], FakeSpeech]) -> None:
         self.plan = plan
         self.asked: list[tuple[str, Style]] = []
         self.speeches: list[FakeSpeech] = []

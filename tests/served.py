@@ -1,7 +1,6 @@
 """Servers on a real socket, in a thread of the test; one over a synthesizer that remembers its streams."""
 
 import contextlib
-import itertools
 import socket
 import threading
 import time
@@ -14,7 +13,7 @@ import uvicorn
 
 from mktts.audio import to_pcm16
 from mktts.checkpoint import Checkpoint
-from mktts.engine.options import Chunk, Guard, StreamOptions
+from mktts.engine.options import Guard, StreamOptions
 from mktts.engine.stream import Stream
 from mktts.model.voice import Voice
 from mktts.server.app import speech_server
@@ -28,19 +27,14 @@ WAIT_S = 60.0
 
 
 class Watched:
-    """A synthesizer; `streams` holds what it opened, each with the `settings` it was asked for (its text among them),
-    `made_at_cancel` how many frames each had when it was ended, `forgotten` the voices that it was to let go.
+    """A synthesizer; `streams` holds what it opened, `made_at_cancel` how many frames each had when it was ended.
 
-    guard: of every stream, whatever is asked for. error_at: of the streams to come, a chunk, from 1, and what is raised
-    in its place."""
+    guard: of every stream, whatever is asked for."""
 
     def __init__(self, synthesizer: Synthesizer, guard: Guard | None = None) -> None:
         self._guard = guard
-        self.error_at: tuple[int, Exception] | None = None
         self.streams: list[Stream] = []
-        self.forgotten: list[Voice] = []
         self.made_at_cancel: dict[int, int] = {}
-        self.forget = self.forgotten.append
         self._synthesizer = synthesizer
 
     def __getattr__(self, name: str) -> Any:
@@ -56,19 +50,13 @@ class Watched:
         if self._guard is not None:
             settings["options"] = replace(settings["options"] or StreamOptions(), guard=self._guard)
         stream = make(**settings)
-        cancel, take, error_at, taken = stream.cancel, stream.take, self.error_at, itertools.count(1)
+        cancel = stream.cancel
 
         def noted() -> None:
             cancel()
             self.made_at_cancel.setdefault(id(stream), len(stream.codes))
 
-        async def failing(within_s: float | None = None) -> Chunk | None:
-            chunk = await take(within_s)
-            if error_at is not None and next(taken) == error_at[0]:
-                raise error_at[1]
-            return chunk
-
-        stream.settings, stream.cancel, stream.take = settings, noted, failing
+        stream.cancel = noted
         self.streams.append(stream)
         return stream
 

@@ -150,7 +150,7 @@ async def test_a_failed_engine_is_a_permanent_error_and_the_unspoken_text_stays_
 
 async def test_settings_that_do_not_fit_are_permanent_until_they_change():
     with pytest.raises(ValueError, match="both"):
-        MkttsTTSService(checkpoint="random:tiny", source=FakeSource())
+        MkttsTTSService(checkpoint="random:tiny", source=FakeSource(FakeSpeech))
 
     def plan(text: str) -> FakeSpeech:
         if source.asked[-1][1].voice == "nobody":

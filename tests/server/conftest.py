@@ -1,6 +1,7 @@
 """A server in process, and one on a socket, over synthesizers of tiny checkpoints that remember their streams."""
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,37 @@ from fastapi.testclient import TestClient
 from served import Served, Watched, served, until
 
 from mktts.checkpoint import Checkpoint
+from mktts.engine.options import Chunk
+from mktts.engine.stream import Stream
+from mktts.model.voice import Voice
 from mktts.server.app import make_app
 from mktts.server.service import SpeechService
 from mktts.synth import Synthesizer
+
+
+class Synth(Watched):
+    """`streams` have the `settings` they were asked for. forgotten: voices that were to be let go. error_at: of the
+    streams to come, a chunk, from 1, and what is raised in its place."""
+
+    error_at: tuple[int, Exception] | None = None
+
+    def __init__(self, synthesizer: Synthesizer) -> None:
+        super().__init__(synthesizer)
+        self.forgotten: list[Voice] = []
+        self.forget = self.forgotten.append
+
+    def _watch(self, make: Callable[..., Stream], settings: dict[str, Any]) -> Stream:
+        stream = super()._watch(make, settings)
+        take, error_at, taken = stream.take, self.error_at, count(1)
+
+        async def failing(within_s: float | None = None) -> Chunk | None:
+            chunk = await take(within_s)
+            if error_at is not None and next(taken) == error_at[0]:
+                raise error_at[1]
+            return chunk
+
+        stream.settings, stream.take = settings, failing
+        return stream
 
 
 class Api(TestClient):
@@ -19,7 +48,7 @@ class Api(TestClient):
 
     def __init__(self, synth: Synthesizer, **settings: Any) -> None:
         access = {name: settings.pop(name) for name in ("api_key", "origins", "hosts") if name in settings}
-        self.synth = Watched(synth)
+        self.synth = Synth(synth)
         self.service = SpeechService(self.synth, **settings)
         self.application = make_app(self.service, **access)
         super().__init__(self.application, base_url="http://localhost", raise_server_exceptions=False)

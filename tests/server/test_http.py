@@ -107,19 +107,20 @@ def test_a_stream_that_finds_no_place_is_told_to_come_back(api, caplog):
     assert sum("busy: refused with 2 streams open" in line for line in caplog.messages) == 4
 
 
-def test_a_failure_is_a_500_before_the_first_byte_and_a_broken_body_after_it(synth, caplog):
+def test_a_failure_is_a_500_before_the_first_byte_and_a_broken_body_after_it(make_api, caplog):
+    synth = make_api().synth
     with served(synth, Limits()) as server, httpx.Client(base_url=server.url) as client:
         body = {"text": "Hello.", "max_frames": 60}
-        server.watched.error_at = (1, RuntimeError("gone: Hello."))
+        synth.error_at = (1, RuntimeError("gone: Hello."))
         answer = client.post("/tts/stream", json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
         assert "Hello." not in answer.text
-        server.watched.error_at = (3, RuntimeError("gone"))
+        synth.error_at = (3, RuntimeError("gone"))
         for _ in range(2):
             with client.stream("POST", "/tts/stream", json=body) as answer, pytest.raises(httpx.RemoteProtocolError):
                 assert answer.status_code == 200 and answer.read()
         assert client.get("/health").json()["status"] == "failing" and client.get("/ready").status_code == 503
-        server.watched.error_at = None
+        synth.error_at = None
         assert client.post("/tts/stream", json=body).status_code == 200
         assert client.get("/health").json()["status"] == "ok"
     assert {record.name for record in caplog.records if record.levelname == "ERROR"} == {"mktts.server.service"}

@@ -78,9 +78,9 @@ async def opened(folder, synth, sound=SILENCE, **settings):
 
 @needs_chromium
 @pytest.mark.skipif(shutil.which("node") is None or shutil.which("curl") is None, reason="needs node and curl")
-async def test_examples_of_other_programs_speak_as_they_are_copied_and_each_voice_has_a_sample(synth, tmp_path):
+async def test_examples_of_other_programs_speak_as_they_are_copied_and_each_voice_has_a_sample(make_api, tmp_path):
     text = 'It\'s "quoted" & costs $5 \\ `so`.'
-    async with opened(tmp_path, synth, api_key=KEY) as (server, page):
+    async with opened(tmp_path, make_api().synth, api_key=KEY) as (server, page):
         await page.until("document.querySelectorAll('#voices span').length > 2")
         voice = await page.js("document.querySelectorAll('#voices input')[2].value")
         await page.click("#voices span:nth-child(3) input")

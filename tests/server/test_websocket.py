@@ -88,8 +88,8 @@ def test_several_utterances_share_a_connection_and_a_refused_start_drops_what_wa
 
 def test_cancel_ends_the_stream_and_a_new_start_need_not_wait(api):
     with api.open_socket() as socket:
-        send(socket, "start", seed=1, max_frames=400)
-        send(socket, "text", text="Hello there. " * 20)
+        send(socket, "start", seed=1, max_frames=4_000)  # a minute's work
+        send(socket, "text", text="Hello there. " * 200)
         first = socket.receive_json()
         socket.receive_json(), socket.receive_bytes()
         send(socket, "cancel")
@@ -169,7 +169,7 @@ def test_a_message_that_makes_no_sense_is_told_and_closes_the_connection(api, me
 
 async def test_a_client_that_is_found_gone_while_it_is_written_to_ends_the_connection_quietly(api):
     gone = asyncio.Event()
-    said = [{"type": "start", "text": "Hello."}, {"type": "text", "text": "More."}]
+    said = [{"type": "start", "text": "Hello there. " * 200}, {"type": "text", "text": "More."}]
 
     async def receive() -> dict[str, Any]:
         if not said:
