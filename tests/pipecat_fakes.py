@@ -5,16 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
-from pipecat.frames.frames import (
-    EndFrame,
-    Frame,
-    LLMFullResponseEndFrame,
-    LLMFullResponseStartFrame,
-    LLMTextFrame,
-    MetricsFrame,
-    TTSAudioRawFrame,
-    TTSTextFrame,
-)
+from pipecat.frames import frames
 from pipecat.pipeline.pipeline import Pipeline
 from pipecat.pipeline.worker import PipelineParams, PipelineWorker
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
@@ -45,13 +36,13 @@ async def taken(speech: Speech) -> bytes:
 class FakeSpeech:
     """Pieces of `PIECE`, as many as it is allowed; `error` comes after the last one."""
 
+    finish_reason = None
+
     def __init__(self, pieces: int | None, error: Exception | None = None) -> None:
         self.texts: list[str] = []
         self.finished = asyncio.Event()
         self.cancelled = False
-        self.made = 0
-        self.finish_reason = None
-        self.left: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+        self.left = asyncio.Queue()  # of bytes, an error, or None
         if pieces is not None:
             self.give(pieces, error)
 
@@ -76,11 +67,9 @@ class FakeSpeech:
     async def __anext__(self) -> bytes:
         piece = await self.left.get()
         if self.cancelled or piece is None:
-            self.finish_reason = "cancelled" if self.cancelled else "eos"
             raise StopAsyncIteration
         if isinstance(piece, Exception):
             raise piece
-        self.made += 1
         return piece
 
 
@@ -91,7 +80,7 @@ class FakeSource(SpeechSource):
     sample_rate_hz = SAMPLE_RATE_HZ
     default_voice = "vivian"
 
-    def __init__(self, plan: Callable[[str], FakeSpeech] = lambda text: FakeSpeech(3)) -> None:
+    def __init__(self, plan: Callable[[str], FakeSpeech]) -> None:
         self.plan = plan
         self.asked: list[tuple[str, Style]] = []
         self.speeches: list[FakeSpeech] = []
@@ -120,8 +109,8 @@ class Talk:
         sink = QueuedFrameProcessor(queue=down, queue_direction=FrameDirection.DOWNSTREAM)
         origin = QueuedFrameProcessor(queue=up, queue_direction=FrameDirection.UPSTREAM)
         self._queues = (down, up)
-        self.down: list[Frame] = []
-        self.up: list[Frame] = []
+        self.down: list[frames.Frame] = []
+        self.up: list[frames.Frame] = []
         self.worker = PipelineWorker(
             Pipeline([origin, service, *after, sink]),
             cancel_on_idle_timeout=False,
@@ -129,10 +118,7 @@ class Talk:
             params=PipelineParams(audio_out_sample_rate=rate_hz, enable_metrics=True, enable_usage_metrics=True),
         )
         self._started = asyncio.Event()
-        self.worker.add_event_handler("on_pipeline_started", self._on_started)
-
-    async def _on_started(self, worker: PipelineWorker, frame: Frame) -> None:
-        self._started.set()
+        self.worker.add_event_handler("on_pipeline_started", lambda *_: self._started.set())
 
     async def __aenter__(self) -> Self:
         runner = WorkerRunner(handle_sigint=False)
@@ -143,13 +129,13 @@ class Talk:
 
     async def __aexit__(self, kind: type | None, *_: object) -> None:
         if kind is None:
-            await self.say(EndFrame())
+            await self.say(frames.EndFrame())
         else:
             await self.worker.cancel()
         await self.ended()
 
-    async def say(self, *frames: Frame) -> None:
-        for frame in frames:
+    async def say(self, *said: frames.Frame) -> None:
+        for frame in said:
             await self.worker.queue_frame(frame)
 
     async def until(self, condition: Callable[[], Any]) -> None:
@@ -164,9 +150,9 @@ class Talk:
         self._collect()
 
     def _collect(self) -> None:
-        for queue, frames in zip(self._queues, (self.down, self.up), strict=True):
+        for queue, came in zip(self._queues, (self.down, self.up), strict=True):
             while not queue.empty():
-                frames.append(queue.get_nowait())
+                came.append(queue.get_nowait())
 
     def of(self, *kinds: type) -> list[Any]:
         return [frame for frame in self.down if isinstance(frame, kinds)]
@@ -177,18 +163,17 @@ class Talk:
 
     def heard(self) -> str:
         """What the conversation's context would hold: the words that came, in order."""
-        return " ".join(frame.text for frame in self.of(TTSTextFrame) if frame.append_to_context)
+        return " ".join(frame.text for frame in self.of(frames.TTSTextFrame) if frame.append_to_context)
 
     def samples(self) -> int:
-        return sum(frame.num_frames for frame in self.of(TTSAudioRawFrame))
+        return sum(frame.num_frames for frame in self.of(frames.TTSAudioRawFrame))
 
 
-def turn(*tokens: str) -> list[Frame]:
-    """An LLM's reply."""
-    return [LLMFullResponseStartFrame(), *map(LLMTextFrame, tokens), LLMFullResponseEndFrame()]
+def turn(*tokens: str) -> list[frames.Frame]:
+    return [frames.LLMFullResponseStartFrame(), *map(frames.LLMTextFrame, tokens), frames.LLMFullResponseEndFrame()]
 
 
 def metrics(talk: Talk, kind: type) -> list:
     """Placeholders of zero, which Pipecat sends at the start, left out."""
-    data = [data for frame in talk.of(MetricsFrame) for data in frame.data if isinstance(data, kind)]
+    data = [data for frame in talk.of(frames.MetricsFrame) for data in frame.data if isinstance(data, kind)]
     return [each for each in data if getattr(each, "value", None) != 0.0]

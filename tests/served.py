@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import uvicorn
 
+from mktts.audio import to_pcm16
+from mktts.checkpoint import Checkpoint
 from mktts.engine.options import Guard, StreamOptions
 from mktts.engine.stream import Stream
+from mktts.model.voice import Voice
 from mktts.server.app import speech_server
 from mktts.server.service import SpeechService
 from mktts.server.settings import Limits, listen, url_of
@@ -36,18 +40,16 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._synthesizer, name)
 
-    def stream(self, *arguments: Any, **settings: Any) -> Stream:
-        return self._watch(self._synthesizer.stream(*arguments, **self._guarded(settings)))
+    def stream(self, text: str, **settings: Any) -> Stream:
+        return self._watch(self._synthesizer.stream, {"text": text, **settings})
 
     def open(self, **settings: Any) -> Stream:
-        return self._watch(self._synthesizer.open(**self._guarded(settings)))
+        return self._watch(self._synthesizer.open, settings)
 
-    def _guarded(self, settings: dict[str, Any]) -> dict[str, Any]:
-        if self._guard is None:
-            return settings
-        return {**settings, "options": replace(settings["options"] or StreamOptions(), guard=self._guard)}
-
-    def _watch(self, stream: Stream) -> Stream:
+    def _watch(self, make: Callable[..., Stream], settings: dict[str, Any]) -> Stream:
+        if self._guard is not None:
+            settings["options"] = replace(settings["options"] or StreamOptions(), guard=self._guard)
+        stream = make(**settings)
         cancel = stream.cancel
 
         def noted() -> None:
@@ -120,6 +122,20 @@ def served(
     service = SpeechService(watched, limits or Limits(wait_s=WAIT_S), uploads=uploads)
     with listen("127.0.0.1", 0, service.limits) as bound, running(speech_server(service, **access), bound) as url:
         yield Served(url, service, watched)
+
+
+def plain_voice(checkpoint: Checkpoint) -> Voice:
+    """A saved voice without a transcript."""
+    return Voice(torch.zeros(checkpoint.config.talker.hidden_size), None, None, checkpoint.config.model_size)
+
+
+def fed(synth: Synthesizer, *pieces: str, **settings: Any) -> bytes:
+    """What the synthesizer itself says, as 16-bit PCM, of a text that comes in pieces."""
+    with synth.open(**settings) as session:
+        for piece in pieces:
+            session.feed(piece)
+        session.finish()
+        return to_pcm16(session.read())
 
 
 def until(condition: Callable[[], object], what: str, within_s: float = WAIT_S) -> None:

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from pipecat.frames import frames
 from pipecat.metrics.metrics import LLMUsageMetricsData
@@ -122,7 +122,6 @@ def test_the_arguments_choose_it_and_speak_its_tokens(checkpoint_cache):
 
 
 def test_what_an_interruption_left_is_kept_and_the_rest_is_computed(model, monkeypatch):
-    """Counted where it is computed: rows that go through the stack."""
     rows: list[int] = []
     advance = Qwen3Stack.advance
 
@@ -155,8 +154,8 @@ async def test_a_server_of_ones_own_answers_without_a_key():
     app, asked = FastAPI(), []
 
     @app.post("/v1/chat/completions")
-    async def complete(request: Request) -> StreamingResponse:
-        asked.append(await request.json())
+    async def complete(body: dict) -> StreamingResponse:
+        asked.append(body)
         part = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "m"}
         choices = [{"index": 0, "delta": {"content": word}, "finish_reason": None} for word in WORDS]
         events = [json.dumps({**part, "choices": [choice]}) for choice in choices]

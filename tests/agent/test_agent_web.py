@@ -92,7 +92,6 @@ async def visit(url: str) -> AsyncIterator[Visitor]:
 
 
 async def test_a_conversation_over_the_pages_socket(url):
-    """Greeting, a question in speech, its transcript, the answer's captions and latencies, all over one socket."""
     async with visit(url) as page:
         for wrong in ("not json", "[]", '"hello"', b"\1\2\3"):
             await page.socket.send(wrong)
@@ -147,7 +146,6 @@ def test_the_page_is_served_alone_and_learns_what_it_talks_to(url):
 
 
 async def test_the_page_is_guarded_as_a_server_is_and_takes_its_key_in_the_address(url):
-    """tests/server/test_access.py has what the guard does."""
     foreign = {"Origin": "https://example.org"}
     assert httpx.get(url + "/agent/config", headers=foreign).status_code == 403
     with pytest.raises(websockets.InvalidStatus, match="403"):

@@ -1,7 +1,4 @@
-"""The agent's page: its audio code in node, and the page itself in a real Chromium with a fake microphone.
-
-`make reference` takes a picture of the page in a conversation with the real bot.
-"""
+"""The agent's page: its audio code in node, and the page itself in a real Chromium with a fake microphone."""
 
 import contextlib
 import json
@@ -98,7 +95,6 @@ class PageBot:
 
 @needs_chromium
 async def test_the_page_talks(tmp_path):
-    """Microphone, playback, an interruption, captions, latencies, mute, typed text, errors, in one visit."""
     beep = np.concatenate([tone(0.3, BEEP_HZ, MICROPHONE_RATE_HZ, peak) for peak in (0.5, 0.0)])
     bot = PageBot()
     async with contextlib.AsyncExitStack() as stack:
@@ -148,7 +144,6 @@ async def test_the_page_talks(tmp_path):
 @needs("pocketsphinx", "aiortc")
 @pytest.mark.parametrize("transport", ["websocket", "webrtc"])
 async def test_a_conversation_with_the_real_agent(tmp_path, checkpoint_cache, transport):
-    """Three turns of recorded speech, the last of which interrupts; what the page shows is what both have said."""
     with running_agent(AgentSettings(turn_end="timeout", seed=1)) as url:
         async with visit(tmp_path, url, transport) as page:
             said = "[...document.querySelectorAll('#captions .user .said')].map(s => s.textContent)"

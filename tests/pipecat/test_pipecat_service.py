@@ -122,13 +122,12 @@ async def test_words_after_an_interruption_are_told_while_they_are_heard():
         await talk.say(frames.InterruptionFrame(), *turn("Now this one."))
         await talk.until(lambda: len(source.speeches) == 2)
         source.speeches[1].give(10, open=True)
-        await talk.until(lambda: talk.heard().endswith("Now this one."))
+        await talk.until(lambda: talk.heard().endswith(" Now"))  # before the end, which brings all that is left
         source.speeches[1].give(1)
 
 
 @pytest.mark.parametrize("mode", TextAggregationMode)
 async def test_a_failed_engine_is_a_permanent_error_and_the_unspoken_text_stays_out_of_the_context(mode):
-    """Words that were made before the failure are in it, although they are not heard yet."""
     bad = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen. "
     whole = f"All is good. {bad}This is never said."
 
@@ -151,7 +150,7 @@ async def test_a_failed_engine_is_a_permanent_error_and_the_unspoken_text_stays_
 
 async def test_settings_that_do_not_fit_are_permanent_until_they_change():
     with pytest.raises(ValueError, match="both"):
-        MkttsTTSService(checkpoint="random:tiny", source=FakeSource())
+        MkttsTTSService(checkpoint="random:tiny", source=FakeSource(FakeSpeech))
 
     def plan(text: str) -> FakeSpeech:
         if source.asked[-1][1].voice == "nobody":
@@ -181,7 +180,6 @@ async def test_uninterruptible_speech_survives_an_interruption_and_an_end_does_n
         speech.give(2)
         await talk.say(*turn("One two three. ", "Four")[:-1], frames.EndFrame())
         await talk.ended()
-    assert speech.made == 4
     assert talk.samples() == (4 + 3) * SAMPLES_PER_FRAME
     assert talk.heard() == "This call is recorded. One two three."
 
@@ -207,7 +205,6 @@ async def test_resampled_speech_keeps_its_length_to_the_sample_though_the_engine
 
 
 def token_service(**kwargs) -> tuple[MkttsTTSService, FakeSource]:
-    """One whose speech says nothing until it is told to."""
     return service(lambda text: FakeSpeech(None), text_aggregation_mode=TextAggregationMode.TOKEN, **kwargs)
 
 
@@ -257,7 +254,6 @@ def said(context: LLMContext) -> str:
 
 @pytest.mark.parametrize("mode", TextAggregationMode)
 async def test_the_context_ends_where_an_interrupted_listener_was_and_has_a_turn_heard_to_its_end(mode):
-    """Behind an output that takes audio as fast as it is heard."""
     pieces = round(2.4 * FRAME_RATE_HZ)  # of each of two sentences
     tts, _ = service(lambda text: FakeSpeech(pieces if text else 2 * pieces), text_aggregation_mode=mode)
     context = LLMContext()

@@ -1,19 +1,18 @@
 """POST /v1/audio/speech and the routes beside it, with OpenAI's own client; sound is decoded by FFmpeg. In process."""
 
 import base64
+from dataclasses import asdict, replace
 
 import httpx
 import openai
 import pytest
-import torch
 from absent import needs
-from fake_synthesizer import noise, noise_words, word_times
+from served import plain_voice
 from sounds import decoded
 
 from mktts.audio import to_pcm16
 from mktts.audio.encoding import Encoder
 from mktts.errors import ServerError
-from mktts.model.voice import Voice
 from mktts.server.openai_routes import KeptSounds
 from mktts.server.schemas import DEFAULT
 from mktts.server.voices import OPENAI_VOICES, voice_aliases
@@ -21,14 +20,23 @@ from mktts.spec import FRAME_RATE_HZ
 
 FRAMES = 12
 HOW = {"seed": 1, "max_frames": FRAMES}
-HELLO = to_pcm16(noise(1, FRAMES))
+USUAL = {"input": "Hello.", "response_format": "pcm", "max_frames": 2}
 SPOKEN = {"model": "tts-1", "voice": "default", "input": "Hello."}
 
 
 def client(api) -> openai.AsyncOpenAI:
-    """OpenAI's, over the application of `api`."""
     http = httpx.AsyncClient(transport=httpx.ASGITransport(api.application, raise_app_exceptions=False))
     return openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=http)
+
+
+@pytest.fixture(scope="module")
+def sound(shared_api):
+    return shared_api.said(1, FRAMES)
+
+
+@pytest.fixture(scope="module")
+def hello(sound):
+    return to_pcm16(sound)
 
 
 @needs("av")
@@ -47,12 +55,12 @@ def client(api) -> openai.AsyncOpenAI:
     ],
     ids=str,
 )
-async def test_the_body_is_the_encoders_and_says_how_long_it_is_where_it_is_not_streamed(api, how, media_type):
+async def test_the_body_is_the_encoders_and_says_how_long_it_is_where_it_is_not_streamed(api, sound, how, media_type):
     """tests/audio/test_encoding.py hears what the encoder makes. An Ogg stream has a number that is drawn."""
     kind = how.get("response_format", "mp3")
     for whole in (False, True):
         encoder = Encoder(kind, speed=how.get("speed", 1.0), sample_rate_hz=how.get("sample_rate"), whole=whole)
-        made = encoder.feed(noise(1, FRAMES)) + encoder.finish()
+        made = encoder.feed(sound) + encoder.finish()
         answer = await client(api).audio.speech.create(**SPOKEN, extra_body={**HOW, **how, "stream": not whole})
         head = answer.response.headers
         assert (head["Content-Type"], head["X-Sample-Rate"]) == (media_type, str(encoder.rate_hz))
@@ -61,7 +69,7 @@ async def test_the_body_is_the_encoders_and_says_how_long_it_is_where_it_is_not_
 
 
 def address(**query) -> str:
-    return "/v1/audio/speech?" + str(httpx.QueryParams({"input": "Hello.", "response_format": "pcm", **query}))
+    return "/v1/audio/speech?" + str(httpx.QueryParams({**USUAL, **query}))
 
 
 @needs("av")
@@ -78,31 +86,30 @@ def address(**query) -> str:
 def test_an_address_speaks_as_the_same_body_does(api, query):
     words = {"true": True, "false": False, "null": None, '{"nginx": "engine X"}': {"nginx": "engine X"}}
     body = {name: words.get(value, value) if name != "instructions" else value for name, value in query.items()}
-    answer, posted = api.get(address(**query)), api.speech(**{"max_frames": None, **body})
+    answer, posted = api.get(address(**query)), api.speech(**body)
     assert answer.status_code == 200 and answer.content == posted.content, answer.text
     assert "Content-Length" not in answer.headers and "Accept-Ranges" not in answer.headers
     for name in ("Content-Type", "X-Mktts-Ignored", "X-Sample-Rate"):
         assert answer.headers.get(name) == posted.headers.get(name)
     first, second = api.synth.streams
-    assert first.text == second.text
-    assert all(first.settings[name] == second.settings[name] for name in ("sampling", "pronunciations"))
+    assert all(first.settings[name] == second.settings[name] for name in ("text", "sampling", "pronunciations"))
 
 
-def test_what_is_whole_behind_an_address_is_kept_and_given_in_parts(api):
+def test_what_is_whole_behind_an_address_is_kept_and_given_in_parts(api, hello):
     at = address(stream="false", **HOW)
     whole = api.get(at)
-    assert (whole.content, whole.headers["Accept-Ranges"]) == (HELLO, "bytes")
-    assert int(whole.headers["Content-Length"]) == len(HELLO)
+    assert (whole.content, whole.headers["Accept-Ranges"]) == (hello, "bytes")
+    assert int(whole.headers["Content-Length"]) == len(hello)
     for asked, start, end in (("0-", 0, None), ("100-199", 100, 200), ("-50", -50, None), ("99-9999999", 99, None)):
         part = api.get(at, headers={"Range": f"bytes={asked}"})
-        assert (part.status_code, part.content) == (206, HELLO[start:end])
-        first, last = range(len(HELLO))[start:end][0], range(len(HELLO))[start:end][-1]
-        assert part.headers["Content-Range"] == f"bytes {first}-{last}/{len(HELLO)}"
+        assert (part.status_code, part.content) == (206, hello[start:end])
+        first, last = range(len(hello))[start:end][0], range(len(hello))[start:end][-1]
+        assert part.headers["Content-Range"] == f"bytes {first}-{last}/{len(hello)}"
         assert int(part.headers["Content-Length"]) == len(part.content)
         assert part.headers["X-Request-Id"] == whole.headers["X-Request-Id"]
     for odd in ("bytes=5-2", "bytes=0-1,4-5", "bytes=-", "frames=0-1", "bytes=" + "9" * 5_000 + "-", "bytes=\xb2-"):
-        assert api.get(at, headers={"Range": odd.encode("latin-1")}).content == HELLO
-    for behind in (f"bytes={len(HELLO)}-", "bytes=-0"):
+        assert api.get(at, headers={"Range": odd.encode("latin-1")}).content == hello
+    for behind in (f"bytes={len(hello)}-", "bytes=-0"):
         answer = api.get(at, headers={"Range": behind})
         assert (answer.status_code, answer.json()["error"]["param"]) == (416, "Range")
     assert len(api.synth.streams) == 1
@@ -138,21 +145,23 @@ async def events(api, **body) -> list[dict]:
 @needs("av")
 @pytest.mark.parametrize(("format", "speed"), [("mp3", 1.0), ("pcm", 1.0), ("pcm", 1.6)])
 async def test_events_carry_the_sound_and_words_where_asked_each_once_and_end_with_the_usage(api, tiny, format, speed):
-    how = {"response_format": format, "speed": speed, **HOW}
+    how = {"input": "One two three.", "response_format": format, "speed": speed, **HOW}
     (*plain, done), (*timed, _) = [await events(api, word_timestamps=asked, **how) for asked in (False, True)]
     assert {event["type"] for event in plain} == {"speech.audio.delta"}
     sound = [event["audio"] for event in plain]
     assert sound == [event["audio"] for event in timed if "audio" in event]
     content = b"".join(map(base64.b64decode, sound))
-    if how["response_format"] == "mp3":
+    _, stream = api.synth.streams
+    if format == "mp3":
         _, pcm, rate_hz = decoded(content)
         assert len(pcm) / rate_hz == pytest.approx(FRAMES / FRAME_RATE_HZ, abs=0.1)
     else:
-        assert content == HELLO or speed != 1.0
+        assert content == to_pcm16(api.synth.say(**stream.settings)) or speed != 1.0
     found = [word for event in timed for word in event.get("words", [])]
-    assert word_times(found) == noise_words(FRAMES, speed) and all(word["estimated"] for word in found)
-    assert timed[-1]["type"] == "speech.audio.words"
-    tokens = len(tiny.tokenizer().encode("Hello."))
+    played = [(word, round(word.start_s / speed, 3), round(word.end_s / speed, 3)) for word in stream.words]
+    assert found == [asdict(replace(word, start_s=start_s, end_s=end_s)) for word, start_s, end_s in played]
+    assert sum("words" in event for event in timed) == 2 and timed[-1]["type"] == "speech.audio.words"
+    tokens = len(tiny.tokenizer().encode(how["input"]))
     usage = {"input_tokens": tokens, "output_tokens": FRAMES, "total_tokens": tokens + FRAMES}
     assert done == {"type": "speech.audio.done", "usage": usage}
 
@@ -193,10 +202,10 @@ async def test_what_cannot_be_honoured_is_a_bad_request_that_names_the_callers_k
     assert api.synth.streams == []
 
 
-def test_what_changes_nothing_is_ignored_and_named_and_refused_by_a_strict_server(api, make_api):
+def test_what_changes_nothing_is_ignored_and_named_and_refused_by_a_strict_server(api, make_api, hello):
     habit = {"lang_code": "a", "normalization_options": {"normalize": True}, "user": "anna", "x" * 41: "y"}
     answer = api.speech(**habit, instructions="softly", word_timestamps=True, **HOW)
-    assert answer.content == HELLO
+    assert answer.content == hello
     ignored = "instructions, lang_code, normalization_options, user, word_timestamps"
     assert answer.headers["X-Mktts-Ignored"] == ignored and "X-Mktts-Ignored" not in api.speech().headers
     settings = api.synth.streams[0].settings
@@ -209,10 +218,10 @@ def test_what_changes_nothing_is_ignored_and_named_and_refused_by_a_strict_serve
     assert strict.speech(**habit, instruct="softly", strict=False).status_code == 200
 
 
-def test_nulls_are_as_keys_left_out_and_neither_model_nor_voice_is_needed(api):
+def test_nulls_are_as_keys_left_out_and_neither_model_nor_voice_is_needed(api, hello):
     names = ("model", "voice", "instructions", "speed", "stream_format", "stream", "language", "task_type", "ref_audio")
     names += ("ref_text", "x_vector_only_mode", "temperature", "top_k", "max_new_tokens", "sample_rate", "do_sample")
-    assert api.speech(**dict.fromkeys(names), **HOW).content == HELLO
+    assert api.speech(**dict.fromkeys(names), **HOW).content == hello
     api.speech()
     with_nulls, without = [{**stream.settings, "options": None} for stream in api.synth.streams]
     assert {**with_nulls, "seed": None, "max_frames": 2} == without
@@ -269,7 +278,7 @@ async def test_models_and_voices_are_listed(api):
 
 
 def test_saved_voices_of_a_base_checkpoint_are_called_by_name(make_api, tiny_base):
-    voice = Voice(torch.zeros(tiny_base.config.talker.hidden_size), None, None, tiny_base.config.model_size)
+    voice = plain_voice(tiny_base)
     api = make_api(checkpoint=tiny_base, voices={"Anna": voice}, aliases={"narrator": "anna"})
     names = [{"voice": name} for name in ("anna", "ANNA", "narrator", "alloy", None)]
     for body in (*names, {"ref_audio": "Anna"}):

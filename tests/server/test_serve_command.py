@@ -20,6 +20,7 @@ from mktts.cli import main
 from mktts.server.command import runs_apart
 
 PACKAGES = ("fastapi", "starlette", "pydantic", "uvicorn", "websockets", "prometheus_client")
+PACKAGES += ("pipecat", "livekit", "pocketsphinx", "aiortc", "loguru")
 ABSENT = "--checkpoint absent"
 LONG = {"text": TEXT, "max_frames": 4_000}  # more than the buffers of a connection hold
 
@@ -144,11 +145,22 @@ def test_a_gpu_that_serves_many_is_apart_unless_said_otherwise(monkeypatch):
         assert not runs_apart(*where)
 
 
-def test_without_the_servers_packages_help_is_there_and_serving_names_what_is_missing():
-    code = "from mktts.cli import main, parse\nfrom mktts.server.settings import listen, read_keys\n"
-    code += "from mktts.server.settings import Limits\nlisten('localhost', 0, Limits()).close()\n"
-    code += "parse(['serve'])\nsys.exit(main(['serve', '--port', '0']))"
+def test_without_the_packages_of_servers_and_agents_help_is_there_and_what_is_missing_is_named():
+    code = """
+from mktts.cli import main
+from mktts.server.settings import Limits, listen
+listen("localhost", 0, Limits()).close()
+for name in ("mktts.pipecat", "mktts.livekit"):
+    try: __import__(name)
+    except ImportError as error: print(error)
+for command in ("serve", "agent"):
+    assert main([command, "--port", "0"]) == 2
+    try: main([command, "--help"])
+    except SystemExit: pass
+"""
     done = python_without(PACKAGES, code)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert re.search("the package (fastapi|uvicorn|pydantic)", done.stderr)
-    assert "pip install -r requirements.txt" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "needs the package pipecat-ai: pip install" in done.stdout and "pip install livekit-agents" in done.stdout
+    missing = r"\Amktts: .*the package (fastapi|uvicorn|pydantic): .*\nmktts: .*the package pipecat: .*\n\Z"
+    assert re.search(missing, done.stderr) and done.stderr.count("pip install -r requirements.txt") == 2
+    assert done.stdout.count("examples:") == 2

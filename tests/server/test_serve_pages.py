@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 from absent import needs
 from chromium import BINARY, MICROPHONE_RATE_HZ, NAMES, visited
-from fake_synthesizer import FakeSynthesizer
 from served import served
-from test_voices import Clones
 
 from mktts.server.app import PAGE
 from mktts.server.settings import Limits
@@ -80,9 +78,9 @@ async def opened(folder, synth, sound=SILENCE, **settings):
 
 @needs_chromium
 @pytest.mark.skipif(shutil.which("node") is None or shutil.which("curl") is None, reason="needs node and curl")
-async def test_examples_of_other_programs_speak_as_they_are_copied_and_each_voice_has_a_sample(tiny, tmp_path):
+async def test_examples_of_other_programs_speak_as_they_are_copied_and_each_voice_has_a_sample(make_api, tmp_path):
     text = 'It\'s "quoted" & costs $5 \\ `so`.'
-    async with opened(tmp_path, FakeSynthesizer(tiny), api_key=KEY) as (server, page):
+    async with opened(tmp_path, make_api().synth, api_key=KEY) as (server, page):
         await page.until("document.querySelectorAll('#voices span').length > 2")
         voice = await page.js("document.querySelectorAll('#voices input')[2].value")
         await page.click("#voices span:nth-child(3) input")
@@ -111,7 +109,7 @@ async def test_examples_of_other_programs_speak_as_they_are_copied_and_each_voic
             done = await asyncio.to_thread(subprocess.run, command, cwd=tmp_path, capture_output=True, text=True)
             assert done.returncode == 0, (name, done.stderr)
             if name != "Pipecat":
-                assert server.watched.streams.pop().text == text
+                assert server.watched.streams.pop().settings["text"] == text
                 sound = (tmp_path / "speech.mp3").read_bytes()
                 assert sound[:2] == b"\xff\xf3" or sound[:3] == b"ID3", name
                 (tmp_path / "speech.mp3").unlink()
@@ -127,9 +125,9 @@ async def speak(page) -> None:
 
 
 @needs_chromium
-async def test_an_audio_element_plays_an_address_and_jumps_in_it_but_not_on_a_page_from_elsewhere(tiny, tmp_path):
+async def test_an_audio_element_plays_an_address_and_jumps_in_it_but_not_on_a_page_from_elsewhere(synth, tmp_path):
     duration_s = LIMITS.max_frames / FRAME_RATE_HZ
-    async with opened(tmp_path, FakeSynthesizer(tiny)) as (server, page):
+    async with opened(tmp_path, synth) as (server, page):
         address = f"{server.url}/v1/audio/speech?input=Hello.&response_format=wav"
         event = "new Promise(done => {{ for (const name of ['{}', 'error']) sound['on' + name] = () => done(name) }})"
         await page.js(f"window.sound = new Audio('{address}&stream=false'); sound.load()")
@@ -153,14 +151,13 @@ async def test_an_audio_element_plays_an_address_and_jumps_in_it_but_not_on_a_pa
 
 @needs_chromium
 @needs("av", "python_multipart")
-async def test_the_page_asks_for_the_key_speaks_and_keeps_a_recorded_voice(tiny_base, tmp_path, monkeypatch):
-    """The browser's microphone hears a hum."""
+async def test_the_page_asks_for_the_key_speaks_and_keeps_a_recorded_voice(make_api, tiny_base, tmp_path):
     folder = tmp_path / "voices"
-    Clones(monkeypatch)
     seconds = np.arange(20 * MICROPHONE_RATE_HZ) / MICROPHONE_RATE_HZ
     hum = 0.15 * sum(np.sin(2 * np.pi * 140 * k * seconds) / k for k in range(1, 8))
     settings = {"uploads": VoiceFolder(folder, 3), "api_key": KEY}
-    async with opened(tmp_path, FakeSynthesizer(tiny_base), hum.astype(np.float32), **settings) as (server, page):
+    synth = make_api(checkpoint=tiny_base).synth
+    async with opened(tmp_path, synth, hum.astype(np.float32), **settings) as (server, page):
         await page.until("!document.querySelector('#keep-row').hidden")
         await page.js("document.querySelector('#seed').value = 7")
         await page.js("for (const part of document.querySelectorAll('details')) part.open = true")

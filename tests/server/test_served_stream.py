@@ -53,7 +53,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def served_stream_of(source: Source) -> tuple[ServedStream, list[float]]:
-    """A stream, and the list of how late its writes were."""
     late: list[float] = []
     around = MagicMock(limits=Limits())
     around.meters.late_s.inc = late.append

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from absent import needs
-from served import until
+from served import plain_voice, until
 from sounds import tone
-from test_openai import client
 
 from mktts.audio import encoded, from_pcm16
 from mktts.checkpoint import Checkpoint
@@ -23,6 +22,7 @@ from mktts.server.access import owner_of
 from mktts.server.schemas import UploadedVoice
 from mktts.server.settings import Limits
 from mktts.server.voices import VoiceFolder
+from mktts.synth.cloning import clone_voice
 
 pytestmark = needs("av", "python_multipart")
 ANNA, BEN = "annas-key", "bens-key"
@@ -31,33 +31,20 @@ CONSENT = "I, Anna, agree that my voice is used here."
 LIMITS = Limits(max_reference_s=2.0, max_reference_bytes=200_000, max_voices=3)
 
 
-def voice_of(checkpoint: Checkpoint, number: float, transcript: str | None = None) -> Voice:
-    """A voice that can be told by its first number."""
-    embedding = torch.full((checkpoint.config.talker.hidden_size,), float(number))
-    codes = None if transcript is None else torch.zeros((2, 16), dtype=torch.int64)
-    return Voice(embedding, codes, transcript, checkpoint.config.model_size)
-
-
-class Clones:
-    """In the place of `clone_voice`. asked: PCM, rate and transcript of each call. made: its voices."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: list[tuple[np.ndarray, int, str | None]] = []
-        self.made: list[Voice] = []
-        monkeypatch.setattr("mktts.server.openai_routes.clone_voice", self._clone)
-
-    def _clone(self, checkpoint: Checkpoint, pcm: np.ndarray, rate_hz: int, transcript: str | None = None) -> Any:
-        self.asked.append((pcm, rate_hz, transcript))
-        self.made.append(voice_of(checkpoint, float(np.abs(pcm).sum()), transcript))
-        return self.made[-1]
-
-
-WAV, OTHER_WAV = encoded(tone(1.0), "wav"), encoded(tone(1.0, peak=0.3), "wav")
+WAV, OTHER_WAV = encoded(tone(1.0), "wav"), encoded(tone(1.0, 300.0), "wav")
 
 
 @pytest.fixture
-def clones(monkeypatch) -> Clones:
-    return Clones(monkeypatch)
+def clones(monkeypatch) -> list[tuple[np.ndarray, int, str | None, Voice]]:
+    """PCM, rate and transcript of each call of `clone_voice`, and what it made."""
+    calls = []
+
+    def noted(checkpoint: Checkpoint, *asked: Any) -> Voice:
+        calls.append((*asked, clone_voice(checkpoint, *asked)))
+        return calls[-1][-1]
+
+    monkeypatch.setattr("mktts.server.openai_routes.clone_voice", noted)
+    return calls
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +70,8 @@ def test_a_recording_is_cloned_and_its_voice_speaks(make_api, tiny_base, clones,
     api = make_api(checkpoint=tiny_base, limits=LIMITS)
     for _ in range(2):  # the next request with the same one need not make it again
         assert api.speech(**body).status_code == 200
-        assert api.synth.streams[-1].settings["voice"] is clones.made[0]
-    ((pcm, rate_hz, transcript),) = clones.asked
+        assert api.synth.streams[-1].settings["voice"] is clones[0][-1]
+    ((pcm, rate_hz, transcript, _),) = clones
     assert np.array_equal(pcm, from_pcm16(WAV[44:])) and (rate_hz, transcript) == (24_000, said)
 
 
@@ -111,7 +98,7 @@ def test_what_cannot_be_cloned_is_one_line_under_the_callers_key(base_api, clone
     answer = base_api.speech(**body)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, code, param), error
-    assert message in error["message"] and "\n" not in error["message"] and clones.asked == []
+    assert message in error["message"] and "\n" not in error["message"] and clones == []
 
 
 def test_what_cloning_refuses_and_a_body_beyond_the_limit_are_the_callers_mistake(base_api, shared_api, monkeypatch):
@@ -183,7 +170,7 @@ def test_an_uploaded_voice_is_its_owners_file_and_speaks_under_every_key_that_na
     answer = upload(api, "Anna", ref_text=SAID, speaker_description="warm narrator")
     assert answer.status_code == 200, answer.text
     kept, voice = answer.json(), answer.json()["voice"]
-    assert (kept["object"], kept["id"], kept["success"]) == ("audio.voice", "anna", True)
+    assert (kept["object"], kept["id"], kept["name"], kept["success"]) == ("audio.voice", "anna", "anna", True)
     assert (voice["name"], voice["consent"], voice["ref_text"]) == ("anna", CONSENT, SAID)
     assert (voice["mime_type"], voice["file_size"]) == ("audio/wav", len(WAV))
     assert abs(voice["created_at"] - time.time()) < 60
@@ -193,24 +180,17 @@ def test_an_uploaded_voice_is_its_owners_file_and_speaks_under_every_key_that_na
     assert {stat.S_IMODE(part.stat().st_mode) for part in (folder, path.parent)} == {0o700}
     notes, content = UploadedVoice.model_validate_json(Voice.notes(path)), path.read_bytes()
     assert (notes.name, notes.consent) == ("anna", CONSENT)
-    assert ANNA.encode() not in content and WAV[2_000:2_100] not in content
+    assert ANNA.encode() not in content + bytes(path) and WAV[2_000:2_100] not in content
     used = spoken(api, voice="anna")
-    assert same(used, clones.made[0]) and clones.asked[0][1:] == (24_000, SAID)
+    assert same(used, clones[0][-1]) and clones[0][1:3] == (24_000, SAID)
     for body in ({"voice": "ANNA"}, {"ref_audio": "Anna"}, {"voice": {"id": "anna"}}):
         assert spoken(api, **body) is used, body
-    plain = {"text": "Hello.", "speaker": "anna", "max_frames": 1}
-    assert api.post("/tts/stream", json=plain, headers=bearer(ANNA)).status_code == 200
-    with api.open_socket(headers=bearer(ANNA)) as socket:
-        socket.send_json({"type": "start", **plain})
+    api.headers.update(bearer(ANNA))
+    assert api.tts(speaker="anna").status_code == 200
+    with api.open_socket() as socket:
+        socket.send_json({"type": "start", "text": "Hello.", "speaker": "anna", "max_frames": 1})
         assert socket.receive_json()["type"] == "started"
     assert [stream.settings["voice"] is used for stream in api.synth.streams[-2:]] == [True, True]
-
-
-async def test_openais_client_uploads_a_voice(make_api, tiny_base, folder, clones):
-    api = make_api(checkpoint=tiny_base, limits=LIMITS, uploads=VoiceFolder(folder, 3))
-    sample = ("me.wav", WAV, "audio/wav")
-    voice = await client(api).audio.voices.create(name="anna", consent=CONSENT, audio_sample=sample)
-    assert (voice.id, voice.name) == ("anna", "anna") and len(files(folder)) == 1
 
 
 def test_a_voice_belongs_to_the_key_that_made_it(api, clones):
@@ -220,8 +200,8 @@ def test_a_voice_belongs_to_the_key_that_made_it(api, clones):
         assert spoken(api, BEN, voice=name) == spoken(api, BEN, ref_audio=name) == 400
     assert delete(api, key=BEN).status_code == 404
     upload(api, wav=OTHER_WAV, key=BEN)  # the same name, another voice
-    assert same(spoken(api, voice="anna"), clones.made[0])
-    assert same(spoken(api, BEN, voice="anna"), clones.made[1])
+    assert same(spoken(api, voice="anna"), clones[0][-1])
+    assert same(spoken(api, BEN, voice="anna"), clones[1][-1])
 
 
 def test_a_deleted_or_replaced_voice_is_gone_from_every_server_of_the_folder(make_api, tiny_base, folder, api, clones):
@@ -238,7 +218,7 @@ def test_a_deleted_or_replaced_voice_is_gone_from_every_server_of_the_folder(mak
     upload(api, wav=OTHER_WAV)
     assert listed(api) == ["anna"] and heard() == 2
     replaced = spoken(other, voice="anna")
-    assert same(replaced, clones.made[1]) and other.synth.forgotten == [used]
+    assert same(replaced, clones[1][-1]) and other.synth.forgotten == [used]
     answer = delete(api)
     assert (answer.status_code, answer.json()["deleted"]) == (200, True) and files(folder) == []
     assert spoken(other, voice="anna") == heard() == 400 and listed(other) == []
@@ -258,7 +238,7 @@ def test_what_has_expired_is_deleted_asked_for_or_not(api, folder, tiny_base):
     assert upload(api, expires_in_s="1").status_code == 200
     later = upload(api, "later", expires_in_s=str(10**9)).json()["voice"]
     assert later["expires_at"] < time.time() + 10**8
-    api.service.uploads.keep("nobody", voice_of(tiny_base, 1), record("ben", expires_at=1))
+    api.service.uploads.keep("nobody", plain_voice(tiny_base), record("ben", expires_at=1))
     api.service.uploads.sweep()
     assert "ben" not in [path.stem for path in files(folder)]
     until(lambda: listed(api) == ["later"], "the voice to expire")
@@ -267,7 +247,7 @@ def test_what_has_expired_is_deleted_asked_for_or_not(api, folder, tiny_base):
 
 def test_a_key_may_keep_so_many_voices(api, folder, tiny_base):
     for name in ("one", "two", "three", "two"):
-        api.service.uploads.keep(owner_of(ANNA), voice_of(tiny_base, 1), record(name))
+        api.service.uploads.keep(owner_of(ANNA), plain_voice(tiny_base), record(name))
     refused = upload(api, "four").json()["error"]
     assert refused["code"] == "too_many_voices" and "3 voices" in refused["message"]
     assert upload(api, "four", key=BEN).status_code == 200 and len(files(folder)) == 4
