@@ -47,6 +47,7 @@ _GIVEN_UP = 40.0  # above the likeliest: what costs more is not followed
 _BONUS = 1.0  # of a sound of usual length, so that rows with more sounds are no worse
 _LOOK_BACK = 150  # frames: settled words stay in question as the beginning of what follows
 _LONG_PAUSE = 200  # frames; what precedes one is not looked at again
+_MOST_SOUNDS = 100  # of a word that are looked for, each anew with every chunk: a thousand digits would take a second
 
 
 @dataclass
@@ -63,7 +64,7 @@ class _Wanted:
 
     @cached_property
     def sounds(self) -> list[str]:
-        return [] if self.silent else sounds(self.spoken(self.word))
+        return [] if self.silent else sounds(self.spoken(self.word))[:_MOST_SOUNDS]
 
     @property
     def frames(self) -> int:
