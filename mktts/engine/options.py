@@ -19,7 +19,7 @@ from mktts.spec import AUDIBLE_WINDOW_SAMPLES, FRAME_RATE_HZ, SAMPLE_RATE_HZ, SA
 
 FinishReason = Literal["eos", "max_frames", "cancelled", "runaway"]
 MIN_SEGMENT_CHARS = 20
-_MOST_FRAMES = 2**31 - 1  # of a setting: tables of streams count in 64 bits
+_MOST_FRAMES = 2**62  # of a setting: tables of streams count in 64 bits
 Markup = Literal["speak", "strip"]  # what becomes of Markdown, HTML and TeX
 # Frames of the first, second, ... chunk; the last entry repeats. For a stream that makes its own frames: small first
 # for a fast start, then larger, because one codec call over eight frames costs less than eight calls.

@@ -140,12 +140,11 @@ class PromptBuilder:
             why = f"this {kind} checkpoint ({config.model_size}) takes no instructions (upstream drops them silently)"
             raise PromptError(f"{why}: leave instruct out, or use a VoiceDesign or 1.7B CustomVoice checkpoint")
         voice, width = request.voice, config.talker.hidden_size
-        if not isinstance(voice, Voice | None):
-            raise PromptError(f"a voice must be a Voice, of clone_voice(...) or Voice.load(path), got {voice!r}")
         if voice is not None and not config.type.clones:
             raise PromptError(f"only base checkpoints clone voices, this one is {kind}: leave voice out")
-        if voice is None and config.type.clones:
-            raise PromptError(f"a {kind} checkpoint clones a voice: pass voice=clone_voice(...) or Voice.load(path)")
+        if config.type.clones and not isinstance(voice, Voice):
+            wanted = "pass voice=clone_voice(...) or Voice.load(path)"
+            raise PromptError(f"a {kind} checkpoint clones a voice: {wanted}, got {voice!r}")
         if voice is not None and voice.embedding.numel() != width:
             sizes = f"the voice's speaker embedding has {voice.embedding.numel()} values, this checkpoint takes {width}"
             raise PromptError(f"{sizes}: make the voice with the same checkpoint")
