@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,14 @@ def checked_int(
         raise error(f"{name} must be a whole number of at least {at_least}, got {value!r}")
     if at_most is not None and value > at_most:
         raise error(f"{name} must be at most {at_most}, got {value}")
+
+
+def checked_number(
+    name: str, value: object, above: float, at_most: float, error: type[MkttsError] = OptionsError, hint: str = ""
+) -> None:
+    """Raises `error`, which ends in `hint`, unless `value` is a number above `above` and at most `at_most`."""
+    if not isinstance(value, Real) or not above < value <= at_most:
+        raise error(f"{name} must be a number above {above:g} and at most {at_most:g}, got {value!r}{hint}")
 
 
 def whole_numbers(name: str, words: str) -> tuple[int, ...]:

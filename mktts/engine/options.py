@@ -12,13 +12,14 @@ import numpy as np
 from torch import Tensor
 
 from mktts.audio import first_audible_sample, joined, to_pcm16
-from mktts.common import checked_int, one_of
+from mktts.common import checked_int, checked_number, one_of
 from mktts.errors import OptionsError
 from mktts.model.sampling import MAX_SEED, Sampling
 from mktts.spec import AUDIBLE_WINDOW_SAMPLES, FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 FinishReason = Literal["eos", "max_frames", "cancelled", "runaway"]
 MIN_SEGMENT_CHARS = 20
+_MOST_FRAMES = 2**62  # of a setting: tables of streams count in 64 bits
 Markup = Literal["speak", "strip"]  # what happens to Markdown, HTML and TeX
 # Frames of the first, second, ... chunk; the last entry repeats. For a stream that is made singly: small first for a
 # fast start, then larger, because one codec call over eight frames costs less than eight calls.
@@ -45,8 +46,8 @@ class Guard:
     def __post_init__(self) -> None:
         if self.repeat_frames is not None:
             checked_int("repeat_frames", self.repeat_frames, at_least=2)
-        if self.frames_per_text_token is not None and not self.frames_per_text_token > 0:
-            raise OptionsError(f"frames_per_text_token must be above 0 or None, got {self.frames_per_text_token!r}")
+        if self.frames_per_text_token is not None:
+            checked_number("frames_per_text_token", self.frames_per_text_token, 0, _MOST_FRAMES)
         checked_int("slack_frames", self.slack_frames, at_least=1)
 
     @classmethod
@@ -119,7 +120,7 @@ class StreamOptions:
             checked_int("every entry of schedule", frames, at_least=1)
         if self.max_chars_per_segment is not None:
             checked_int("max_chars_per_segment", self.max_chars_per_segment, at_least=MIN_SEGMENT_CHARS)
-        checked_int("buffer_frames", self.buffer_frames, at_least=max(self.schedule or SCHEDULE))
+        checked_int("buffer_frames", self.buffer_frames, max(self.schedule or SCHEDULE), _MOST_FRAMES)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ _GIVEN_UP = 40.0  # what costs so much more than the likeliest end is not follow
 _BONUS = 1.0  # for a sound of usual length, so that sequences of more sounds are no worse
 _LOOK_BACK = 150  # frames in which settled words still take part in the search, as the beginning of what follows
 _LONG_PAUSE = 200  # frames; what precedes such a pause takes no part in the search any more
+_MOST_SOUNDS = 100  # sounds of a word that are looked for, each again for every chunk: thousands would take seconds
 
 
 @dataclass
@@ -63,7 +64,7 @@ class _SpokenItem:
 
     @cached_property
     def sounds(self) -> list[str]:
-        return [] if self.silent else sounds(self.spoken(self.word))
+        return [] if self.silent else sounds(self.spoken(self.word))[:_MOST_SOUNDS]
 
     @property
     def frames(self) -> int:

@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,11 +37,8 @@ from mktts.common import one_of
 from mktts.errors import PromptError, TextError
 from mktts.model.backend import CODE_EMBEDDINGS
 from mktts.model.tokenizer import IncrementalTokenizer, TextTokenizer
+from mktts.model.voice import Voice
 from mktts.spec import CodecIds, ModelConfig
-
-if TYPE_CHECKING:
-    from mktts.model.voice import Voice
-
 
 Layout = Literal["whole", "streaming"]
 _ROWS_AT_ONCE = 4_096  # of the text table
@@ -145,8 +142,9 @@ class PromptBuilder:
         voice, width = request.voice, config.talker.hidden_size
         if voice is not None and not config.type.clones:
             raise PromptError(f"only base checkpoints clone voices, this one is {kind}: leave voice out")
-        if voice is None and config.type.clones:
-            raise PromptError(f"a {kind} checkpoint clones a voice: pass voice=clone_voice(...) or Voice.load(path)")
+        if config.type.clones and not isinstance(voice, Voice):
+            wanted = "pass voice=clone_voice(...) or Voice.load(path)"
+            raise PromptError(f"a {kind} checkpoint clones a voice: {wanted}, got {voice!r}")
         if voice is not None and voice.embedding.numel() != width:
             sizes = f"the voice's speaker embedding has {voice.embedding.numel()} values, this checkpoint takes {width}"
             raise PromptError(f"{sizes}: make the voice with the same checkpoint")

@@ -7,7 +7,6 @@ follows it here is the arithmetic of csrc/sampling.cuh, operation by operation, 
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mktts.common import checked_int, one_of
+from mktts.common import checked_int, checked_number, one_of
 from mktts.errors import CapacityError, PromptError, SamplingError
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
@@ -26,6 +25,9 @@ Rng = Literal["philox", "torch"]
 SEED_BITS = 64  # Philox's key, and what torch's generators take
 MAX_SEED = 2**62  # of an utterance: below 2^64 by far, since every segment after the first adds one
 _DRAWN_SEED_BITS = 32  # short enough to read and type again
+# Above and at most: what scores are divided or multiplied by. Beyond, float32 makes infinities and NaN of them.
+_SCALES = 1e-9, 1e9
+_MOST_TOP_K = 2**31 - 1
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -57,13 +59,11 @@ class Choice:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            got = f"got {self.temperature}; for greedy set do_sample=False"
-            raise SamplingError(f"temperature must be a finite number above 0, {got}")
-        if self.top_k < 0 or int(self.top_k) != self.top_k:
-            raise SamplingError(f"top_k must be a whole number of at least 0 (0 = off), got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise SamplingError(f"top_p must be in (0, 1], got {self.top_p}")
+        one_of("do_sample", self.do_sample, (True, False), SamplingError)
+        checked_number("temperature", self.temperature, *_SCALES, SamplingError, "; for greedy set do_sample=False")
+        checked_number("top_p", self.top_p, 0, 1, SamplingError)
+        checked_number("top_k", self.top_k, -1, _MOST_TOP_K, SamplingError)
+        checked_int("top_k", self.top_k if self.top_k % 1 else int(self.top_k), 0, error=SamplingError)
         object.__setattr__(self, "top_k", int(self.top_k))  # JSON files may say 50.0, or a temperature of 1
         object.__setattr__(self, "temperature", float(self.temperature))
         object.__setattr__(self, "top_p", float(self.top_p))
@@ -97,8 +97,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         one_of("rng", self.rng, get_args(Rng), SamplingError)
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise SamplingError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}")
+        checked_number("repetition_penalty", self.repetition_penalty, *_SCALES, SamplingError)
+        for part in (self.talker, self.predictor):
+            if not isinstance(part, Choice):
+                raise SamplingError(f"talker and predictor must be a Choice each, got {part!r}")
 
     def greedy(self) -> Sampling:
         """The same settings with both draws replaced by argmax."""

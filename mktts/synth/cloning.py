@@ -21,6 +21,7 @@ from mktts.model.voice import Voice
 from mktts.spec import AUDIBLE_DBFS, AUDIBLE_WINDOW_MS, FRAME_MS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 _MAX_CHANNELS = 8
+_LOWEST_RATE_HZ = 1_000  # below it there is no voice
 _LOUDEST = 2.0  # decoders overshoot full scale a little; far beyond it, samples were never scaled to [-1, 1]
 
 
@@ -66,7 +67,7 @@ def _samples(audio: np.ndarray | Path | str, sample_rate_hz: int | None) -> tupl
             )
     elif not isinstance(audio, np.ndarray):
         raise VoiceError(f"audio must be a file or a numpy array, got {type(audio).__name__}")
-    elif isinstance(sample_rate_hz, bool) or not isinstance(sample_rate_hz, (int, np.integer)) or sample_rate_hz < 1:
+    elif isinstance(sample_rate_hz, bool) or not isinstance(sample_rate_hz, (int, np.integer)):
         raise VoiceError(f"samples need their rate, a whole number of Hz, got sample_rate_hz={sample_rate_hz!r}")
     elif audio.dtype.kind not in "fi":
         raise VoiceError(f"audio must be floats in [-1, 1] or signed integers, got {audio.dtype}")
@@ -76,6 +77,8 @@ def _samples(audio: np.ndarray | Path | str, sample_rate_hz: int | None) -> tupl
         full_scale = -float(np.iinfo(audio.dtype).min) if audio.dtype.kind == "i" else 1.0
         pcm = audio.astype(np.float32) if full_scale == 1 else (audio / full_scale).astype(np.float32)
         pcm, rate_hz = pcm if pcm.ndim == 1 else pcm.mean(1, dtype=np.float32), int(sample_rate_hz)
+    if rate_hz < _LOWEST_RATE_HZ:
+        raise VoiceError(f"audio must have {_LOWEST_RATE_HZ} Hz or more, got sample_rate_hz={rate_hz}")
     if not np.isfinite(pcm).all():
         raise VoiceError("audio must be finite, found NaN or infinity")
     if len(pcm) * SAMPLE_RATE_HZ < SAMPLES_PER_FRAME * rate_hz:

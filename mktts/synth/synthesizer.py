@@ -232,7 +232,7 @@ class Synthesizer(contextlib.AbstractContextManager["Synthesizer"]):
         """What a stream's text goes through, and what finds the times of its words, if they are wanted."""
         said, language, words = settings.get("pronunciations"), request.language, None
         lexicon = self.lexicon if said is None else Lexicon(said, self.lexicon)
-        named = partial(self._named, request, settings.get("voices", {}))
+        named = partial(self._named, request, settings.get("voices") or {})
         readers: list[Callable[[], Any]] = [MarkupFeed] if plan.options.markup == "strip" else []
         if plan.options.word_times:
             words = WordTimes(TextFeed(named, readers), partial(self.spoken, language=language, lexicon=lexicon))

@@ -285,6 +285,7 @@ def test_decoding_beside_the_next_frames_changes_no_sample_and_is_one_step_late(
         lambda: StreamOptions(schedule=(1, 0)),
         lambda: StreamOptions(schedule=(1.5,)),
         lambda: StreamOptions(schedule=(1, 9), buffer_frames=8),
+        lambda: StreamOptions(buffer_frames=2**64),
         lambda: StreamOptions(max_chars_per_segment=0),
         lambda: Guard(repeat_frames=1),
         lambda: Guard(frames_per_text_token=0),

@@ -57,6 +57,8 @@ def test_an_instruction_to_a_clone_is_a_users_turn_before_the_prompt_it_would_ha
     asking = tiny_base.with_instructions()
     voice = Voice(torch.ones(asking.config.talker.hidden_size), None, None, asking.config.model_size)
     request = Request("Some words.", voice=voice, layout=layout)
+    with pytest.raises(PromptError, match="got 'anna'"):
+        builder_of(tiny_base).check(replace(request, voice="anna"))
     with pytest.raises(PromptError, match="takes no instructions"):
         builder_of(tiny_base).build(replace(request, instruct="Softly."))
     builder, plain = builder_of(asking), builder_of(tiny_base).build(request)

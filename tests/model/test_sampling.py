@@ -149,11 +149,12 @@ start = partial(check_start, torch.zeros(2, 4), 4, max_frames=1)
 @pytest.mark.parametrize(
     ("made", "given", "named"),
     [
-        *((Choice, {"temperature": value}, "temperature") for value in (0.0, float("nan"))),
-        *((Choice, {"top_k": value}, "top_k") for value in (-1, 2.5)),
+        *((Choice, {"temperature": value}, "temperature") for value in (0.0, 1e-40, 1e39, float("nan"), None)),
+        *((Choice, {"top_k": value}, "top_k") for value in (-1, 2.5, 2**63, "5")),
         *((Choice, {"top_p": value}, "top_p") for value in (0.0, 1.1)),
         *((start, {"seed": seed}, "seed must be") for seed in (None, -1, 2**64, 1.0, "7", True)),
         (Sampling, {"repetition_penalty": 0.0}, "repetition_penalty"),
+        (Sampling, {"talker": {"top_k": 5}}, "Choice"),
         (Sampling, {"rng": "numpy"}, "philox.*torch.*numpy"),
         *((Sampling().with_flat, {"given": {name: 0.1}}, name) for name in ("min_p", "do_sample")),
         (Sampling().with_flat, {"given": {"predictor_top_p": 2.0}}, "top_p"),

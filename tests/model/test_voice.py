@@ -82,7 +82,7 @@ def with_value(value: float) -> np.ndarray:
         (np.stack((hum(9600), hum(9600))), SAMPLE_RATE_HZ, "\\(samples, channels\\), got shape \\(2, 9600\\)"),
         (np.ones((), np.float32), SAMPLE_RATE_HZ, "got shape \\(\\)"),
         *((value, SAMPLE_RATE_HZ, f"got {type(value).__name__}") for value in (list(hum(9600)), None)),
-        *((hum(9600), rate_hz, f"sample_rate_hz={rate_hz}") for rate_hz in (None, 0, 24e3)),
+        *((hum(9600), rate_hz, f"sample_rate_hz={rate_hz}") for rate_hz in (None, 0, 99, 24e3)),
         ("no such file.wav", None, "found nothing"),
     ],
 )
