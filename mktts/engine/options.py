@@ -101,7 +101,7 @@ class StreamOptions:
 
     schedule: tuple[int, ...] | None = None
     trim_lead: bool = False
-    guard: Guard = field(default_factory=Guard)
+    guard: Guard = Guard()
     max_chars_per_segment: int | None = None
     buffer_frames: int = 500
     markup: Markup = "speak"

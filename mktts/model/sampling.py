@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -62,9 +62,9 @@ class Choice:
         one_of("do_sample", self.do_sample, (True, False), SamplingError)
         checked_number("temperature", self.temperature, *_SCALES, SamplingError, "; for greedy set do_sample=False")
         checked_number("top_p", self.top_p, 0, 1, SamplingError)
-        checked_number("top_k", self.top_k, -1, _MOST_TOP_K, SamplingError)
-        checked_int("top_k", self.top_k if self.top_k % 1 else int(self.top_k), 0, error=SamplingError)
-        object.__setattr__(self, "top_k", int(self.top_k))  # JSON files may say 50.0, or a temperature of 1
+        top_k = int(self.top_k) if isinstance(self.top_k, float) and self.top_k % 1 == 0 else self.top_k
+        checked_int("top_k", top_k, 0, _MOST_TOP_K, SamplingError)
+        object.__setattr__(self, "top_k", int(top_k))  # JSON files may say 50.0, or a temperature of 1
         object.__setattr__(self, "temperature", float(self.temperature))
         object.__setattr__(self, "top_p", float(self.top_p))
 
@@ -90,8 +90,8 @@ class Sampling:
         `torch.manual_seed(seed)` gives upstream: for comparisons with qwen-tts; of our backends only the torch one has
         it. backend="upstream" is qwen-tts itself and always draws that way."""
 
-    talker: Choice = field(default_factory=Choice)
-    predictor: Choice = field(default_factory=Choice)
+    talker: Choice = Choice()
+    predictor: Choice = Choice()
     repetition_penalty: float = 1.05
     rng: Rng = "philox"
 

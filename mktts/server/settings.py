@@ -71,10 +71,8 @@ class Limits:
         for name, value in vars(self).items():
             if value is None or (value == 0 and name in ("max_waiting", "wait_s")):
                 continue
-            if not value > 0:
-                raise ServerError(f"{name} must be above 0, got {value!r}")
-            if not math.isfinite(value):
-                raise ServerError(f"{name} must be finite, got {value!r}")
+            if not 0 < value < math.inf:
+                raise ServerError(f"{name} must be {'finite' if value > 0 else 'above 0'}, got {value!r}")
         if self.max_duration_s > DAY_S:
             raise ServerError(f"max_duration_s must be at most {DAY_S} (a day), got {self.max_duration_s:g}")
 

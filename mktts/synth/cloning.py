@@ -15,7 +15,7 @@ from mktts.audio import first_audible_sample, read_audio
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint.arguments import add_checkpoint_arguments
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.common import require_writable
+from mktts.common import checked_int, require_writable
 from mktts.errors import VoiceError
 from mktts.model.voice import Voice
 from mktts.spec import AUDIBLE_DBFS, AUDIBLE_WINDOW_MS, FRAME_MS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
@@ -67,8 +67,6 @@ def _samples(audio: np.ndarray | Path | str, sample_rate_hz: int | None) -> tupl
             )
     elif not isinstance(audio, np.ndarray):
         raise VoiceError(f"audio must be a file or a numpy array, got {type(audio).__name__}")
-    elif isinstance(sample_rate_hz, bool) or not isinstance(sample_rate_hz, (int, np.integer)):
-        raise VoiceError(f"samples need their rate, a whole number of Hz, got sample_rate_hz={sample_rate_hz!r}")
     elif audio.dtype.kind not in "fi":
         raise VoiceError(f"audio must be floats in [-1, 1] or signed integers, got {audio.dtype}")
     elif audio.ndim not in (1, 2) or (audio.ndim == 2 and not 1 <= audio.shape[1] <= _MAX_CHANNELS):
@@ -76,9 +74,8 @@ def _samples(audio: np.ndarray | Path | str, sample_rate_hz: int | None) -> tupl
     else:
         full_scale = -float(np.iinfo(audio.dtype).min) if audio.dtype.kind == "i" else 1.0
         pcm = audio.astype(np.float32) if full_scale == 1 else (audio / full_scale).astype(np.float32)
-        pcm, rate_hz = pcm if pcm.ndim == 1 else pcm.mean(1, dtype=np.float32), int(sample_rate_hz)
-    if rate_hz < _LOWEST_RATE_HZ:
-        raise VoiceError(f"audio must have {_LOWEST_RATE_HZ} Hz or more, got sample_rate_hz={rate_hz}")
+        pcm, rate_hz = pcm if pcm.ndim == 1 else pcm.mean(1, dtype=np.float32), sample_rate_hz
+    checked_int("sample_rate_hz", rate_hz, _LOWEST_RATE_HZ, error=VoiceError)
     if not np.isfinite(pcm).all():
         raise VoiceError("audio must be finite, found NaN or infinity")
     if len(pcm) * SAMPLE_RATE_HZ < SAMPLES_PER_FRAME * rate_hz:
