@@ -34,11 +34,9 @@ MAX_COLUMNS = 6  # of a table
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-def code_cells(path):
-    return code_cells_of(nbformat.read(path, as_version=4))
-
-
-def code_cells_of(notebook):
+def code_cells(notebook):
+    """Of a notebook, or of its file."""
+    notebook = nbformat.read(notebook, as_version=4) if isinstance(notebook, Path) else notebook
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
@@ -55,7 +53,7 @@ def test_a_notebook_is_valid_its_parameters_are_one_cell_of_typed_literals_and_s
     assert notebook.metadata.kernelspec == spec
     linked = re.findall(r"\]\((\w+\.ipynb)\)", "".join(cell.source for cell in notebook.cells))
     assert linked and all((FOLDER / name).is_file() for name in linked)
-    cells = code_cells_of(notebook)
+    cells = code_cells(notebook)
     assert [index for index, cell in enumerate(cells) if "parameters" in cell.metadata.get("tags", [])] == [0]
     for line in cells[0].source.splitlines():  # papermill's reader gives up on a line with a second equals sign
         assert line.count("=") == 1, line
@@ -65,7 +63,10 @@ def test_a_notebook_is_valid_its_parameters_are_one_cell_of_typed_literals_and_s
     assert given["RUN_DIR"].value.value == ""
     default = "small" if path.stem == "09_voice" else DEFAULT_CHECKPOINT
     assert "CHECKPOINT" not in given or given["CHECKPOINT"].value.value == default
+    assert not {"papermill", "widgets"} & set(notebook.metadata)
+    assert all(set(cell.metadata) <= {"tags", "jupyter"} for cell in notebook.cells)
     for cell in cells:
+        assert cell.outputs == [] and cell.execution_count is None
         for loop in ast.walk(ast.parse(cell.source)):  # a button is not seen while a synchronous loop runs
             if isinstance(loop, (ast.For, ast.comprehension)) and not getattr(loop, "is_async", False):
                 calls = [n.func for n in ast.walk(loop.iter) if isinstance(n, ast.Call)]
@@ -93,7 +94,7 @@ def test_outputs_that_jupyterlab_saves_are_no_change_to_git_after_make_setup(tmp
     saved = nbformat.read(book, as_version=4)
     saved.metadata.language_info |= {"version": "3.12.1", "mimetype": "text/x-python", "pygments_lexer": "ipython3"}
     saved.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {"state": {}}}
-    for number, cell in enumerate(code_cells_of(saved), 1):
+    for number, cell in enumerate(code_cells(saved), 1):
         cell.execution_count, cell.outputs = number, [nbformat.v4.new_output("stream", text="seen")]
         cell.metadata |= {"execution": {"iopub.execute_input": "now"}, "collapsed": False}
     nbformat.write(saved, book)
