@@ -1,5 +1,4 @@
-"""A listener's arithmetic, the figures of a run on times that are given, listeners on their event loop, and a server
-as a source of streams: one that the test writes by hand, so that what its listeners meet is known."""
+"""A listener's arithmetic, the figures of a run, listeners on their event loop, and a server as a source of streams."""
 
 import asyncio
 import gc
@@ -88,12 +87,8 @@ def test_first_pcm_counts_from_the_plan_and_an_arrival_without_one_is_infinitely
 
 
 def test_means_of_open_streams_and_of_playing_listeners_are_over_the_held_time():
-    listeners = [
-        played(5.0, [(5.0, 1)], ended_s=15.0),  # half of its time lies within
-        played(12.0, [(12.0, 25)], ended_s=17.0),
-        played(19.0, [(19.0, 1)]),  # still open at the end
-        played(13.0, [], 14.0, refused=True),
-    ]
+    half, whole = played(5.0, [(5.0, 1)], ended_s=15.0), played(12.0, [(12.0, 25)], ended_s=17.0)
+    listeners = [half, whole, played(19.0, [(19.0, 1)]), played(13.0, [], 14.0, refused=True)]
     point = measured(seen_by(listeners, 10.0, 20.0, 21.0), LoadSettings("x", seconds=10.0))
     assert point["open_mean"] == pytest.approx((5 + 5 + 1) / 10)
     assert point["playing_mean"] == pytest.approx((25 * FRAME_S + FRAME_S) / 10)
@@ -240,7 +235,7 @@ def chunked(data: bytes) -> bytes:
 
 @asynccontextmanager
 async def serving(answer: Callable[[asyncio.StreamWriter, bytes], Awaitable[None]]) -> AsyncIterator[str]:
-    """A server on a socket of this machine that answers every POST so, and every GET with 404. Yields its address."""
+    """The address of a server that answers every POST so, and every GET with 404."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
