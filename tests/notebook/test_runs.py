@@ -47,11 +47,7 @@ def notebook(path: Path, *cells: str, parameters: str | None = PARAMETERS) -> Pa
         ([], ["n"], [{}]),
         (["TEXT="], ["n-TEXT="], [{"TEXT": ""}]),
         (["SEED=1", "TEXT=small"], ["n-SEED=1-TEXT=small"], [{"SEED": 1, "TEXT": "small"}]),
-        (
-            ['TEXT=random:tiny,"1,1,2"'],
-            ["n-TEXT=random~tiny", "n-TEXT=1,1,2"],
-            [{"TEXT": "random:tiny"}, {"TEXT": "1,1,2"}],
-        ),
+        (['TEXT=random:a,"1,1,2"'], ["n-TEXT=random~a", "n-TEXT=1,1,2"], [{"TEXT": "random:a"}, {"TEXT": "1,1,2"}]),
         (['TEXT="Yes, please.","He said ""no""."'], None, [{"TEXT": "Yes, please."}, {"TEXT": 'He said "no".'}]),
         (
             ["SEED=1,2", "FLAG=true,False", "SCALE=0.5"],
@@ -163,11 +159,9 @@ def test_a_grid_records_each_run_and_goes_on_after_a_failure(grid):
     assert set(os.listdir(out)) == {"n-SEED=9", *(r.name for r in grid.runs)} and not grid.stale.exists()
     found = [read_json(out / r.name / "metrics.json") for r in grid.runs]
     assert [one["status"] for one in found] == ["ok", "error", "error", "skipped"]
-    assert found[0]["seed_squared"] == 1 and (found[1]["ename"], found[1]["evalue"]) == (
-        "AssertionError",
-        "two is refused",
-    )
-    assert found[2]["ename"] == "DeadKernelError" and "hearing needs pocketsphinx" in found[3]["evalue"]
+    assert found[0]["seed_squared"] == 1
+    assert [one["ename"] for one in found[1:]] == ["AssertionError", "DeadKernelError", "PackageMissing"]
+    assert found[1]["evalue"] == "two is refused" and "hearing needs pocketsphinx" in found[3]["evalue"]
     assert "PackageMissing: hearing needs pocketsphinx" in grid.printed
     ok = out / grid.runs[0].name
     assert {"executed.ipynb", "parameters.json", "environment.json", "metrics.json", "a_b.wav"} <= set(os.listdir(ok))
