@@ -35,8 +35,7 @@ def load_file(folder: Path) -> Path:
     busy = {"device_busy_percent": 50.0, "frames": 60 * 512 * 12, "lanes_mean": 64.0}
     points = [point(512, **busy), point(1_024, underruns=3, refused=2), point(512, codec="full", deterministic=True)]
     path = folder / "load.json"
-    path.write_text(
-        json.dumps({"points": [], "figures": {"frame_64_ms": {"value": 5.1, "unit": "ms", "n": 3, **BESIDE}}})
-    )
+    figure = {"value": 5.1, "unit": "ms", "n": 3, **BESIDE}
+    path.write_text(json.dumps({"points": [], "figures": {"frame_64_ms": figure}}))
     merge(path, BESIDE, True, points)
     return path
