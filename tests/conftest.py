@@ -43,8 +43,8 @@ def checkpoint_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_objects_frozen() -> None:
-    """Tests that collect garbage visit what tests made: all files and packages together hold 850 000 objects more,
-    which take half a second each time. For every file, because a server that ends unfreezes them."""
+    """Collections visit what tests made, not the 850 000 objects of packages, which take half a second each time. For
+    every file, because a server that ends unfreezes them."""
     gc.collect()
     gc.freeze()
 

@@ -245,13 +245,12 @@ class _Launched:
 
 
 class FakeLanes:
-    """See `mktts.engine.lanes.Lanes`. A launched tick waits with all that is asked for behind it, as on a device, until
-    it is collected.
+    """See `mktts.engine.lanes.Lanes`. A launched tick waits with all that is asked for behind it until it is collected.
 
-    Keys and values are one number a position, in pages: a segment starts with the prompt that its pages hold, so rows
-    that were shared or copied wrongly give other codes. What keeps a lane's stream from a frame (`step` raises a
-    RuntimeError, `spoil` is true of its slot) makes its code 0 -1, from then on. wasted: lanes of segments that had
-    ended. clock: has `now_s`, by which ticks are launched and take what `model` says; None: they take no time."""
+    Keys and values are one number a position, in pages: rows that were shared or copied wrongly give other codes. What
+    keeps a lane's stream from a frame (`step` raises a RuntimeError, `spoil` is true of its slot) makes its code 0 -1,
+    from then on. wasted: lanes of segments that had ended. clock: has `now_s`, by which ticks are launched and take
+    what `model` says; None: they take no time."""
 
     name = "fake lanes"
     alone = decodes_beside = False
@@ -270,8 +269,7 @@ class FakeLanes:
         max_kept: int | None = None,
         model: TickModel = TICK,
     ) -> None:
-        self.overlaps, self.slots, self.settings = overlaps, slots, settings
-        self.model = model
+        self.overlaps, self.slots, self.settings, self.model = overlaps, slots, settings, model
         self.pages = Pages(pages, slots, rows_per_slot, max_kept=max_kept)
         self.positions = self.pages.rows_per_slot
         self.backend, self.codec = backend, codec

@@ -12,11 +12,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TOP_LEVEL = {
-    ".ci", ".devcontainer", ".gitattributes", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "Dockerfile", "LICENSE",
-    "LOG.md", "Makefile", "NOTICE", "README.md", "SECURITY.md", "compose.yaml", "csrc", "docs", "mktts", "notebooks",
-    "outputs", "pyproject.toml", "requirements.txt", "tests",
-}  # fmt: skip
 MAX_REFERENCE_BYTES = 4 * 2**20  # a quarter is for pairs of voices to listen to
 
 
@@ -71,8 +66,7 @@ def test_files_that_are_named_are_there():
     assert [hit for hit in named if not (ROOT / hit.rsplit(" ", 1)[-1]).is_file()] == []
 
 
-def test_nothing_unexpected_stands_at_the_top_level_and_the_reference_run_is_small_and_all_of_outputs():
-    assert {name.split("/")[0] for name in FILES} <= TOP_LEVEL
+def test_the_reference_run_is_small_and_all_of_outputs():
     outputs = [name for name in FILES if name.startswith("outputs/")]
     assert [name for name in outputs if not name.startswith("outputs/reference/")] == []
     assert 0 < sum((ROOT / name).stat().st_size for name in outputs) <= MAX_REFERENCE_BYTES

@@ -14,12 +14,8 @@ TREE = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").partitio
 FOLDERS = re.findall(r"^  (\w+)/ ", TREE.partition("```")[0], re.MULTILINE)
 
 
-def module(path: Path) -> str:
-    """mktts/codec/decoder.py -> mktts.codec.decoder; a folder's __init__.py -> the folder."""
-    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-
-
-MODULES = {module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+NAMED = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+MODULES = {name.removesuffix(".__init__"): path for name, path in sorted(NAMED.items())}
 
 
 def imports(path: Path) -> Iterator[str]:
