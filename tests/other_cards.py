@@ -56,7 +56,6 @@ CASES = {
 # The largest model on those with the least memory a block.
 CARDS_OF_1P7B = ("RTX 4090", "L4", "RTX 5090")
 _TEXT = "Some words, spoken in the streaming layout, and a few more."
-_WARM_FRAMES = 10  # before steps are timed
 FORCED_FRAMES = 4  # whose errors are compared
 
 
@@ -149,7 +148,7 @@ def case_of(model: Model, card: Card) -> dict[str, Any]:
         "equal": torch.equal(codes, model.codes),
         "frames": int(differ[0]) if len(differ) else same,
         "error_ratio": error_ratio(model, KernelUnderTest(backend).frames(model.first)),
-        "frame_ms": statistics.median(steps_ms[_WARM_FRAMES:] or steps_ms),
+        "frame_ms": statistics.median(steps_ms[10:] or steps_ms),
     }
 
 
