@@ -6,14 +6,8 @@ from typing import Any
 
 from mktts.measure.load.command import merge
 
-BESIDE = {
-    "revision": "abc",
-    "device": "NVIDIA H200",
-    "driver": "580",
-    "torch": "2.11",
-    "date": "2026-11-22T00:00:00+00:00",
-    "command": "python -m mktts bench --load",
-}
+BESIDE = dict(device="NVIDIA H200", driver="580", torch="2.11", date="2026-11-22T00:00:00+00:00", revision="abc")
+BESIDE["command"] = "python -m mktts bench --load"
 
 
 def point(listeners: int = 512, **changes: Any) -> dict[str, Any]:

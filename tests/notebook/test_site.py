@@ -35,10 +35,7 @@ def test_two_executed_notebooks_become_a_site_that_needs_nothing_from_elsewhere(
     data = base64.b64encode(b"RIFF").decode()
     heard = f'<audio controls title="said.wav" src="data:audio/wav;base64,{data}"></audio>'
     heard += '<iframe src="http://127.0.0.1:1/?key=k"></iframe>'
-    prose = (
-        r"**Before** this: nothing, **after** it: [05_next](05_next.ipynb), [file](../README.md). Zebras: $\arg x_1$. "
-        "![A badge](https://elsewhere/badge.svg)"
-    )
+    prose = r"After it: [05_next](05_next.ipynb), [file](../README.md). $\arg x_1$. ![A badge](https://elsewhere/b.svg)"
     write_run(runs / "04_first", "Can it be heard?", heard, prose)
     write_audio(runs / "04_first" / "said.wav", np.zeros(2_400, np.float32))
     (runs / "04_first-SEED=1").mkdir()
