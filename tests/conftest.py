@@ -51,8 +51,8 @@ def imported_objects_frozen() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def patient_clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One certificate for httpx, which reads all of certifi's for every request, over plain HTTP too: 25 ms each. And
-    for calls that name no time-out a minute, where 5 s are little on a busy machine."""
+    """One certificate for httpx, which reads all of certifi's for every request: 25 ms each. And for calls that name no
+    time-out a minute, where 5 s are little on a busy machine."""
     first, *_ = httpx.create_ssl_context().get_ca_certs(binary_form=True)
     path = tmp_path_factory.mktemp("authority") / "one.pem"
     path.write_text(ssl.DER_cert_to_PEM_cert(first), encoding="utf-8")
@@ -65,8 +65,8 @@ def patient_clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def vocabularies_read_once(checkpoint_cache: None) -> Iterator[None]:
-    """Keeps the tokenizers of the cache's checkpoints: a vocabulary takes a quarter of a second to read, the files do
-    not change while tests run, and a tokenizer has no state. Those of all other folders are read every time."""
+    """Keeps the tokenizers of the cache's checkpoints, whose files do not change: a vocabulary takes a quarter of a
+    second to read. Those of all other folders are read every time."""
     shared, read = Path(os.environ["MKTTS_CACHE"]).resolve(), TextTokenizer.load
     kept = cache(read)
 

@@ -38,7 +38,7 @@ _SLIDE = torch.linspace(0, 1, SAMPLES_PER_FRAME + 1, dtype=torch.float64)[1:]
 
 
 class FakeState(SimpleNamespace):
-    """Like a key-value cache: what must be free once a stream is gone (can be weakly referenced)."""
+    """What must be free once a stream is gone: unlike its base it can be weakly referenced."""
 
 
 @dataclass
@@ -257,18 +257,9 @@ class FakeLanes:
     submit = None
 
     def __init__(
-        self,
-        backend: Any,
-        codec: Any,
-        *,
-        overlaps: bool = False,
-        slots: int = 32,
-        pages: int = 2_000,
-        rows_per_slot: int = 10_000,
-        settings: TickSettings = SETTINGS,
-        max_kept: int | None = None,
-        model: TickModel = TICK,
-    ) -> None:
+        self, backend, codec, *, overlaps=False, slots=32, pages=2_000, rows_per_slot=10_000, settings=SETTINGS,
+        max_kept=None, model=TICK,
+    ) -> None:  # fmt: skip
         self.overlaps, self.slots, self.settings, self.model = overlaps, slots, settings, model
         self.pages = Pages(pages, slots, rows_per_slot, max_kept=max_kept)
         self.positions = self.pages.rows_per_slot
@@ -398,13 +389,7 @@ class FakeLanes:
 PATIENT = AdmissionLimits(max_wait_s=60.0, max_waiting=1_000)
 
 
-def fake_single(
-    backend: FakeBackend | None = None,
-    codec: FakeCodec | None = None,
-    positions: int = 10_000,
-    prefix: str = "",
-    admission: Admission | None = None,
-) -> Runner:
+def fake_single(backend=None, codec=None, positions=10_000, prefix="", admission: Admission | None = None) -> Runner:
     """What makes a frame of one stream a tick. prefix: see FakePrompts."""
     return fake_batch(SingleLanes(backend or FakeBackend(), codec or FakeCodec(), positions), admission, prefix)
 
@@ -418,13 +403,7 @@ def fake_batch(lanes: FakeLanes | SingleLanes, admission: Admission | None = Non
 FAKE_ENGINES = ("single", "batch", "batch-ahead")  # the last one launches a tick before it reads the last
 
 
-def fake_synthesizer(
-    backend: FakeBackend | None = None,
-    codec: FakeCodec | None = None,
-    engine: str = "single",
-    prefix: str = "",
-    **of_the_lanes: Any,
-) -> Synthesizer:
+def fake_synthesizer(backend=None, codec=None, engine="single", prefix="", **of_the_lanes: Any) -> Synthesizer:
     """engine: one of FAKE_ENGINES, or "auto" for single and batch. prefix: see FakePrompts."""
     backend, codec, admission = backend or FakeBackend(), codec or FakeCodec(), Admission(PATIENT)
     lanes = FakeLanes(backend, codec, overlaps=engine == "batch-ahead", **of_the_lanes)

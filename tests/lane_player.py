@@ -111,16 +111,9 @@ class Player:
     """
 
     def __init__(
-        self,
-        lanes: Lanes,
-        streams: list[list[RowStream]],
-        cancelled: dict[int, int] | None = None,
-        sounds: bool = True,
-        seed: int = 0,
-        size: int | None = None,
-        plain: bool = False,
+        self, lanes: Lanes, streams: list[list[RowStream]], cancelled=None, sounds=True, seed=0, size=None, plain=False,
         each: Callable[[int, int, int, Tensor], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """sounds: the lanes have a CountingCodec. seed: of the ticks, not of the streams. size: lanes of every tick's
         bucket, where lanes have buckets; at most so many streams are open at once. plain: no tick is launched ahead,
         and no stream goes on from a reference. each: called with the lane, the stream, the frame's number and its

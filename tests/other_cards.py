@@ -1,11 +1,9 @@
 """The kernel as other cards would run it, on the card that is here: what test_architectures.py runs.
 
 For each of CASES the kernel is compiled to PTX of that card's architecture, which the driver translates for this one,
-with the blocks that the card's multiprocessors give and no more shared memory than it has. `equal`: greedy codes on
-wide-margin random weights are an fp32 run's, frame for frame. `error_ratio`: the relative rms error to fp32 of logits
-and of the talker's residual stream, over bf16 PyTorch's own, in the first frames: of rows in the wrong place margins
-alone would say little. `frame_ms` is the median time of a step, hand-over included, on this card: it says what fewer
-blocks and older code cost, not how fast that card is."""
+with its blocks and no more shared memory than it has. `equal`: greedy codes on wide-margin random weights are an fp32
+run's, frame for frame. `error_ratio`: the relative rms error to fp32 of logits and of the talker's residual stream,
+over bf16 PyTorch's own, in the first frames. `frame_ms`: median of a step, hand-over included, on this card."""
 
 from __future__ import annotations
 

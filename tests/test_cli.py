@@ -44,9 +44,7 @@ def read_wav(path) -> np.ndarray:
         return np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
 
 
-def test_say_writes_the_frames_asked_for_into_a_file_or_a_pipe_and_calls_random_weights_noise(
-    tmp_path, capfdbinary, monkeypatch
-):
+def test_say_writes_the_frames_asked_for_and_calls_random_weights_noise(tmp_path, capfdbinary, monkeypatch):
     assert main([*SAY, "-o", "out.wav"]) == 0
     assert len(read_wav("out.wav")) == FRAMES * SAMPLES_PER_FRAME
     assert [path.name for path in tmp_path.iterdir()] == ["out.wav"]
@@ -143,10 +141,8 @@ def test_without_a_command_all_are_listed_and_an_unknown_one_is_refused_with_a_h
 def test_help_shows_examples_that_parse(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([*command, "--help"])
-    lines = capsys.readouterr().out.splitlines()
-    shown = examples("\n".join(lines))
+    shown = examples(capsys.readouterr().out)
     assert shown and shown[0].startswith(" ".join(command))
-    assert max(map(len, lines)) <= 130
 
 
 def test_inspect_names_components_speakers_and_random_weights(capsys):

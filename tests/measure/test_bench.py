@@ -69,7 +69,7 @@ def test_a_frame_with_its_codec_is_the_time_between_two_steady_chunks_over_their
 
 
 def test_a_section_that_fails_or_hangs_keeps_its_figures_and_gives_its_last_message(capfd):
-    said = 'print(\'a library says hello\'); print(\'{"figures": {"a": 1}, "notes": {"n": 2}}\', flush=True)\n'
+    said = """print('a library'); print('{"figures": {"a": 1}}'); print('{"notes": {"n": 2}}', flush=True)\n"""
 
     def ran(code: str, timeout_s: float):
         return run_section([sys.executable, "-c", said + code, "section", "{}"], timeout_s)
@@ -100,11 +100,9 @@ class FakeFaster:
         self, *, text, speaker, language, non_streaming_mode, max_new_tokens, chunk_size, temperature, top_k, **given
     ):
         assert set(given) == {"top_p", "do_sample", "repetition_penalty"} and non_streaming_mode == (text == SENTENCE)
-        made = 0
-        while made < max_new_tokens:
+        for made in range(0, max_new_tokens, chunk_size):
             steps = min(chunk_size, max_new_tokens - made)
-            made += steps
-            timing = {"chunk_steps": steps, "total_steps_so_far": made, "decode_ms": 5.0 * steps}
+            timing = {"chunk_steps": steps, "total_steps_so_far": made + steps, "decode_ms": 5.0 * steps}
             yield np.zeros(steps * SAMPLES_PER_FRAME, np.float32), SAMPLE_RATE_HZ, timing
 
 

@@ -48,8 +48,7 @@ def parameters(path):
 def test_a_notebook_is_valid_its_parameters_are_one_cell_of_typed_literals_and_streams_are_read_asynchronously(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    spec = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
-    assert notebook.metadata.kernelspec == spec
+    assert notebook.metadata.kernelspec.name == "python3"
     linked = re.findall(r"\]\((\w+\.ipynb)\)", "".join(cell.source for cell in notebook.cells))
     assert linked and all((FOLDER / name).is_file() for name in linked)
     cells = code_cells(notebook)
@@ -101,8 +100,8 @@ def test_outputs_that_jupyterlab_saves_are_no_change_to_git_after_make_setup(tmp
 def test_the_page_that_make_lab_opens_lists_every_notebook_with_its_question():
     rows = re.findall(r"^\| (\[.+) \| .+\. \|$", (FOLDER / "README.md").read_text(), re.MULTILINE)
     headings = [nbformat.read(path, as_version=4).cells[0].source.partition("\n")[0] for path in NOTEBOOKS]
-    questions = [heading.partition(" · ")[2] for heading in headings]
-    assert rows == [f"[{p.stem}]({p.name}) | {question}" for p, question in zip(NOTEBOOKS, questions, strict=True)]
+    about = zip(NOTEBOOKS, headings, strict=True)
+    assert rows == [f"[{path.stem}]({path.name}) | {heading.partition(' · ')[2]}" for path, heading in about]
 
 
 def test_a_bare_runtime_clones_the_address_of_the_badge_and_installs_what_speaking_takes():
@@ -170,8 +169,7 @@ def shell(monkeypatch):
 
 
 def run_cells(shell, stem, settings, run_dir):
-    """Runs a notebook's cells, its exercise done; returns what they display, with what they print, and what they write
-    to stderr. Raises what a cell raises."""
+    """Runs a notebook's cells, its exercise done; returns what they display and print, and their stderr."""
     (planned,) = runs.plan([FOLDER / f"{stem}.ipynb"], settings)
     run_dir.mkdir(parents=True, exist_ok=True)
     outputs, errors = [], []
@@ -223,13 +221,11 @@ def test_a_notebook_runs_from_its_parameters_and_records(stem, shell, tmp_path, 
     assert stated["answer"] and stated["limit"] and stated["figures"]
     for one in stated["figures"]:
         assert one["name"] and one["machine"] and one["checked"] and one["n"] >= 1, one
-    if stem == "02_weights":
-        assert records.provenance(records.reference("bench")) in text
+    assert stem != "02_weights" or records.provenance(records.reference("bench")) in text
     if stem == "10_report":
         assert found["runs_read"] == found["runs_measured"] == 2
         assert "05_metrics" not in found["missing"] and "03_parity" in found["missing"]
-    if stem == "07_many_voices":
-        assert "measured on NVIDIA H200, 2026-11-22, at revision abc" in text
+    assert stem != "07_many_voices" or "measured on NVIDIA H200, 2026-11-22, at revision abc" in text
 
 
 @pytest.mark.parametrize(

@@ -20,17 +20,14 @@ def coarse(monkeypatch):
     monkeypatch.setattr(plots, "DPI", 40)
 
 
-def line(axes, label):
-    return next(item for item in axes.lines if item.get_label() == label)
-
-
 def test_the_timeline_shows_what_was_generated_what_was_needed_and_the_late_chunk(tmp_path):
     top, bottom = plots.chunk_timeline(CHUNKS, tmp_path).axes
-    np.testing.assert_allclose(line(top, "generated").get_xydata(), [[0, 0], [0.05, 0.08], [0.1, 0.16], [0.4, 0.32]])
-    needed = line(top, "needed by real-time playback")
+    lines = {line.get_label(): line for line in top.lines}
+    np.testing.assert_allclose(lines["generated"].get_xydata(), [[0, 0], [0.05, 0.08], [0.1, 0.16], [0.4, 0.32]])
+    needed = lines["needed by real-time playback"]
     np.testing.assert_allclose(needed.get_xdata(), [0.05, 0.13, 0.13, 0.21, 0.4, 0.56])
     np.testing.assert_allclose(needed.get_ydata(), [0, 0.08, 0.08, 0.16, 0.16, 0.32])
-    np.testing.assert_allclose(line(top, "underrun").get_xydata(), [[0.4, 0.16]])
+    np.testing.assert_allclose(lines["underrun"].get_xydata(), [[0.4, 0.16]])
     assert "underruns: 1" in top.get_title(loc="left") and "after 50 ms" in top.get_title(loc="left")
     unplayed_ms = bottom.containers[0].markerline.get_ydata()
     np.testing.assert_allclose(unplayed_ms, [0, 30, 0], atol=1e-9)  # at 100 ms, 50 of the first 80 ms had been played
