@@ -99,8 +99,7 @@ def main() -> None:
     print(f"{'tests - training':<20}{now['tests_lines']:>8}")
     print('stream("Hello.") enters {functions} functions in {files} files'.format(**now["stream_hello"]))
     print(f"class names defined twice: {now['doubles']}: {', '.join(now['double_names'])}")
-    over = exceeded(now)
-    if over:
+    if over := exceeded(now):
         raise SystemExit(f"larger than {RECORD.name} allows, which is left as it is: {'; '.join(over)}")
     RECORD.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
 

@@ -104,12 +104,10 @@ def test_ruff_has_nothing_to_say_and_kernel_lines_fit_the_line_length_of_python(
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-HANGS = "import time\ndef test_first(): pass\ndef test_that_hangs(): time.sleep(300)\ndef test_last(): pass\n"
-
-
 def hang(folder: Path, command: list[str], test: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs `command` in `folder`, whose `make test` is `test` on a file of three tests, one of which hangs."""
-    (folder / "test_hangs.py").write_text(HANGS)
+    hangs = "import time\ndef test_first(): pass\ndef test_that_hangs(): time.sleep(300)\ndef test_last(): pass\n"
+    (folder / "test_hangs.py").write_text(hangs)
     (folder / "Makefile").write_text(f"setup:\ntest:\n\t{sys.executable} {test}\n")
     (folder / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")

@@ -18,7 +18,7 @@ from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.common import read_json
 from mktts.errors import BatchError
 from mktts.measure.metrics import record
-from mktts.notebook import nb, records, runs
+from mktts.notebook import records, runs
 from mktts.spec import SAMPLE_RATE_HZ
 
 PARAMETERS = """\
@@ -195,11 +195,6 @@ def test_a_published_run_has_links_to_sound_and_no_page_of_a_dead_process(grid, 
     with pytest.raises(BatchError, match="no executed.ipynb"):
         runs.publish(tmp_path / "empty", target)
     assert (target / "a_b.mp3").exists()
-
-
-def test_the_readmes_pictures_are_published():
-    readme = (nb.repository() / "README.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"outputs/reference/(\d\d_\w+/[\w.]+\.png)", readme)) == set(runs.PICTURES)
 
 
 def test_a_missing_package_is_named_before_anything_runs(tmp_path):
