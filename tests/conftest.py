@@ -32,13 +32,11 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def checkpoint_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Points $MKTTS_CACHE at a folder all workers (and the processes they start) share, unless it is set already."""
-    if "MKTTS_CACHE" in os.environ:
-        yield
-        return
     base = tmp_path_factory.getbasetemp()
-    os.environ["MKTTS_CACHE"] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "mktts-cache")
-    yield
-    del os.environ["MKTTS_CACHE"]
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MKTTS_CACHE", os.environ.get("MKTTS_CACHE", str(shared / "mktts-cache")))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

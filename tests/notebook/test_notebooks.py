@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -116,32 +117,26 @@ def test_a_bare_runtime_clones_the_address_of_the_badge_and_installs_what_speaki
 
 
 SMALL = {  # settings, what is recorded that others read
-    "00_machine": ([], ["missing"]),
-    "01_one_frame": (["CHECKPOINT=random:tiny", "MAX_FRAMES=3", "LAYOUT=streaming", "TEXT=One two."], ["frames_equal"]),
-    "02_weights": (["SECTIONS=none"], ["bytes_per_frame"]),
+    "00_machine": ("", "missing"),
+    "01_one_frame": ("CHECKPOINT=random:tiny MAX_FRAMES=3 LAYOUT=streaming TEXT='One two.'", "frames_equal"),
+    "02_weights": ("SECTIONS=none", "bytes_per_frame"),
     "03_parity": (
-        [
-            *("CHECKPOINT=random:tiny", "FRAMES=2", "CODEC_FRAMES=16", "CHUNK_FRAMES=8", "CONTEXT_FRAMES=4"),
-            *("KERNEL=torch", "KERNEL_FRAMES=2", "PITFALL_FRAMES=8"),
-        ],
-        ["codec_error_streamed", "codec_error_upstream", "frames_compared", "kernel_error_ratio", "prompts_compared"],
+        "CHECKPOINT=random:tiny FRAMES=2 CODEC_FRAMES=16 CHUNK_FRAMES=8 CONTEXT_FRAMES=4 KERNEL=torch KERNEL_FRAMES=2 "
+        "PITFALL_FRAMES=8",
+        "codec_error_streamed codec_error_upstream frames_compared kernel_error_ratio prompts_compared",
     ),
-    "04_streaming": (["MAX_FRAMES=12", "PIECE_DELAY_S=0.005", "TEXT=One two three."], ["fed_equals_whole"]),
+    "04_streaming": ("MAX_FRAMES=12 PIECE_DELAY_S=0.005 TEXT='One two three.'", "fed_equals_whole"),
     "05_metrics": (
-        ["MAX_FRAMES=6", "REPEATS=2", "TEMPERATURE=0.5"],
-        [
-            *("ttfc_ms_median", "ttfc_ms_p95", "rtf_median", "underruns", "repeats", "schedule", "threads"),
-            *("talker_ms_per_frame", "predictor_ms_per_frame", "codec_ms_per_frame", "other_ms_per_frame"),
-        ],
+        "MAX_FRAMES=6 REPEATS=2 TEMPERATURE=0.5",
+        "ttfc_ms_median ttfc_ms_p95 rtf_median underruns repeats schedule threads talker_ms_per_frame "
+        "predictor_ms_per_frame codec_ms_per_frame other_ms_per_frame",
     ),
-    "06_pipecat_live": (["SEED=1", "SCRIPT=tell me a story; 1.0: stop please"], ["stale_frames"]),
-    "07_many_voices": (["LISTENERS=3", "IN_TURNS=2", "SECONDS=1.0", "MAX_FRAMES=4", "LOAD={load}"], ["listeners"]),
-    "08_megakernel": (["SIZE=tiny", "TRACE={trace}"], ["frame_us", "frame_alone_us"]),
-    "09_voice": (["MAX_FRAMES=4"], ["missing"]),
-    "10_report": ([], ["missing", "runs_read", "runs_measured"]),
+    "06_pipecat_live": ("SEED=1 SCRIPT='tell me a story; 1.0: stop please'", "stale_frames"),
+    "07_many_voices": ("LISTENERS=3 IN_TURNS=2 SECONDS=1.0 MAX_FRAMES=4 LOAD={load}", "listeners"),
+    "08_megakernel": ("SIZE=tiny TRACE={trace}", "frame_us frame_alone_us"),
+    "09_voice": ("MAX_FRAMES=4", "missing"),
+    "10_report": ("", "missing runs_read runs_measured"),
 }
-
-
 EXERCISES = {  # what the reader is to change, and what the folded answer says of it
     "01_one_frame": ("EMBEDDINGS = 16", "EMBEDDINGS = 1", "the first frame that differs is 1."),
     "04_streaming": ("PIECE = 0", "PIECE = 3", "the same codes: True."),
@@ -199,13 +194,13 @@ def test_a_notebook_runs_from_its_parameters_and_records(stem, shell, tmp_path, 
     settings, recorded = SMALL[stem]
     if stem == "10_report":
         measured = tmp_path / "runs" / "05_metrics-manual"
-        run_cells(shell, "05_metrics", SMALL["05_metrics"][0], measured)
+        run_cells(shell, "05_metrics", SMALL["05_metrics"][0].split(), measured)
         shutil.copytree(measured, f"{measured}-2")
         shell.reset(new_session=True)
     run_dir = tmp_path / "runs" / stem
-    shown, stderr = run_cells(shell, stem, [one.format(**files) for one in settings], run_dir)
+    shown, stderr = run_cells(shell, stem, shlex.split(settings.format(**files)), run_dir)
     found = json.loads((run_dir / "metrics.json").read_text())
-    assert set(recorded) <= set(found)
+    assert set(recorded.split()) <= set(found)
     for name in re.findall(r'run_dir, "(\w+)"', (FOLDER / f"{stem}.ipynb").read_text().replace('\\"', '"')):
         assert (run_dir / f"{name}.png").is_file(), name
     assert all((run_dir.parent / name).is_file() for name in runs.PICTURES if name.startswith(stem))
