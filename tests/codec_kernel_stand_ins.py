@@ -4,6 +4,7 @@ Each takes the arguments of the kernel of its name, in `mktts.codec.row_kernels`
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -14,14 +15,9 @@ from torch import Tensor
 from mktts.codec.packed import INPUT_SCALE, LOW_SCALE, UNIT, Packed, ProductTile, Rows
 
 
-class Kernel:
-    """Launched as a Triton kernel is, whatever the grid."""
-
-    def __init__(self, work: Callable) -> None:
-        self._work = work
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        return self._work
+def launched(work: Callable) -> dict:
+    """As a Triton kernel is launched, whatever the grid."""
+    return defaultdict(lambda: work)
 
 
 def planes(memory: Tensor, lane: int, low: int) -> Tensor:
@@ -143,7 +139,8 @@ def waveform(x, taps, bias, pcm, rows, per, x_lane, x_low, *, CHANNELS, TAPS, **
     pcm.view(len(value), -1).copy_(F.conv1d(value, taps.t()[None], bias)[:, 0].clamp(-1, 1))
 
 
+ROWS = (begin, move, norm, attend, depthwise_norm, waveform)
 STAND_INS = (
     SimpleNamespace(run_product=run_product),
-    SimpleNamespace(**{work.__name__: Kernel(work) for work in (begin, move, norm, attend, depthwise_norm, waveform)}),
+    SimpleNamespace(**{work.__name__: launched(work) for work in ROWS}),
 )

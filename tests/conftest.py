@@ -32,27 +32,25 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def checkpoint_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Points $MKTTS_CACHE at a folder all workers (and the processes they start) share, unless it is set already."""
-    if "MKTTS_CACHE" in os.environ:
-        yield
-        return
     base = tmp_path_factory.getbasetemp()
-    os.environ["MKTTS_CACHE"] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "mktts-cache")
-    yield
-    del os.environ["MKTTS_CACHE"]
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MKTTS_CACHE", os.environ.get("MKTTS_CACHE", str(shared / "mktts-cache")))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_objects_frozen() -> None:
-    """Tests that collect garbage visit what tests made: all files and packages together hold 850 000 objects more,
-    which take half a second each time. For every file, because a server that ends unfreezes them."""
+    """Collections visit what tests made, not the 850 000 objects of packages, which take half a second each time. For
+    every file, because a server that ends unfreezes them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def patient_clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One certificate for httpx, which reads all of certifi's for every request, over plain HTTP too: 25 ms each. And
-    for calls that name no time-out a minute, where 5 s are little on a busy machine."""
+    """One certificate for httpx, which reads all of certifi's for every request: 25 ms each. And for calls that name no
+    time-out a minute, where 5 s are little on a busy machine."""
     first, *_ = httpx.create_ssl_context().get_ca_certs(binary_form=True)
     path = tmp_path_factory.mktemp("authority") / "one.pem"
     path.write_text(ssl.DER_cert_to_PEM_cert(first), encoding="utf-8")
@@ -65,8 +63,8 @@ def patient_clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def vocabularies_read_once(checkpoint_cache: None) -> Iterator[None]:
-    """Keeps the tokenizers of the cache's checkpoints: a vocabulary takes a quarter of a second to read, the files do
-    not change while tests run, and a tokenizer has no state. Those of all other folders are read every time."""
+    """Keeps the tokenizers of the cache's checkpoints, whose files do not change: a vocabulary takes a quarter of a
+    second to read. Those of all other folders are read every time."""
     shared, read = Path(os.environ["MKTTS_CACHE"]).resolve(), TextTokenizer.load
     kept = cache(read)
 

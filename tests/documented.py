@@ -7,12 +7,6 @@ import pkgutil
 import mktts
 
 
-def documented() -> list[str]:
-    """pdoc takes a package's modules with it, so what cannot be imported must be named to be left out."""
-    names = [module.name for module in pkgutil.walk_packages(mktts.__path__, "mktts.")]
-    return ["mktts", *names, *(f"!{name}" for name in names if not importable(name))]
-
-
 def importable(name: str) -> bool:
     if name.endswith(".__main__"):  # runs where it is imported
         return False
@@ -24,4 +18,6 @@ def importable(name: str) -> bool:
 
 
 if __name__ == "__main__":
-    print("\n".join(documented()))
+    names = [module.name for module in pkgutil.walk_packages(mktts.__path__, "mktts.")]
+    # pdoc takes a package's modules with it: what cannot be imported must be named to be left out
+    print("mktts", *names, *(f"!{name}" for name in names if not importable(name)), sep="\n")

@@ -38,7 +38,7 @@ _SLIDE = torch.linspace(0, 1, SAMPLES_PER_FRAME + 1, dtype=torch.float64)[1:]
 
 
 class FakeState(SimpleNamespace):
-    """Like a key-value cache: what must be free once a stream is gone (can be weakly referenced)."""
+    """What must be free once a stream is gone: unlike its base it can be weakly referenced."""
 
 
 @dataclass
@@ -78,9 +78,7 @@ class FakeBackend:
     def wait_entered(self, steps: int) -> None:
         """Waits until so many steps have begun."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self.entered >= steps, WAIT_S), (
-                f"{self.entered} steps after {WAIT_S} s"
-            )
+            assert self._changed.wait_for(lambda: self.entered >= steps, WAIT_S), f"only {self.entered} steps"
 
     def start(self, prompt: PromptRows, sampling: object, seed: int, max_frames: int) -> FakeState:
         state = FakeState(prompt=int(prompt.embeds.sum()), seed=seed, frames=0, max_frames=max_frames, rows=0)
@@ -153,10 +151,7 @@ class FakeFedPrompt:
     """A character is a token."""
 
     prefix_rows, prefix_key = 0, None
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.text_ended = False
+    text, text_ended = "", False
 
     @property
     def ready(self) -> bool:
@@ -189,12 +184,10 @@ class FakePrompts:
 
     prefix: of every known text's prompt, a character a row; lanes may keep it."""
 
+    config = SimpleNamespace(type=MODEL_TYPES["custom_voice"], speakers={"vivian": 1})
     prefix: str = ""
     built: list[str] = field(default_factory=list)
     opened: list[FakeFedPrompt] = field(default_factory=list)
-    config: SimpleNamespace = field(
-        default_factory=lambda: SimpleNamespace(type=MODEL_TYPES["custom_voice"], speakers={"vivian": 1})
-    )
 
     def check(self, request: Request) -> Request:
         if request.speaker not in (None, "vivian"):
@@ -252,33 +245,22 @@ class _Launched:
 
 
 class FakeLanes:
-    """See `mktts.engine.lanes.Lanes`. A launched tick waits with all that is asked for behind it, as on a device, until
-    it is collected.
+    """See `mktts.engine.lanes.Lanes`. A launched tick waits with all that is asked for behind it until it is collected.
 
-    Keys and values are one number a position, in pages: a segment starts with the prompt that its pages hold, so rows
-    that were shared or copied wrongly give other codes. What keeps a lane's stream from a frame (`step` raises a
-    RuntimeError, `spoil` is true of its slot) makes its code 0 -1, from then on. wasted: lanes of segments that had
-    ended. clock: has `now_s`, by which ticks are launched and take what `model` says; None: they take no time."""
+    Keys and values are one number a position, in pages: rows that were shared or copied wrongly give other codes. What
+    keeps a lane's stream from a frame (`step` raises a RuntimeError, `spoil` is true of its slot) makes its code 0 -1,
+    from then on. wasted: lanes of segments that had ended. clock: has `now_s`, by which ticks are launched and take
+    what `model` says; None: they take no time."""
 
     name = "fake lanes"
     alone = decodes_beside = False
     submit = None
 
     def __init__(
-        self,
-        backend: Any,
-        codec: Any,
-        *,
-        overlaps: bool = False,
-        slots: int = 32,
-        pages: int = 2_000,
-        rows_per_slot: int = 10_000,
-        settings: TickSettings = SETTINGS,
-        max_kept: int | None = None,
-        model: TickModel = TICK,
-    ) -> None:
-        self.overlaps, self.slots, self.settings = overlaps, slots, settings
-        self.model = model
+        self, backend, codec, *, overlaps=False, slots=32, pages=2_000, rows_per_slot=10_000, settings=SETTINGS,
+        max_kept=None, model=TICK,
+    ) -> None:  # fmt: skip
+        self.overlaps, self.slots, self.settings, self.model = overlaps, slots, settings, model
         self.pages = Pages(pages, slots, rows_per_slot, max_kept=max_kept)
         self.positions = self.pages.rows_per_slot
         self.backend, self.codec = backend, codec
@@ -301,7 +283,8 @@ class FakeLanes:
     def begin(self, slot: int, segment: Segment, anew: bool = True) -> None:
         assert 0 <= slot < self.slots
         if anew:
-            self._do(partial(self._enter, slot, segment.reference))
+            state = self.codec.start() if segment.reference is None else self._primed.of(segment.reference).copy()
+            self._do(partial(self.codecs.__setitem__, slot, state))
         here = _Segment(segment.prompt.embeds, segment.sampling, segment.seed)
         self._do(partial(self.segments.__setitem__, slot, here))
 
@@ -315,8 +298,8 @@ class FakeLanes:
         assert [row is None for row in rows] == [i < tick.new_lanes for i in range(len(tick.lanes))]
         assert len(set(tick.lanes.tolist())) == len(tick.lanes)
         copies, changed = self.pages.changes()
-        for copy in copies:
-            self._do(partial(self._copy, *copy))
+        for source, target, copied in copies:
+            self._do(partial(np.copyto, self._cache[target, :copied], self._cache[source, :copied]))
         self._do(partial(self._table.__setitem__, changed, self.pages.table[changed]))
         made = Made(
             np.zeros((len(rows), NUM_CODEBOOKS), np.int64),
@@ -350,12 +333,6 @@ class FakeLanes:
         else:
             work()
 
-    def _enter(self, slot: int, reference: Tensor | None) -> None:
-        self.codecs[slot] = self.codec.start() if reference is None else self._primed.of(reference).copy()
-
-    def _copy(self, source: int, target: int, rows: int) -> None:
-        self._cache[target, :rows] = self._cache[source, :rows]
-
     def _run(self, launched: _Launched) -> None:
         tick = launched.tick
         for piece in tick.pieces:
@@ -364,7 +341,7 @@ class FakeLanes:
             assert segment.state is None and piece.start >= segment.entered, "rows left out or entered twice"
             assert piece.start == segment.entered or not segment.entered, "only the prefix may be there already"
             for position in range(piece.start, end):
-                self._write(piece.slot, position, segment.rows[position])
+                self._cache[self._place(piece.slot, position)] = float(segment.rows[position].sum())
             segment.entered = end
             assert piece.last == (end == len(segment.rows))
         for lane, (slot, row) in enumerate(zip(tick.lanes.tolist(), launched.rows, strict=True)):
@@ -381,10 +358,11 @@ class FakeLanes:
             return
         if row is None:
             assert segment.state is None and segment.entered == len(segment.rows)
-            embeds = torch.tensor([[self._read(slot, position)] for position in range(len(segment.rows))])
+            held = [float(self._cache[self._place(slot, position)]) for position in range(len(segment.rows))]
+            embeds = torch.tensor(held)[:, None]
             segment.state = self.backend.start(PromptRows(embeds), segment.sampling, segment.seed, 10**9)
         else:
-            self._write(slot, len(segment.rows) + segment.made, row)
+            self._cache[self._place(slot, len(segment.rows) + segment.made)] = float(row.sum())
             segment.made += 1
         try:
             frame = self.backend.step(segment.state, row)
@@ -397,12 +375,6 @@ class FakeLanes:
         else:
             made.codes[lane] = frame.codes.numpy()
             made.pcm[lane] = self.codec.decode(frame.codes[None], self.codecs[slot]).numpy()
-
-    def _write(self, slot: int, position: int, row: Tensor) -> None:
-        self._cache[self._place(slot, position)] = float(row.sum())
-
-    def _read(self, slot: int, position: int) -> float:
-        return float(self._cache[self._place(slot, position)])
 
     def _place(self, slot: int, position: int) -> tuple[int, int]:
         page = self._table[slot, position // self.pages.page_rows]
@@ -417,13 +389,7 @@ class FakeLanes:
 PATIENT = AdmissionLimits(max_wait_s=60.0, max_waiting=1_000)
 
 
-def fake_single(
-    backend: FakeBackend | None = None,
-    codec: FakeCodec | None = None,
-    positions: int = 10_000,
-    prefix: str = "",
-    admission: Admission | None = None,
-) -> Runner:
+def fake_single(backend=None, codec=None, positions=10_000, prefix="", admission: Admission | None = None) -> Runner:
     """What makes a frame of one stream a tick. prefix: see FakePrompts."""
     return fake_batch(SingleLanes(backend or FakeBackend(), codec or FakeCodec(), positions), admission, prefix)
 
@@ -437,24 +403,13 @@ def fake_batch(lanes: FakeLanes | SingleLanes, admission: Admission | None = Non
 FAKE_ENGINES = ("single", "batch", "batch-ahead")  # the last one launches a tick before it reads the last
 
 
-def fake_synthesizer(
-    backend: FakeBackend | None = None,
-    codec: FakeCodec | None = None,
-    engine: str = "single",
-    prefix: str = "",
-    **of_the_lanes: Any,
-) -> Synthesizer:
+def fake_synthesizer(backend=None, codec=None, engine="single", prefix="", **of_the_lanes: Any) -> Synthesizer:
     """engine: one of FAKE_ENGINES, or "auto" for single and batch. prefix: see FakePrompts."""
     backend, codec, admission = backend or FakeBackend(), codec or FakeCodec(), Admission(PATIENT)
-    single = batch = None
-    if engine in ("single", "auto"):
-        single = fake_single(backend, codec, prefix=prefix, admission=admission)
-    if engine != "single":
-        lanes = FakeLanes(backend, codec, overlaps=engine == "batch-ahead", **of_the_lanes)
-        batch = fake_batch(lanes, admission, prefix)
-    first = single or batch
-    made = Engine(single, batch, admission=admission)
-    return Synthesizer(made, first.prompts)
+    lanes = FakeLanes(backend, codec, overlaps=engine == "batch-ahead", **of_the_lanes)
+    batch = None if engine == "single" else fake_batch(lanes, admission, prefix)
+    single = fake_single(backend, codec, 10_000, prefix, admission) if engine in ("single", "auto") else None
+    return Synthesizer(Engine(single, batch, admission=admission), (single or batch).prompts)
 
 
 def launched_ahead(synth: Synthesizer) -> int:

@@ -2,8 +2,7 @@
 
 FILE is JSON: where and when, the revision, and for each file of tests how many passed, failed and were skipped, and
 their seconds. The exit status is pytest's. A run that was cut off, or that collected nothing, leaves FILE as it was.
-Where a run may not last as long as all tests do, run some folders at a time: rows of other files stay, if they are of
-the same GPU, driver, torch and revision."""
+Rows of other files stay, if they are of the same GPU, driver, torch and revision: run some folders at a time."""
 
 import json
 import subprocess

@@ -90,13 +90,12 @@ def exact_buckets(sizes: Sequence[int], prompt_rows: Sequence[int] = PROMPT_ROWS
 
 @dataclass
 class _Open:
-    """index: of the segment that is being made, among all. entered: rows of its prompt. launched: frames. serial: which
-    of the stream's segments it is."""
+    """segment: being made. entered: rows of its prompt. launched: frames. serial: which of the stream's segments."""
 
     stream: int
-    left: deque[int]
+    left: deque[RowStream]
     heard: int
-    index: int = 0
+    segment: RowStream | None = None
     entered: int = 0
     launched: int = 0
     made: list[Tensor] = field(default_factory=list)
@@ -112,22 +111,14 @@ class Player:
     """
 
     def __init__(
-        self,
-        lanes: Lanes,
-        streams: list[list[RowStream]],
-        cancelled: dict[int, int] | None = None,
-        sounds: bool = True,
-        seed: int = 0,
-        size: int | None = None,
-        plain: bool = False,
+        self, lanes: Lanes, streams: list[list[RowStream]], cancelled=None, sounds=True, seed=0, size=None, plain=False,
         each: Callable[[int, int, int, Tensor], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """sounds: the lanes have a CountingCodec. seed: of the ticks, not of the streams. size: lanes of every tick's
         bucket, where lanes have buckets; at most so many streams are open at once. plain: no tick is launched ahead,
         and no stream goes on from a reference. each: called with the lane, the stream, the frame's number and its
         codes (16,)."""
         self.lanes, self.streams, self.cancelled, self._sounds = lanes, streams, cancelled or {}, sounds
-        self._streams = [segment for segments in streams for segment in segments]
         self._size, self._plain, self._each = size or lanes.slots, plain, each
         self._coming = 1 - 4 / (4 + self._size) if plain else 0.6  # the chance that one more comes
         self._rng = np.random.default_rng(seed)
@@ -138,8 +129,7 @@ class Player:
         self._flying: deque = deque()
 
     def play(self) -> None:
-        numbers = iter(range(len(self._streams)))
-        todo = deque((stream, deque(next(numbers) for _ in of)) for stream, of in enumerate(self.streams))
+        todo = deque(enumerate(self.streams))
         while todo or self._open or self._flying:
             while todo and self._free and self._rng.random() < self._coming:
                 self._come(*todo.popleft())
@@ -149,18 +139,17 @@ class Player:
             elif self._flying:
                 self._collect()
 
-    def _come(self, stream: int, segments: deque[int]) -> None:
+    def _come(self, stream: int, segments: list[RowStream]) -> None:
         slot, reference = self._free.pop(), None
         if stream % 2 and not self._plain:
             reference = torch.full((stream % 4, NUM_CODEBOOKS), 1)
-        self._open[slot] = _Open(stream, segments, 0 if reference is None else len(reference))
+        self._open[slot] = _Open(stream, deque(segments), 0 if reference is None else len(reference))
         self.made[stream] = []
         self._begin(slot, reference)
 
     def _begin(self, slot: int, reference: Tensor | None = None) -> None:
         state = self._open[slot]
-        state.index = state.left.popleft()
-        segment = self._streams[state.index]
+        state.segment = segment = state.left.popleft()
         state.entered = self.lanes.pages.open(slot, segment.positions, segment.key)
         self.kept += state.entered > 0
         begun = Segment(PromptRows(segment.embeds), segment.sampling, segment.seed)
@@ -172,11 +161,11 @@ class Player:
     def _tick(self) -> Tick:
         """Of those that have frames to be launched."""
         settings, pieces, old = self.lanes.settings, [], []
-        going = [slot for slot, s in self._open.items() if s.launched < len(self._streams[s.index].text)]
+        going = [slot for slot, s in self._open.items() if s.launched < len(s.segment.text)]
         left = int(self._rng.integers(1, settings.max_rows + 1))
         for slot in self._rng.permutation(sorted(going)).tolist():
             state = self._open[slot]
-            prompt = len(self._streams[state.index].embeds)
+            prompt = len(state.segment.embeds)
             missing = prompt - state.entered
             if not missing:
                 old += [slot] if self._rng.random() < _IN_TICK else []
@@ -198,16 +187,15 @@ class Player:
     def _launch(self, tick: Tick) -> None:
         slots = tick.lanes.tolist()
         states = [self._open[slot] for slot in slots]
-        rows = [self._streams[s.index].row(s.launched - 1) if s.launched else None for s in states]
+        rows = [s.segment.row(s.launched - 1) if s.launched else None for s in states]
         launched = self.lanes.launch(tick, rows)
         for piece in tick.pieces:
             self._open[piece.slot].entered += piece.rows
         for state in states:
             state.launched += 1
         for slot, state in zip(slots[: tick.new_lanes], states, strict=False):
-            segment = self._streams[state.index]
-            if segment.key is not None:
-                self.lanes.pages.keep(slot, segment.key, segment.prefix)
+            if state.segment.key is not None:
+                self.lanes.pages.keep(slot, state.segment.key, state.segment.prefix)
         self._flying.append((launched, [(slot, self._open[slot], self._open[slot].serial) for slot in slots]))
 
     def _collect(self) -> None:
@@ -232,7 +220,7 @@ class Player:
                     self._each(lane, state.stream, len(state.made) - 1, state.made[-1])
                 if self._sounds:
                     assert pcm[:NUM_CODEBOOKS].tolist() == codes.tolist() and pcm[NUM_CODEBOOKS] == state.heard
-            over = ended or len(state.made) == len(self._streams[state.index].text)
+            over = ended or len(state.made) == len(state.segment.text)
             if len(state.made) == self.cancelled.get(state.stream) or (over and not state.left):
                 self._leave(slot)
             elif over:
@@ -256,8 +244,7 @@ def differences(player: Player, oracle) -> list[str]:
     for stream, segments in player.made.items():
         for i, found in enumerate(segments):
             expected = expected_codes(player.streams[stream][i], oracle)
-            if stream in player.cancelled:
-                expected = expected[: len(found)]
+            expected = expected[: len(found)] if stream in player.cancelled else expected
             same = len(found) == len(expected) and all(map(torch.equal, found, expected))
             wrong += [] if same else [f"stream {stream}, segment {i}"]
     return wrong

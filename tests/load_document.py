@@ -6,14 +6,8 @@ from typing import Any
 
 from mktts.measure.load.command import merge
 
-BESIDE = {
-    "revision": "abc",
-    "device": "NVIDIA H200",
-    "driver": "580",
-    "torch": "2.11",
-    "date": "2026-11-22T00:00:00+00:00",
-    "command": "python -m mktts bench --load",
-}
+BESIDE = dict(device="NVIDIA H200", driver="580", torch="2.11", date="2026-11-22T00:00:00+00:00", revision="abc")
+BESIDE["command"] = "python -m mktts bench --load"
 
 
 def point(listeners: int = 512, **changes: Any) -> dict[str, Any]:
@@ -35,8 +29,7 @@ def load_file(folder: Path) -> Path:
     busy = {"device_busy_percent": 50.0, "frames": 60 * 512 * 12, "lanes_mean": 64.0}
     points = [point(512, **busy), point(1_024, underruns=3, refused=2), point(512, codec="full", deterministic=True)]
     path = folder / "load.json"
-    path.write_text(
-        json.dumps({"points": [], "figures": {"frame_64_ms": {"value": 5.1, "unit": "ms", "n": 3, **BESIDE}}})
-    )
+    figure = {"value": 5.1, "unit": "ms", "n": 3, **BESIDE}
+    path.write_text(json.dumps({"points": [], "figures": {"frame_64_ms": figure}}))
     merge(path, BESIDE, True, points)
     return path

@@ -1,11 +1,9 @@
 """The kernel as other cards would run it, on the card that is here: what test_architectures.py runs.
 
 For each of CASES the kernel is compiled to PTX of that card's architecture, which the driver translates for this one,
-with the blocks that the card's multiprocessors give and no more shared memory than it has. `equal`: greedy codes on
-wide-margin random weights are an fp32 run's, frame for frame. `error_ratio`: the relative rms error to fp32 of logits
-and of the talker's residual stream, over bf16 PyTorch's own, in the first frames: of rows in the wrong place margins
-alone would say little. `frame_ms` is the median time of a step, hand-over included, on this card: it says what fewer
-blocks and older code cost, not how fast that card is."""
+with its blocks and no more shared memory than it has. `equal`: greedy codes on wide-margin random weights are an fp32
+run's, frame for frame. `error_ratio`: the relative rms error to fp32 of logits and of the talker's residual stream,
+over bf16 PyTorch's own, in the first frames. `frame_ms`: median of a step, hand-over included, on this card."""
 
 from __future__ import annotations
 
@@ -56,7 +54,6 @@ CASES = {
 # The largest model on those with the least memory a block.
 CARDS_OF_1P7B = ("RTX 4090", "L4", "RTX 5090")
 _TEXT = "Some words, spoken in the streaming layout, and a few more."
-_WARM_FRAMES = 10  # before steps are timed
 FORCED_FRAMES = 4  # whose errors are compared
 
 
@@ -149,7 +146,7 @@ def case_of(model: Model, card: Card) -> dict[str, Any]:
         "equal": torch.equal(codes, model.codes),
         "frames": int(differ[0]) if len(differ) else same,
         "error_ratio": error_ratio(model, KernelUnderTest(backend).frames(model.first)),
-        "frame_ms": statistics.median(steps_ms[_WARM_FRAMES:] or steps_ms),
+        "frame_ms": statistics.median(steps_ms[10:] or steps_ms),
     }
 
 

@@ -1,7 +1,6 @@
 """Measured figures in prose come from the files that recorded them.
 
-README.md: the tables of speed and of scale, whole, between `<!-- speed: FILE -->` or `<!-- scale -->`
-and its end.
+README.md: the tables of speed and of scale, between `<!-- speed: FILE -->` or `<!-- scale -->` and its end.
 docs/hardware.md: what was run of the kernel as other cards would run it stands before `<!-- cards: L4, RTX 4090 -->`.
 Run as a program, this file rewrites all of them from the files they name."""
 
@@ -18,17 +17,12 @@ SCALE = re.compile(r"<!-- scale -->\n.*?<!-- end of scale -->", re.DOTALL)
 SPEED = re.compile(r"<!-- speed: (outputs/reference/\S+\.json) -->\n.*?<!-- end of speed -->", re.DOTALL)
 CARDS = re.compile(r"\| ([^|]*)<!-- cards: ([^>]+) -->")
 CARDS_FILE = "outputs/reference/h100/architectures.json"
+LOAD = "h200/load.json"
 # Of the table of scale: what, where, file under outputs/reference and keys of the figure, how it is written.
 SCALE_ROWS = (
-    ("0.6B, 32 rows of prompt", "H200", "h200/load.json", "listeners.by_context.32", "{:,.0f}"),
-    ("1.7B, 32 rows", "H200", "h200/load.json", "listeners_1p7b.value", "{:,.0f}"),
-    (
-        "first PCM at 1,024 of 0.6B, 32 rows, p99",
-        "H200",
-        "h200/load.json",
-        "ttfc_p99_1024_ms.by_context.32",
-        "{:.0f} ms",
-    ),
+    ("0.6B, 32 rows of prompt", "H200", LOAD, "listeners.by_context.32", "{:,.0f}"),
+    ("1.7B, 32 rows", "H200", LOAD, "listeners_1p7b.value", "{:,.0f}"),
+    ("first PCM at 1,024 of 0.6B, 32 rows, p99", "H200", LOAD, "ttfc_p99_1024_ms.by_context.32", "{:.0f} ms"),
     ("0.6B over sockets", "H200", "h200/serve_load.json", "listeners.value", "{:,.0f}"),
     ("first byte at that load, p99", "H200", "h200/serve_load.json", "ttfb_p99_ms.value", "{:.0f} ms"),
     ("0.6B over sockets, of 1,100 offered", "H100", "h100/serve_load.json", "capacity_held.value", "{:,.0f}"),

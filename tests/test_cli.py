@@ -34,10 +34,8 @@ def in_empty_folder(tmp_path, monkeypatch, checkpoint_cache):
 
 
 def start(*words: str, before: str = "", stdout=subprocess.PIPE) -> subprocess.Popen:
-    code = f"{before}\nimport sys; from mktts.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, *words]
-    environment = {**os.environ, **python_path()}
-    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, env=environment)
+    command = [sys.executable, "-c", f"{before}\nimport sys; from mktts.cli import main; sys.exit(main())", *words]
+    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, env={**os.environ, **python_path()})
 
 
 def read_wav(path) -> np.ndarray:
@@ -46,9 +44,7 @@ def read_wav(path) -> np.ndarray:
         return np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
 
 
-def test_say_writes_the_frames_asked_for_into_a_file_or_a_pipe_and_calls_random_weights_noise(
-    tmp_path, capfdbinary, monkeypatch
-):
+def test_say_writes_the_frames_asked_for_and_calls_random_weights_noise(tmp_path, capfdbinary, monkeypatch):
     assert main([*SAY, "-o", "out.wav"]) == 0
     assert len(read_wav("out.wav")) == FRAMES * SAMPLES_PER_FRAME
     assert [path.name for path in tmp_path.iterdir()] == ["out.wav"]
@@ -125,32 +121,28 @@ def test_bad_input_is_one_line_on_standard_error_and_status_2(tmp_path, capsys, 
     assert captured.out == "" and list(tmp_path.iterdir()) == []
 
 
-def refused(words, capsys) -> str:
-    """What is written about words that the parser ends at."""
-    with pytest.raises(SystemExit, match="2"):
-        main(words)
-    return capsys.readouterr().err
-
-
 def test_without_a_command_all_are_listed_and_an_unknown_one_is_refused_with_a_hint(capsys):
-    listed = refused([], capsys)
+    def refused(*words: str) -> str:
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
+        return capsys.readouterr().err
+
+    listed = refused()
     assert all(f"  {name} " in listed for name in COMMANDS)
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     assert capsys.readouterr().out == listed
-    assert "`python -m mktts --help` lists all" in refused(["sing"], capsys)
-    assert "did you mean say?" in refused(["sya", "Hello."], capsys)
-    assert "did you mean train talker?" in refused(["train", "tlaker", "--help"], capsys)
+    assert "`python -m mktts --help` lists all" in refused("sing")
+    assert "did you mean say?" in refused("sya", "Hello.")
+    assert "did you mean train talker?" in refused("train", "tlaker", "--help")
 
 
 @pytest.mark.parametrize("command", [[], *(name.split() for name in COMMANDS)], ids=" ".join)
 def test_help_shows_examples_that_parse(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([*command, "--help"])
-    lines = capsys.readouterr().out.splitlines()
-    shown = examples("\n".join(lines))
+    shown = examples(capsys.readouterr().out)
     assert shown and shown[0].startswith(" ".join(command))
-    assert max(map(len, lines)) <= 130
 
 
 def test_inspect_names_components_speakers_and_random_weights(capsys):
@@ -199,29 +191,27 @@ def test_a_full_disk_is_one_line_and_status_1(output):
     assert process.returncode == 1
     (line,) = [line for line in error.decode().splitlines() if line.startswith("mktts: ")]
     assert line.endswith("No space left on device") and "Traceback" not in error.decode()
-    assert os.path.exists("/dev/full")
 
 
-@pytest.mark.parametrize(
-    ("number", "status", "line"),
-    [(signal.SIGINT, 128 + signal.SIGINT, b"interrupted\n"), (signal.SIGTERM, 128 + signal.SIGTERM, b"")],
-)
-def test_a_signal_while_the_model_loads_ends_it_without_a_traceback(number, status, line, tmp_path):
-    before = (
-        "import time, mktts.checkpoint\n"
-        "def load(*_):\n"
-        "    try:\n"
-        "        print('loading', flush=True)\n"
-        "        time.sleep(60)\n"
-        "    finally:\n"
-        "        open('tidied', 'w').close()\n"
-        "mktts.checkpoint.open_checkpoint = load\n"
-    )
-    process = start(*SAY, "-o", "out.wav", before=before)
+SLOW = """
+import time, mktts.checkpoint
+def load(*_):
+    try:
+        print('loading', flush=True)
+        time.sleep(60)
+    finally:
+        open('tidied', 'w').close()
+mktts.checkpoint.open_checkpoint = load
+"""
+
+
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, b"interrupted\n"), (signal.SIGTERM, b"")])
+def test_a_signal_while_the_model_loads_ends_it_without_a_traceback(number, said, tmp_path):
+    process = start(*SAY, "-o", "out.wav", before=SLOW)
     assert process.stdout.readline() == b"loading\n"
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (status, line)
+    assert (process.returncode, error) == (128 + number, said)
     assert [path.name for path in tmp_path.iterdir()] == ["tidied"]
 
 

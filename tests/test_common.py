@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from mktts.common import announced, counted, require_writable, whole_numbers, write_whole
+from mktts.common import announced, require_writable, whole_numbers, write_whole
 from mktts.errors import MkttsError, OptionsError
 
 DATA = b"whole" * 50_000  # more than a FIFO holds
@@ -57,14 +57,11 @@ def test_a_device_stays_a_device(tmp_path):
 def test_what_cannot_be_written_is_refused_by_name_and_nothing_is_touched(tmp_path):
     (tmp_path / "there").write_bytes(b"before")
     (tmp_path / "lost").symlink_to("absent/target")
-    for path, message in (
-        (tmp_path, "found a folder"),
-        (tmp_path / "absent" / "file", "in a folder that exists"),
-        (tmp_path / "lost", "in a folder that exists"),
-        (tmp_path / "there" / "file", "in a folder that exists"),
-    ):
-        with pytest.raises(MkttsError, match=message):
-            require_writable(path)
+    with pytest.raises(MkttsError, match="found a folder"):
+        require_writable(tmp_path)
+    for name in ("absent/file", "lost", "there/file"):
+        with pytest.raises(MkttsError, match="in a folder that exists"):
+            require_writable(tmp_path / name)
     require_writable(tmp_path / "new")
     require_writable(tmp_path / "there")
     if os.path.isdir("/proc/self"):  # where even root makes no files
@@ -92,8 +89,7 @@ def test_slow_work_says_what_it_does_and_how_long_it_took_and_quick_work_says_no
     assert re.fullmatch(said, capsys.readouterr().err)
 
 
-def test_one_thing_is_counted_as_one_and_what_is_no_list_of_whole_numbers_has_its_parameters_name():
-    assert [counted(number, "listener") for number in (0, 1, 2)] == ["0 listeners", "1 listener", "2 listeners"]
+def test_what_is_no_list_of_whole_numbers_has_its_parameters_name():
     assert whole_numbers("SCHEDULE", "1, 1,16") == (1, 1, 16)
     for wrong in ("a", "", "1,,2", "1,0", "-1", "1.5"):
         with pytest.raises(OptionsError, match="SCHEDULE takes whole numbers of at least 1"):

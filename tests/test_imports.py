@@ -14,12 +14,8 @@ TREE = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").partitio
 FOLDERS = re.findall(r"^  (\w+)/ ", TREE.partition("```")[0], re.MULTILINE)
 
 
-def module(path: Path) -> str:
-    """mktts/codec/decoder.py -> mktts.codec.decoder; a folder's __init__.py -> the folder."""
-    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-
-
-MODULES = {module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+NAMED = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+MODULES = {name.removesuffix(".__init__"): path for name, path in sorted(NAMED.items())}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -40,21 +36,13 @@ def folder(name: str) -> str:
 
 def test_the_tree_has_the_packages_folders():
     assert sorted(FOLDERS) == sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
-    named = re.findall(r"^(\w+)/ ", TREE.partition("```")[0], re.MULTILINE)
-    assert named and all((PACKAGE.parent / name).is_dir() for name in named)
 
 
 @pytest.mark.parametrize("name", [*GROUND, *FOLDERS])
 def test_a_folder_imports_itself_and_those_above_it(name):
     allowed = {name, *GROUND, *FOLDERS[: FOLDERS.index(name) if name in FOLDERS else 0]}
-    wrong = [
-        f"{of} imports {found}"
-        for of, path in MODULES.items()
-        if folder(of) == name
-        for found in imports(path)
-        if folder(found) not in allowed
-    ]
-    assert wrong == []
+    for module_of in (of for of in MODULES if folder(of) == name):
+        assert [found for found in imports(MODULES[module_of]) if folder(found) not in allowed] == [], module_of
 
 
 def test_only_the_command_line_names_training_and_that_by_its_modules_names():

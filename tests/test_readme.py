@@ -1,6 +1,5 @@
 """The README keeps its word: commands exist, code runs, links resolve, figures are those of the files behind them."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -12,13 +11,13 @@ from other_cards import CASES
 from readme_figures import CARDS, SCALE, SPEED, renewed, state_of
 
 from mktts.cli import parse
-from mktts.kernel.build import TARGETS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 HARDWARE = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
-LINKS = [ROOT / target for target in re.findall(r"\]\(([^)#\s]+)", README) if "://" not in target]
-LINKS += [ROOT / "docs" / target for target in re.findall(r"\]\(([^)#\s]+)", HARDWARE) if "://" not in target]
+LINK = r"\]\(((?!\w+://)[^)#\s]+)"
+LINKS = [ROOT / target for target in re.findall(LINK, README)]
+LINKS += [ROOT / "docs" / target for target in re.findall(LINK, HARDWARE)]
 SHELL = [
     re.split(r"\s+# ", line)[0].strip()
     for block in re.findall(r"```(?:sh|bat)\n(.*?)```", README + HARDWARE, re.DOTALL)
@@ -28,11 +27,6 @@ SHELL = [
 MKTTS = [re.split(r"[|<>]", line.partition("-m mktts ")[2])[0] for line in SHELL if "-m mktts " in line]
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 SNIPPETS = re.findall(r"```py\n(.*?)```", README, re.DOTALL)  # need a download, a recording or a pipeline
-
-
-def test_readme_is_short_and_its_first_example_comes_early():
-    assert README.count("\n") <= 160 and len(README.split()) <= 1_350
-    assert README.partition("```python")[0].count("\n") <= 45
 
 
 def test_every_figure_is_the_recorded_one_and_no_card_counts_as_run_but_by_the_kernel_that_is_here():
@@ -74,7 +68,6 @@ def test_make_targets_exist_and_the_plain_test_command_selects_what_make_test_an
     named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)[ `]", README, re.MULTILINE))
     assert {name for pair in named for name in pair if name} <= targets
     assert re.search(r"^timeout .* make test <", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    assert "make test" in {line.strip() for line in SHELL}
     selection = re.search(r'-m ("[^"]+")', makefile.partition("\ntest:")[2]).group(1)
     assert any(line.endswith(f"-m {selection}") for line in SHELL)
 
@@ -87,10 +80,10 @@ def test_every_line_for_a_shell_is_one_that_is_checked_and_the_command_line_unde
 
 
 @pytest.mark.parametrize("code", PYTHON)
-def test_python_example_runs(code, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+def test_python_example_runs(code, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "samples after" in done.stdout or "samples after" not in code
     assert all((tmp_path / name).stat().st_size for name in re.findall(r'write_audio\("([^"]+)"', code))
@@ -101,9 +94,3 @@ def test_python_snippet_names_what_there_is(code):
     compile(code, "README.md", "exec")
     for package, names in re.findall(r"^from (mktts\S*) import (.+)$", code, re.MULTILINE):
         exec(f"from {package} import {names}", {})
-
-
-def test_the_compute_capabilities_are_those_that_are_compiled_for():
-    capabilities = (re.sub(r"\D", "", name) for name in TARGETS)
-    (line,) = (line for line in HARDWARE.splitlines() if "compute capability" in line)
-    assert re.findall(r"\d+\.\d", line) == [f"{digits[:-1]}.{digits[-1]}" for digits in capabilities]

@@ -33,10 +33,8 @@ def launch_of(layers: tuple[int, int], blocks: int, seed: int, alone: bool = Fal
 
 
 def launches_of(layers: tuple[int, int], blocks: int, count: int = 2) -> dict[str, list[Launch]]:
-    made = {
-        build: [launch_of(layers, blocks, seed, alone=build == BUILDS[1]) for seed in range(count)] for build in BUILDS
-    }
-    return {"": [Launch(launch.frames) for launch in made[BUILDS[0]]], **made}
+    beside, alone = ([launch_of(layers, blocks, seed, alone) for seed in range(count)] for alone in (False, True))
+    return {"": [Launch(launch.frames) for launch in beside], BUILDS[0]: beside, BUILDS[1]: alone}
 
 
 def document_of(layers: tuple[int, int] = (28, 5), blocks: int = 128) -> dict:

@@ -23,20 +23,9 @@ from mktts.model.prompt import Prompt
 from mktts.model.sampling import Sampling
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
-TINY = BenchSettings(
-    checkpoint="random:tiny",
-    large="random:tiny",
-    text_model="random:tiny",
-    device="cpu",
-    frames=24,
-    context=16,
-    around=2,
-    samples=4,
-    utterances=1,
-    peer_utterances=1,
-)
-
-
+MODELS = dict.fromkeys(("checkpoint", "large", "text_model"), "random:tiny")
+FEW = dict(frames=24, context=16, around=2, samples=4, utterances=1, peer_utterances=1)
+TINY = BenchSettings(**MODELS, **FEW, device="cpu")
 PROMPT_ROWS = 9
 
 
@@ -77,20 +66,16 @@ def test_a_frame_with_its_codec_is_the_time_between_two_steady_chunks_over_their
     chunks = [(1, 10.0), (8, 40.0), (8, 56.0), (8, 88.0), (3, 90.0)]
     assert steady_frame_ms(chunks) == [2.0, 4.0]
     assert steady_frame_ms(chunks[:2]) == steady_frame_ms([]) == []
-    assert len(SENTENCE.split()) == 15
 
 
 def test_a_section_that_fails_or_hangs_keeps_its_figures_and_gives_its_last_message(capfd):
-    said = """print('{"figures": {"a": 1}}'); print('a library says hello')
-print('{"notes": {"n": 2}}', flush=True)
-"""
+    said = """print('a library'); print('{"figures": {"a": 1}}'); print('{"notes": {"n": 2}}', flush=True)\n"""
 
     def ran(code: str, timeout_s: float):
         return run_section([sys.executable, "-c", said + code, "section", "{}"], timeout_s)
 
     figures, notes, reason = ran("raise RuntimeError('the card caught fire')", 60)
-    assert (figures, notes) == ({"a": 1}, {"n": 2})
-    assert "exit status 1" in reason and "the card caught fire" in reason
+    assert (figures, notes, reason) == ({"a": 1}, {"n": 2}, "exit status 1: RuntimeError: the card caught fire")
     assert "the card caught fire" in capfd.readouterr().err
     figures, _, reason = ran("import time; time.sleep(600)", 1)
     assert figures == {"a": 1} and "stopped after 1 s" in reason
@@ -115,11 +100,9 @@ class FakeFaster:
         self, *, text, speaker, language, non_streaming_mode, max_new_tokens, chunk_size, temperature, top_k, **given
     ):
         assert set(given) == {"top_p", "do_sample", "repetition_penalty"} and non_streaming_mode == (text == SENTENCE)
-        made = 0
-        while made < max_new_tokens:
+        for made in range(0, max_new_tokens, chunk_size):
             steps = min(chunk_size, max_new_tokens - made)
-            made += steps
-            timing = {"chunk_steps": steps, "total_steps_so_far": made, "decode_ms": 5.0 * steps}
+            timing = {"chunk_steps": steps, "total_steps_so_far": made + steps, "decode_ms": 5.0 * steps}
             yield np.zeros(steps * SAMPLES_PER_FRAME, np.float32), SAMPLE_RATE_HZ, timing
 
 
@@ -131,12 +114,9 @@ def test_a_section_gives_what_is_expected_of_it_also_on_a_cpu(name, tiny, capsys
     figures: dict = {}
     for line in capsys.readouterr().out.splitlines():
         figures |= json.loads(line).get("figures", {})  # and nothing but JSON is printed
-    expected = {*SECTIONS[name][1]}
-    if name == "large":  # the figures of another section, with a mark
-        expected = {f"{figure.removesuffix('_ms')}_1p7b_ms" for figure in SECTIONS["frames"][1]}
-    assert set(figures) >= expected
-    assert all(figure["median"] > 0 for figure in figures.values())
-    assert all({"median", "p95", "n", "unit"} <= set(figure) for figure in figures.values())
+    marked = {f"{figure.removesuffix('_ms')}_1p7b_ms" for figure in SECTIONS["frames"][1]}
+    assert set(figures) >= (marked if name == "large" else {*SECTIONS[name][1]})
+    assert all({"p95", "n", "unit"} <= set(figure) and figure["median"] > 0 for figure in figures.values())
     if name == "faster":
         assert figures["faster_frame_ms"]["max"] == 5.0 and figures["faster_ttfc_ms"]["n"] == 1
         assert FakeFaster.loaded == (str(tiny.folder),) * 2
@@ -157,11 +137,8 @@ def test_word_times_are_measured_on_a_trained_voice(tmp_path, monkeypatch):
 
 def test_a_run_gives_the_document_and_names_what_is_missing(tiny, tmp_path, monkeypatch):
     """tests/test_cli.py runs a section in its process."""
-    figure = {"median": 1.0, "p95": 2.0, "n": 3, "unit": "ms"}
-    ran = {
-        "codec": ({"codec_1_ms": figure}, {"codec_variant": "plain"}, None),
-        "text": ({}, {}, "exit status 1: why"),
-    }
+    figure, failed = {"median": 1.0, "p95": 2.0, "n": 3, "unit": "ms"}, ({}, {}, "exit status 1: why")
+    ran = {"codec": ({"codec_1_ms": figure}, {"codec_variant": "plain"}, None), "text": failed}
     monkeypatch.setattr(command, "run_section", lambda words: ran[words[-2]])
     path = tmp_path / "bench.json"
     document = measure(TINY, ["codec", "text"], path)
@@ -174,7 +151,7 @@ def test_a_run_gives_the_document_and_names_what_is_missing(tiny, tmp_path, monk
     assert "not measured" in speed_table(document | {"revision": "abc"})[2]  # the README's, of whatever is measured
 
 
-def test_the_command_measures_this_checkpoint_by_itself_and_all_with_peers(monkeypatch, capsys):
+def test_the_command_measures_this_checkpoint_or_all_with_peers_and_names_an_absent_one(monkeypatch, capsys):
     asked = []
 
     def measured(settings, names, output):
@@ -190,9 +167,6 @@ def test_the_command_measures_this_checkpoint_by_itself_and_all_with_peers(monke
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"missing": {}}
     with pytest.raises(MetricsError, match="--only names sections of streams, .*, found ours"):
         run("bench", "--only", "ours")
-
-
-def test_an_absent_peer_is_named_with_the_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "faster_qwen3_tts", None)
     with pytest.raises(BackendUnavailable, match="faster_qwen3_tts is needed"):
         list(sections.faster(TINY))

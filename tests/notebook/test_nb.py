@@ -1,4 +1,4 @@
-"""Notebook helpers: run folders, clips, tables, widgets."""
+"""Notebook helpers: run folders, clips, tables, widgets; parameters as arguments of an utterance, lists of texts."""
 
 import asyncio
 import base64
@@ -14,24 +14,21 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
 from mktts.audio import read_audio
+from mktts.checkpoint import DEFAULT_CHECKPOINT, open_checkpoint
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.errors import MkttsError
+from mktts.errors import MkttsError, OptionsError
 from mktts.measure import metrics
-from mktts.notebook import nb
+from mktts.notebook import nb, speaking
 from mktts.spec import SAMPLE_RATE_HZ
 
 
 @pytest.fixture
 def shown():
-    """What the code under test displays, as MIME bundles."""
+    """What the code under test displays: `outputs`."""
     InteractiveShell.instance()
     with capture_output() as captured:
         yield captured
     InteractiveShell.clear_instance()
-
-
-def bundles(captured):
-    return [output.data for output in captured.outputs]
 
 
 def test_a_run_by_hand_goes_to_the_repositorys_outputs_and_leaves_recorded_runs_alone(tmp_path, monkeypatch, shown):
@@ -44,7 +41,7 @@ def test_a_run_by_hand_goes_to_the_repositorys_outputs_and_leaves_recorded_runs_
     metrics.record(first, rtf=0.25)
     assert nb.run_dir("", "05_metrics").name == "05_metrics-manual-2"
     assert json.loads((first / "metrics.json").read_text()) == {"rtf": 0.25}
-    assert bundles(shown)[-1]["text/plain"].endswith("outputs/runs/05_metrics-manual-2")
+    assert shown.outputs[-1].data["text/plain"].endswith("outputs/runs/05_metrics-manual-2")
     monkeypatch.chdir(tmp_path / "notebooks")
     assert nb.run_dir("../outputs/runs/x", "04_streaming") == tmp_path / "outputs" / "runs" / "x"
     (tmp_path / "pyproject.toml").unlink()
@@ -57,14 +54,13 @@ def test_a_clip_is_written_whole_shown_without_normalisation_and_a_long_one_in_p
     assert path == tmp_path / "streamed_as_it_came.wav"
     samples, rate_hz = read_audio(path)
     assert rate_hz == SAMPLE_RATE_HZ and np.abs(samples - 0.25).max() < 1e-4
-    (data,) = bundles(shown)
-    assert "random" not in data["text/plain"]
-    data = base64.b64decode(re.search(r"base64,([^\"]+)", data["text/html"]).group(1))
+    assert "random" not in shown.outputs[0].data["text/plain"]
+    data = base64.b64decode(re.search(r"base64,([^\"]+)", shown.outputs[0].data["text/html"])[1])
     assert np.frombuffer(data[-2:], "<i2")[0] == pytest.approx(0.25 * 32767, abs=1)
     pcm = np.zeros(int(3 * nb.EMBED_LIMIT_S * SAMPLE_RATE_HZ), np.float32)
     path = nb.clip(pcm, "long", tmp_path, random_weights=True)
     assert len(read_audio(path)[0]) == len(pcm)
-    data = bundles(shown)[1]
+    data = shown.outputs[1].data
     assert "embedded" in data["text/plain"] and RANDOM_WEIGHTS in data["text/html"]
     assert len(data["text/html"]) < 1.4 * 2 * nb.EMBED_LIMIT_S * SAMPLE_RATE_HZ
 
@@ -81,8 +77,7 @@ def test_a_recording_is_embedded_whole_with_both_channels(tmp_path, shown):
     user = np.sin(np.arange(15 * SAMPLE_RATE_HZ) / 10).astype(np.float32)  # longer than a clip's embedded part
     soundfile.write(tmp_path / "talk.wav", np.column_stack([user, np.zeros_like(user)]), SAMPLE_RATE_HZ)
     nb.recording(tmp_path / "talk.wav", "the talk", random_weights=False)
-    (data,) = bundles(shown)
-    sound = base64.b64decode(re.search(r"audio/mpeg;base64,([^\"]+)", data["text/html"]).group(1))
+    sound = base64.b64decode(re.search(r"audio/mpeg;base64,([^\"]+)", shown.outputs[0].data["text/html"])[1])
     samples, rate_hz = soundfile.read(io.BytesIO(sound))
     assert rate_hz == SAMPLE_RATE_HZ and samples.shape[1] == 2 and len(samples) >= len(user)
     left, right = samples.std(axis=0)
@@ -96,22 +91,19 @@ def test_a_table_has_every_key_as_a_column_escapes_its_cells_and_folds_what_is_l
     nb.table([{"a": 1, "b": "<b>"}, {"a": 12345, "c": 0.25}], caption="two rows")
     nb.table([{"a": 1, "b": 2}, {"a": 4, "b": 3}], omit=["b"])
     nb.table([{"n": n + 0.23456} for n in range(9)])
-    data = bundles(shown)
-    assert [one["text/plain"].splitlines() for one in data] == [
+    assert [one.data["text/plain"].splitlines() for one in shown.outputs] == [
         ["two rows", "a | b | c", "1 | <b> | ", "12,345 |  | 0.25"],
         ["a", "1", "4"],
         ["n", "0.235", *(f"{n}.23" for n in range(1, 9))],
     ]
-    assert (
-        data[2]["text/html"].index("7.23") < data[2]["text/html"].index("1 more") < data[2]["text/html"].index("8.23")
-    )
-    assert "&lt;b&gt;" in data[0]["text/html"] and "<b>" not in data[0]["text/html"]
+    escaped, _, long = (one.data["text/html"] for one in shown.outputs)
+    assert "&lt;b&gt;" in escaped and "<b>" not in escaped
+    assert re.search(r"7\.23.*1 more.*8\.23", long)
 
 
 def test_controls_start_with_the_parameters_values_and_follow_the_widgets():
-    choices = {"SPEAKER": ["", "ryan"], "TEMPERATURE": (0.05, 2.0)}
-    panel = nb.Controls(choices, TEXT="Hi", SPEAKER="ryan", SEED=3, FLAG=True, SPEED=1.5, TEMPERATURE=0.3)
     first = {"TEXT": "Hi", "SPEAKER": "ryan", "SEED": 3, "FLAG": True, "SPEED": 1.5, "TEMPERATURE": 0.3}
+    panel = nb.Controls({"SPEAKER": ["", "ryan"], "TEMPERATURE": (0.05, 2.0)}, **first)
     assert panel.values == first
     panel._widgets["TEXT"].value, panel._widgets["TEMPERATURE"].value = "Ho", 7.0
     assert panel.values == first | {"TEXT": "Ho", "TEMPERATURE": 2.0}  # a slider stays within its range
@@ -172,8 +164,7 @@ async def test_a_cell_runs_what_start_runs_and_gets_its_error_which_else_is_show
 
 @pytest.mark.parametrize("how", ["interrupt", "stop"])
 async def test_an_interrupt_of_the_kernel_and_stop_end_a_run_that_a_button_began(how, shown):
-    panel, begun = nb.Controls({}, TEXT="Hi"), asyncio.Event()
-    ended = []
+    panel, begun, ended = nb.Controls({}, TEXT="Hi"), asyncio.Event(), []
 
     async def start():
         begun.set()
@@ -198,3 +189,68 @@ async def test_an_interrupt_of_the_kernel_and_stop_end_a_run_that_a_button_began
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended == [True] * 2
+
+
+# ---- speaking
+
+
+@pytest.fixture(scope="module")
+def small():
+    return open_checkpoint(DEFAULT_CHECKPOINT)
+
+
+def test_parameters_become_arguments_and_unknown_ones_are_refused(tiny):
+    values = {"TEXT": "Hi", "LANGUAGE": "auto", "SPEAKER": "", "INSTRUCT": "", "VOICE": "", "SEED": 1, "MAX_FRAMES": 9}
+    arguments = speaking.stream_arguments(tiny, **values, SCHEDULE="1,2")
+    assert arguments.pop("options").schedule == (1, 2)
+    expected = {name.lower(): value or None for name, value in values.items()}
+    assert arguments == expected | {"speaker": next(iter(tiny.config.speakers))}
+    with pytest.raises(MkttsError, match="SPEED"):
+        speaking.stream_arguments(tiny, SPEED=2)
+
+
+def test_sampling_parameters_hold_for_all_codes_of_a_frame(small):
+    changed = speaking.stream_arguments(small, TEMPERATURE=1.25, TOP_K=0)["sampling"]
+    for choice in (changed.talker, changed.predictor):
+        assert (choice.temperature, choice.top_k, choice.do_sample) == (1.25, 0, True)
+    greedy = speaking.stream_arguments(small, TEMPERATURE=0.0, GREEDY=True)["sampling"]
+    assert greedy == small.sampling().greedy()
+    with pytest.raises(MkttsError, match="temperature.*-1"):
+        speaking.stream_arguments(small, TEMPERATURE=-1.0)
+
+
+SETTINGS = {"INSTRUCT": "", "VOICE": "", "MAX_FRAMES": 80, "GREEDY": False, "SCHEDULE": "1,2", "LANGUAGE": "auto"}
+
+
+def test_a_panel_shows_the_checkpoints_own_values(small):
+    open_, own = {"SPEAKER": "", "TEMPERATURE": 0.0, "TOP_K": -1}, small.sampling().talker
+    shown = speaking.panel(small, **SETTINGS, **open_).values
+    expected = {"SPEAKER": next(iter(small.config.speakers)), "TEMPERATURE": own.temperature, "TOP_K": own.top_k}
+    assert shown == {**SETTINGS, **expected}
+    chosen = {**SETTINGS, "SPEAKER": "michael", "TEMPERATURE": 0.7, "TOP_K": 5}
+    assert speaking.panel(small, **chosen).values == chosen
+    for same in (shown, {"TEMPERATURE": 0.0, "TOP_K": -1, "GREEDY": False}):
+        assert speaking.stream_arguments(small, **same)["sampling"] == small.sampling()
+    assert "sampling" not in speaking.stream_arguments(small, TEXT="Hi")
+
+
+@pytest.mark.parametrize(
+    ("source", "seen"),
+    [
+        (DEFAULT_CHECKPOINT, ["Text", "Speaker", "Temperature"]),
+        ("random:tiny:base", ["Text", "Language", "Saved voice's file", "Temperature"]),
+    ],
+)
+def test_a_panel_folds_away_what_the_checkpoint_does_not_take(source, seen):
+    checkpoint = open_checkpoint(source)
+    panel = speaking.panel(checkpoint, TEXT="Hi", SPEAKER="", **SETTINGS, TEMPERATURE=0.7, TOP_K=-1)
+    *lines, folded, _ = panel.panel.children
+    assert sorted(line.description for line in lines) == sorted(seen) and folded.titles == ("more",)
+
+
+def test_texts_are_read_and_what_is_none_is_named_by_its_parameter():
+    assert speaking.texts("Yes. | No, thank you.") == ["Yes.", "No, thank you."]
+    with pytest.raises(OptionsError, match="TEXTS"):
+        speaking.texts("Yes. |")
+    with pytest.raises(OptionsError, match="REPEATS must be a whole number .* at least 1, got 0"):
+        speaking.at_least(1, FRAMES=3, REPEATS=0)

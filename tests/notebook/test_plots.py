@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mktts.notebook import plots
-from mktts.spec import FRAME_MS, SAMPLES_PER_FRAME
+from mktts.spec import SAMPLES_PER_FRAME
 
 READY_MS = [50.0, 100.0, 400.0]  # the third chunk is needed at 50 + 2 * 80 = 210 ms and comes 190 ms late
 CHUNKS = [
@@ -20,34 +20,24 @@ def coarse(monkeypatch):
     monkeypatch.setattr(plots, "DPI", 40)
 
 
-def line(axes, label):
-    return next(item for item in axes.lines if item.get_label() == label)
-
-
 def test_the_timeline_shows_what_was_generated_what_was_needed_and_the_late_chunk(tmp_path):
     top, bottom = plots.chunk_timeline(CHUNKS, tmp_path).axes
-    np.testing.assert_allclose(line(top, "generated").get_xydata(), [[0, 0], [0.05, 0.08], [0.1, 0.16], [0.4, 0.32]])
-    needed = line(top, "needed by real-time playback")
+    lines = {line.get_label(): line for line in top.lines}
+    np.testing.assert_allclose(lines["generated"].get_xydata(), [[0, 0], [0.05, 0.08], [0.1, 0.16], [0.4, 0.32]])
+    needed = lines["needed by real-time playback"]
     np.testing.assert_allclose(needed.get_xdata(), [0.05, 0.13, 0.13, 0.21, 0.4, 0.56])
     np.testing.assert_allclose(needed.get_ydata(), [0, 0.08, 0.08, 0.16, 0.16, 0.32])
-    np.testing.assert_allclose(line(top, "underrun").get_xydata(), [[0.4, 0.16]])
+    np.testing.assert_allclose(lines["underrun"].get_xydata(), [[0.4, 0.16]])
     assert "underruns: 1" in top.get_title(loc="left") and "after 50 ms" in top.get_title(loc="left")
-    np.testing.assert_allclose(np.diff(top.yaxis.get_minor_locator().tick_values(0, 1)), FRAME_MS / 1e3)
     unplayed_ms = bottom.containers[0].markerline.get_ydata()
     np.testing.assert_allclose(unplayed_ms, [0, 30, 0], atol=1e-9)  # at 100 ms, 50 of the first 80 ms had been played
 
 
-def test_stacked_bars_add_up_and_one_thing_has_one_colour(tmp_path):
-    from matplotlib.colors import to_hex
-
+def test_stacked_bars_add_up(tmp_path):
     stages = {"tiny": {"talker": 2.0, "predictor": 5.0, "codec": 4.0}}
-    figure = plots.bars(stages, "ms", "Stages", tmp_path, "stages", real_time=True)
-    (axes,) = figure.axes
-    shown, _ = figure._repr_png_()
-    assert shown == (tmp_path / "stages.png").read_bytes() and axes.get_title(loc="left") and axes.get_xlabel()
+    (axes,) = plots.bars(stages, "ms", "Stages", tmp_path, "stages", real_time=True).axes
     assert [(bar.get_x(), bar.get_width()) for group in axes.containers for bar in group] == [(0, 2), (2, 5), (7, 4)]
-    assert "11" in [text.get_text() for text in axes.texts]
-    assert to_hex(axes.containers[0][0].get_facecolor()) == plots.COLOURS["talker"].lower()
+    assert "11" in [text.get_text() for text in axes.texts] and (tmp_path / "stages.png").is_file()
 
 
 def test_two_numbers_that_lie_close_on_an_axis_are_not_written_over_each_other():

@@ -1,5 +1,4 @@
-"""A listener's arithmetic, the figures of a run on times that are given, listeners on their event loop, and a server
-as a source of streams: one that the test writes by hand, so that what its listeners meet is known."""
+"""A listener's arithmetic, the figures of a run, listeners on their event loop, and a server as a source of streams."""
 
 import asyncio
 import gc
@@ -42,9 +41,6 @@ def seen_by(listeners: list[Listener], begin_s: float, end_s: float, closed_s: f
     return LoadRun(listeners, Moment(begin_s, 0, 0.0, 0.0), Moment(end_s, 100, 3.0, 1.0), closed_s)
 
 
-# ---- one listener
-
-
 @pytest.mark.parametrize("size", [7, 239, 240, 241, 1_000, 2 * SAMPLES_PER_FRAME])
 def test_the_audible_moment_is_when_it_sounds_however_the_sound_is_cut(size):
     pcm, one = np.concatenate((0 * FRAME, FRAME)), Listener(0.0)
@@ -68,9 +64,6 @@ def test_underruns_are_those_whose_player_ran_dry_in_the_held_time_and_the_one_t
     assert gaps[2] == [(pytest.approx(2.9 + FRAME_S), pytest.approx(4.0 - 2.9 - FRAME_S))]
 
 
-# ---- figures
-
-
 def test_first_pcm_counts_from_the_plan_and_an_arrival_without_one_is_infinitely_late():
     listeners = [played(10.0 + i, [(10.02 + i, 1)], ended_s=11.0 + i) for i in range(98)]
     listeners[0].opened_s = 10.015  # called late: the wait is still 20 ms
@@ -88,12 +81,8 @@ def test_first_pcm_counts_from_the_plan_and_an_arrival_without_one_is_infinitely
 
 
 def test_means_of_open_streams_and_of_playing_listeners_are_over_the_held_time():
-    listeners = [
-        played(5.0, [(5.0, 1)], ended_s=15.0),  # half of its time lies within
-        played(12.0, [(12.0, 25)], ended_s=17.0),
-        played(19.0, [(19.0, 1)]),  # still open at the end
-        played(13.0, [], 14.0, refused=True),
-    ]
+    half, whole = played(5.0, [(5.0, 1)], ended_s=15.0), played(12.0, [(12.0, 25)], ended_s=17.0)
+    listeners = [half, whole, played(19.0, [(19.0, 1)]), played(13.0, [], 14.0, refused=True)]
     point = measured(seen_by(listeners, 10.0, 20.0, 21.0), LoadSettings("x", seconds=10.0))
     assert point["open_mean"] == pytest.approx((5 + 5 + 1) / 10)
     assert point["playing_mean"] == pytest.approx((25 * FRAME_S + FRAME_S) / 10)
@@ -113,13 +102,11 @@ def test_a_run_that_was_short_or_cut_or_hangs_is_not_held_and_one_that_failed_is
         measured(LoadRun([failed], Moment(0.0, 0, 0.0, 0.0)), MINUTE)
 
 
-# ---- many on one loop
-
 SAID = LoadTexts(32, "a few words", {})
 
 
 class Script:
-    """Opens what it is told, in order: an exception at once, or so many chunks and then an exception, NEVER or None."""
+    """Opens in order: an exception at once, or so many chunks and then an exception, "never" or None."""
 
     def __init__(self, *told: tuple[int, object] | Exception) -> None:
         self.told, self.settings, self.cancelled = told, [], 0
@@ -136,7 +123,7 @@ class Script:
             await asyncio.sleep(0)
             yield SimpleNamespace(pcm=FRAME, frames=1)
         try:
-            if end is NEVER:
+            if end == "never":
                 await asyncio.Event().wait()
         except asyncio.CancelledError:
             self.cancelled += 1
@@ -144,22 +131,14 @@ class Script:
             raise end
 
 
-NEVER = object()
-
-
-def held(script: Script, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.6) -> tuple[LoadRun, LoadSettings]:
-    """All arrivals at 0.3 s, in the held time however late the machine is."""
-    plan = [(0.3, 40 + i) for i in range(len(script.told))]
-    monkeypatch.setattr(LoadSettings, "arrivals", lambda self, listeners: plan)
-    settings = LoadSettings("x", warm_s=0.01, seconds=seconds, tail_s=0.2)
-    return hold(script, SAID, settings, len(plan)), settings
-
-
 def test_every_way_a_stream_can_go_is_noted_as_what_it_is_and_the_process_is_as_before(monkeypatch):
     before_s, frozen = sys.getswitchinterval(), gc.get_freeze_count() > 0
     full = CapacityError("full")
-    script = Script((3, None), (0, full), (2, full), (1, EngineError("broken")), (0, NEVER), full)
-    seen, settings = held(script, monkeypatch)
+    script = Script((3, None), (0, full), (2, full), (1, EngineError("broken")), (0, "never"), full)
+    plan = [(0.3, 40 + i) for i in range(6)]  # in the held time however late the machine is
+    monkeypatch.setattr(LoadSettings, "arrivals", lambda self, listeners: plan)
+    settings = LoadSettings("x", warm_s=0.01, seconds=0.6, tail_s=0.2)
+    seen = hold(script, SAID, settings, len(plan))
     whole, refused, late, broken, waits, at_once = seen.listeners
     assert (whole.frames, whole.ended_s < math.inf, whole.error, whole.engine) == (3, True, None, "server")
     assert refused.refused and at_once.refused and refused.first_s == at_once.first_s == math.inf
@@ -177,14 +156,11 @@ def test_every_way_a_stream_can_go_is_noted_as_what_it_is_and_the_process_is_as_
 
 def test_another_thread_can_stop_a_load(monkeypatch):
     monkeypatch.setattr(LoadSettings, "arrivals", lambda self, listeners: [(0.0, 40)])
-    script, stopped = Script((0, NEVER)), threading.Event()
+    script, stopped = Script((0, "never")), threading.Event()
     threading.Timer(0.3, stopped.set).start()
     with pytest.raises(MetricsError, match="stopped"):
         hold(script, SAID, LoadSettings("x", warm_s=0.01, seconds=50.0, tail_s=0.2), 1, stopped)
     assert script.cancelled == 1
-
-
-# ---- what is asked for
 
 
 def test_arrivals_make_the_offered_load_and_go_on_behind_the_held_time():
@@ -226,8 +202,6 @@ def test_settings_that_mean_nothing_are_refused(wrong):
         LoadSettings("x", **wrong)
 
 
-# ---- a server
-
 SOUND = to_pcm16(np.repeat(np.float32([0.0, 0.1]), SAMPLE_RATE_HZ // 10))
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: audio/pcm;rate=24000\r\nTransfer-Encoding: chunked\r\n\r\n"
 SIZED = b"HTTP/1.1 200 OK\r\nContent-Type: audio/pcm\r\nContent-Length: %d\r\n\r\n"
@@ -240,7 +214,7 @@ def chunked(data: bytes) -> bytes:
 
 @asynccontextmanager
 async def serving(answer: Callable[[asyncio.StreamWriter, bytes], Awaitable[None]]) -> AsyncIterator[str]:
-    """A server on a socket of this machine that answers every POST so, and every GET with 404. Yields its address."""
+    """The address of a server that answers every POST so, and every GET with 404."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -313,8 +287,6 @@ async def test_what_is_no_speech_has_its_name(sent, error, said):
         with pytest.raises(error, match=said):
             await heard(HttpSource(endpoint(url)))
 
-
-# ---- the command
 
 QUICK = ["bench", "--load", "--checkpoint", "random:tiny", "--device", "cpu", "--warm-seconds", "0.4"]
 

@@ -8,13 +8,10 @@ from mktts.measure.parity import kernel
 from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend
 
-SCOPE = kernel.Scope(contexts=(16, 90), frames=8, exact=9)
 
-
-def backend_of(checkpoint: Checkpoint, dtype: torch.dtype, changed: str | None = None) -> TorchBackend:
-    tensors = dict(checkpoint.tensors())
-    if changed is not None:
-        tensors[changed] = tensors[changed] * 1.05
+def backend_of(checkpoint: Checkpoint, dtype: torch.dtype, *changed: str) -> TorchBackend:
+    tensors = checkpoint.tensors()
+    tensors = {**tensors, **{name: tensors[name] * 1.05 for name in changed}}
     return TorchBackend(checkpoint.config, tensors, "cpu", dtype)
 
 
@@ -105,7 +102,7 @@ def test_wide_margins_are_exact_and_a_wrong_head_is_located(tiny_margin):
 
 
 def test_a_budget_that_is_over_makes_less_of_everything_and_says_so(tiny, tiny_margin):
-    found = kernel.parity_of("random:tiny", SCOPE, "torch", "cpu", until_s=0.0)
+    found = kernel.parity_of("random:tiny", kernel.Scope((16, 90), 8, 9), "torch", "cpu", until_s=0.0)
     assert found["passed"]
     assert set(found["forced"]["pooled"]) == {"logits of code 0", "logits of codes 1-15", "hidden"}
     assert found["forced"]["frames"] == {"16": 2, "90": 2}

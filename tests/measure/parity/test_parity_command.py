@@ -4,10 +4,12 @@ import json
 import shutil
 from collections.abc import Callable
 from functools import lru_cache
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from upstream_models import loaded
 
 from mktts.checkpoint import Checkpoint
@@ -22,7 +24,7 @@ from mktts.spec import SAMPLES_PER_FRAME
 
 @pytest.fixture
 def quick(monkeypatch, tiny) -> None:
-    """Less of everything, and one load of upstream's model: what is tested is what the command makes of it."""
+    """Less of everything, and one load of upstream's model."""
     monkeypatch.setattr(command, "load_upstream", lambda checkpoint, dtype: loaded("random:tiny", dtype)[1])
     monkeypatch.setattr(command, "CODES_FRAMES", 3)
     monkeypatch.setattr(command, "CODES_REQUESTS", 1)
@@ -67,46 +69,31 @@ def test_what_is_right_passes_and_what_cannot_run_is_skipped_by_name(run, tiny_m
     assert [(one["status"], one["reason"]) for one in found.values()] == [("skipped", "no CUDA device")]
 
 
-def test_a_norm_that_rounds_otherwise_is_found_in_the_codes(run, monkeypatch):
+def test_a_prompt_a_codec_and_a_norm_that_are_off_or_broken_are_found(run, monkeypatch):
     def unrounded(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        wide = x.float()  # upstream rounds to bf16 before the weight, not after it alone
-        return (wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
+        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)  # upstream rounds before the weight
 
-    monkeypatch.setattr(qwen3, "rms_norm", unrounded)
-    status, document, found = run("random:tiny", "--parts", "prompt,codes")
-    assert status == 1 and not document["passed"]
-    assert found["prompt"]["status"] == "passed"
-    assert found["codes"]["status"] == "failed" and "codebook" in found["codes"]["reason"]
-
-
-def test_a_prompt_and_a_codec_that_are_off_or_broken_are_found_too(run, monkeypatch):
     whole = codec.decode_streamed
     monkeypatch.setattr(codec, "decode_streamed", lambda *given: whole(*given) * 0.999)
-    build = command.compare_prompts
-    monkeypatch.setattr(
-        command,
-        "compare_prompts",
-        lambda *given: [row | {"equal": False, "max_abs_error": 0.5} for row in build(*given)],
-    )
+    build, off = command.compare_prompts, {"equal": False, "max_abs_error": 0.5}
+    monkeypatch.setattr(command, "compare_prompts", lambda *given: [row | off for row in build(*given)])
     status, document, found = run("random:tiny", "--parts", "codec,prompt")
-    assert status == 1
+    assert status == 1 and not document["passed"]
     assert "60.0 dB, at least 100 dB" in found["codec"]["reason"] and found["codec"]["status"] == "failed"
     assert "prompts are not upstream's" in found["prompt"]["reason"]
 
-    def broken(*given):
-        raise RuntimeError("no room in /some/where/file.bin")
-
+    broken = Mock(side_effect=RuntimeError("no room in /some/where/file.bin"))
     monkeypatch.setattr(codec, "codec_for", broken)
     monkeypatch.setattr(command, "compare_prompts", build)
-    status, document, found = run("random:tiny", "--parts", "prompt,codec")
+    monkeypatch.setattr(qwen3, "rms_norm", unrounded)
+    status, document, found = run("random:tiny", "--parts", "prompt,codes,codec")
     assert status == 1 and found["codec"]["reason"] == "RuntimeError: no room in file.bin"
+    assert found["codes"]["status"] == "failed" and "codebook" in found["codes"]["reason"]
     assert found["prompt"]["status"] == "passed"  # an error within a section leaves the others
 
 
 def test_without_upstream_the_codec_is_compared_with_ours_alone(run, monkeypatch):
-    def absent(*given):
-        raise BackendUnavailable("the upstream package qwen-tts is needed")
-
+    absent = Mock(side_effect=BackendUnavailable("the upstream package qwen-tts is needed"))
     monkeypatch.setattr(command, "load_upstream", absent)
     status, document, found = run("random:tiny", "--parts", "prompt,codes,codec")
     assert status == 0
@@ -114,12 +101,9 @@ def test_without_upstream_the_codec_is_compared_with_ours_alone(run, monkeypatch
     assert "qwen-tts is needed" in found["prompt"]["reason"] and "qwen-tts is needed" in found["codec"]["upstream"]
 
 
-def test_bad_input_is_refused_before_anything_is_measured(tiny, tmp_path, capsys):
-    for words in (
-        ["random:tiny", "--parts", "prompt,sound"],
-        ["random:tiny", "--minutes", "0"],
-        [str(tmp_path / "absent")],
-    ):
+def test_bad_input_is_refused_before_anything_is_measured(checkpoint_cache, tmp_path, capsys):
+    tiny = "random:tiny"
+    for words in ([tiny, "--parts", "prompt,sound"], [tiny, "--minutes", "0"], [str(tmp_path / "absent")]):
         assert main(["parity", *words, "--output", str(tmp_path / "parity.json")]) == 2
     assert "prompt, codes, codec, kernel" in capsys.readouterr().err
 
@@ -145,13 +129,12 @@ def test_a_checkpoint_is_named_without_its_place(tiny: Checkpoint, tmp_path, run
 def test_paths_go_and_other_words_with_strokes_stay():
     cleaned = without_paths({"a": ["read /at/me/config.json: expected", "~/voices/a.bin", "C:\\Users\\me\\b.bin"]})
     assert cleaned == {"a": ["read config.json: expected", "a.bin", "b.bin"]}
-    for text in ("Qwen/Qwen3-TTS", "https://example.org/a/b", "and/or 16/32/64", "speech_tokenizer/config.json"):
-        assert without_paths(text) == text
+    kept = "Qwen/Qwen3-TTS https://example.org/a/b and/or 16/32/64 speech_tokenizer/config.json"
+    assert without_paths(kept) == kept
 
 
 def test_errors_are_told_per_frame_and_as_signal_over_noise_in_decibels():
-    reference = np.zeros(3 * SAMPLES_PER_FRAME)
-    pcm = reference.copy()
+    pcm, reference = np.zeros((2, 3 * SAMPLES_PER_FRAME))
     pcm[SAMPLES_PER_FRAME - 1], pcm[SAMPLES_PER_FRAME] = 0.25, -0.5
     assert codec.frame_errors(pcm, reference).tolist() == [0.25, 0.5, 0.0]
     with pytest.raises(CodecError, match="equal lengths"):
