@@ -12,7 +12,7 @@ from seeded import SMALL, close, in_two_pieces, prompt, rms_error, stack
 from torch import Tensor
 
 import mktts.kernel
-from mktts.kernel.prefill import Prefill, copy_into_cache, row_kernels
+from mktts.kernel.prefill import Prefill, copy_into_cache, kept_of_cache, row_kernels
 from mktts.measure.inspection import config_at
 from mktts.model.qwen3 import Qwen3Stack
 
@@ -112,6 +112,7 @@ def test_dealt_positions_lie_where_the_kernel_looks_for_them(count):
     kv = torch.full((layers, heads, group, slots, 2, head_dim), -1.0)
     keys, values = torch.rand(2, layers, heads, count, head_dim)
     copy_into_cache(torch.stack((keys, values)), kv)
+    assert torch.equal(kept_of_cache(kv, count), torch.stack((keys, values)))
     for position in range(group * slots):
         found = kv[:, :, position % group, position // group]
         if position < count:
