@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mktts.batch.cuda.tiles import _MEASURED, Kind, TilePlan, plan_of
+from mktts.batch.cuda.tiles import _MEASURED, Kind, plan_of
 
 pytestmark = pytest.mark.gpu
 SHAPES = [*_MEASURED, (Kind.LINEAR, 120, 96), (Kind.GATED, 72, 64)]
@@ -76,26 +76,16 @@ def test_the_error_is_that_of_cublas(own, kind, columns, depth, count):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("kind", "columns", "depth"), SHAPES)
 def test_rows_are_equal_bit_for_bit_in_any_number_and_place(own, kind, columns, depth, dtype):
+    """In each of the matrix's tiles."""
     case = Case(kind, columns, depth, dtype)
+    limit = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    most_rows = [min(most, MOST) for most, _ in plan_of(kind, columns, depth, dtype.itemsize, limit).tiles]
     wanted = case.of(own, torch.arange(MOST, device="cuda"))
     generator = torch.Generator().manual_seed(0)
-    for count in ROWS:
+    for count in (*ROWS, *most_rows):
         rows = torch.randperm(MOST, generator=generator)[:count].cuda()
         for mine, all_of_them in zip(case.of(own, rows), wanted, strict=True):
             assert torch.equal(mine, all_of_them[rows]), count
-
-
-@pytest.mark.parametrize(("kind", "columns", "depth"), SHAPES)
-def test_every_tile_of_a_matrix_gives_the_same_bits(own, monkeypatch, kind, columns, depth):
-    from mktts.batch.cuda.kernels import products
-
-    case, rows = Case(kind, columns, depth), torch.arange(MOST, device="cuda")
-    limit = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
-    plan = plan_of(kind, columns, depth, 2, limit)
-    wanted = case.of(own, rows)
-    for _, tile in plan.tiles:
-        monkeypatch.setattr(products, "plan_of", lambda *_, tile=tile: TilePlan(plan.parts, ((MOST, tile),)))
-        assert all(torch.equal(*pair) for pair in zip(case.of(own, rows), wanted, strict=True)), tile
 
 
 def test_a_bias_is_added_before_rounding_and_rows_may_lie_apart(own):
