@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mktts.batch import BatchSettings
-from mktts.batch.cuda.memory import LaneMemory, shared_spaces, space_bytes, space_shapes
+from mktts.batch.cuda.memory import shared_spaces, space_shapes
 from mktts.batch.cuda.stage import PENALTY, BlockLayout, packed
 from mktts.batch.cuda.tiles import _MEASURED, MEASURED, Kind, plan_of, product_tile, step_depth
 from mktts.engine.admission import Admission
@@ -66,15 +66,6 @@ def test_buckets_share_one_memory_as_large_as_the_largest_needs(tiny):
         tensors = [getattr(space, name) for space in spaces]
         assert tensors[1].shape == shape and tensors[1].dtype == dtype
         assert len({tensor.data_ptr() for tensor in tensors}) == 1
-
-
-def test_what_a_page_and_a_slot_take(tiny):
-    talker = tiny.config.talker
-    memory = LaneMemory(tiny.config, torch.bfloat16, 100, codec_state=1_000, lanes=8, prompt_rows=16)
-    assert memory.page == 64 * talker.kv_bytes_per_position
-    numbers, table = 3 * 4, 2 * 4
-    assert memory.slot == numbers + talker.vocab_size + 4 * talker.hidden_size + table + 1_000
-    assert memory.tick > space_bytes(space_shapes(tiny.config, torch.bfloat16, 8, 16, 8))
 
 
 # ---- products
