@@ -1,17 +1,24 @@
-"""What a text asks for beside its words: what becomes of it, whole and in pieces."""
+"""What a text asks for beside its words: what becomes of it, whole and in pieces. Whatever reads a text makes of its
+pieces what it makes of the whole."""
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from record_cases import cases
 
 from mktts.errors import TextError
 from mktts.text.front_end import FrontEnd, FrontEndFeed
+from mktts.text.lexicon import Lexicon, LexiconFeed
 from mktts.text.markup import MarkupFeed
 from mktts.text.parts import Pause, TextFeed, said_as
 
-ENGLISH = partial(FrontEndFeed, ("english",))
+READ = partial(FrontEndFeed, ("english",))
 HALF = Pause(12_000)
 CUT = Pause(0)
 
@@ -57,8 +64,8 @@ def parts(pieces: list[str], *new_readers: Callable[[], Any]) -> list:
     ],
 )
 def test_a_text_becomes_words_pauses_and_turns(text, expected):
-    assert parts([text], ENGLISH) == ([FrontEnd().read(text)] if expected is None else expected)
-    assert parts(list(text), ENGLISH) == parts([text], ENGLISH)
+    assert parts([text], READ) == ([FrontEnd().read(text)] if expected is None else expected)
+    assert parts(list(text), READ) == parts([text], READ)
 
 
 def test_without_a_front_end_the_words_stay_and_only_markup_goes_where_that_is_asked_for():
@@ -83,7 +90,7 @@ def test_without_a_front_end_the_words_stay_and_only_markup_goes_where_that_is_a
 )
 def test_what_is_wrong_is_named(text, error):
     with pytest.raises(TextError, match=error):
-        parts([text], ENGLISH)
+        parts([text], READ)
 
 
 def test_numbers_and_letters_are_written_so_that_they_are_read_as_asked():
@@ -91,3 +98,55 @@ def test_numbers_and_letters_are_written_so_that_they_are_read_as_asked():
     assert {written: said_as("ordinal", written) for written in ordinals} == ordinals
     assert said_as("characters", "a1 b") == "A, 1, B"
     assert (said_as("cardinal", "first"), said_as("telephone", "none")) == ("first", "none")
+
+
+# ---- in pieces
+
+MIXED = "the cat NASA $1 2.50 , . - ' Jan. 5 km Henry VIII 10:30 am St. James \n & % I II 1/2 é 😀"
+WORDS = st.one_of(st.sampled_from(MIXED.split(" ")), st.text(alphabet="aBI 15.,:/-$%'\n", max_size=5))
+ENTRY = st.text(alphabet="aAbB.'+重庆 ", min_size=1, max_size=5).filter(str.strip)
+TAGS = "[pause| 1s]|[Ryan]|(x)|<bre|ak/>|a |<|[|.| 3|]| |<spea|k>|<s>hi</s|></speak>".split("|")
+ENGLISH = partial(TextFeed, {}.get, [MarkupFeed, READ])
+TAGGED = [partial(TextFeed, {"Ryan": ("ryan",)}.get, way) for way in ([], [MarkupFeed, READ], [MarkupFeed])]
+LEXICONS = st.dictionaries(ENTRY, st.just("X"), max_size=5).map(lambda words: partial(LexiconFeed, Lexicon(words)))
+FEEDS_AND_TEXTS = st.one_of(
+    st.tuples(st.just(MarkupFeed), st.text(alphabet="ab1 *_[]()`~<>&;$|#-^:\\\n!x.=/", max_size=40)),
+    st.tuples(st.sampled_from([ENGLISH, READ]), st.lists(WORDS, max_size=14).map(" ".join)),
+    st.tuples(LEXICONS, st.text(alphabet="aAbB'’s.@ 重庆é\u0301+", max_size=30)),
+    st.tuples(st.sampled_from(TAGGED), st.lists(st.sampled_from(TAGS)).map("".join)),
+)
+
+
+def made_of(new_feed, text: str, cuts: list[int]) -> list | None:
+    """Characters, and what else is made; None for a text that is refused."""
+    feed, made = new_feed(), []
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    try:
+        for found in [*(feed.take(text[a:b]) for a, b in pairwise(edges)), feed.take("", final=True)]:
+            for part in found:
+                made += part if isinstance(part, str) else [part]
+    except TextError:
+        return None
+    return made
+
+
+@settings(max_examples=500, deadline=None)
+@given(FEEDS_AND_TEXTS, st.lists(st.integers(0, 60), max_size=6))
+@example((MarkupFeed, "[^1]: note"), [5])
+@example((MarkupFeed, "see [a [b]](c(d)) **e** `f`"), [7, 9])
+@example((ENGLISH, "$1 2.50"), [2])
+@example((ENGLISH, "a 5  km"), [3])
+@example((READ, "eggs\n1. Mix"), [6])
+@example((partial(LexiconFeed, Lexicon({"a": "X"})), "a'sb"), [1, 2, 3])
+@example((partial(LexiconFeed, Lexicon({"ab": "X", "ab ab b": "X"})), "ab ab.b"), [2, 4, 6])
+@example((TAGGED[1], "[Ryan]("), [1, 5, 6])
+@example((TAGGED[0], " <speak><s>hi</s></speak>"), [1, 6, 8, 16])
+def test_pieces_give_what_the_whole_gives(feed_and_text, cuts):
+    assert made_of(*feed_and_text, cuts) == made_of(*feed_and_text, [])
+
+
+def test_each_written_form_in_random_pieces_gives_what_the_whole_gives():
+    random = Random(90210)
+    for text, _ in cases() * 3:
+        cuts = random.sample(range(len(text)), len(text) // 5)
+        assert made_of(ENGLISH, text, cuts) == made_of(ENGLISH, text, []) is not None
