@@ -5,9 +5,7 @@ cut over ticks, and whether its prefix was kept. In bf16, sampled."""
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +16,6 @@ from torch import Tensor
 
 from mktts.batch import BatchSettings
 from mktts.checkpoint import open_checkpoint
-from mktts.codec.decoder import CodecDecoder
 from mktts.engine.lanes import Lanes
 from mktts.engine.pages import Copy, Pages
 from mktts.engine.scheduler import Piece, Tick, TickSettings
@@ -70,46 +67,6 @@ def test_codes_are_the_oracles_under_joins_skips_ends_cuts_and_kept_prefixes(nam
     player.play()
     assert differences(player, oracle_of(opened)) == []
     assert min(player.cut, player.kept, player.wasted) > 0
-
-
-@pytest.mark.parametrize(("dtype", "deterministic"), [(torch.bfloat16, True), (torch.float32, False)])
-def test_all_that_a_bucket_launches_is_compiled_before_it_is_recorded(tiny, dtype, deterministic, monkeypatch):
-    """Else it would compile one kernel after the other, for minutes: what is asked for once must be every binary."""
-    from triton import knobs
-
-    from mktts.batch.cuda.codec import CudaCodec
-    from mktts.batch.cuda.kernels import attention, draws, products, rows
-    from mktts.batch.cuda.lanes import CudaLanes
-    from mktts.codec import product_kernels, row_kernels
-    from mktts.kernel import rows as kernel_rows
-
-    for module in (attention, product_kernels, row_kernels, draws, products, rows, kernel_rows):
-        for kernel in vars(module).values():
-            if hasattr(kernel, "device_caches"):
-                kernel.device_caches.clear()  # as in a new process
-    codec = CudaCodec(partial(CodecDecoder, tiny.codec_config, tiny.codec_tensors(), DEVICE), SLOTS + 1, "fast")
-    lanes = CudaLanes(
-        tiny.config, tiny.tensors(), DEVICE, dtype, slots=SLOTS, positions=256, pages=6 * SLOTS, codec=codec,
-        settings=SETTINGS, deterministic=deterministic,
-    )  # fmt: skip
-    built: dict[str, list[str]] = {}
-
-    @contextmanager
-    def announce(what: str):
-        built[what] = []
-        yield
-
-    def heard(*, src, **_of_it):  # of a kernel from Triton's cache on the disk too
-        built[next(reversed(built))].append(src.name)
-
-    monkeypatch.setattr("mktts.batch.cuda.lanes.announced", announce)
-    knobs.compilation.listener = heard
-    try:
-        lanes.prepare()
-    finally:
-        knobs.compilation.listener = None
-    loaded, recorded = built.values()
-    assert recorded == [] and 20 < len(loaded) < 300, "a kernel is built once, not once a launch"
 
 
 def test_a_lane_of_nan_harms_no_other(tiny):
