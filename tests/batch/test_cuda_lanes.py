@@ -30,9 +30,7 @@ from mktts.synth import Synthesizer
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
-SETTINGS = TickSettings(
-    buckets=((4, 0), (4, 64), (16, 0), (16, 64), (16, 256)), max_lanes=16, max_rows=256, few_lanes=4
-)
+SETTINGS = TickSettings(((4, 0), (4, 64), (16, 0), (16, 64), (16, 256)), max_lanes=16, max_rows=256, few_lanes=4)
 FRAMES, SLOTS = 10, 12
 
 

@@ -44,13 +44,12 @@ def header_of(specs: TensorSpecs, dtype: str, metadata: dict[str, str] | None) -
     return struct.pack("<Q", len(packed)) + packed, end
 
 
-def config_of(size: str, model_type: str, folder: Path) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(small_files(size, model_type, True)["config.json"]))
-    return ModelConfig.load(folder)
-
-
 def speech(size: str, model_type: str) -> Callable[[Path], TensorSpecs]:
-    return lambda folder: expected_tensors(config_of(size, model_type, folder))
+    def layout(folder: Path) -> TensorSpecs:
+        (folder / "config.json").write_text(json.dumps(small_files(size, model_type, True)["config.json"]))
+        return expected_tensors(ModelConfig.load(folder))
+
+    return layout
 
 
 def speech_codec(_: Path) -> TensorSpecs:
@@ -68,7 +67,7 @@ PT = {"format": "pt"}
 
 
 @pytest.mark.parametrize(
-    ("layout_of", "dtype", "metadata", "tensors", "params", "published_bytes"),
+    ("layout_of", "dtype", "metadata", "tensors", "params", "file_bytes"),
     [
         (speech("0.6b", "base"), "BF16", None, 478, 914_643_008, 1_829_344_272),
         (speech("0.6b", "custom_voice"), "BF16", PT, 402, 905_788_672, 1_811_626_576),
@@ -79,13 +78,11 @@ PT = {"format": "pt"}
         (text_model, "BF16", PT, 311, 596_049_920 + 151_936 * 1_024, 1_503_300_328),
     ],
 )
-def test_a_layout_gives_the_released_file_to_the_byte(
-    layout_of, dtype, metadata, tensors, params, published_bytes, tmp_path
-):
+def test_a_layout_gives_the_released_file_to_a_byte(layout_of, dtype, metadata, tensors, params, file_bytes, tmp_path):
     layout = layout_of(tmp_path)
     assert (len(layout), sum(spec.params for spec in layout.values())) == (tensors, params)
     header, data_bytes = header_of(layout, dtype, metadata)
-    assert len(header) + data_bytes == published_bytes
+    assert len(header) + data_bytes == file_bytes
 
 
 @pytest.fixture
@@ -147,14 +144,8 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
         (weights(lambda t: t.update({HEAD: t[HEAD].half()})), f"{HEAD} | expected dtype BF16 or F32 | found F16"),
         (weights(lambda t: t.pop(HEAD)), f"{HEAD} | expected shape (3072, 64) | found no"),
         (weights(lambda t: t.update(lora=torch.zeros(3))), "lora | expected no such tensor | found shape (3,)"),
-        (
-            weights(lambda t: t.pop("decoder.pre_conv.conv.bias"), "speech_tokenizer"),
-            "speech_tokenizer | decoder.pre_conv.conv.bias | found no such tensor",
-        ),
-        (
-            codec(lambda c: c["encoder_config"].update(intermediate_size=65)),
-            "encoder.encoder_transformer.layers.0.mlp.fc1.weight | expected shape (65, 64) | found (64, 64)",
-        ),
+        (weights(lambda t: t.pop("decoder.pre_conv.conv.bias"), "speech_tokenizer"), "pre_conv.conv.bias | no such"),
+        (codec(lambda c: c["encoder_config"].update(intermediate_size=65)), "fc1.weight | (65, 64) | found (64, 64)"),
         (codec(lambda c: c.pop("encoder_config")), "speech_tokenizer | encoder_config"),
         (written(lambda old: old[:-100]), "model.safetensors | expected a safetensors file | torn"),
         (written(lambda old: old[:500]), "model.safetensors | expected a safetensors file | found 500 bytes"),
@@ -315,16 +306,12 @@ def test_upstream_loads_every_type_and_holds_these_weights(words, checkpoint_cac
     assert model.tts_model_type == checkpoint.config.type.name
 
 
-def test_a_checkpoint_that_is_made_again_is_the_same(tmp_path, tiny):
+def test_a_checkpoint_that_is_made_again_is_the_same_and_a_tensor_of_another_name_or_seed_is_not(tmp_path, tiny):
     again = random_checkpoint.make(tmp_path / "again")
     for name in HUB_FILES:
         assert (again / name).read_bytes() == (tiny.folder / name).read_bytes()
-
-
-def test_name_and_seed_alone_decide_a_tensor():
     specs = {name: TensorSpec((4, 8)) for name in ("a.weight", "b.weight")}
-    first, again, other = (random_tensors(specs, seed, torch.float32) for seed in (0, 0, 1))
-    assert torch.equal(first["a.weight"], again["a.weight"])
+    first, other = (random_tensors(specs, seed, torch.float32) for seed in (0, 1))
     assert not torch.equal(first["a.weight"], other["a.weight"])
     assert not torch.equal(first["a.weight"], first["b.weight"])
 

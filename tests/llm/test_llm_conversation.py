@@ -39,10 +39,8 @@ def test_prompts_are_those_of_transformers_for_the_template_beside_a_checkpoint_
         ours = ChatTemplate.of(tmp_path, decoder.vocabulary)
         for messages in CONVERSATIONS:
             said = [message._asdict() for message in messages]
-            wanted = upstream.apply_chat_template(
-                said, chat_template=template, add_generation_prompt=True, enable_thinking=False
-            )
-            assert ours.ids(messages) == wanted
+            how = {"chat_template": template, "add_generation_prompt": True, "enable_thinking": False}
+            assert ours.ids(messages) == upstream.apply_chat_template(said, **how)
     assert ChatTemplate.of(decoder.checkpoint.folder, decoder.vocabulary).ids([HELLO])
 
 

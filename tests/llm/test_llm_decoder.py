@@ -68,9 +68,8 @@ def test_the_distribution_before_the_draw_is_that_of_transformers(choice):
     decoder, model = pair("tiny", torch.bfloat16)
     ids = decoder.vocabulary.encode(PROMPT)
     settings = {} if choice is None else {**vars(choice)}
-    made = model.generate(
-        torch.tensor([ids]), max_new_tokens=1, output_scores=True, return_dict_in_generate=True, **settings
-    )
+    settings |= {"max_new_tokens": 1, "output_scores": True, "return_dict_in_generate": True}
+    made = model.generate(torch.tensor([ids]), **settings)
     backend = backend_of(decoder.checkpoint, torch.bfloat16)
     logits = backend.logits(backend.start(torch.tensor(ids), GREEDY, 0, 1))
     assert torch.equal(distribution(logits, choice or decoder.choice), made.scores[0][0].softmax(-1))
@@ -242,10 +241,8 @@ def test_tokens_on_cuda_are_those_of_the_cpu_where_margins_are_wide(choice, dtyp
     checkpoint, prompt = open_text_checkpoint("random:tiny:margin"), torch.tensor([1, 2, 3])
     backends = [backend_of(checkpoint, dtype, device) for device in ("cpu", "cuda")]
     states = [backend.start(prompt, choice, 5, 60) for backend in backends] + [backends[0].start(prompt, GREEDY, 0, 60)]
-    here, there, greedy = (
-        [backend.step(state) for _ in range(60)]
-        for backend, state in zip([*backends, backends[0]], states, strict=True)
-    )
+    by_state = zip([*backends, backends[0]], states, strict=True)
+    here, there, greedy = ([backend.step(state) for _ in range(60)] for backend, state in by_state)
     assert here == there and (greedy == here) is (choice == GREEDY)
 
 

@@ -90,9 +90,7 @@ def test_every_tile_fits_its_device_and_steps_alike_whatever_the_rows(rows, size
 @pytest.mark.parametrize("limit", SHARED_BYTES.values(), ids=SHARED_BYTES)
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize(("kind", "columns", "depth"), [*_MEASURED, (Kind.JOINED, 64, 96), (Kind.JOINED, 1_024, 2_560)])
-def test_a_program_fits_its_card_and_parts_are_whole_blocks_and_no_others_are_split(
-    kind, columns, depth, itemsize, limit
-):
+def test_a_program_fits_its_card_parts_are_whole_blocks_and_no_others_are_split(kind, columns, depth, itemsize, limit):
     plan = plan_of(kind, columns, depth, itemsize, limit)
     for rows in ROWS:
         tile = plan.tile(rows).fitted(kind, itemsize, limit)
