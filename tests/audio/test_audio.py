@@ -105,9 +105,8 @@ def sine(hz: float, rate_hz: int) -> np.ndarray:
     return (np.sin(2 * np.pi * seconds) ** 2 * np.sin(2 * np.pi * hz * seconds + 0.3)).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ("from_hz", "to_hz"), [(16_000, 24_000), (24_000, 16_000), (24_000, 24_000), (8_000, 24_000), (22_050, 24_000)]
-)
+@pytest.mark.parametrize("from_hz", [8_000, 16_000, 22_050, 24_000])
+@pytest.mark.parametrize("to_hz", [16_000, 24_000])
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.95])
 def test_a_sine_is_the_same_sine_at_another_rate(from_hz, to_hz, share):
     hz = share * min(from_hz, to_hz) / 2

@@ -1,4 +1,5 @@
-"""The batched codec's product kernel on a CUDA device: against plain operators, and against itself in other tiles."""
+"""The batched codec's product kernel on a CUDA device: against plain operators.
+In other tiles: test_codec_lanes.py."""
 
 import math
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from mktts.batch.cuda.tiles import product_tile
 from mktts.codec.layers import SnakeBeta
-from mktts.codec.packed import INPUT_SCALE, LOW_SCALE, Packed, ProductTile, Rows, RowsShape, pack
+from mktts.codec.packed import INPUT_SCALE, LOW_SCALE, Packed, Rows, RowsShape, pack
 from mktts.model.qwen3 import Linear
 
 pytestmark = pytest.mark.gpu
@@ -36,10 +37,10 @@ SIZES += [Size(2, 33, 288, 192, 2, 1), Size(3, 301, 192, 64, 1, 1)]
 def run_product():
     from mktts.codec.product_kernels import run_product
 
-    def run(x: Rows, weight: Packed, tile: ProductTile | None = None, **end) -> None:
+    def run(x: Rows, weight: Packed, **end) -> None:
         shared = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
         sizes = x.lanes * x.new, *weight.high.shape, weight.channels
-        run_product(x, weight, tile or product_tile(*sizes, weight.low is not None, shared), **end)
+        run_product(x, weight, product_tile(*sizes, weight.low is not None, shared), **end)
 
     return run
 
@@ -127,29 +128,3 @@ def test_residual_sums_in_fp16_are_sixteenths(run_product):
     expected = expected_sums(x, weight, size) + raw.double() * INPUT_SCALE
     run_product(stored(x, 0, False), weight, residual=raw, raw=raw)
     torch.testing.assert_close(raw.double() * INPUT_SCALE, expected, atol=1e-3, rtol=1e-3)
-
-
-TILES = {
-    96: [ProductTile(64, 32, 32, 4, 4), ProductTile(128, 64, 32, 8, 3, 32), ProductTile(256, 128, 32, 8, 3)],
-    192: [ProductTile(64, 64, 64, 4, 3), ProductTile(128, 128, 64, 8, 2, 64), ProductTile(64, 32, 64, 4, 4)],
-    384: [ProductTile(64, 32, 64, 4, 4), ProductTile(128, 128, 64, 8, 3), ProductTile(128, 64, 64, 4, 2)],
-}
-
-
-@pytest.mark.parametrize("split", [True, False], ids=["split", "fp16"])
-@pytest.mark.parametrize("channels", TILES)
-def test_a_row_has_the_same_bits_in_every_tile_and_at_every_place(run_product, channels, split):
-    size = Size(40, 7, channels, channels, 7, 3)
-    x, weight = layer(size, split)
-    snake = SnakeBeta(random(channels, seed=5).exp(), random(channels, seed=6).exp())
-    results = []
-    for tile in TILES[channels]:
-        for lanes in (range(40), range(39, 28, -1)):  # other places, and fewer rows
-            some = x[list(lanes)].contiguous()
-            raw = torch.empty(len(some) * size.rows, channels, device=DEVICE)
-            act = stored(torch.zeros(len(some), size.rows, channels, device=DEVICE), 0, split)
-            source = stored(some, 6 * size.dilation, split)
-            run_product(source, weight, tile, raw=raw, snake=snake, act=act)
-            made = torch.cat((raw.view(len(some), size.rows, channels), read(act)), 2)
-            results.append(made[:11] if lanes[0] else made[range(39, 28, -1)])
-    assert all(torch.equal(results[0], other) for other in results[1:])

@@ -1,49 +1,55 @@
-"""Many utterances in one tick against the oracle, one by one, as an engine plays them: see `lane_player`."""
+"""Many utterances in one tick against the oracle, one by one, as an engine plays them: see `lane_player`.
 
-from contextlib import contextmanager
+deterministic=True: a stream's codes are the same bits whatever its neighbours, the number of lanes, how its prompt was
+cut over ticks, and whether its prefix was kept. In bf16, sampled."""
+
+import gc
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from lane_player import CountingCodec, Player, differences, expected_codes, random_segments
+from lane_player import CountingCodec, Player, differences, exact_buckets, expected_codes, pages_for, random_segments
+from torch import Tensor
 
+from mktts.batch import BatchSettings
 from mktts.checkpoint import open_checkpoint
-from mktts.codec.decoder import CodecDecoder
+from mktts.engine.lanes import Lanes
 from mktts.engine.pages import Copy, Pages
 from mktts.engine.scheduler import Piece, Tick, TickSettings
 from mktts.engine.stream import Segment
 from mktts.errors import EngineError, PromptError, SamplingError
+from mktts.measure.parity.kernel import RowStream
 from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend
-from mktts.model.sampling import Sampling
+from mktts.model.sampling import Choice, Sampling
+from mktts.spec import ModelConfig
+from mktts.synth import Synthesizer
 
 pytestmark = pytest.mark.gpu
-SETTINGS = TickSettings(
-    buckets=((4, 0), (4, 64), (16, 0), (16, 64), (16, 256)), max_lanes=16, max_rows=256, few_lanes=4
-)
+DEVICE = torch.device("cuda")
+SETTINGS = TickSettings(((4, 0), (4, 64), (16, 0), (16, 64), (16, 256)), max_lanes=16, max_rows=256, few_lanes=4)
 FRAMES, SLOTS = 10, 12
 
 
 def lanes_of(checkpoint, graphs: bool = True, slots: int = SLOTS):
     from mktts.batch.cuda.lanes import CudaLanes
 
-    device = torch.device("cuda")
     return CudaLanes(
-        checkpoint.config, checkpoint.tensors(), device, torch.float32, slots=slots, positions=256, pages=6 * slots,
-        codec=CountingCodec(slots + 1, device), settings=SETTINGS, graphs=graphs,
+        checkpoint.config, checkpoint.tensors(), DEVICE, torch.float32, slots=slots, positions=256, pages=6 * slots,
+        codec=CountingCodec(slots + 1, DEVICE), settings=SETTINGS, graphs=graphs,
         primed=lambda: SimpleNamespace(of=len),
     )  # fmt: skip
 
 
 def oracle_of(checkpoint) -> TorchBackend:
-    return TorchBackend(checkpoint.config, checkpoint.tensors(), torch.device("cuda"), torch.float32)
+    return TorchBackend(checkpoint.config, checkpoint.tensors(), DEVICE, torch.float32)
 
 
 def segments_of(checkpoint, count: int, **settings):
-    return random_segments(checkpoint.config, torch.device("cuda"), count, FRAMES, **settings)
+    return random_segments(checkpoint.config, DEVICE, count, FRAMES, **settings)
 
 
 @pytest.mark.parametrize("name", ["random:tiny:margin:eos5", "random:tiny-projected:margin:eos5"])
@@ -59,47 +65,6 @@ def test_codes_are_the_oracles_under_joins_skips_ends_cuts_and_kept_prefixes(nam
     player.play()
     assert differences(player, oracle_of(opened)) == []
     assert min(player.cut, player.kept, player.wasted) > 0
-
-
-@pytest.mark.parametrize(("dtype", "deterministic"), [(torch.bfloat16, True), (torch.float32, False)])
-def test_all_that_a_bucket_launches_is_compiled_before_it_is_recorded(tiny, dtype, deterministic, monkeypatch):
-    """Else it would compile one kernel after the other, for minutes: what is asked for once must be every binary."""
-    from triton import knobs
-
-    from mktts.batch.cuda.codec import CudaCodec
-    from mktts.batch.cuda.kernels import attention, draws, products, rows
-    from mktts.batch.cuda.lanes import CudaLanes
-    from mktts.codec import product_kernels, row_kernels
-    from mktts.kernel import rows as kernel_rows
-
-    for module in (attention, product_kernels, row_kernels, draws, products, rows, kernel_rows):
-        for kernel in vars(module).values():
-            if hasattr(kernel, "device_caches"):
-                kernel.device_caches.clear()  # as in a new process
-    device = torch.device("cuda")
-    codec = CudaCodec(partial(CodecDecoder, tiny.codec_config, tiny.codec_tensors(), device), SLOTS + 1, "fast")
-    lanes = CudaLanes(
-        tiny.config, tiny.tensors(), device, dtype, slots=SLOTS, positions=256, pages=6 * SLOTS, codec=codec,
-        settings=SETTINGS, deterministic=deterministic,
-    )  # fmt: skip
-    built: dict[str, list[str]] = {}
-
-    @contextmanager
-    def announce(what: str):
-        built[what] = []
-        yield
-
-    def heard(*, src, **_of_it):  # of a kernel from Triton's cache on the disk too
-        built[next(reversed(built))].append(src.name)
-
-    monkeypatch.setattr("mktts.batch.cuda.lanes.announced", announce)
-    knobs.compilation.listener = heard
-    try:
-        lanes.prepare()
-    finally:
-        knobs.compilation.listener = None
-    loaded, recorded = built.values()
-    assert recorded == [] and 20 < len(loaded) < 300, "a kernel is built once, not once a launch"
 
 
 def test_a_lane_of_nan_harms_no_other(tiny):
@@ -173,9 +138,9 @@ def test_what_cannot_be_begun_or_run_is_named_and_changes_nothing(tiny):
 def test_copies_of_pages_are_made_as_if_one_after_the_other(tiny):
     from mktts.batch.cuda.frame import PagedMemory
 
-    pages, device, rng = 12, torch.device("cuda"), np.random.default_rng(0)
+    pages, rng = 12, np.random.default_rng(0)
     book = Pages(pages, 4, 128)
-    memory = PagedMemory(book, tiny.config.talker, pages, device, torch.float32)
+    memory = PagedMemory(book, tiny.config.talker, pages, DEVICE, torch.float32)
     memory.memory.normal_()
     expected = memory.memory.cpu()
     for _ in range(5):
@@ -185,3 +150,97 @@ def test_copies_of_pages_are_made_as_if_one_after_the_other(tiny):
                 expected[target, ..., :rows, :] = expected[source, ..., :rows, :]
         memory.push()
     assert torch.equal(memory.memory.cpu(), expected)
+
+
+# ---- deterministic=True
+
+SIZES = (8, 32, 64, 128, 192, 256, 384, 512)
+PROMPTS = (2, 31, 64, 65, 75, 100, 130, 150)  # rows of the streams that are compared; the last four share a prefix
+PREFIX_ROWS, SHARING, KEY = 70, 4, "voice"  # one whole page and a part of the next
+SAMPLINGS = (Sampling(), Sampling(Choice(top_p=0.8), Choice(top_p=0.8)), Sampling().greedy(), Sampling(Choice(top_k=0)))
+
+
+def rows(count: int, width: int, seed: int) -> Tensor:
+    return (0.5 * torch.randn(count, width, generator=torch.Generator().manual_seed(seed))).to(DEVICE, torch.bfloat16)
+
+
+def streams_of(width: int) -> list[RowStream]:
+    prefix, streams = rows(PREFIX_ROWS, width, 1), []
+    for index, count in enumerate(PROMPTS):
+        prompt, shares = rows(count, width, 10 + index), index >= len(PROMPTS) - SHARING
+        if shares:
+            prompt[:PREFIX_ROWS] = prefix
+        text, sampling = rows(FRAMES, width, 50 + index), SAMPLINGS[index % len(SAMPLINGS)]
+        key, kept = (KEY, PREFIX_ROWS) if shares else (None, 0)
+        streams.append(RowStream(prompt, text, sampling, 7 * index + (3 << 33), key, kept))
+    return streams
+
+
+def neighbours(config: ModelConfig, count: int) -> list[RowStream]:
+    """Short streams, so that many come and go; a page of keys and values each."""
+    return [replace(one, key=None, prefix=0) for one in random_segments(config, DEVICE, count, FRAMES, longest=12)]
+
+
+def played_on(lanes: Lanes, streams: list[RowStream], size: int, seed: int = 0) -> tuple[Player, list[Tensor]]:
+    """A player, and the codes (T, 16) of each stream."""
+    player = Player(lanes, [[one] for one in streams], sounds=False, seed=seed, size=size, plain=True)
+    player.play()
+    return player, [torch.stack(player.made[stream][0]) for stream in range(len(streams))]
+
+
+@pytest.fixture(scope="module", params=["random:0.6b", "small"])
+def played(request) -> Iterator[SimpleNamespace]:
+    """codes: of each stream alone in a tick of the smallest bucket, no prefix kept."""
+    from mktts.batch.cuda.lanes import CudaLanes
+
+    checkpoint = open_checkpoint(request.param)
+    streams = streams_of(checkpoint.config.talker.hidden_size)
+    lanes = CudaLanes(
+        checkpoint.config, checkpoint.tensors(), DEVICE, torch.bfloat16, slots=max(SIZES), deterministic=True,
+        pages=pages_for([*streams, *neighbours(checkpoint.config, max(SIZES))]), positions=max(PROMPTS) + FRAMES,
+        settings=exact_buckets(SIZES), codec=CountingCodec(max(SIZES) + 1, DEVICE),
+    )  # fmt: skip
+    lanes.prepare()
+    codes = []
+    for stream in streams:
+        lanes.pages.forget(KEY.__eq__)
+        codes += played_on(lanes, [stream], SIZES[0])[1]
+    assert lanes.deterministic and len({tuple(found.flatten().tolist()) for found in codes}) == len(codes)
+    yield SimpleNamespace(lanes=lanes, config=checkpoint.config, streams=streams, codes=codes)
+    del lanes
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["fresh", "kept"])
+@pytest.mark.parametrize("size", SIZES)
+def test_codes_do_not_depend_on_lanes_neighbours_cuts_or_kept_prefixes(played, size, kept):
+    chance = np.random.default_rng(size + kept)
+    count = len(played.streams)
+    crowd = neighbours(played.config, max(size, count) - count)
+    places = sorted(chance.choice(len(crowd) + count, count, replace=False).tolist())
+    for place, stream in zip(places, played.streams, strict=True):
+        crowd.insert(place, stream)
+    if kept:
+        played_on(played.lanes, played.streams[-1:], SIZES[0])
+    else:
+        played.lanes.pages.forget(KEY.__eq__)
+        crowd = [replace(stream, key=None) for stream in crowd]
+    playing, made = played_on(played.lanes, crowd, size, seed=2 * size + kept)
+    assert all(torch.equal(made[place], codes) for place, codes in zip(places, played.codes, strict=True))
+    assert playing.kept == (SHARING if kept else 0)
+    assert playing.cut > 0 or size == SIZES[0]
+
+
+def test_a_stream_of_the_synthesizer_sounds_the_same_alone_and_beside_sixty_others():
+    text, settings = "Whoever listens to this hears the same, whoever else is here.", {"seed": 11, "max_frames": 40}
+    batch = BatchSettings(max_streams=64, memory_bytes=1 << 30)
+    with Synthesizer.load("small", device="cuda", deterministic=True, batch=batch) as synth:
+        alone = synth.stream(text, **settings)
+        pcm, codes = alone.read(), alone.codes
+        others = [synth.stream(f"Somebody else says sentence {i}.", seed=i, max_frames=60) for i in range(60)]
+        beside = synth.stream(text, **settings)
+        assert np.array_equal(beside.read(), pcm) and torch.equal(beside.codes, codes) and len(codes) > 1
+        assert synth.lanes.deterministic and synth.ticks["open"].max() > 20 and synth.ticks["lanes"].max() > 4
+        for other in others:
+            other.cancel()

@@ -1,6 +1,8 @@
-"""The shape contract against upstream's classes and the released file sizes; the loader against broken folders."""
+"""The shape contract against upstream's classes and the released file sizes; the loader against broken folders. Made
+checkpoints: the Hub's files, loaded by upstream itself, the same for the same seed, wide margins on request."""
 
 import json
+import os
 import shutil
 import struct
 import sys
@@ -12,13 +14,19 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
+from upstream_models import loaded
 
 from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.checkpoint import open as checkpoint_module
-from mktts.checkpoint.random.make import small_files
-from mktts.checkpoint.tensors import TensorSpecs, expected_codec_tensors, expected_tensors
+from mktts.checkpoint.random import make as random_checkpoint
+from mktts.checkpoint.random.make import SPECIAL_START, small_files, vocabulary
+from mktts.checkpoint.random.weights import random_tensors
+from mktts.checkpoint.tensors import TensorSpec, TensorSpecs, expected_codec_tensors, expected_tensors
+from mktts.engine import upstream
 from mktts.errors import CheckpointError
 from mktts.llm import checkpoint as text
+from mktts.model.prompt import Request
+from mktts.model.sampling import Sampling
 from mktts.spec import ModelConfig
 from mktts.text.split import SEGMENT_CHARS, segment_chars
 
@@ -36,13 +44,12 @@ def header_of(specs: TensorSpecs, dtype: str, metadata: dict[str, str] | None) -
     return struct.pack("<Q", len(packed)) + packed, end
 
 
-def config_of(size: str, model_type: str, folder: Path) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(small_files(size, model_type, True)["config.json"]))
-    return ModelConfig.load(folder)
-
-
 def speech(size: str, model_type: str) -> Callable[[Path], TensorSpecs]:
-    return lambda folder: expected_tensors(config_of(size, model_type, folder))
+    def layout(folder: Path) -> TensorSpecs:
+        (folder / "config.json").write_text(json.dumps(small_files(size, model_type, True)["config.json"]))
+        return expected_tensors(ModelConfig.load(folder))
+
+    return layout
 
 
 def speech_codec(_: Path) -> TensorSpecs:
@@ -60,7 +67,7 @@ PT = {"format": "pt"}
 
 
 @pytest.mark.parametrize(
-    ("layout_of", "dtype", "metadata", "tensors", "params", "published_bytes"),
+    ("layout_of", "dtype", "metadata", "tensors", "params", "file_bytes"),
     [
         (speech("0.6b", "base"), "BF16", None, 478, 914_643_008, 1_829_344_272),
         (speech("0.6b", "custom_voice"), "BF16", PT, 402, 905_788_672, 1_811_626_576),
@@ -71,13 +78,11 @@ PT = {"format": "pt"}
         (text_model, "BF16", PT, 311, 596_049_920 + 151_936 * 1_024, 1_503_300_328),
     ],
 )
-def test_a_layout_gives_the_released_file_to_the_byte(
-    layout_of, dtype, metadata, tensors, params, published_bytes, tmp_path
-):
+def test_a_layout_gives_the_released_file_to_a_byte(layout_of, dtype, metadata, tensors, params, file_bytes, tmp_path):
     layout = layout_of(tmp_path)
     assert (len(layout), sum(spec.params for spec in layout.values())) == (tensors, params)
     header, data_bytes = header_of(layout, dtype, metadata)
-    assert len(header) + data_bytes == published_bytes
+    assert len(header) + data_bytes == file_bytes
 
 
 @pytest.fixture
@@ -139,14 +144,8 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
         (weights(lambda t: t.update({HEAD: t[HEAD].half()})), f"{HEAD} | expected dtype BF16 or F32 | found F16"),
         (weights(lambda t: t.pop(HEAD)), f"{HEAD} | expected shape (3072, 64) | found no"),
         (weights(lambda t: t.update(lora=torch.zeros(3))), "lora | expected no such tensor | found shape (3,)"),
-        (
-            weights(lambda t: t.pop("decoder.pre_conv.conv.bias"), "speech_tokenizer"),
-            "speech_tokenizer | decoder.pre_conv.conv.bias | found no such tensor",
-        ),
-        (
-            codec(lambda c: c["encoder_config"].update(intermediate_size=65)),
-            "encoder.encoder_transformer.layers.0.mlp.fc1.weight | expected shape (65, 64) | found (64, 64)",
-        ),
+        (weights(lambda t: t.pop("decoder.pre_conv.conv.bias"), "speech_tokenizer"), "pre_conv.conv.bias | no such"),
+        (codec(lambda c: c["encoder_config"].update(intermediate_size=65)), "fc1.weight | (65, 64) | found (64, 64)"),
         (codec(lambda c: c.pop("encoder_config")), "speech_tokenizer | encoder_config"),
         (written(lambda old: old[:-100]), "model.safetensors | expected a safetensors file | torn"),
         (written(lambda old: old[:500]), "model.safetensors | expected a safetensors file | found 500 bytes"),
@@ -231,7 +230,7 @@ def test_weights_lie_in_the_mapped_file(tiny):
 
 
 def test_sampling_comes_from_the_file_then_from_upstreams_defaults(tiny, broken):
-    assert tiny.sampling() == checkpoint_module.Sampling()
+    assert tiny.sampling() == Sampling()
     changed = {"temperature": 0.7, "subtalker_dosample": False, "subtalker_top_k": 7, "repetition_penalty": 1.2}
     (broken / "generation_config.json").write_text(json.dumps(changed))
     got = open_checkpoint(broken).sampling()
@@ -276,3 +275,131 @@ def test_offline_a_network_failure_and_a_source_that_is_nothing_are_said_by_name
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     with pytest.raises(CheckpointError, match="offline.*RuntimeError: name resolution failed.*pass that folder"):
         open_checkpoint("Qwen/Qwen3-TTS-12Hz-0.6B-Base")
+
+
+# ---- made checkpoints
+
+_SMALL = ("config.json", "configuration.json", "preprocessor_config.json", "model.safetensors")
+HUB_FILES = {"generation_config.json", "merges.txt", "tokenizer_config.json", "vocab.json", *_SMALL}
+HUB_FILES |= {f"speech_tokenizer/{name}" for name in _SMALL}
+TEXT = "Hello world, this is speech."
+
+
+def test_the_files_are_the_hubs_and_a_marker_that_says_they_are_random(tiny, tmp_path):
+    files = {str(path.relative_to(tiny.folder)) for path in tiny.folder.rglob("*") if path.is_file()}
+    assert files == HUB_FILES | {"mktts.json"}
+    assert tiny.is_random and tiny.revision is None
+    shutil.copytree(tiny.folder, tmp_path / "unmarked", ignore=shutil.ignore_patterns("mktts.json"))
+    assert not open_checkpoint(tmp_path / "unmarked").is_random
+
+
+@pytest.mark.parametrize("words", ["tiny", "tiny:base", "tiny:voice_design", "tiny-projected"])
+def test_upstream_loads_every_type_and_holds_these_weights(words, checkpoint_cache):
+    checkpoint, upstreams = loaded("random:" + words)
+    model = upstreams.model
+    held, held_codec = model.state_dict(), model.speech_tokenizer.model.state_dict()
+    ours = checkpoint.tensors()
+    assert held.keys() == ours.keys()
+    assert all(torch.equal(held[name], ours[name]) for name in ours)
+    codec = checkpoint.codec_tensors()
+    assert all(torch.equal(held_codec["decoder." + name], codec[name]) for name in codec)
+    assert model.tts_model_type == checkpoint.config.type.name
+
+
+def test_a_checkpoint_that_is_made_again_is_the_same_and_a_tensor_of_another_name_or_seed_is_not(tmp_path, tiny):
+    again = random_checkpoint.make(tmp_path / "again")
+    for name in HUB_FILES:
+        assert (again / name).read_bytes() == (tiny.folder / name).read_bytes()
+    specs = {name: TensorSpec((4, 8)) for name in ("a.weight", "b.weight")}
+    first, other = (random_tensors(specs, seed, torch.float32) for seed in (0, 1))
+    assert not torch.equal(first["a.weight"], other["a.weight"])
+    assert not torch.equal(first["a.weight"], first["b.weight"])
+
+
+def test_the_vocabulary_has_the_released_ids_and_one_token_per_word(tiny):
+    assert sorted(vocabulary().values()) == list(range(SPECIAL_START))
+    tokenizer = tiny.tokenizer()
+    known = {text: tokenizer.encode(text) for text in ("\n", "\n\n", "user", "assistant")}
+    assert known == {"\n": [198], "\n\n": [271], "user": [872], "assistant": [77_091]}
+    words = "iPhone JavaScript the would people speech weather please".split()
+    assert all(len(tokenizer.encode(form)) == 1 for word in words for form in (word, " " + word))
+
+
+@pytest.mark.parametrize("name", ["random:tiny:margin", "random:tiny-projected:margin"])
+def test_with_margins_bf16_and_fp32_choose_the_same_codes_and_other_text_gives_other_ones(name):
+    def codes(text: str, dtype: torch.dtype) -> torch.Tensor:
+        request = Request(text, language="english", speaker="ryan", layout="streaming")
+        return upstream.generate_codes(loaded(name, dtype)[1], request, Sampling().greedy(), 0, 6)
+
+    fine = codes(TEXT, torch.float32)
+    assert fine.shape == (6, 16)
+    assert torch.equal(fine, codes(TEXT, torch.bfloat16))
+    assert not torch.equal(fine, codes("Good morning, what a day.", torch.float32))
+    assert len(set(fine[:, 0].tolist())) == 6
+
+
+def test_losing_the_race_takes_the_winners_checkpoint(tmp_path, monkeypatch):
+    make = random_checkpoint.make
+
+    def late(folder: Path, *args: object, **options: object) -> Path:
+        make(folder, *args, **options)
+        return make(folder, *args, **options)  # what the slower of two processes sees
+
+    monkeypatch.setattr(random_checkpoint, "make", late)
+    assert open_checkpoint(random_checkpoint.ensure_named("random:tiny", tmp_path)).is_random
+
+
+def test_the_cache_is_at_home_or_a_private_temporary_folder_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("MKTTS_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))  # which cannot be made
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ours = tmp_path / f"mktts-{os.getuid()}"
+    ours.symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="folder of user.*MKTTS_CACHE"):
+        random_checkpoint.cache_folder()
+    ours.unlink()
+    ours.touch()
+    with pytest.raises(CheckpointError, match="to make this folder.*MKTTS_CACHE"):
+        random_checkpoint.cache_folder()
+    ours.unlink()
+    for _ in range(2):
+        assert random_checkpoint.cache_folder() == ours and ours.stat().st_mode & 0o777 == 0o700
+    assert random_checkpoint.ensure_named("random:tiny").parent == ours
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert random_checkpoint.cache_folder() == tmp_path / "home" / ".cache" / "mktts"
+    monkeypatch.setenv("MKTTS_CACHE", str(tmp_path / "named"))
+    assert random_checkpoint.cache_folder() == tmp_path / "named"
+
+
+def test_a_failed_make_leaves_nothing_and_a_folder_with_content_as_it_is(tmp_path, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", fail)
+        with pytest.raises(CheckpointError, match="disk full.*MKTTS_CACHE"):
+            random_checkpoint.ensure_named("random:tiny", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "precious").write_text("x")
+    with pytest.raises(CheckpointError, match="found content"):
+        random_checkpoint.make(tmp_path)
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+WORDS_ALLOWED = "tiny, tiny-projected, 0.6b, 1.7b.*base, custom_voice, voice_design"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        *((words, WORDS_ALLOWED) for words in ("", "huge", "tiny:bass", "tiny:base:base", "tiny:base:voice_design")),
+        *((words, WORDS_ALLOWED) for words in ("tiny:margin:eos0", "tiny:full_codec")),
+        ("tiny:eos5", "eos_after needs margin"),
+        ("tiny:margin:eos1", "at least 2"),
+    ],
+)
+def test_unknown_or_impossible_words_are_refused_and_leave_nothing(words, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        random_checkpoint.ensure_named(f"random:{words}", tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,7 @@
 import copy
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -16,9 +16,10 @@ from mktts.checkpoint import Checkpoint
 from mktts.checkpoint.random.make import small_files
 from mktts.checkpoint.random.weights import random_tensors
 from mktts.checkpoint.tensors import expected_codec_tensors
+from mktts.codec import packed
 from mktts.codec.decoder import CodecDecoder
 from mktts.codec.fused import MAX_FUSED_FRAMES, FusedCodec
-from mktts.codec.packed import PIECE_VALUES, RowsShape, few_rows_tile, moves
+from mktts.codec.packed import few_rows_tile
 from mktts.engine.upstream import import_upstream
 from mktts.errors import BackendUnavailable, CodecError
 from mktts.measure.parity.codec import decode_streamed, random_codes, snr_db
@@ -68,7 +69,7 @@ def test_in_float64_frame_by_frame_is_upstreams_one_pass(tiny, codes, monkeypatc
 
     monkeypatch.setattr(norm, "forward", in_float64)
     expected = upstream_pcm(decoder, codes).float()
-    assert expected.std() > 0.01  # a silent signal would hide every error
+    assert 0.02 < expected.std() < 0.2 and expected.abs().max() < 0.9  # silence and clipping would hide errors
     codec = CodecDecoder(tiny.codec_config, tiny.codec_tensors(), dtype=torch.float64)
     torch.testing.assert_close(decode_streamed(codec, codes, [1]), expected, atol=1e-9, rtol=1e-6)  # PCM is float32
 
@@ -127,8 +128,10 @@ def test_full_size_decoder_equals_upstream_and_itself_under_the_default_schedule
 
 
 @pytest.fixture(scope="module")
-def fused(tiny) -> FusedCodec:
-    return FusedCodec(plain(tiny), STAND_INS)
+def fused(tiny) -> Iterator[FusedCodec]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "PIECE_VALUES", 16)  # so that histories are moved in several pieces
+        yield FusedCodec(plain(tiny), STAND_INS)
 
 
 def plain(checkpoint: Checkpoint) -> Callable[[], CodecDecoder]:
@@ -167,16 +170,3 @@ def test_the_parts_of_a_product_cover_its_depth_once(rows, outs, channels, taps,
     assert splittable or not tile.part
     assert min(tile.rows, tile.outs, tile.depth) >= 16  # what the matrix units take
     assert channels % tile.depth == 0 or tile.depth == 16
-
-
-def test_histories_are_moved_in_pieces_that_a_program_holds():
-    shapes = [RowsShape(2, 8, 8, split=False), RowsShape(1, 3, PIECE_VALUES + 8, split=True)]
-    first, second = 80, 4 * (PIECE_VALUES + 8)  # values of a plane of each
-    expected = [(0, 0, 64, first, 16)]
-    for plane in range(2):
-        state, work = 160 + plane * (PIECE_VALUES + 8), 2 * first + plane * second
-        saved = work + 3 * (PIECE_VALUES + 8)
-        expected.append((state, work, saved, 2 * second, PIECE_VALUES))
-        expected.append((state + PIECE_VALUES, work + PIECE_VALUES, saved + PIECE_VALUES, 2 * second, 8))
-    table = 8 * moves(2, shapes, [0, 160], torch.device("cpu"))
-    assert table.tolist() == [list(row) for row in expected]

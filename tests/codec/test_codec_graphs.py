@@ -1,22 +1,29 @@
 """What the graphed codec does around its graphs: on the CPU with eager passes in their place, on a CUDA device with
 graphs. And the states' one buffer."""
 
+import gc
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.codec import graphs as codec_graph
 from mktts.codec.decoder import CodecDecoder, CodecState
+from mktts.codec.fused import FusedCodec
 from mktts.codec.graphs import GRAPH_FRAMES, GraphedCodec, codec_for, pieces
 from mktts.errors import BackendUnavailable, CodecError
-from mktts.measure.parity.codec import random_codes
+from mktts.measure.parity.codec import decode_streamed, random_codes, snr_db
 from mktts.model.cuda_graph import Recorded
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS
 
 TOLERANCE = 1e-5  # of full scale, fp32
 CODES = random_codes(40, 0)
+FULL = "random:tiny:custom_voice:full-codec"
+LEAST_SNR_DB = 80.0
 
 
 def eager(decoder: CodecDecoder, codes: torch.Tensor, state: CodecState) -> torch.Tensor:
@@ -134,26 +141,107 @@ def test_a_states_tensors_fill_one_buffer_without_overlap(tiny, dtype):
     assert 0 <= len(state.flat) - sum(tensor.nbytes for tensor in state.views) < 32 * len(ends)
 
 
-@pytest.fixture(scope="module")
-def on_cuda(tiny) -> CodecDecoder:
-    return CodecDecoder(tiny.codec_config, tiny.codec_tensors(), "cuda")
-
-
 @pytest.mark.gpu
-def test_every_schedule_gives_the_cpus_samples(tiny, on_cuda):
+def test_every_schedule_on_cuda_gives_the_cpus_samples_and_graphs_follow_the_stream_they_are_called_on(tiny):
+    decoder = CodecDecoder(tiny.codec_config, tiny.codec_tensors(), "cuda")
     expected = CodecDecoder(tiny.codec_config, tiny.codec_tensors()).decode_all(CODES)
-    torch.testing.assert_close(on_cuda.decode_all(CODES).cpu(), expected, atol=TOLERANCE, rtol=0)
     for schedule in ([1] * 40, [1, 1, 2, 4, 8, 8, 16], [40]):
-        state = on_cuda.start()
-        pcm = torch.cat([on_cuda.decode(piece.cuda(), state) for piece in CODES.split(schedule)])
+        pcm = decode_streamed(decoder, CODES.cuda(), schedule)
         torch.testing.assert_close(pcm.cpu(), expected, atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.gpu
-def test_graphs_follow_the_stream_they_are_called_on(on_cuda):
-    expected, graphed = eager(on_cuda, CODES, on_cuda.start()), GraphedCodec(on_cuda)
+    expected, graphed = eager(decoder, CODES, decoder.start()), GraphedCodec(decoder)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         pcm = graphed.decode(CODES, graphed.start())
-    assert_same(on_cuda, pcm, expected)
+    assert_same(decoder, pcm, expected)
+
+
+# ---- of the fused codec, on a CUDA device, against plain operators in fp32
+
+
+@pytest.fixture(scope="module", params=["random:tiny", FULL])  # narrow layers, with rests of tiles; the released ones
+def checkpoint(request) -> Checkpoint:
+    return open_checkpoint(request.param)
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint) -> CodecDecoder:
+    return CodecDecoder(checkpoint.codec_config, checkpoint.codec_tensors(), "cuda")
+
+
+@pytest.fixture(scope="module")
+def fused(checkpoint) -> GraphedCodec:
+    codec = codec_for(checkpoint.codec_config, checkpoint.codec_tensors(), "cuda")
+    assert codec.name == "fused"
+    return codec
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [1, 2, 4, 8, 13])
+def test_300_frames_are_those_of_fp32(plain, fused, chunk):
+    codes = random_codes(300, seed=0)
+    ours, theirs = fused.start(), plain.start()
+    pcm = np.concatenate([fused.submit(piece, ours).result() for piece in codes.split(chunk)])
+    expected = torch.cat([plain.decode(piece, theirs) for piece in codes.split(60)]).cpu()
+    assert snr_db(pcm, expected) > LEAST_SNR_DB
+    assert ours.frames == int(ours.views[-1]) == 300
+
+
+@pytest.mark.gpu
+def test_states_are_exchangeable_with_those_of_plain_operators(plain, fused):
+    codes = random_codes(60, seed=3)
+    state = fused.start()
+    turns = enumerate(codes.split(4))
+    mixed = [(fused if t % 2 else plain).submit(piece, state).result() for t, piece in turns]
+    assert snr_db(np.concatenate(mixed), plain.decode_all(codes).cpu()) > LEAST_SNR_DB
+
+
+@pytest.mark.gpu
+def test_the_fused_codec_leaves_no_fp32_weights_on_the_device():
+    full = open_checkpoint(FULL)
+    codec_for(full.codec_config, full.codec_tensors(), "cuda")  # what a process keeps: handles, compiled kernels
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    _codec = FusedCodec(partial(CodecDecoder, full.codec_config, full.codec_tensors(), "cuda"))
+    gc.collect()
+    stored = sum(tensor.nbytes for tensor in full.codec_tensors().values())
+    assert torch.cuda.memory_allocated() - before < 1.05 * stored
+
+
+@pytest.mark.gpu
+def test_codes_that_are_yet_to_be_written_are_read_behind_the_work_that_writes_them(fused):
+    codes = random_codes(3, seed=9)
+    there, later = codes.int().cuda(), torch.zeros(3, NUM_CODEBOOKS, dtype=torch.int32, pin_memory=True)
+    ours, theirs = fused.start(), fused.start()
+    for frame in range(3):
+        torch.cuda._sleep(1_000_000_000)  # half a second: longer than a busy host takes to get here
+        later[frame].copy_(there[frame], non_blocking=True)
+        pending = fused.submit_unmade(later[frame : frame + 1], ours)
+        assert not later[frame].any()
+        expected = fused.submit(codes[frame : frame + 1], theirs).result()
+        assert np.array_equal(pending.result(), expected)
+    assert ours.frames == theirs.frames == 3 and torch.equal(ours.flat, theirs.flat)
+
+
+@pytest.mark.gpu
+def test_submitted_work_leaves_the_callers_stream_free(fused):
+    """The caller's stream is busy with later work; the result is there all the same."""
+    codes, state = random_codes(8, seed=4), fused.start()
+    fused.submit(codes, state).result()
+    work = fused.submit(codes, state)
+    torch.cuda._sleep(2_000_000_000)  # clock cycles: about a second, queued after the call
+    done = torch.cuda.current_stream().record_event()
+    work.result()
+    assert not done.query()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_a_process_that_allows_tf32_decodes_without_it(plain, monkeypatch):
+    flags, codes = torch.backends.cuda.matmul, random_codes(8, seed=5)
+    expected = plain.decode_all(codes)
+    monkeypatch.setattr(flags, "fp32_precision", "tf32")
+    pcm = GraphedCodec(plain).submit(codes, plain.start()).result()
+    assert flags.fp32_precision == "tf32"
+    assert snr_db(pcm, expected.cpu()) > 100

@@ -1,4 +1,4 @@
-"""The frame kernel compiles for every target, without a GPU."""
+"""The frame kernel compiles for every target, without a GPU, in grids of any size."""
 
 import ctypes
 import re
@@ -40,22 +40,18 @@ SPILLED, SPILLED_90A = (2_210, 425), (690, 220)
 SPILLED_SMALL = (4_750, 810)  # of grids of fewer blocks, whose matrices have more rows
 
 # Multiprocessors of cards that exist, the README's among them.
-CARDS = [
-    Card.like(arch, count)
-    for arch, counts in {
-        "sm_80": (56, 108),  # A30, A100
-        "sm_86": (16, 28, 46, 84),  # RTX 3050 mobile, 3060, 3070, A6000
-        "sm_87": (16,),  # Jetson Orin
-        "sm_89": (24, 46, 58, 76, 128, 142),  # RTX 4060, 4070, L4, 4080, 4090, L40S
-        "sm_90a": (114, 132),  # H100 on PCIe, H100
-        "sm_100": (148,),
-        "sm_103": (160,),
-        "sm_110": (20,),  # Thor
-        "sm_120": (30, 48, 170),  # RTX 5060, 5070, 5090
-        "sm_121": (48,),  # DGX Spark
-    }.items()
-    for count in counts
-]
+CARDS = {
+    "sm_80": (56, 108),  # A30, A100
+    "sm_86": (16, 28, 46, 84),  # RTX 3050 mobile, 3060, 3070, A6000
+    "sm_87": (16,),  # Jetson Orin
+    "sm_89": (24, 46, 58, 76, 128, 142),  # RTX 4060, 4070, L4, 4080, 4090, L40S
+    "sm_90a": (114, 132),  # H100 on PCIe, H100
+    "sm_100": (148,),
+    "sm_103": (160,),
+    "sm_110": (20,),  # Thor
+    "sm_120": (30, 48, 170),  # RTX 5060, 5070, 5090
+    "sm_121": (48,),  # DGX Spark
+}
 
 
 def defines(size: str, multiprocessors: int = 132) -> dict[str, int]:
@@ -110,14 +106,13 @@ def test_the_kernels_compile_for_every_target(arch, size, unit, multiprocessors)
 @pytest.mark.parametrize("size", ["0.6b", "1.7b", SMALL, "tiny-projected"])
 @needs_nvrtc
 def test_the_ring_fills_a_cards_shared_memory_and_has_no_more_copies_under_way_than_stages(size):
-    tried = set()
-    for card in CARDS:
+    different = {}
+    for card in (Card.like(arch, count) for arch, counts in CARDS.items() for count in counts):
         speech = choose_shape(config_of(size), card.multiprocessors)
         # The sources have a branch for sm_90a and one for what is newer; within a branch these are all they see.
-        alike = card.arch == "sm_90a", card.arch.startswith("sm_1"), card.shared_bytes, speech.blocks
-        if alike in tried:
-            continue
-        tried.add(alike)
+        branch = card.arch == "sm_90a", card.arch.startswith("sm_1")
+        different[*branch, card.shared_bytes, speech.blocks] = card, speech
+    for card, speech in different.values():
         known = build_for(speech.defines, card, SHARED).constants
         ring = known["ring"]
         assert ring >= 2
@@ -238,3 +233,46 @@ def test_a_gpu_or_a_compiler_that_is_too_old_is_named(capability, known, said):
 @needs_nvrtc
 def test_this_compiler_knows_every_target():
     assert [target_of((n // 10, n % 10)) for n in (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)] == list(TARGETS)
+
+
+# ---- grids of any size: how many blocks there are, and which rows each is dealt
+
+
+# Multiprocessors -> blocks; H100 and H200 have 132.
+@pytest.mark.parametrize(
+    ("multiprocessors", "blocks"),
+    [(16, 16), (20, 16), (24, 24), (28, 24), (46, 40), (48, 48), (58, 56), (76, 64), (84, 80), (108, 104), (128, 128)]
+    + [(132, 128), (142, 128), (148, 128), (170, 128), (188, 128)],
+)
+@pytest.mark.parametrize("size", ["0.6b", "1.7b"])
+def test_the_grid_leaves_few_multiprocessors_idle_unless_more_would_only_read_more(size, multiprocessors, blocks):
+    assert choose_shape(config_at(size), multiprocessors).blocks == blocks
+    assert 2 * min(multiprocessors, 170) <= 3 * blocks  # not a third idle
+
+
+def test_no_block_of_a_grid_is_without_rows():
+    """Who reads a buffer is known to have read it by what it sends next: a block that sends nothing is not known."""
+    stack = replace(config_at("tiny").talker, hidden_size=256, head_dim=64)
+    few = replace(stack, intermediate_size=2 * 4 * 11)  # 44 pairs over 16 blocks: 3 each, and none for the last
+    assert all(
+        (shape.group - 1) * dealt.each < dealt.total
+        for multiprocessors in range(8, 130)
+        for shape in [choose_text_shape(few, multiprocessors)]
+        for dealt in layer_matrices(few, shape.group).values()
+    )
+    assert choose_text_shape(few, 32).group != 16
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "changes", "said"),
+    [
+        (4, {}, "needs 16 multiprocessors .* has 4, 12 too few"),
+        (132, {"hidden_size": 1_022}, "hidden size of 1022"),
+        (132, {"intermediate_size": 3_080}, "feed-forward of 3080"),
+        (132, {"head_dim": 80}, "80 wide"),
+        (132, {"num_attention_heads": 64}, "8 query heads"),
+    ],
+)
+def test_a_device_too_small_and_dimensions_that_fit_no_grid_are_named(multiprocessors, changes, said):
+    with pytest.raises(BackendUnavailable, match=said):
+        choose_text_shape(replace(config_at("0.6b").talker, **changes), multiprocessors)

@@ -1,51 +1,154 @@
 """What the CUDA driver is given for a launch, without one, and what one frame's hand-over leaves behind for the next: a
-stand-in reads a launch as the driver would. Parameters and events are held by their stream."""
+stand-in reads a launch as the driver would. Behind it, the frame kernel's own source, run on the CPU in grids that do
+not divide: codes and errors are the oracles'."""
 
 import ctypes
 import gc
+import itertools
 import re
-import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from driver_on_cpu import (
-    ELSEWHERE,
-    FUNCTION,
-    HERE,
-    StandIn,
-    backend_without_a_card,
-    launcher_without_a_card,
-    put_stand_in,
-)
+from csrc_on_cpu import COMPILER, RINGS, compiled
+from other_cards import FORCED_FRAMES, Model, error_ratio
 
-from mktts.errors import BackendUnavailable, EngineError
+from mktts.errors import EngineError
+from mktts.kernel import backend as backend_module
+from mktts.kernel import grid, launch
 from mktts.kernel.backend import Debug, MegakernelBackend, MegakernelStream
 from mktts.kernel.build import source
-from mktts.kernel.grid import choose_shape
+from mktts.kernel.grid import MOST_ROWS, Shape, choose_shape
 from mktts.kernel.launch import (
     _TAG_LIMIT,
+    ENDED,
     FRAME_WORDS,
+    MADE,
     STATUS_WORDS,
     STOP,
-    Kernel,
+    WAITS,
     Launcher,
     Params,
     StreamParams,
     params_of,
 )
+from mktts.kernel.tape import model_weights
 from mktts.llm.backend import TextKernelBackend, TextKernelState
+from mktts.measure.parity.kernel import Observed, vocabularies
+from mktts.model.backend import PromptRows
+from mktts.model.prompt import Prompt
 from mktts.model.sampling import Choice, Sampling
+from mktts.spec import NUM_CODEBOOKS, ModelConfig
+
+HERE, ELSEWHERE = torch.device("cpu"), torch.device("meta")  # in the place of the model's GPU and of another
+TAGS = 100  # a frame's
+
+
+@dataclass
+class StandIn:
+    """The driver. Takes launches down as (grid, block, shared bytes, stream, the parameters' bytes), and writes what a
+    kernel would."""
+
+    status: int = 0
+    makes: int | None = None  # frames that a launch makes; None: all that are asked for
+    ends: bool = False  # whether speech ends after them
+    current: torch.device = ELSEWHERE
+    launched: list[tuple] = field(default_factory=list)
+    devices: list[torch.device] = field(default_factory=list)  # the current one, a launch each
+
+    @property
+    def params(self) -> list[Params]:
+        """What every launch was given, as it was then."""
+        return [Params.from_buffer_copy(launched[-1]) for launched in self.launched]
+
+    def cuLaunchCooperativeKernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, arguments):
+        parameters = ctypes.string_at(arguments[0], ctypes.sizeof(Params))
+        self.launched.append(((gx, gy, gz), (bx, by, bz), shared, stream.value, parameters))
+        self.devices.append(self.current)
+        params = Params.from_buffer_copy(parameters)
+        if not self.status and not params.prefill and params.stream.out:
+            self._make(params)
+        return self.status
+
+    def cuGetErrorString(self, status, text):
+        text._obj.value = b"too many blocks"
+
+    def _make(self, params: Params) -> None:
+        made = params.frames if self.makes is None else self.makes
+        words = (ctypes.c_int * (STATUS_WORDS + params.frames * FRAME_WORDS)).from_address(params.stream.out)
+        for index in range(made):
+            first = STATUS_WORDS + index * FRAME_WORDS
+            words[first : first + 18] = [*range(params.stream.frame + index, params.stream.frame + index + 16), 2, 1]
+        words[MADE], words[ENDED] = made, self.ends
+
+
+class Event:
+    """torch.cuda.Event as far as launches use it; what it waits for is always over."""
+
+    def __init__(self) -> None:
+        self.recorded, self.waits = [], 0
+
+    def record(self, stream) -> None:
+        self.recorded.append(stream.cuda_stream)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self.waits += 1
 
 
 @pytest.fixture
 def driver(monkeypatch) -> StandIn:
-    return put_stand_in(monkeypatch)
+    """In the place of the driver, and of what launching takes of torch.cuda."""
+    stand_in = StandIn()
+
+    class Guard:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            self.before, stand_in.current = stand_in.current, self.device
+
+        def __exit__(self, *_: object) -> None:
+            stand_in.current = self.before
+
+    monkeypatch.setattr(launch, "_driver", lambda: stand_in)
+    monkeypatch.setattr("mktts.kernel.backend.pinned_words", lambda frames: torch.zeros(1_000, dtype=torch.int32))
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=5))
+    return stand_in
 
 
 @pytest.fixture
 def launcher(monkeypatch, driver) -> Launcher:
-    return launcher_without_a_card(monkeypatch)
+    """128 blocks of 384 threads, 200 000 bytes shared."""
+    constants = {"layer_exchanges": 5, "threads": 384, "shared_bytes": 200_000, "exchange_bytes": 256}
+    monkeypatch.setattr(launch, "build_for", lambda *_: SimpleNamespace(image=b"", constants=constants))
+    monkeypatch.setattr(launch.Kernel, "__init__", lambda kernel, image, name: setattr(kernel, "_function", None))
+    monkeypatch.setattr(Launcher, "_check_residence", lambda launcher: None)
+    return Launcher("frame.cu", "mktts_frames", {"CTAS": 128}, HERE, None)
+
+
+def backend_of(
+    config: ModelConfig, shape: Shape, launcher: Launcher, weights: dict[str, torch.Tensor], tags_per_frame: int
+) -> MegakernelBackend:
+    backend = object.__new__(MegakernelBackend)
+    backend.config, backend.device, backend.dtype = config, HERE, torch.bfloat16
+    backend._launcher, backend._tags_per_frame, backend.shape = launcher, tags_per_frame, shape
+    backend._weights = weights
+    backend._fixed = backend._fixed_params()
+    return backend
+
+
+@pytest.fixture
+def backend(tiny, launcher) -> MegakernelBackend:
+    return backend_of(tiny.config, choose_shape(tiny.config, 132), launcher, {"talker_tape": torch.zeros(8)}, TAGS)
 
 
 def test_the_driver_reads_each_launchs_parameters_and_none_of_it_is_left_to_the_garbage_collector(driver, launcher):
@@ -62,33 +165,10 @@ def test_the_driver_reads_each_launchs_parameters_and_none_of_it_is_left_to_the_
     assert gc.collect() == 0
 
 
-def test_an_early_launch_is_laid_out_as_in_cuda_h_and_asks_to_come_before_the_last_one_ends(monkeypatch):
-    """CUlaunchConfig: seven unsigned int, the stream, attributes and their number; CUlaunchAttribute: its name, four
-    bytes of padding, 64 bytes of value."""
-    seen = []
-
-    def launch(config, function, arguments, extra):
-        *sizes, stream, attributes, count = struct.unpack("7I4xQQI", ctypes.string_at(ctypes.byref(config._obj), 52))
-        seen.append((sizes, stream, count, struct.unpack("i4xi", ctypes.string_at(attributes, 12)), function.value))
-        seen.append(ctypes.string_at(arguments[0], ctypes.sizeof(Params)))
-        return status
-
-    monkeypatch.setattr(
-        "mktts.kernel.launch._driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch, cuGetErrorString=print)
-    )
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=5))
-    kernel, params, status = Kernel.__new__(Kernel), Params(frames=3), 0
-    kernel._function = FUNCTION
-    for early in (True, False):
-        kernel.launch_grid((16, 4), 256, params, early)
-        assert seen[-2:] == [([16, 4, 1, 256, 1, 1, 0], 5, early, (6, 1), 7), bytes(params)]
-    status = 801
-    with pytest.raises(EngineError, match="cuLaunchKernelEx failed: 801"):
-        kernel.launch_grid((16, 4), 256, params)
-
-
-def test_launches_are_on_the_models_device_and_torchs_current_stream_of_it(driver, launcher, monkeypatch):
-    asked, streams = [], iter(SimpleNamespace(cuda_stream=number) for number in (11, 12, 13))
+def test_launches_are_on_the_models_device_and_torchs_stream_of_it_and_a_refused_one_is_told_in_the_drivers_words(
+    driver, launcher, monkeypatch
+):
+    asked, streams = [], iter(SimpleNamespace(cuda_stream=number) for number in (11, 12, 13, 14))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: asked.append(index) or next(streams))
     for current in (ELSEWHERE, HERE, ELSEWHERE):
         driver.current = current
@@ -96,13 +176,10 @@ def test_launches_are_on_the_models_device_and_torchs_current_stream_of_it(drive
         assert driver.current == current
     assert driver.devices == [HERE] * 3 and asked == [launcher._exchange.device.index] * 3
     assert [launched[3] for launched in driver.launched] == [11, 12, 13] and done.recorded == [13]
-
-
-def test_a_refused_launch_is_told_in_the_drivers_words_and_leaves_the_callers_device_current(driver, launcher):
     driver.status = 720
     with pytest.raises(EngineError, match="cuLaunchCooperativeKernel failed: too many blocks"):
         launcher.launch(Params(), 1)
-    assert driver.devices == [HERE] and driver.current == ELSEWHERE
+    assert driver.current == ELSEWHERE
 
 
 def test_tags_go_on_from_launch_to_launch_and_begin_anew_over_a_cleared_exchange(driver, launcher, monkeypatch):
@@ -118,15 +195,6 @@ def test_tags_go_on_from_launch_to_launch_and_begin_anew_over_a_cleared_exchange
     assert seen.tag == 1 and not launcher._exchange.any()
     own = launcher._exchange.data_ptr(), launcher._status.data_ptr(), 3
     assert (seen.exchange, seen.status, seen.timeout_ns) == own
-
-
-TAGS = 100  # a frame's
-
-
-@pytest.fixture
-def backend(tiny, launcher) -> MegakernelBackend:
-    shape, weights = choose_shape(tiny.config, 132), {"talker_tape": torch.zeros(8)}
-    return backend_without_a_card(tiny.config, shape, launcher, weights, TAGS)
 
 
 def stream(backend: MegakernelBackend, seed: int = 3, prompt_rows: int = 10) -> MegakernelStream:
@@ -147,13 +215,8 @@ def test_debug_pointers_and_prefill_are_those_of_their_own_launch_alone(backend,
     ours = debug.logits.data_ptr(), debug.hidden.data_ptr()
     seen = driver.params
     assert [(p.debug_logits, p.debug_hidden) for p in seen] == [(None, None), ours, *[(None, None)] * 3]
-    assert [(p.prefill, p.frames, p.stream.position) for p in seen] == [
-        (1, 3, 7),
-        (0, 1, 9),
-        (0, 1, 10),
-        (1, 1, 12),
-        (0, 2, 11),
-    ]
+    expected = [(1, 3, 7), (0, 1, 9), (0, 1, 10), (1, 1, 12), (0, 2, 11)]
+    assert [(p.prefill, p.frames, p.stream.position) for p in seen] == expected
     assert [p.stream.frame for p in seen] == [0, 0, 1, 2, 2] and seen[2].stream.rows == row.data_ptr()
 
 
@@ -225,28 +288,16 @@ def test_a_stream_that_speech_ended_and_one_that_failed_say_so(backend, driver):
     assert state.ended and state.frames == 0
 
 
-def test_debug_memory_of_a_text_is_that_of_its_own_launch_alone(driver, launcher):
+def test_a_texts_launches_go_on_by_a_token_and_its_debug_memory_is_that_of_its_own_launch_alone(driver, launcher):
     backend = object.__new__(TextKernelBackend)
-    backend._fixed, backend._tags_per_token = Params(frames=1), TAGS
-    backend._launcher = launcher
-    backend._fixed.embeddings0 = torch.zeros(8).data_ptr()
+    backend._launcher, backend._tags_per_token = launcher, TAGS
     kv, out = torch.zeros(2, 2, 2, 4, 2, 8), torch.zeros(STATUS_WORDS + FRAME_WORDS, dtype=torch.int32)
-    params = params_of(backend._fixed, 5, kv, out=out)
-    state = TextKernelState(kv, torch.zeros(8), out, params, prompt_tokens=10)
+    state = TextKernelState(kv, torch.zeros(8), out, params_of(Params(frames=1), 5, kv, out=out), prompt_tokens=10)
     debug = torch.zeros(8, dtype=torch.bfloat16)
-    for before, asked in enumerate((None, debug, None)):
-        assert backend.step(state, asked) == before
-        params, own = driver.params[-1], driver.params[-1].stream
-        assert params.debug_logits == (None if asked is None else debug.data_ptr())
-        assert (own.slots, own.seed_lo, own.out) == (4, 5, state.out.data_ptr())
-        assert (own.frame, own.position, own.token) == (before, 9 + before, max(0, before - 1))
-        assert (params.frames, params.tag, params.embeddings0) == (1, 1 + before * TAGS, backend._fixed.embeddings0)
+    assert [backend.step(state, asked) for asked in (None, debug, None)] == [0, 1, 2]
+    seen = [(p.debug_logits, p.tag, p.stream.frame, p.stream.position, p.stream.token) for p in driver.params]
+    assert seen == [(None, 1, 0, 9, 0), (debug.data_ptr(), 1 + TAGS, 1, 10, 0), (None, 1 + 2 * TAGS, 2, 11, 1)]
     assert len(state.done.recorded) == 3
-
-
-def test_without_a_device_it_says_so(tiny):
-    with pytest.raises(BackendUnavailable, match="CUDA device"):
-        MegakernelBackend(tiny.config, tiny.tensors(), "cpu")
 
 
 @pytest.mark.parametrize(("name", "structure"), [("Params", Params), ("Stream", StreamParams)])
@@ -254,3 +305,107 @@ def test_launch_parameters_stand_in_the_order_of_the_kernels_struct(name, struct
     struct = re.search(rf"struct {name} \{{(.*?)\n\}};", source(), re.DOTALL)[1]
     declared = re.findall(r"(\w+)(?:\[\w+\])?\s*(?=[,;])", re.sub(r"//.*", "", struct))
     assert [field for field, _ in structure._fields_] == declared
+
+
+# ---- the frame kernel's source, on the CPU
+
+model_of = cache(lambda name: Model.make(name, "cpu", FORCED_FRAMES))
+
+
+def on_a_cpu(test: Callable) -> Callable:
+    return pytest.mark.slow(pytest.mark.skipif(COMPILER is None, reason="needs g++")(test))
+
+
+def build(shape: Shape, folder: Path, most_rows: int = MOST_ROWS, ring: int = 4, talker_copies: int = 1) -> ctypes.CDLL:
+    """Compiles into `folder`, otherwise than for a card, so that a small shape meets what a large one has.
+
+    most_rows: a block multiplies at once: with fewer, small shares come in several matrices. ring: stages.
+    talker_copies: under way at once, before the ring's stages bound them.
+    """
+    changes = [
+        (r"Talker::LAYER_BYTES \* CTAS > 50 << 20 \? 2 : 1", str(talker_copies)),
+        (r"MOST_NAPS = 1 << 23", "MOST_NAPS = 1 << 10"),
+        (r"extern __shared__ .* dynamic\[\];", "u8* dynamic = now->block->shared.data();"),
+        (r'(#define EXPORT\(.*\) extern "C") __device__', r"\1"),
+    ]
+    return compiled("frame.cu", "launch.h", folder, most_rows, changes, {**shape.defines, "RING": ring})
+
+
+def run(library: ctypes.CDLL, params: Params, seed: int) -> None:
+    """Fails with what the kernel's watchdog left, or where a loop that it does not reach did not end."""
+    library.host_launch.restype = ctypes.c_char_p
+    why = library.host_launch(ctypes.byref(params), ctypes.c_ulonglong(seed))
+    error, block, thread, wait, _ = (ctypes.c_int * 5).from_address(params.status)
+    named = f"block {block}, thread {thread} waited too long for {WAITS.get(wait, wait)}" if error else ""
+    assert not (why or error), "; ".join(filter(None, (named, why and why.decode())))
+
+
+@pytest.fixture
+def on_cpu(driver, launcher, monkeypatch, tmp_path) -> Callable[..., MegakernelBackend]:
+    """A backend whose launches run to their end on the CPU, in an order of chance, all rows of a prompt one by one."""
+
+    def make(name: str, group: int, **changed: int) -> MegakernelBackend:
+        """group: blocks of one. changed: as of `build`."""
+        model, seeds = model_of(name), itertools.count(group)
+        talker = model.config.talker
+        shape = Shape(talker, model.config.predictor, group * talker.num_key_value_heads)
+        library = launcher.library = build(shape, tmp_path, **changed)
+        driver.cuLaunchCooperativeKernel = lambda *given: run(library, Params.from_address(given[-1][0]), next(seeds))
+        monkeypatch.setattr(launch, "_TIMEOUT_NS", 10**6)  # the clock here counts turns of warps
+        monkeypatch.setattr(backend_module, "_KERNEL_ROWS", 10**6)
+        launcher.layer_exchanges = ctypes.c_uint32.in_dll(library, "mktts_layer_exchanges").value
+        words = torch.zeros(library.host_exchange_bytes() // 4 + 32, dtype=torch.int32)
+        launcher._exchange = words[-words.data_ptr() % 128 // 4 :]
+        weights = model_weights(shape, lambda name: model.tensors[name].bfloat16())
+        return backend_of(model.config, shape, launcher, weights, tags_per_frame=1_000)
+
+    return make
+
+
+def observed(backend: MegakernelBackend, prompt: Prompt, frames: int = FORCED_FRAMES) -> list[Observed]:
+    """The first frames, greedy, of one launch."""
+    talker, sizes = backend.config.talker, vocabularies(backend.config)
+    state = backend.start(PromptRows(prompt.embeds), Sampling().greedy(), 0, frames)
+    logits = torch.zeros(frames, NUM_CODEBOOKS, talker.vocab_size, dtype=torch.bfloat16)
+    hidden = torch.zeros(frames, talker.num_hidden_layers, talker.hidden_size, dtype=torch.bfloat16)
+    rows = [None, *(prompt.row(index) for index in range(frames - 1))]
+    made = list(backend.frames(state, rows, Debug(logits, hidden)))
+    heads = [[head[:size].float() for head, size in zip(frame, sizes, strict=True)] for frame in logits]
+    return [Observed(frame.codes, heads[i], hidden[i].float() if i else None) for i, frame in enumerate(made)]
+
+
+# Blocks of a group; rows that come at once. A share in several matrices; a remainder.
+@on_a_cpu
+@pytest.mark.parametrize(("name", "group", "most_rows"), [("small", 3, 32), ("tiny-projected", 7, 128)])
+def test_blocks_in_an_order_of_chance_make_the_oracles_frames(name, group, most_rows, monkeypatch, on_cpu):
+    monkeypatch.setattr(grid, "MOST_ROWS", most_rows)
+    model = model_of(name)
+    found = observed(on_cpu(name, group, most_rows=most_rows), model.prompt)
+    assert torch.equal(torch.stack([frame.codes for frame in found]), model.codes[:FORCED_FRAMES])
+    assert error_ratio(model, found) <= 1.25
+
+
+@on_a_cpu
+@pytest.mark.parametrize(("ring", "talker_copies", "group"), RINGS)
+def test_every_cards_ring_takes_the_copies_of_every_size(ring, talker_copies, group, on_cpu):
+    model = model_of("tiny-projected")
+    backend = on_cpu("tiny-projected", group, ring=ring, talker_copies=talker_copies)
+    (found,) = observed(backend, model.prompt, frames=1)
+    assert torch.equal(found.codes, model.codes[0])
+
+
+@on_a_cpu
+def test_a_copy_that_never_ends_ends_the_launch_by_name(on_cpu):
+    backend = on_cpu("tiny-projected", 6, ring=2)
+    backend._launcher.library.host_lose_copy(ctypes.c_ulonglong(1000))
+    with pytest.raises(AssertionError, match="thread 2.. waited too long for the end of an earlier copy"):
+        observed(backend, model_of("tiny-projected").prompt, frames=1)
+
+
+@on_a_cpu
+@pytest.mark.parametrize(("tape", "at"), [("talker_head_tape", slice(None)), ("predictor_head_tape", 14)])
+def test_logits_of_no_numbers_end_their_stream_by_name(tape, at, on_cpu):
+    backend = on_cpu("tiny-projected", 6)
+    backend._weights[tape][at] = torch.nan
+    with pytest.raises(EngineError, match="gave no number"):
+        observed(backend, model_of("tiny-projected").prompt, frames=1)

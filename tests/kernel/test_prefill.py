@@ -1,27 +1,74 @@
 """Prefill in padded pieces against the oracle's one pass, by operators and by kernels between products; its keys and
-values in the frame kernel's layout. With TRITON_INTERPRET=1 the kernels run on the CPU, for a minute."""
+values in the frame kernel's layout. With TRITON_INTERPRET=1 the kernels run on the CPU, for a minute.
+
+The weight tape: unpacked into layers again, and multiplied as it lies by csrc/rows.cu, on the CPU lane by lane, by the
+definition of the tensor core's A operand, and on a GPU."""
 
 import os
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from seeded import SMALL, close, in_two_pieces, prompt, rms_error, stack
+from csrc_on_cpu import COMPILER, row_launches, unpack_launch
 from torch import Tensor
 
 import mktts.kernel
-from mktts.kernel.prefill import Prefill, copy_into_cache, row_kernels
+from mktts.checkpoint.random.weights import random_tensors
+from mktts.checkpoint.tensors import stack_shapes, tensor_specs
+from mktts.errors import CapacityError
+from mktts.kernel import grid
+from mktts.kernel.grid import Shape, choose_shape
+from mktts.kernel.prefill import Prefill, copy_into_cache, kept_of_cache, row_kernels
+from mktts.kernel.tape import KERNELS, MOST_POSITIONS, ROWS, Launch, TapeStack, pack_rows, stack_weights, unpack
 from mktts.measure.inspection import config_at
-from mktts.model.qwen3 import Qwen3Stack
+from mktts.model.qwen3 import Qwen3Stack, Stack
+from mktts.spec import StackConfig
 
+FOLDER = tempfile.TemporaryDirectory()  # of what is compiled
+SMALL = replace(
+    config_at("tiny").talker, hidden_size=48, intermediate_size=80, num_attention_heads=6, head_dim=16, vocab_size=8
+)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Of the root mean square: a few roundings a layer differ where sums are ordered otherwise.
 LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1.5e-2}  # fp16: 2.2e-3 seen on an H200
 WIDE = replace(SMALL, hidden_size=64)  # of widths that the kernels take
 MHA = replace(WIDE, num_attention_heads=3, num_key_value_heads=3, head_dim=32)
 MANY = replace(WIDE, num_attention_heads=8, num_key_value_heads=8, head_dim=8, intermediate_size=1_100)
+
+
+def weights_of(c: StackConfig, device: str = "cpu") -> dict[str, Tensor]:
+    """bf16, by their names in the stack: the same on every device."""
+    made = random_tensors(tensor_specs(stack_shapes("", c)), 1, torch.bfloat16)
+    return {name: tensor.to(device) for name, tensor in made.items()}
+
+
+def stack(dtype: torch.dtype = torch.float32, config: StackConfig = SMALL, device: str = "cpu") -> Qwen3Stack:
+    return Qwen3Stack(config, weights_of(config), "", torch.device(device), dtype)
+
+
+def prompt(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32, width: int = SMALL.hidden_size) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(100 * rows + seed)).to(dtype)
+
+
+def close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], error: float = 1e-5) -> bool:
+    return all(f.shape == e.shape and (f - e).abs().max() <= error for f, e in zip(found, expected, strict=True))
+
+
+def rms_error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """The largest of root mean squares, as a part of what was expected."""
+    assert [f.shape for f in found] == [e.shape for e in expected]
+    pairs = zip(found, expected, strict=True)
+    return max(float((f.double() - e.double()).norm() / e.double().norm()) for f, e in pairs)
+
+
+def in_two_pieces(prefill: Prefill, x: Tensor) -> tuple[Tensor, ...]:
+    """Hidden state, keys and values of rows of which the first nine come first."""
+    prefill.run(x[:9])
+    return prefill.run(x[9:], 9), prefill.keys_values
 
 
 def small(dtype: torch.dtype = torch.float32) -> Prefill:
@@ -59,10 +106,9 @@ def test_in_bf16_it_is_no_further_from_fp64_than_the_oracle():
         prefill = small(torch.bfloat16)
         ours = (prefill.run(x), prefill.keys_values)
         theirs = oracle(x, stack(torch.bfloat16))
-        errors.append(
-            [[(a.double() - e).square().mean() for a, e in zip(f, exact, strict=True)] for f in (ours, theirs)]
-        )
-    ours, theirs = torch.tensor(errors).mean(0).sqrt()
+        for found in (ours, theirs):
+            errors.append([(a.double() - e).square().mean() for a, e in zip(found, exact, strict=True)])
+    ours, theirs = torch.tensor(errors).view(-1, 2, 2).mean(0).sqrt()
     assert theirs.min() > 1e-4 and (ours <= 1.1 * theirs).all()
 
 
@@ -97,9 +143,8 @@ def test_warm_up_makes_every_pass_that_a_prompt_needs():
 
 def test_a_fused_stack_shares_its_weights_and_gives_the_same_results():
     plain, fused = stack(), stack()
-    layers = [fused.layer_weights(index) for index in range(len(fused.layers))]
-    assert all(fused.layer_weights(index) is layer for index, layer in enumerate(layers))
-    for w, old in zip(fused.layers, plain.layers, strict=True):
+    for index, old in enumerate(plain.layers):
+        w = fused.layer_weights(index)
         assert w.q.data_ptr() == w.qkv.data_ptr() and w.gate.data_ptr() == w.gate_up.data_ptr()
         assert w.v.untyped_storage().data_ptr() == w.qkv.untyped_storage().data_ptr()
         assert all(torch.equal(getattr(w, name), getattr(old, name)) for name in ("q", "k", "v", "gate", "up"))
@@ -112,6 +157,7 @@ def test_dealt_positions_lie_where_the_kernel_looks_for_them(count):
     kv = torch.full((layers, heads, group, slots, 2, head_dim), -1.0)
     keys, values = torch.rand(2, layers, heads, count, head_dim)
     copy_into_cache(torch.stack((keys, values)), kv)
+    assert torch.equal(kept_of_cache(kv, count), torch.stack((keys, values)))
     for position in range(group * slots):
         found = kv[:, :, position % group, position // group]
         if position < count:
@@ -148,19 +194,12 @@ def test_without_triton_or_what_it_needs_prompts_go_through_operators_with_a_war
     assert "prompt rows take plain operators: prefill needs triton" in record.getMessage()
 
 
-def released(dtype: torch.dtype = torch.bfloat16) -> Prefill:
-    config = replace(config_at("0.6b").talker, num_hidden_layers=4)
-    return Prefill(stack(dtype, config, "cuda"))
-
-
-def on_gpu(rows: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return prompt(rows, dtype=dtype, width=config_at("0.6b").talker.hidden_size).cuda()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [10, 70, 300])
 def test_in_bf16_on_a_gpu_it_is_no_further_from_fp32_than_the_oracle(rows):
-    x, prefill, exact = on_gpu(rows), released(), released(torch.float32).stack
+    config = replace(config_at("0.6b").talker, num_hidden_layers=4)
+    exact, prefill = stack(torch.float32, config, "cuda"), Prefill(stack(torch.bfloat16, config, "cuda"))
+    x = prompt(rows, dtype=torch.bfloat16, width=config.hidden_size).cuda()
     expected = oracle(x.float(), exact)
     ours = (prefill.run(x), prefill.keys_values)
     theirs = oracle(x, prefill.stack)
@@ -186,3 +225,183 @@ def test_the_kernels_give_what_operators_give(config, dtype):
         prefill.run(torch.full_like(x, torch.nan))  # an earlier prompt that left nothing of use
         found.append(in_two_pieces(prefill, x))
     assert rms_error(*found) < LIMITS[dtype]
+
+
+# ---- the weight tape
+
+NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+SIZES = ("tiny", "tiny-projected", "0.6b", "1.7b")
+
+
+def shape_of(size: str, layers: int, multiprocessors: int = 132) -> Shape:
+    shape = choose_shape(config_at(size), multiprocessors)
+    return replace(shape, talker=replace(shape.talker, num_hidden_layers=layers))
+
+
+def tape_of(shape: Shape, weights: dict[str, Tensor], few: Launch | None = None) -> TapeStack:
+    """Unpacked by csrc/unpack.cu, on the CPU too, where few rows go by `few`."""
+    packed = stack_weights(shape, "talker", shape.talker, weights.__getitem__, "")
+    if weights["norm.weight"].is_cuda:
+        return TapeStack(shape, packed)
+    unpack = unpack_launch(shape, Path(tempfile.mkdtemp(dir=FOLDER.name)))
+    return TapeStack(shape, packed, lambda name, *of: (few if name in KERNELS else unpack)(name, *of))
+
+
+def unpacking(stack: Stack) -> Prefill:
+    """Few rows by operators, too."""
+    prefill = Prefill(stack)
+    prefill._few = False
+    prefill._passes.clear()
+    return prefill
+
+
+def stack_of(shape: Shape, weights: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> Qwen3Stack:
+    return Qwen3Stack(shape.talker, weights, "", weights["norm.weight"].device, dtype)
+
+
+def rows_of(shape: Shape, count: int) -> Tensor:
+    return prompt(count, dtype=torch.bfloat16, width=shape.talker.hidden_size)
+
+
+def test_head_rows_are_dealt_out_in_order(tiny):
+    shape = choose_shape(tiny.config, 132)
+    head = torch.randn(tiny.config.talker.vocab_size, 64).bfloat16()
+    each = -(-len(head) // (shape.blocks * 16)) * 16
+    rows = unpack(pack_rows(shape, head), each, 64).reshape(-1, 64)
+    assert torch.equal(rows[: len(head)], head) and not rows[len(head) :].any()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("size", "multiprocessors"),
+    [*((size, 132) for size in SIZES), *(("0.6b", count) for count in (16, 24, 46, 58, 84, 108)), ("1.7b", 58)],
+)
+@NEEDS_COMPILER
+def test_the_kernel_unpacks_what_the_stack_holds_in_every_grid(size, multiprocessors, device):
+    parts = 1 if device == "cuda" or size.startswith("tiny") else 2  # half the work
+    shape = shape_of(size, 3 if device == "cuda" else 1, multiprocessors)
+    shape = replace(shape, talker=replace(shape.talker, intermediate_size=shape.talker.intermediate_size // parts))
+    weights = weights_of(shape.talker, device)
+    stack, expected = tape_of(shape, weights), stack_of(shape, weights)
+    for matrix in stack._room.values():
+        matrix.fill_(torch.nan)
+    for index in (*range(shape.talker.num_hidden_layers), 0):
+        ours, theirs = stack.layer_weights(index), expected.layer_weights(index)
+        for name in vars(theirs):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), (index, name)
+
+
+@NEEDS_COMPILER
+def test_a_prompt_beyond_the_capacity_is_refused_without_matrices_and_computed_with_them():
+    shape = shape_of("tiny", 1)
+    weights, c = weights_of(shape.talker), shape.talker
+    kv = torch.zeros(1, c.num_key_value_heads, shape.group, 200, 2, c.head_dim, dtype=torch.bfloat16)
+    x = rows_of(shape, 1025)
+    with pytest.raises(CapacityError, match="may have 1024 rows with the megakernel, this one has 1025"):
+        unpacking(tape_of(shape, weights)).fill(x, kv)
+    assert not kv.any()
+    assert Prefill(stack_of(shape, weights)).fill(x, kv).shape == (c.hidden_size,)
+    assert kv.any()
+
+
+def exact(shape: Shape, weights: dict[str, Tensor]) -> Prefill:
+    weights = {name: tensor.float().cpu() for name, tensor in weights.items()}
+    return Prefill(stack_of(shape, weights, torch.float32))
+
+
+def on_cpu(shape: Shape, weights: dict[str, Tensor], folder: Path, most_rows: int = grid.MOST_ROWS) -> Prefill:
+    return Prefill(tape_of(shape, weights, row_launches(shape, folder, most_rows)))
+
+
+# Blocks; rows that come at once. A share in several matrices; a remainder; released sizes on two cards.
+@NEEDS_COMPILER
+@pytest.mark.parametrize(
+    ("size", "blocks", "most_rows"),
+    [
+        ("tiny", 12, 32),
+        ("tiny-projected", 14, 128),
+        *(pytest.param(size, blocks, 128, marks=pytest.mark.slow) for size in ("0.6b", "1.7b") for blocks in (56, 128)),
+    ],
+)
+def test_few_rows_are_no_further_from_fp32_than_the_stack_in_bf16(size, blocks, most_rows, monkeypatch, tmp_path):
+    monkeypatch.setattr(grid, "MOST_ROWS", most_rows)
+    shape = replace(shape_of(size, 2 if size.startswith("tiny") else 1), blocks=blocks)
+    weights = weights_of(shape.talker)
+    found = on_cpu(shape, weights, tmp_path, most_rows)
+    found._kv.fill_(torch.nan)  # what nobody has filled is not read
+    found._input.fill_(torch.nan)  # nor is what pads few rows
+    for rows in (10, 25):
+        x = rows_of(shape, rows)
+        expected = in_two_pieces(exact(shape, weights), x.float())
+        ours = rms_error(in_two_pieces(found, x), expected)
+        assert ours <= 1.25 * rms_error(in_two_pieces(Prefill(stack_of(shape, weights)), x), expected)
+        assert found._kv[:, :, :, rows:].isnan().all()
+
+
+@NEEDS_COMPILER
+def test_many_rows_go_on_where_few_ended_and_few_where_many_did(tmp_path):
+    shape = shape_of("tiny", 1, multiprocessors=12)
+    weights = weights_of(shape.talker)
+    found, plain = on_cpu(shape, weights, tmp_path), Prefill(stack_of(shape, weights))
+    x = rows_of(shape, 40)
+    for cuts in ((5, 35), (30, 10), (16, 17, 7)):
+        hidden = {}
+        for prefill in (found, plain):
+            past = 0
+            for piece in x.split(cuts):
+                hidden[prefill] = prefill.run(piece, past)
+                past += len(piece)
+        ours, theirs = ((hidden[prefill], prefill.keys_values) for prefill in (found, plain))
+        assert rms_error(ours, theirs) < 0.02
+
+
+@NEEDS_COMPILER
+def test_rows_at_more_positions_than_the_kernels_hold_weights_of_go_through_operators():
+    shape, launched = shape_of("tiny", 1), []
+    weights = weights_of(shape.talker)
+    stack = tape_of(shape, weights, lambda name, grid, parameters: launched.append(name))
+    found, plain = Prefill(stack), unpacking(stack)
+    launched.clear()
+    x = rows_of(shape, MOST_POSITIONS - 3)
+    assert torch.equal(found.run(x), Prefill(stack_of(shape, weights)).run(x)) and not launched
+    plain.run(x)
+    found.run(x[:3], MOST_POSITIONS - 3)
+    assert tuple(launched) == KERNELS
+    results = [prefill.run(x[:5], MOST_POSITIONS - 4) for prefill in (found, plain)]
+    assert torch.equal(*results) and tuple(launched) == KERNELS
+
+
+@pytest.mark.gpu
+def test_graphs_from_the_tape_and_from_the_stack_give_the_bits_of_the_stacks_eager_passes():
+    shape = shape_of("0.6b", 4)
+    weights = weights_of(shape.talker, "cuda")
+    tape, graphed, eager = unpacking(tape_of(shape, weights)), *(Prefill(stack_of(shape, weights)) for _ in range(2))
+    eager.graphs = False
+    eager._passes.clear()
+    for _ in range(3):  # captured, then replayed back to back
+        for count in (1, 10, 17, 64, 100, 500):
+            x = rows_of(shape, count).cuda()
+            hidden = eager.run(x)
+            for ours in (tape, graphed):
+                assert torch.equal(ours.run(x), hidden)
+                assert torch.equal(ours.keys_values, eager.keys_values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("size", "multiprocessors"),
+    [("tiny", 132), ("tiny-projected", 132), *(("0.6b", count) for count in (16, 58, 132)), ("1.7b", 132)],
+)
+def test_graphs_of_few_rows_are_no_further_from_fp32_than_those_of_operators(size, multiprocessors):
+    shape = shape_of(size, 3, multiprocessors)
+    weights = weights_of(shape.talker, "cuda")
+    found = Prefill(tape_of(shape, weights))
+    plain = Prefill(stack_of(shape, weights))
+    for rows in (10, 9 + ROWS):
+        x = rows_of(shape, rows)
+        expected = in_two_pieces(exact(shape, weights), x.float())
+        ours, theirs = (tuple(t.cpu() for t in in_two_pieces(prefill, x.cuda())) for prefill in (found, plain))
+        assert rms_error(ours, expected) <= 1.25 * rms_error(theirs, expected)
+        for _ in range(20):
+            again = in_two_pieces(found, x.cuda())
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(again, ours, strict=True))

@@ -104,9 +104,7 @@ def test_keys_are_equal_exactly_where_prefixes_are(tmp_path):
             for speaker in ("eric", "ryan")
             for instruct in (None, "Loud.", "loud.")
         ],
-        DESIGN: [
-            Request("A", language, instruct=i) for language in ("auto", "french") for i in (None, "Calm.", "Low.")
-        ],
+        DESIGN: [Request("A", of, instruct=said) for of in ("auto", "french") for said in (None, "Calm.", "Low.")],
         BASE: [
             Request("A", language, voice=v)
             for language in ("auto", "german")
@@ -143,10 +141,6 @@ def run(prefill: Prefill, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
     return prefill.fill(prompt.embeds, kv, prompt.prefix_rows, prompt.prefix_key), kv
 
 
-def equal(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
-    return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
-
-
 def test_a_known_prefix_gives_the_bits_of_a_new_one_and_speakers_do_not_mix(stack):
     prompts = [prompts_of("ryan", text=text)[0] for text in TEXTS] + prompts_of("vivian", "eric")
     nothing = Prefill(stack)
@@ -156,7 +150,7 @@ def test_a_known_prefix_gives_the_bits_of_a_new_one_and_speakers_do_not_mix(stac
     prefill = Prefill(stack)
     for order in (1, -1):
         for prompt, bits in list(zip(prompts, expected, strict=True))[::order]:
-            assert equal(run(prefill, prompt), bits)
+            assert all(map(torch.equal, run(prefill, prompt), bits))
     rows = prompts[0].prefix_rows + sum(prompt.prefix_rows for prompt in prompts[-2:])
     assert prefill.prefix_bytes == rows * stack.config.kv_bytes_per_position
     alone = cache_of(stack)

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from mktts.errors import CheckpointError, TextError
-from mktts.kernel.prefill import Prefill, copy_into_cache, kept_of_cache
+from mktts.kernel.prefill import Prefill, kept_of_cache
 from mktts.llm.decoder import TextDecoder
 from mktts.llm.tokens import ChatTemplate, Message
 from mktts.model.qwen3 import Qwen3Stack
@@ -40,10 +39,8 @@ def test_prompts_are_those_of_transformers_for_the_template_beside_a_checkpoint_
         ours = ChatTemplate.of(tmp_path, decoder.vocabulary)
         for messages in CONVERSATIONS:
             said = [message._asdict() for message in messages]
-            wanted = upstream.apply_chat_template(
-                said, chat_template=template, add_generation_prompt=True, enable_thinking=False
-            )
-            assert ours.ids(messages) == wanted
+            how = {"chat_template": template, "add_generation_prompt": True, "enable_thinking": False}
+            assert ours.ids(messages) == upstream.apply_chat_template(said, **how)
     assert ChatTemplate.of(decoder.checkpoint.folder, decoder.vocabulary).ids([HELLO])
 
 
@@ -78,24 +75,12 @@ def test_the_oldest_messages_give_way_and_the_instructions_stay(decoder):
 
 @pytest.mark.parametrize("keep", [1, 7, 8, 31])
 def test_the_kernels_prefill_goes_on_from_a_cache(decoder, keep):
-    """Its prefill and its cache's layout, on the CPU."""
-    config = decoder.checkpoint.config
-    tensors = decoder.checkpoint.tensors()
-    stack = Qwen3Stack(config.stack, tensors, "model.", torch.device("cpu"), torch.float32)
-    rows = tensors["model.embed_tokens.weight"][torch.arange(40)].float()
-    prefill = Prefill(stack)
-    s, group, slots = config.stack, 4, 12
-
-    def cache() -> Tensor:
-        return torch.zeros(s.num_hidden_layers, s.num_key_value_heads, group, slots, 2, s.head_dim)
-
-    before, whole, resumed = cache(), cache(), cache()
+    """On the CPU."""
+    c, tensors = decoder.checkpoint.config.stack, decoder.checkpoint.tensors()
+    prefill = Prefill(Qwen3Stack(c, tensors, "model.", torch.device("cpu"), torch.float32))
+    rows = tensors["model.embed_tokens.weight"][:40].float()
+    before, whole, resumed = torch.zeros(3, c.num_hidden_layers, c.num_key_value_heads, 4, 12, 2, c.head_dim)
     prefill.fill(rows[:32], before)
-    kept = kept_of_cache(before, keep)
-    written = cache()
-    copy_into_cache(kept, written)
-    assert torch.equal(kept_of_cache(written, keep), kept)
     wanted = prefill.fill(rows, whole)
-    found = prefill.go_on(rows, resumed, kept)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(resumed, whole, rtol=1e-4, atol=1e-5)
+    found = prefill.go_on(rows, resumed, kept_of_cache(before, keep))
+    torch.testing.assert_close((found, resumed), (wanted, whole), rtol=1e-4, atol=1e-5)

@@ -1,6 +1,8 @@
-"""The text oracle against transformers' Qwen3ForCausalLM; the token stream against a stand-in."""
+"""The text oracle against transformers' Qwen3ForCausalLM; the token stream against a stand-in; the text kernel against
+the oracle, on a GPU."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -10,10 +12,12 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from mktts.errors import BackendUnavailable, CapacityError, EngineError, OptionsError, PromptError, TextError
-from mktts.llm.backend import TorchTextBackend
+from mktts.kernel.grid import choose_text_shape
+from mktts.kernel.tape import pack_wide_head
+from mktts.llm.backend import TextKernelBackend, TorchTextBackend
 from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
 from mktts.llm.decoder import TextDecoder
-from mktts.model.sampling import Choice, distribution, gumbel
+from mktts.model.sampling import Choice, choose, distribution, gumbel
 
 GREEDY = Choice(do_sample=False)
 PROMPT = "Hello world, this is the weather today: user question, please answer."
@@ -64,9 +68,8 @@ def test_the_distribution_before_the_draw_is_that_of_transformers(choice):
     decoder, model = pair("tiny", torch.bfloat16)
     ids = decoder.vocabulary.encode(PROMPT)
     settings = {} if choice is None else {**vars(choice)}
-    made = model.generate(
-        torch.tensor([ids]), max_new_tokens=1, output_scores=True, return_dict_in_generate=True, **settings
-    )
+    settings |= {"max_new_tokens": 1, "output_scores": True, "return_dict_in_generate": True}
+    made = model.generate(torch.tensor([ids]), **settings)
     backend = backend_of(decoder.checkpoint, torch.bfloat16)
     logits = backend.logits(backend.start(torch.tensor(ids), GREEDY, 0, 1))
     assert torch.equal(distribution(logits, choice or decoder.choice), made.scores[0][0].softmax(-1))
@@ -96,16 +99,16 @@ def test_a_seed_repeats_also_for_streams_that_take_turns(tiny):
     assert len(drawn) == 3
 
 
+@dataclass
 class FakeBackend:
-    """Gives `ids` one after the other, whatever the prompt."""
+    """Gives `ids` one after the other, whatever the prompt; its state is what was made."""
 
-    def __init__(self, ids: Sequence[int], name: str = "fake") -> None:
-        self.ids, self.name = ids, name
-        self.started: list[tuple[list[int], Choice, int, int]] = []
-        self.calls = 0
+    ids: Sequence[int]
+    name: str = "fake"
+    calls: int = 0
+    started: list[tuple[list[int], Choice, int, int]] = field(default_factory=list)
 
     def start(self, prompt: Tensor, *choice_seed_and_most: Any) -> list[int]:
-        """The state: what was made."""
         self.started.append((prompt.tolist(), *choice_seed_and_most[:3]))
         return []
 
@@ -238,8 +241,96 @@ def test_tokens_on_cuda_are_those_of_the_cpu_where_margins_are_wide(choice, dtyp
     checkpoint, prompt = open_text_checkpoint("random:tiny:margin"), torch.tensor([1, 2, 3])
     backends = [backend_of(checkpoint, dtype, device) for device in ("cpu", "cuda")]
     states = [backend.start(prompt, choice, 5, 60) for backend in backends] + [backends[0].start(prompt, GREEDY, 0, 60)]
-    here, there, greedy = (
-        [backend.step(state) for _ in range(60)]
-        for backend, state in zip([*backends, backends[0]], states, strict=True)
-    )
+    by_state = zip([*backends, backends[0]], states, strict=True)
+    here, there, greedy = ([backend.step(state) for _ in range(60)] for backend, state in by_state)
     assert here == there and (greedy == here) is (choice == GREEDY)
+
+
+# ---- the kernel
+
+
+CHOICES = {
+    "greedy": GREEDY,
+    "released": Choice(temperature=0.6, top_k=20, top_p=0.95),
+    "top-k": Choice(temperature=0.9, top_k=20),
+    "hot, no filter": Choice(temperature=1.5, top_k=0),
+    "top-p of all": Choice(temperature=1.0, top_k=0, top_p=0.5),
+}
+
+
+def kernel_of(checkpoint: TextCheckpoint) -> TextKernelBackend:
+    return TextKernelBackend(checkpoint.config, checkpoint.tensors(), "cuda", torch.bfloat16)
+
+
+def test_a_wide_head_gives_every_row_to_one_block(tiny):
+    rows, width = 5_000, 64
+    weight = torch.arange(1, rows + 1, dtype=torch.float32)[:, None].expand(rows, width)  # a row is its number
+    packed = pack_wide_head(choose_text_shape(tiny.config.stack, 132), weight)
+    counts = torch.bincount(packed.flatten().long(), minlength=rows + 1)
+    assert torch.equal(counts[1:], torch.full((rows,), width))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("source", ["random:tiny:margin", "random:0.6b:margin"])
+def test_greedy_tokens_are_the_oracles_where_margins_are_wide(source):
+    checkpoint = open_text_checkpoint(source)
+    oracle, kernel = backend_of(checkpoint, torch.bfloat16, "cuda"), kernel_of(checkpoint)
+    for prompt in (torch.arange(1, 2), torch.arange(5, 45)):
+        theirs, ours = (backend.start(prompt, GREEDY, 0, 100) for backend in (oracle, kernel))
+        assert [kernel.step(ours) for _ in range(100)] == [oracle.step(theirs) for _ in range(100)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("source", ["random:tiny", "random:0.6b"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_tokens_are_the_choosers_on_the_kernels_own_logits(name, source):
+    checkpoint, choice = open_text_checkpoint(source), CHOICES[name]
+    kernel, size = kernel_of(checkpoint), checkpoint.config.stack.vocab_size
+    state = kernel.start(torch.arange(7, 20), choice, 11, 60)
+    debug = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
+    for index in range(60):
+        token = kernel.step(state, debug)
+        logits = debug.float().cpu()
+        (noise,) = torch.from_numpy(gumbel(11, index, range(1), size))
+        assert token == int(choose(logits, choice, noise)), index
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("context", [33, 1_000, 1_900])
+def test_its_logits_are_no_further_from_fp32_than_the_oracles(context):
+    checkpoint = open_text_checkpoint("random:0.6b")
+    kernel = kernel_of(checkpoint)
+    bf16, fp32 = (backend_of(checkpoint, dtype, "cuda") for dtype in (torch.bfloat16, torch.float32))
+    states = [backend.start(torch.arange(7, 7 + context), GREEDY, 0, 40) for backend in (kernel, bf16, fp32)]
+    debug = torch.zeros(checkpoint.config.stack.vocab_size, dtype=torch.bfloat16, device="cuda")
+    squares = torch.zeros(2)
+    for _ in range(40):
+        token = kernel.step(states[0], debug)
+        theirs, exact = (b.logits(s) for b, s in zip((bf16, fp32), states[1:], strict=True))
+        states[1].last = states[2].last = token
+        squares += torch.stack([(x - exact).square().mean() for x in (debug.float(), theirs)]).cpu()
+    ours, oracle = (squares / 40).sqrt().tolist()
+    assert ours <= 1.1 * oracle
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("source", ["random:tiny", "random:0.6b"])
+def test_a_prompt_that_goes_on_from_a_state_gives_the_logits_of_the_whole_prompt(source):
+    """And from another state it does not: what is kept is what is attended to."""
+    checkpoint = open_text_checkpoint(source)
+    kernel = kernel_of(checkpoint)
+    debug = torch.zeros(checkpoint.config.stack.vocab_size, dtype=torch.bfloat16, device="cuda")
+
+    def logits(state):
+        kernel.step(state, debug)
+        return debug.float()
+
+    first, other = torch.arange(7, 60), torch.arange(900, 953)
+    spoken, another = (kernel.start(ids, GREEDY, 0, 64) for ids in (first, other))
+    made, _ = ([kernel.step(state) for _ in range(20)] for state in (spoken, another))
+    keep = len(first) + len(made) - 1
+    prompt = torch.tensor([*first.tolist(), *made, *range(300, 317)])
+    befores = (None, (spoken, keep), (another, keep))
+    whole, kept, wrong = (logits(kernel.start(prompt, GREEDY, 0, 8, before)) for before in befores)
+    error, control = ((found - whole).norm() / whole.norm() for found in (kept, wrong))
+    assert error < 0.05 and control > 3 * error

@@ -75,8 +75,6 @@ def test_what_is_not_text_is_refused(tokenizer, bad):
 
 
 def test_broken_tokenizer_files_are_named(tmp_path):
-    with pytest.raises(CheckpointError, match=r"vocab.json: expected this file"):
-        TextTokenizer.load(tmp_path)
     (tmp_path / "vocab.json").write_text("{")
     (tmp_path / "merges.txt").write_text("")
     with pytest.raises(CheckpointError, match=r"vocab.json: expected a BPE vocabulary"):

@@ -62,12 +62,6 @@ def test_stereo_integers_and_float64_are_the_same_recording_and_one_frame_is_eno
     assert len(clone_voice(tiny_base, hum(SAMPLES_PER_FRAME), SAMPLE_RATE_HZ, TEXT).codes) == 1
 
 
-def with_value(value: float) -> np.ndarray:
-    pcm = hum(9600)
-    pcm[5] = value
-    return pcm
-
-
 @pytest.mark.parametrize(
     "audio, rate_hz, found",
     [
@@ -75,7 +69,7 @@ def with_value(value: float) -> np.ndarray:
         (hum(9600) * 1e-4, SAMPLE_RATE_HZ, "silent"),
         (np.zeros(0, np.float32), SAMPLE_RATE_HZ, "got 0 samples"),
         (hum(SAMPLES_PER_FRAME - 1), SAMPLE_RATE_HZ, "at least one codec frame"),
-        *((with_value(value), SAMPLE_RATE_HZ, "NaN or infinity") for value in (np.nan, np.inf)),
+        *((np.append(hum(9600), value).astype(np.float32), SAMPLE_RATE_HZ, "NaN or inf") for value in (np.nan, np.inf)),
         (hum(9600) * 32768, SAMPLE_RATE_HZ, "in \\[-1, 1\\]"),
         *((hum(9600).astype(kind), SAMPLE_RATE_HZ, f"got {kind}") for kind in ("complex128", "uint8")),
         (np.array(["a", "b"]), SAMPLE_RATE_HZ, "floats"),
@@ -110,12 +104,11 @@ def test_other_mistakes_are_refused_by_name(tiny_base, tiny, tmp_path):
 CODES = torch.arange(3 * NUM_CODEBOOKS).view(3, NUM_CODEBOOKS)
 
 
-@pytest.mark.parametrize(
-    "voice", [Voice(torch.randn(64).bfloat16(), None, None, "0b6"), Voice(torch.randn(8), CODES, "naïve 你好\n", "1b7")]
-)
-def test_a_voice_is_saved_to_one_file_and_loaded_back_equal(voice, tmp_path):
-    assert same(Voice.load(voice.save(tmp_path / "new" / "v.safetensors")), voice)
-    assert [p.name for p in (tmp_path / "new").iterdir()] == ["v.safetensors"]
+def test_a_voice_is_saved_to_one_file_and_loaded_back_equal(tmp_path):
+    for embedding, *rest in ((torch.randn(64).bfloat16(), None, None), (torch.randn(8), CODES, "naïve 你好\n")):
+        voice = Voice(embedding, *rest, "1b7")
+        assert same(Voice.load(voice.save(tmp_path / "new" / "v.safetensors")), voice)
+        assert [p.name for p in (tmp_path / "new").iterdir()] == ["v.safetensors"]
 
 
 def test_foreign_and_torn_voice_files_are_refused_by_name(tmp_path):

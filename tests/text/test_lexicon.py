@@ -1,14 +1,9 @@
 """What is said in place of words."""
 
-from functools import partial
-
 import pytest
 
 from mktts.errors import OptionsError, TextError
-from mktts.text.front_end import FrontEnd, FrontEndFeed
 from mktts.text.lexicon import MAX_ENTRY_CHARS, Lexicon, LexiconFeed, respelled
-from mktts.text.markup import MarkupFeed
-from mktts.text.parts import TextFeed
 from mktts.text.split import MAX_TEXT_CHARS
 
 WORDS = {
@@ -97,16 +92,3 @@ def test_a_file_is_what_its_mapping_is_and_a_bad_mapping_is_refused(tmp_path):
 def test_ipa_in_english_letters():
     found = {ipa: respelled(ipa) for ipa in ("/mɛtˈfɔɹmɪn/", "ˈt͡ʃiː.nəʊ", "ˈdɪnɚ ˈɛks", "ʁoz", "ˈ", "")}
     assert [*found.values()] == ["metformin", "cheenoh", "dinner eks", None, None, None]
-
-
-def test_a_front_end_reads_what_is_said_and_whole_and_fed_text_alike():
-    lexicon = Lexicon({"nginx": "engine $5", "東京": "Tokyo", "worm": "蟲"})
-    readers = [partial(LexiconFeed, lexicon), partial(FrontEndFeed, ("english",))]
-    for new_readers in (readers, [MarkupFeed, *readers]):
-        feed = TextFeed(lambda name: None, new_readers)
-        made = [*map(feed.take, ("In 東", "京 ngi", "nx cost $1", "2.")), feed.take("", final=True)]
-        fed = "".join(words for each in made for words in each)
-        assert fed == FrontEnd().read(lexicon.say("In 東京 nginx cost $12."))
-        assert "tokyo engine five dollars cost twelve dollars" in fed
-        with pytest.raises(TextError, match="CJK"):
-            TextFeed(lambda name: None, new_readers).take("A worm is there")

@@ -1,4 +1,4 @@
-"""Cleaning and cutting of text."""
+"""Cleaning and cutting of text; its words, and the kinds of sounds that their letters stand for."""
 
 import re
 
@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from mktts.errors import TextError
 from mktts.text.split import MAX_TEXT_CHARS, FeedSplitter, clean_piece, clean_text, split_text
+from mktts.text.words import PAUSED, is_wide, sounds, split_words
 
 PROSE = st.text(alphabet="ab C.!?,;:…。！，\"' \n1é\u0301😀\u200d", max_size=400)
 
@@ -121,3 +122,54 @@ def test_fed_text_goes_on_to_the_next_good_place_and_is_never_cut_up_to_the_leng
 
 def _contain_all_but_gaps(text: str, pieces: list[str]) -> bool:
     return bool(re.fullmatch(r"\s*".join(["", *map(re.escape, pieces), ""]), text))
+
+
+# ---- words
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Hello there.", ["Hello", "there."]),
+        ("Well — yes, 5 % more !", ["Well —", "yes,", "5 %", "more !"]),
+        ("She said: “Go!”", ["She", "said:", "“Go!”"]),
+        ("( maybe )", ["( maybe )"]),
+        ("你好，世界。", ["你", "好，", "世", "界。"]),
+        ("我用 Python 写“代码”", ["我", "用", "Python", "写", "“代", "码”"]),
+        ("안녕하세요 여러분", ["안녕하세요", "여러분"]),
+        ("\U0001f44d", ["\U0001f44d"]),
+        ("Great \U0001f44d", ["Great \U0001f44d"]),
+        (" \n", []),
+    ],
+)
+def test_words_of_a_text(text, words):
+    assert split_words(text) == words
+
+
+@given(st.text(alphabet="ab. ,—“”(你。\n7", max_size=40))
+def test_no_visible_character_is_lost_or_said_twice(text):
+    assert "".join("".join(split_words(text)).split()) == "".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("said", "kinds"),
+    [
+        ("stopped", "sibilant stop vowel stop voiced"),
+        ("make yes", "nasal vowel stop liquid vowel sibilant"),
+        ("six", "sibilant vowel stop sibilant"),
+        ("the Çay", "fricative vowel stop vowel"),
+        ("где", "voiced vowel"),
+        ("世", "any vowel"),
+        ("7", "any vowel any"),
+        ("...", ""),
+    ],
+)
+def test_letters_stand_for_kinds_of_sounds(said, kinds):
+    assert sounds(said) == kinds.split()
+
+
+def test_marks_make_a_pause_likely_and_no_space_stands_between_ideographs():
+    assert all(map(PAUSED.search, ("there.", "there,”", "界。", "well —")))
+    assert not any(map(PAUSED.search, ("there", "“there", "3.5m")))
+    assert [is_wide(word) for word in split_words("我用 Python。")] == [True, True, True]
+    assert [is_wide(word) for word in split_words("Hello, world")] == [False, False]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mktts.batch import BatchSettings
-from mktts.batch.cuda.memory import LaneMemory, shared_spaces, space_bytes, space_shapes
+from mktts.batch.cuda.memory import shared_spaces, space_shapes
 from mktts.batch.cuda.stage import PENALTY, BlockLayout, packed
 from mktts.batch.cuda.tiles import _MEASURED, MEASURED, Kind, plan_of, product_tile, step_depth
 from mktts.engine.admission import Admission
@@ -68,15 +68,6 @@ def test_buckets_share_one_memory_as_large_as_the_largest_needs(tiny):
         assert len({tensor.data_ptr() for tensor in tensors}) == 1
 
 
-def test_what_a_page_and_a_slot_take(tiny):
-    talker = tiny.config.talker
-    memory = LaneMemory(tiny.config, torch.bfloat16, 100, codec_state=1_000, lanes=8, prompt_rows=16)
-    assert memory.page == 64 * talker.kv_bytes_per_position
-    numbers, table = 3 * 4, 2 * 4
-    assert memory.slot == numbers + talker.vocab_size + 4 * talker.hidden_size + table + 1_000
-    assert memory.tick > space_bytes(space_shapes(tiny.config, torch.bfloat16, 8, 16, 8))
-
-
 # ---- products
 
 
@@ -99,9 +90,7 @@ def test_every_tile_fits_its_device_and_steps_alike_whatever_the_rows(rows, size
 @pytest.mark.parametrize("limit", SHARED_BYTES.values(), ids=SHARED_BYTES)
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize(("kind", "columns", "depth"), [*_MEASURED, (Kind.JOINED, 64, 96), (Kind.JOINED, 1_024, 2_560)])
-def test_a_program_fits_its_card_and_parts_are_whole_blocks_and_no_others_are_split(
-    kind, columns, depth, itemsize, limit
-):
+def test_a_program_fits_its_card_parts_are_whole_blocks_and_no_others_are_split(kind, columns, depth, itemsize, limit):
     plan = plan_of(kind, columns, depth, itemsize, limit)
     for rows in ROWS:
         tile = plan.tile(rows).fitted(kind, itemsize, limit)
