@@ -18,15 +18,16 @@ SPEED = re.compile(r"<!-- speed: (outputs/reference/\S+\.json) -->\n.*?<!-- end 
 CARDS = re.compile(r"\| ([^|]*)<!-- cards: ([^>]+) -->")
 CARDS_FILE = "outputs/reference/h100/architectures.json"
 LOAD = "h200/load.json"
-# Of the table of scale: what, where, file under outputs/reference and keys of the figure, how it is written.
+SERVED = "h200/serve_load.json"
+# The table of scale: what, where, file in outputs/reference, listeners offered and key of their newest point, form.
 SCALE_ROWS = (
-    ("0.6B, 32 rows of prompt", "H200", LOAD, "listeners.by_context.32", "{:,.0f}"),
-    ("1.7B, 32 rows", "H200", LOAD, "listeners_1p7b.value", "{:,.0f}"),
-    ("first PCM at 1,024 of 0.6B, 32 rows, p99", "H200", LOAD, "ttfc_p99_1024_ms.by_context.32", "{:.0f} ms"),
-    ("0.6B over sockets", "H200", "h200/serve_load.json", "listeners.value", "{:,.0f}"),
-    ("first byte at that load, p99", "H200", "h200/serve_load.json", "ttfb_p99_ms.value", "{:.0f} ms"),
-    ("0.6B over sockets, of 1,100 offered", "H100", "h100/serve_load.json", "capacity_held.value", "{:,.0f}"),
-    ("the voice in the box, 45 rows", "two CPU cores", "load_cpu.json", "listeners.playing_mean", "{:.0f}"),
+    ("0.6B, of 1,500 offered", "H200", LOAD, 1_500, "playing_mean", "{:,.0f}"),
+    ("its first PCM, p99", "H200", LOAD, 1_500, "ttfc_p99_ms", "{:.0f} ms"),
+    ("first PCM of 0.6B, 1,024 offered, p99", "H200", LOAD, 1_024, "ttfc_p99_ms", "{:.0f} ms"),
+    ("1.7B, of 620 offered", "H200", LOAD, 620, "playing_mean", "{:,.0f}"),
+    ("0.6B over sockets, of 1,200 offered", "H200", SERVED, 1_200, "playing_mean", "{:,.0f}"),
+    ("its first byte, p99", "H200", SERVED, 1_200, "ttfb_p99_ms", "{:.0f} ms"),
+    ("the voice in the box, of 20 offered", "two CPU cores", "load_cpu.json", 20, "playing_mean", "{:.0f}"),
 )
 
 # Row of the table -> suffix of the three engines' figures in the bench's document.
@@ -42,18 +43,15 @@ _ENOUGH_FOR_P95 = 10
 
 
 def scale_table() -> list[str]:
-    """Markdown lines: a row of `SCALE_ROWS` each; n: streams of the run, where the figure says it."""
-    lines = ["| listeners at once, each in time | on | | measured |", "|---|---|---|---|"]
-    for what, where, name, keys, form in SCALE_ROWS:
+    """Markdown lines: a row of `SCALE_ROWS` each."""
+    lines = ["| listeners at once | on | | in time | measured |", "|---|---|---|---|---|"]
+    for what, where, name, listeners, key, form in SCALE_ROWS:
         document = _document(f"outputs/reference/{name}")
-        value = figure = document["figures"][keys.partition(".")[0]]
-        for key in keys.split(".")[1:]:
-            value = value[key]
-        device = figure.get("device") or document["device"]
-        on = f"{where}, {device.removesuffix(' Processor')}" if "CPU" in where else where
-        streams = f" (n = {figure['n']:,})" if keys.endswith(".value") else ""
-        date = figure.get("date") or max(point["date"] for point in document["points"])
-        lines.append(f"| {what} | {on} | {form.format(value)}{streams} | {date[:10]} |")
+        point = max((one for one in document["points"] if one["listeners"] == listeners), key=lambda one: one["date"])
+        on = f"{where}, {document['device'].removesuffix(' Processor')}" if "CPU" in where else where
+        in_time = point["arrivals"] if point.get("in_time") is None else point["in_time"]  # older records: all were
+        counts = f"{in_time:,} of {point['arrivals']:,}"
+        lines.append(f"| {what} | {on} | {form.format(point[key])} | {counts} | {point['date'][:10]} |")
     return lines
 
 

@@ -63,7 +63,11 @@ def test_files_that_are_named_are_there():
     assert [hit for hit in named if not (ROOT / hit.rsplit(" ", 1)[-1]).is_file()] == []
 
 
-def test_the_reference_run_is_small_and_all_of_outputs():
+def test_the_top_level_is_what_it_was_and_the_reference_run_is_small_and_all_of_outputs():
+    named = {name.partition("/")[0] for name in FILES if not name.startswith(".")}
+    assert {name for name in named if name[0].islower()} == {
+        "compose.yaml", "csrc", "docs", "mktts", "notebooks", "outputs", "pyproject.toml", "requirements.txt", "tests"
+    }  # fmt: skip
     outputs = [name for name in FILES if name.startswith("outputs/")]
     assert [name for name in outputs if not name.startswith("outputs/reference/")] == []
     assert 0 < sum((ROOT / name).stat().st_size for name in outputs) <= MAX_REFERENCE_BYTES

@@ -29,6 +29,11 @@ PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 SNIPPETS = re.findall(r"```py\n(.*?)```", README, re.DOTALL)  # need a download, a recording or a pipeline
 
 
+def test_readme_is_short_and_its_first_example_comes_early():
+    assert README.count("\n") <= 160 and len(README.split()) <= 1_350
+    assert README.partition("```python")[0].count("\n") <= 45
+
+
 def test_every_figure_is_the_recorded_one_and_no_card_counts_as_run_but_by_the_kernel_that_is_here():
     assert renewed(README) == README and renewed(HARDWARE) == HARDWARE, "python tests/readme_figures.py"
     assert len(SPEED.findall(README)) == len(SCALE.findall(README)) == 1
