@@ -134,6 +134,7 @@ def test_text_that_cannot_be_spoken_is_refused_at_the_call(synth, text):
         ({"options": (1, 1)}, OptionsError, r"must be StreamOptions, got tuple"),
         ({"sampling": {"top_k": 5}}, OptionsError, "must be a Sampling, got dict"),
         ({"seed": -1}, OptionsError, "seed must"),
+        ({"seed": 2**63}, OptionsError, "seed must"),
         ({"seed": 1.5}, OptionsError, "seed must"),
         ({"max_frames": 0}, OptionsError, "max_frames must"),
         ({"speaker": "nobody"}, PromptError, "speaker must be one of"),
