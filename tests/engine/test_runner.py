@@ -85,30 +85,29 @@ def test_while_it_waits_for_pages_its_listener_gets_what_there_is_and_newcomers_
 
 def test_late_text_costs_no_lane_while_it_is_waited_for(desk):
     at = desk(FakeBackend(eos_after=20))
-    job, script = at.listen(options=replace(OFF, schedule=(4,)))
-    script.feed("abcdef")  # a token a character: the first is in the prompt, five frames follow
+    job = at.listen(options=replace(OFF, schedule=(4,)))
+    at.feed(job, "abcdef")  # a token a character: the first is in the prompt, five frames follow
     at.run()
     assert len(job.codes) == 6 and at.backend.entered == 6
     assert [chunk.frames for chunk in chunks_of(job)] == [4, 2]  # the last one early
     (slot,) = at.batch._streams
     assert (at.table.chunk_start[slot], at.table.chunk_end[slot]) == (6, 10)
     assert [at.turn() for _ in range(5)] == [math.inf] * 5 and at.backend.entered == 6
-    script.feed("gh")
+    at.feed(job, "gh")
     at.run()
     assert len(job.codes) == 8 and at.backend.entered == 8
-    script.finish()
+    at.feed(job, None)
     at.run()
     assert (len(job.codes), job.finish_reason) == (20, "eos") and at.all_free()
 
 
 def test_text_after_the_end_of_speech_is_a_new_segment(desk):
     at = desk(FakeBackend(eos_after=3))
-    job, script = at.listen()
-    script.feed("Hello there")
+    job = at.listen()
+    at.feed(job, "Hello there")
     at.run()
     assert (len(job.codes), job.finish_reason) == (3, None) and job.segment is None
-    script.feed(" you")
-    script.finish()
+    at.feed(job, " you", None)
     at.run()
     assert (len(job.codes), job.finish_reason) == (6, "eos") and at.all_free()
 
@@ -165,11 +164,11 @@ def test_a_stream_whose_segment_the_lanes_refuse_or_cannot_be_measured_ends_alon
 def test_a_text_that_raises_ends_its_stream_alone(desk):
     at = desk()
     good = at.say(seed=1, frames=30)
-    waiting, script = at.listen(seed=2)
+    waiting = at.listen(seed=2)
     at.turn()
-    for job, its_script in ((waiting, script), at.listen(seed=3)):
-        its_script.script.update = lambda: 1 / 0
-        its_script.feed("a")
+    for job in (waiting, at.listen(seed=3)):
+        job.script.update = lambda: 1 / 0
+        at.feed(job, "a")
         at.run()
         with pytest.raises(ZeroDivisionError):
             job.take()
@@ -184,8 +183,8 @@ def test_a_text_that_raises_ends_its_stream_alone(desk):
 @pytest.mark.parametrize("call", [0, 1, 3])
 def test_a_failed_tick_ends_its_streams_alone_and_the_next_are_served(desk, monkeypatch, name, call):
     at = desk()
-    waiting, script = at.listen(seed=5)
-    script.feed("abc")
+    waiting = at.listen(seed=5)
+    at.feed(waiting, "abc")
     at.run()
     assert len(waiting.codes) == 3
     jobs = [at.say(seed=seed, frames=9) for seed in range(3)]
@@ -198,7 +197,7 @@ def test_a_failed_tick_ends_its_streams_alone_and_the_next_are_served(desk, monk
             chunks_of(job)
     for seed, job in enumerate(jobs):
         assert job in ended or frames_of(job) == alone(["Hello."], seed, None, frames=9)
-    script.feed("de")
+    at.feed(waiting, "de")
     at.run()
     assert len(waiting.codes) == 5 and waiting.error is None
     waiting.cancel()
@@ -235,7 +234,7 @@ def test_a_prefix_that_a_failed_tick_should_have_filled_is_not_kept(together, mo
 def test_after_a_turn_that_raised_everything_is_free_and_the_next_stream_is_served(desk, monkeypatch, where):
     at = desk()
     jobs = [at.say(seed=seed, frames=20) for seed in range(4)]
-    waiting, script = at.listen()
+    waiting = at.listen()
     at.turn()
     fails_at(monkeypatch, at.batch, where, {1}, KeyError("a wrong book"))
     jobs += [at.say(seed=seed, frames=20) for seed in (8, 9)]
@@ -264,7 +263,7 @@ def test_ticks_are_counted_by_how_long_they_took(desk, monkeypatch):
 def test_close_ends_every_stream_though_the_device_is_gone(desk, monkeypatch):
     at = desk(slots=2)
     jobs = [at.say(seed=seed, options=replace(ONE, buffer_frames=3)) for seed in range(3)]
-    jobs.append(at.listen()[0])
+    jobs.append(at.listen())
     at.turn()
     for name in ("collect", "leave"):
         fails_at(monkeypatch, at.lanes, name, set(range(100)), RuntimeError("the device is gone"))

@@ -91,7 +91,7 @@ class Place(Desk):
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.numbers = itertools.count()
         self.idle_since_s = self.wake_s = 0.0
-        self.work_done = 0
+        self.work_done: list[int] = []
         self.line: list[tuple[bool, float]] = []  # of each executor with one: a place is free; its first arrival
 
     def _step(self, step_s: float, frame: int) -> int:
@@ -106,19 +106,16 @@ class Place(Desk):
     def open(self, visit: Visit) -> None:
         how = {"frames": visit.frames, "paced": visit.paced, "engine": visit.engine}
         how["options"] = replace(OFF, schedule=visit.chunks[0], buffer_frames=visit.chunks[1])
-        if visit.pieces:
-            job, writer = self.listen(**how)
-        else:
-            job, writer = self.say(*visit.texts, **how), None
+        job = self.listen(**how) if visit.pieces else self.say(*visit.texts, **how)
         self.seen.append(Seen(visit, job))
         self.wake_s = self.now_s
         self.at(visit.cancel_s, job.cancel)
         when_s = self.now_s
         for after_s, text in visit.pieces:
             when_s += after_s
-            self.at(when_s, partial(writer.feed, text))
+            self.at(when_s, partial(self.feed, job, text))
         if visit.pieces and visit.ends:
-            self.at(when_s, writer.finish)
+            self.at(when_s, partial(self.feed, job, None))
 
     def _read(self) -> float:
         """What readers take now; when the next of them takes something."""
@@ -160,8 +157,9 @@ class Place(Desk):
         raise AssertionError(f"no rest after {most_turns} turns, at {self.now_s} s")
 
     def _check_line(self) -> None:
-        """Nobody stands in line beside lanes that do nothing."""
-        done = len(self.lanes.ticks) + self.single_backend.entered
+        """Nobody stands in line beside lanes that do nothing and a place that has been free for long."""
+        free = [len(runner.free_slots) for runner in self.runners.values()]
+        done = [len(self.lanes.ticks), self.single_backend.entered, *free]
         if done != self.work_done:
             self.idle_since_s, self.work_done = self.now_s, done
         for free, first_s in self.line:
