@@ -81,6 +81,7 @@ def test_a_damaged_record_of_the_capacity_is_none(monkeypatch, tmp_path, kept):
         ({"batch": {"max_streams": 3}}, OptionsError, "must be BatchSettings or None, got dict"),
         ({"backend": "megakernel"}, BackendUnavailable, "needs a CUDA device"),
         ({"backend": "banana"}, BackendUnavailable, "banana"),
+        ({"backend": "megakernel", "lexicon": "absent.tsv"}, OptionsError, "found no file"),  # before a model is loaded
         ({"device": "tpu"}, BackendUnavailable, "tpu"),
         ({"device": "meta"}, BackendUnavailable, "meta"),
         pytest.param({"device": "cuda"}, BackendUnavailable, "no CUDA device", marks=NO_CUDA),
