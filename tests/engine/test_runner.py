@@ -37,9 +37,6 @@ def desk(request, monkeypatch):
     return singly if request.param == "singly" else partial(Desk, monkeypatch, overlaps=request.param == "ahead")
 
 
-# ---- who comes in
-
-
 def test_a_stream_that_could_never_have_its_pages_is_refused_at_once(desk):
     at = desk(rows_per_slot=64)
     job = at.say("x" * 64)
@@ -63,9 +60,6 @@ def test_who_has_waited_too_long_is_told_without_any_news(desk):
     assert at.turn() == math.inf
 
 
-# ---- who waits for what
-
-
 def test_while_it_waits_for_pages_its_listener_gets_what_there_is_and_newcomers_stand_behind(together):
     at = together(FakeBackend(eos_after=5), slots=4, pages=5, rows_per_slot=256)  # four pages
     eight = replace(OFF, schedule=(8,), buffer_frames=8)
@@ -83,7 +77,7 @@ def test_while_it_waits_for_pages_its_listener_gets_what_there_is_and_newcomers_
     assert small.finish_reason == "eos" and at.all_free()
 
 
-def test_late_text_costs_no_lane_while_it_is_waited_for(desk):
+def test_late_text_costs_no_lane_while_it_is_waited_for_and_is_a_new_segment_after_the_end_of_speech(desk):
     at = desk(FakeBackend(eos_after=20))
     job = at.listen(options=replace(OFF, schedule=(4,)))
     at.feed(job, "abcdef")  # a token a character: the first is in the prompt, five frames follow
@@ -96,34 +90,21 @@ def test_late_text_costs_no_lane_while_it_is_waited_for(desk):
     at.feed(job, "gh")
     at.run()
     assert len(job.codes) == 8 and at.backend.entered == 8
-    at.feed(job, None)
+    at.feed(job, "i" * 20)
     at.run()
-    assert (len(job.codes), job.finish_reason) == (20, "eos") and at.all_free()
-
-
-def test_text_after_the_end_of_speech_is_a_new_segment(desk):
-    at = desk(FakeBackend(eos_after=3))
-    job = at.listen()
-    at.feed(job, "Hello there")
+    assert (len(job.codes), job.finish_reason) == (20, None) and job.segment is None
+    at.feed(job, " And after the end of speech a new segment.", None)
     at.run()
-    assert (len(job.codes), job.finish_reason) == (3, None) and job.segment is None
-    at.feed(job, " you", None)
-    at.run()
-    assert (len(job.codes), job.finish_reason) == (6, "eos") and at.all_free()
-
-
-# ---- kept prefixes
+    assert (len(job.codes), job.finish_reason) == (40, "eos") and at.all_free()
 
 
 @pytest.mark.parametrize("rows", [63, 64, 100, 128])
 def test_a_prefix_of_a_page_is_kept_once_and_later_streams_begin_behind_it(together, rows, monkeypatch):
     prefix = "p" * rows
     at = together(FakeBackend(eos_after=4), prefix=prefix)
-    kept = []
-    keep = at.pages.keep
+    kept, keep = [], at.pages.keep
     monkeypatch.setattr(at.pages, "keep", lambda *what: kept.append(what) or keep(*what))
-    texts = ["One.", "Two two.", "Three."]
-    for seed, text in enumerate(texts):
+    for seed, text in enumerate(["One.", "Two two.", "Three."]):
         job = at.say(text, seed=seed)
         before = len(at.lanes.ticks)
         at.run()
@@ -134,18 +115,12 @@ def test_a_prefix_of_a_page_is_kept_once_and_later_streams_begin_behind_it(toget
     assert at.pages.find(prefix) == (rows if kept else 0) and at.all_free()
 
 
-FAILED = (EngineError, RuntimeError)  # of many streams and of one
-
-
-def served(at: Desk, seed: int = 77) -> None:
+def served(at: Desk, prefix: str = "") -> None:
     """The next stream is served, and everything is free after it."""
-    job = at.say("Next.", seed=seed, frames=4)
+    job = at.say("Next.", seed=77, frames=4)
     at.run()
-    assert frames_of(job) == alone(["Next."], seed, at.backend.eos_after, frames=4)
+    assert frames_of(job) == alone(["Next."], 77, at.backend.eos_after, prefix, frames=4)
     assert at.all_free()
-
-
-# ---- one stream
 
 
 @pytest.mark.parametrize(("name", "call", "made"), [("begin", 1, 6), ("_arrival", 1, 6), ("begin", 2, 9)])
@@ -176,9 +151,6 @@ def test_a_text_that_raises_ends_its_stream_alone(desk):
     served(at)
 
 
-# ---- one tick
-
-
 @pytest.mark.parametrize("name", ["launch", "collect"])
 @pytest.mark.parametrize("call", [0, 1, 3])
 def test_a_failed_tick_ends_its_streams_alone_and_the_next_are_served(desk, monkeypatch, name, call):
@@ -193,7 +165,7 @@ def test_a_failed_tick_ends_its_streams_alone_and_the_next_are_served(desk, monk
     ended = [job for job in jobs if job.error is not None]
     assert len(ended) == min(3, at.lanes.settings.max_lanes)
     for job in ended:
-        with pytest.raises(FAILED, match="an illegal address"):
+        with pytest.raises((EngineError, RuntimeError), match="an illegal address"):  # of many streams, and of one
             chunks_of(job)
     for seed, job in enumerate(jobs):
         assert job in ended or frames_of(job) == alone(["Hello."], seed, None, frames=9)
@@ -222,12 +194,7 @@ def test_a_prefix_that_a_failed_tick_should_have_filled_is_not_kept(together, mo
     with pytest.raises(EngineError):
         job.take()
     assert at.pages.kept == 0 and at.all_free()
-    good = at.say("Next.", seed=3, frames=4)
-    at.run()
-    assert frames_of(good) == alone(["Next."], 3, None, prefix="p" * 100, frames=4)
-
-
-# ---- the runner itself
+    served(at, "p" * 100)
 
 
 @pytest.mark.parametrize("where", ["_update_readers", "_give", "_take_arrivals", "_launch", "_read"])

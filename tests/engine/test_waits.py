@@ -252,15 +252,6 @@ def test_readers_of_streams_that_are_ahead_wake_the_worker():
     play(visits, tick_s=0.001, settings=replace(SETTINGS, idle_lanes=0, few_lanes=1))  # to their ends
 
 
-@pytest.mark.parametrize("engine", ["batch", "single"])
-@pytest.mark.parametrize("paced", [True, False])
-def test_a_stream_comes_in_beside_one_that_waits_for_its_text(engine, paced):
-    """Ticks slower than the sound they make; the other stream's text never ends."""
-    visits = [replace(WRITER, engine=engine), Visit(at_s=9.0, engine=engine, paced=paced, frames=2)]
-    place = play(visits, tick_s=0.3)
-    assert place.seen[1].job.finish_reason == "max_frames" and place.now_s < 12
-
-
 def test_places_that_are_kept_unused_end_the_wait_of_others_by_name():
     writers = [replace(WRITER, at_s=0.1 * number) for number in range(2)]
     place = play([*writers, Visit(at_s=3.0, paced=False), Visit(at_s=5.0)], tick_s=0.01, slots=2, admits=False)
