@@ -2,8 +2,8 @@
 
 import inspect
 import shutil
-from collections.abc import Sequence
 from importlib.resources import files
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -33,19 +33,6 @@ def small() -> Checkpoint:
     return open_checkpoint(SMALL)
 
 
-def requests(sentences: Sequence[str]) -> list[Request]:
-    """All speakers, both layouts, with and without the language."""
-    return [
-        Request(
-            text,
-            language=("auto", "english")[i % 2],
-            speaker=SPEAKERS[i % len(SPEAKERS)],
-            layout=("whole", "streaming")[i // 2 % 2],
-        )
-        for i, text in enumerate(sentences)
-    ]
-
-
 def test_it_is_a_small_custom_voice_of_two_speakers_and_one_language_and_its_card_says_so(small):
     assert small.config.type.name == "custom_voice" and not small.is_random
     assert tuple(small.config.speakers) == SPEAKERS
@@ -60,8 +47,13 @@ def test_it_is_a_small_custom_voice_of_two_speakers_and_one_language_and_its_car
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("sentences", "max_frames"), [(4, 12), pytest.param(20, 160, marks=pytest.mark.slow)])
 def test_codes_are_upstreams(small, sampled, sentences, max_frames):
+    """Of both speakers, in both layouts, with and without the language."""
     sampling = small.sampling() if sampled else small.sampling().greedy()
-    asked = requests(SENTENCES[:sentences])
+    kinds = cycle(product(("whole", "streaming"), zip(SPEAKERS, ("auto", "english"), strict=True)))
+    asked = [
+        Request(text, language=language, speaker=speaker, layout=layout)
+        for text, (layout, (speaker, language)) in zip(SENTENCES[:sentences], kinds, strict=False)
+    ]
     rows = compare_codes(small, asked, sampling, 7, max_frames, torch.float32, loaded(SMALL, torch.float32)[1])
     assert [row for row in rows if not row["equal"]] == []
 
