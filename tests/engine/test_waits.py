@@ -1,7 +1,7 @@
 """No stream waits for ever, and each gives what it gives alone: both kinds of lanes on a clock of the test's own, with
 random streams, texts, readers and failures."""
 
-import heapq
+import bisect
 import itertools
 import math
 from collections.abc import Callable
@@ -57,7 +57,10 @@ class Seen:
 
 
 class Place(Desk):
-    """Both executors, as the engine drives them."""
+    """Both kinds of lanes, as the engine drives them.
+
+    tick_s: of a tick and of a step. admits: with the limits of a server. capacity: as measured, with ticks of 30 ms.
+    fails: which calls of the lanes. spoils: frames that have no number."""
 
     def __init__(
         self,
@@ -72,8 +75,6 @@ class Place(Desk):
         capacity: float | None = None,
         **of_the_lanes: Any,
     ) -> None:
-        """tick_s: of a tick and of a step. admits: with the limits of a server. capacity: as measured, with ticks of
-        30 ms. fails: which calls of the lanes. spoils: frames that have no number."""
         given = {"rows_per_slot": 400, "model": TickModel(tick_s, lane_s, 0.0, 0.0), "slots": 8, **of_the_lanes}
         limits = AdmissionLimits() if admits else PATIENT
         super().__init__(patch, FakeBackend(eos_after=eos_after), limits=limits, prefix=prefix, **given)
@@ -88,8 +89,7 @@ class Place(Desk):
         self.single_backend = FakeBackend(eos_after=eos_after, code0=partial(self._step, tick_s))
         self.runners["single"] = fake_single(self.single_backend, prefix=prefix, admission=self.admission)
         self.seen: list[Seen] = []
-        self.events: list[tuple[float, int, Callable[[], None]]] = []
-        self.numbers = itertools.count()
+        self.events: list[tuple[float, Callable[[], None]]] = []
         self.idle_since_s = self.wake_s = 0.0
         self.work_done: list[int] = []
         self.line: list[tuple[bool, float]] = []  # of each executor with one: a place is free; its first arrival
@@ -101,7 +101,7 @@ class Place(Desk):
 
     def at(self, when_s: float, call: Callable[[], None]) -> None:
         if when_s < NEVER:
-            heapq.heappush(self.events, (when_s, next(self.numbers), call))
+            bisect.insort(self.events, (when_s, call), key=lambda event: event[0])
 
     def open(self, visit: Visit) -> None:
         how = {"frames": visit.frames, "paced": visit.paced, "engine": visit.engine}
@@ -141,7 +141,7 @@ class Place(Desk):
     def run(self, most_turns: int = 30_000) -> None:
         for _ in range(most_turns):
             while self.events and self.events[0][0] <= self.now_s:
-                heapq.heappop(self.events)[2]()
+                self.events.pop(0)[1]()
             if self.now_s >= self.wake_s or not self.inbox.empty():  # as the worker: nothing else wakes it
                 self.hear()
                 self.wake_s = min(runner.turn(self.now_s) for runner in self.runners.values())
