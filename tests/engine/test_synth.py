@@ -106,9 +106,6 @@ def test_odd_text_is_spoken(synth, text):
     assert len(speak(synth, text, frames=3).read()) == 3 * SAMPLES_PER_FRAME
 
 
-# ---- what is refused, at the call
-
-
 @pytest.mark.parametrize("text", [" \n", None, "a" * (MAX_TEXT_CHARS + 1)], ids=["blank", "none", "long"])
 def test_text_that_cannot_be_spoken_is_refused_at_the_call(synth, text):
     for method in (synth.stream, synth.astream, synth.say):
@@ -213,9 +210,6 @@ def test_the_import_is_light_and_loading_a_voice_makes_none():
     assert "num2words" not in modules.split()  # only where a checkpoint reads by it
 
 
-# ---- text that comes later
-
-
 def test_fed_text_gives_the_codes_of_the_text_at_once(tiny_margin, loading):
     greedy = {"sampling": Sampling().greedy(), "seed": 1, "max_frames": 25, "options": OFF, **WHO}
     with Synthesizer.load(tiny_margin, **loading) as synth:
@@ -267,9 +261,6 @@ def test_a_voice_that_holds_nan_ends_its_streams_alone_and_by_name(tiny_base, lo
             bad.read()
         assert np.array_equal(beside.read(), wanted) and np.array_equal(later.read(), wanted)
         assert np.array_equal(synth.say(TEXT, voice=sound, **settings), wanted)  # also what has its slot and pages then
-
-
-# ---- many at once on the batch engine of a CPU: the truth is the oracle's, one stream after the other
 
 
 SENTENCES = "One sentence to say. And a second one, a little longer. Then the last."
@@ -337,9 +328,6 @@ def test_caches_let_one_voice_go_and_keep_the_others(tiny_base, engine):
         until(lambda: not held(synth, anna["voice"]), "the voice to be let go")
         assert held(synth, ben["voice"]) == kept
         assert np.array_equal(synth.say("Hello.", **anna), said)
-
-
-# ---- text that a front end reads first
 
 
 @pytest.fixture(params=["single", "batch"])

@@ -262,9 +262,10 @@ def test_places_that_are_kept_unused_end_the_wait_of_others_by_name():
 
 @pytest.mark.parametrize("pieces", [((0.0, "ab"), (9.0, "cdefgh")), ((0.0, "A. "), (9.0, "Another sentence."))])
 def test_who_waited_for_text_goes_first_when_it_comes(pieces):
-    """The rest of a segment's text, and the next segment's; one lane a tick, four others that want it."""
-    others = [Visit(at_s=4.0, paced=False, frames=30) for _ in range(4)]
-    place = play([Visit(frames=200, pieces=pieces), *others], tick_s=0.1, lane_s=0.1)
+    """The rest of a segment's text, and the next segment's; two lanes a tick, four others that want them."""
+    others = [Visit(at_s=4.0, frames=30, chunks=((8,), 8)) for _ in range(4)]
+    visits = [Visit(frames=200, pieces=pieces, chunks=CHUNKS[1]), *others]
+    place = play(visits, tick_s=0.1, lane_s=0.1, settings=replace(SETTINGS, max_lanes=2))
     first = next(i for i, at_s in enumerate(place.lanes.launched_s) if at_s >= 9.0)
     ticks = place.lanes.ticks[first - 2 : first + 1]
     assert [0 in tick.lanes for tick in ticks] == [False, False, True], [tick.lanes for tick in ticks]
