@@ -1,5 +1,4 @@
-"""Turns, cancelling, event loops and fed text, on a fake model whose every step is counted; and what an ended, failed,
-dropped or forked engine, executor or stream leaves behind. No clocks."""
+"""Turns, cancelling, event loops, fed text, and what is left behind, on a fake model whose every step is counted."""
 
 import asyncio
 import contextlib
@@ -355,20 +354,16 @@ def test_turns_that_raise_end_their_streams_without_spinning_and_the_next_are_se
         assert open_streams(synth) == 0 and not executor.open_streams
 
 
-def test_the_streams_of_another_engine_go_on():
+def test_the_streams_of_another_engine_go_on_and_one_that_cannot_be_closed_keeps_none_open(caplog):
     backend = FakeBackend(held=True)
-    with fake_synthesizer(backend, engine="auto") as synth:
-        single = [speak(synth, seed, frames=30) for seed in (1, 2)]
-        together = speak(synth, seed=3, frames=30)
-        synth.engine._worker.runners["batch"]._update_readers = lambda now_s: 1 / 0
-        backend.release()
-        with pytest.raises(EngineError, match="ZeroDivisionError"):
-            together.read()
-        assert [len(list(stream)) for stream in single] == [30, 30]
-
-
-def test_an_executor_that_cannot_be_closed_does_not_keep_the_others_open(caplog):
-    synth = fake_synthesizer(engine="auto")
+    synth = fake_synthesizer(backend, engine="auto")
+    single = [speak(synth, seed, frames=30) for seed in (1, 2)]
+    together = speak(synth, seed=3, frames=30)
+    synth.engine._worker.runners["batch"]._update_readers = lambda now_s: 1 / 0
+    backend.release()
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        together.read()
+    assert [len(list(stream)) for stream in single] == [30, 30]
     streams = [synth.open(options=ONE) for _ in range(3)]
     synth.engine._worker.runners["single"].close = lambda: 1 / 0
     synth.close()

@@ -1,5 +1,4 @@
-"""What a stream gives is the same on every engine: samples, codes, chunks, and why it ended; then one utterance, step
-by step and without threads. On fake models."""
+"""What a stream gives, the same on every engine; then one utterance, step by step, without threads. On fake models."""
 
 import time
 from collections.abc import Callable
@@ -159,9 +158,6 @@ def test_long_fed_text_becomes_segments_at_sentence_ends(make):
         fed(session, (word + " " for word in " ".join(sentences).split()))
         assert [prompt.text for prompt in synth._prompts.opened] == sentences
         assert session.finish_reason == "eos" and len(session.codes) == 3 * 60
-
-
-# ---- one utterance, step by step
 
 
 def run(runner: Runner, utterance: Utterance, steps: int = 10_000) -> list[Chunk]:

@@ -1,5 +1,4 @@
-"""No stream waits for ever, and each gives what it gives alone: both kinds of lanes on a clock of the test's own, with
-random streams, texts, readers and failures."""
+"""No stream waits for ever, and each gives what it gives alone: random streams, texts, readers and failures."""
 
 import bisect
 import itertools
@@ -100,8 +99,7 @@ class Place(Desk):
         return frame
 
     def at(self, when_s: float, call: Callable[[], None]) -> None:
-        if when_s < NEVER:
-            bisect.insort(self.events, (when_s, call), key=lambda event: event[0])
+        bisect.insort(self.events, (when_s, call), key=lambda event: event[0])
 
     def open(self, visit: Visit) -> None:
         how = {"frames": visit.frames, "paced": visit.paced, "engine": visit.engine}
