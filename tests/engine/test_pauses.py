@@ -17,7 +17,7 @@ from mktts.audio import to_pcm16
 from mktts.checkpoint import open_checkpoint
 from mktts.engine.scheduler import FRAME_S
 from mktts.engine.script import Script, cut
-from mktts.errors import PromptError, TextError
+from mktts.errors import TextError
 from mktts.model.prompt import Request
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.synth import Synthesizer
@@ -97,11 +97,6 @@ def test_pauses_that_are_too_long_together_are_refused_and_a_piece_that_is_refus
         with pytest.raises(TextError, match="got 11 s"):
             session.feed("1s]")
         assert len(fed(session, ["s] There."])) == 10 * SAMPLES_PER_FRAME + SAMPLE_RATE_HZ
-
-
-def test_a_voice_of_another_kind_of_checkpoint_is_refused(synth):
-    with pytest.raises(PromptError, match="only base checkpoints"):
-        synth.stream("[Anna] Hi.", voices={"anna": ANNA})
 
 
 @pytest.mark.parametrize("engine", ["lone", "batch"])

@@ -165,20 +165,21 @@ def test_upstream_is_cancelled_within_a_frame(speaking, monkeypatch):
 
 
 def test_an_in_context_voice_speaks_as_upstream_has_it_and_fed_text_as_at_once(tiny_base, speaking, synth):
-    how = {"speaker": None, "voice": made_up_voice(tiny_base, 9), "frames": 6}
+    how = {"speaker": None, "voice": made_up_voice(tiny_base, 9)}
     with (
         Synthesizer.load(tiny_base, backend="upstream", device="cpu") as upstreams,
         Synthesizer.load(tiny_base, device="cpu") as cloning,
     ):
-        theirs, ours = speak(upstreams, **how), speak(cloning, **how, sampling=LIKE_UPSTREAM)
+        theirs, ours = speak(upstreams, frames=6, **how), speak(cloning, frames=6, **how, sampling=LIKE_UPSTREAM)
         assert np.abs(theirs.read() - ours.read()).max() <= 1e-4
         assert torch.equal(theirs.codes, ours.codes)
-        whole = speak(cloning, **how | {"frames": 12})
+        whole = speak(cloning, **how)
         session = cloning.open(voice=how["voice"], seed=1, max_frames=12, options=OFF)
         assert len(fed(session, (word + " " for word in TEXT.split()))) == len(whole.read())
         assert torch.equal(session.codes, whole.codes)
         with pytest.raises(PromptError, match="voice"):
             cloning.stream(TEXT)
     for custom_voice in (synth, speaking):
-        with pytest.raises(PromptError, match="voice"):
-            custom_voice.stream(TEXT, voice=how["voice"], **WHO)
+        for asked in ({"text": TEXT, **how, **WHO}, {"text": "[Anna] Hi.", "voices": {"anna": how["voice"]}}):
+            with pytest.raises(PromptError, match="only base checkpoints"):
+                custom_voice.stream(**asked)
