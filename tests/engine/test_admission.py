@@ -95,8 +95,7 @@ def test_prompts_enter_as_fast_as_the_first_pcm_stays_within_its_bound():
 def test_a_reader_who_is_gone_and_one_who_waits_for_text_hold_no_capacity_and_one_who_plays_does():
     place = Place(2, max_wait_s=0.5)
     place.fill()
-    place.table.frames_taken[0], place.table.full[0] = 5, True
-    place.table.frames_taken[1], place.table.full[1] = 5, True
+    place.table.frames_taken[:2], place.table.full[:2] = 5, True
     place.table.read(np.array([0, 1]), np.array([6, 5]), now_s=1.5)
     assert place.queue.wake_s(0.2) == 0.5  # of the one that waits
     assert [place.table.listening(now_s) for now_s in (1.9, 2.0, 3.4, 3.5)] == [2, 1, 1, 0]

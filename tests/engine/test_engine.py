@@ -25,6 +25,8 @@ from mktts.engine.engine import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, ManyStreams
 from mktts.engine.runner import Runner
 from mktts.errors import EngineError, TextError
 
+RESTS = {"frames": None, "options": replace(ONE, buffer_frames=2)}  # a stream that soon waits for its reader
+
 
 def test_the_first_frame_of_a_new_stream_does_not_wait_for_a_sentence(held):
     synth, backend = held
@@ -273,9 +275,6 @@ def is_set():
     yield lambda expected: until(lambda: now() == (many if expected else before), f"{expected}, found {now()}")
     assert now() == before
     gc.freeze()
-
-
-RESTS = {"frames": None, "options": replace(ONE, buffer_frames=2)}  # a stream that soon waits for its reader
 
 
 @pytest.mark.parametrize("engine", ["single", "batch"])

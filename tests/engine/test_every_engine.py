@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -253,8 +254,7 @@ def test_decoding_beside_the_next_frames_changes_no_sample_and_is_one_step_late(
     assert np.array_equal(pcm_of(chunks), whole)
     assert sum(chunk.frames for chunk in chunks) == frames and beside.chunker.pending_frames == 0
     assert [chunk.frames for chunk in chunks[:1]] == [1]  # the first one waits for nothing
-    ends_s = [chunk.start_s + chunk.duration_s for chunk in chunks]
-    assert [chunk.start_s for chunk in chunks[1:]] == pytest.approx(ends_s[:-1])
+    assert all(late.start_s == pytest.approx(one.start_s + one.duration_s) for one, late in pairwise(chunks))
 
 
 @pytest.mark.parametrize(

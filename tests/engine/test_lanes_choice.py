@@ -59,8 +59,6 @@ def test_a_capacity_is_that_of_the_lanes_of_many_also_where_they_are_still_to_co
 
 
 TICK = '"tick_model_s": [1, 1, 1, 1], "basis": ""'
-
-
 DAMAGED = [
     "3",
     '{"streams": 3}',

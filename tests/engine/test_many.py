@@ -30,9 +30,7 @@ def open_now(synth) -> int:
 
 
 @pytest.mark.parametrize("at_once", [None, 1, 5])
-def test_each_text_sounds_as_if_it_were_said_alone_and_in_its_turn_with_a_seed_of_its_own_where_none_is_given(
-    make, at_once
-):
+def test_each_text_sounds_as_if_said_alone_in_its_turn_and_has_its_own_seed_where_none_is_given(make, at_once):
     backend = FakeBackend(eos_after=7)
     with make(backend, slots=2) as synth:  # more than fit wait for their place
         alone = [synth.say(text, seed=4) for text in TEXTS]
@@ -60,9 +58,7 @@ def test_an_error_is_raised_in_its_turn_and_the_others_are_cancelled(make, at_on
 
 @pytest.mark.parametrize(("engine", "room"), [("single", 1), ("batch", 16), ("auto", 16)])
 @pytest.mark.parametrize("at_once", [None, 3])
-def test_as_many_are_open_as_asked_for_or_as_there_is_room_and_a_few_more_of_those_asked_one_by_one(
-    engine, room, at_once
-):
+def test_as_many_are_open_as_asked_for_or_fit_and_a_few_more_of_those_asked_one_by_one(engine, room, at_once):
     with fake_synthesizer(engine=engine, slots=16) as synth:
         taken = []
         texts = (taken.append(text) or text for text in itertools.repeat("Text."))

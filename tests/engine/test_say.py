@@ -148,9 +148,7 @@ def test_an_interrupt_ends_the_sound_at_once_and_nothing_played_needs_no_waiting
     assert done_with(device) == ["start", "abort", "close", "close"]
 
 
-def test_without_package_device_or_library_the_command_says_so_before_it_opens_a_checkpoint(
-    monkeypatch, capsys, tmp_path
-):
+def test_without_package_device_or_library_the_command_says_so_before_it_loads(monkeypatch, capsys, tmp_path):
     broken = sounddevice()
     broken.OutputStream.side_effect = broken.PortAudioError("Error querying device -1")
     (tmp_path / "sounddevice.py").write_text("raise OSError('PortAudio library not found')")

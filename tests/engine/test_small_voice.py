@@ -19,7 +19,6 @@ from mktts.measure.parity.upstream import compare_codes
 from mktts.model.prompt import Request
 from mktts.spec import SAMPLE_RATE_HZ
 
-MAX_BYTES = 32 * 10**6
 SPEAKERS = ("michael", "heart")  # programs take the first where none is named
 SENTENCES = files("mktts.training.data").joinpath("held_out.txt").read_text(encoding="utf-8").splitlines()[:20]
 
@@ -34,7 +33,7 @@ def test_it_is_a_small_custom_voice_of_two_speakers_and_one_language(small):
     assert tuple(small.config.speakers) == SPEAKERS
     assert tuple(small.config.languages) == ("english",)
     assert all(name.startswith("decoder.") for name in small.codec_files.tensors)  # it has no reference encoder
-    assert sum(path.stat().st_size for path in small.folder.rglob("*") if path.is_file()) <= MAX_BYTES
+    assert sum(path.stat().st_size for path in small.folder.rglob("*") if path.is_file()) <= 32 * 10**6
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])

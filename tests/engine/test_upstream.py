@@ -21,7 +21,7 @@ from mktts.model.sampling import Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 from mktts.synth import Synthesizer
 
-REQUEST = Request("Hello there.", "english", "ryan")
+REQUEST, LIKE_UPSTREAM = Request("Hello there.", "english", "ryan"), Sampling(rng="torch")
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +115,6 @@ def test_upstream_is_quiet_and_its_talker_takes_the_dtype_while_the_codec_stays_
     codec, name = model.model.speech_tokenizer.model, "decoder.0.conv.weight"
     assert (model.model.dtype, codec.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(codec.decoder.state_dict()[name], tiny.codec_tensors()[name])
-
-
-LIKE_UPSTREAM = Sampling(rng="torch")
 
 
 @pytest.fixture(scope="module")
