@@ -126,11 +126,9 @@ class FakeCodec:
     silent_frames: so many at the start are silence."""
 
     silent_frames: int = 0
-    starts: int = 0
     decoded: list[int] = field(default_factory=list)  # frames of each call
 
     def start(self) -> FakeCodecState:
-        self.starts += 1
         return FakeCodecState()
 
     def decode(self, codes: Tensor, state: FakeCodecState) -> Tensor:

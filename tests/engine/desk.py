@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -46,30 +46,28 @@ class Desk:
         self.lanes = lanes or FakeLanes(self.backend, FakeCodec(), **of_the_lanes)
         self.admission = Admission(limits)
         self.batch = fake_batch(self.lanes, self.admission, prefix)
+        self.table, self.pages = self.batch._table, self.lanes.pages
         self.runners: dict[str, Any] = {"batch": self.batch}
         self.inbox: SimpleQueue[Any] = SimpleQueue()
         self.turns = 0
         clock = SimpleNamespace(perf_counter=lambda: self.now_s)
         monkeypatch.setattr(runner, "time", clock)
 
-    @property
-    def table(self) -> Any:
-        return self.batch._table
-
-    @property
-    def pages(self) -> Any:
-        return self.lanes.pages
-
     def say(self, *texts: str, engine: str = "batch", **plan: Any) -> Utterance:
         """A stream of these segments. plan: see `plan_of`."""
         requests = [Request(text) for text in texts or ("Hello.",)]
         return self.begin(Script(requests, self.runners[engine], self.now_s), engine, **plan)
 
-    def listen(self, engine: str = "batch", max_chars: int = 100, **plan: Any) -> tuple[Utterance, Writer]:
-        """A stream whose text is fed to the script."""
-        script = FedScript(Request(""), self.runners[engine], max_chars)
-        job = self.begin(script, engine, **plan)
-        return job, Writer(script, job)
+    def listen(self, engine: str = "batch", **plan: Any) -> Utterance:
+        """A stream whose text is to be fed."""
+        return self.begin(FedScript(Request(""), self.runners[engine], max_chars=100), engine, **plan)
+
+    @staticmethod
+    def feed(job: Utterance, *pieces: str | None) -> None:
+        """As the engine does. None: the end."""
+        if job.script is not None:
+            job.script.feed(*pieces)
+            job.update()
 
     def begin(self, script: Script, engine: str = "batch", **plan: Any) -> Utterance:
         job = Utterance(plan_of(**plan), self.inbox, Notifier())
@@ -146,22 +144,6 @@ def plan_of(seed: int = 1, frames: int | None = None, options: StreamOptions = O
 def open_streams(synth: Synthesizer) -> int:
     """Streams that have begun and are not over."""
     return sum(job.open for job in list(synth.engine._utterances))
-
-
-@dataclass
-class Writer:
-    """Feeds a script as a session does."""
-
-    script: FedScript
-    job: Utterance
-
-    def feed(self, piece: str) -> None:
-        self.script.feed(piece)
-        self.job.update()
-
-    def finish(self) -> None:
-        self.script.feed(None)
-        self.job.update()
 
 
 TEXT, WHO = "The quick brown fox jumps over the lazy dog.", {"speaker": "vivian"}

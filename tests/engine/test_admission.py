@@ -19,7 +19,7 @@ from mktts.engine.admission import (
 from mktts.engine.pages import Pages
 from mktts.engine.scheduler import StreamTable, TickModel, TickSettings
 
-MODEL = TickModel.h200()
+MODEL, ARRIVAL = TickModel.h200(), Arrival(0.0, prompt_rows=32, max_rows=182)
 
 
 class Place:
@@ -33,8 +33,8 @@ class Place:
         self.queue = AdmissionQueue(self.admission, self.table, self.pages, TickSettings.h200())
         self.inside = 0
 
-    def submit(self, **arrival) -> str:
-        arrival = Arrival(**({"arrived_s": 0.0, "prompt_rows": 32, "max_rows": 182} | arrival))
+    def submit(self, **changes) -> str:
+        arrival = ARRIVAL._replace(**changes)
         reason = self.queue.submit(arrival, MODEL, arrival.arrived_s)
         if reason == "":
             self.enter(arrival)
@@ -54,9 +54,8 @@ class Place:
     def fill(self, most: int = 5_000, **arrival) -> str:
         return next((reason for _ in range(most) if (reason := self.submit(**arrival))), "")
 
-    def obstacle(self, **arrival) -> str:
-        arrival = {"arrived_s": 0.0, "prompt_rows": 32, "max_rows": 182} | arrival
-        return self.queue.obstacle(Arrival(**arrival), MODEL, arrival["arrived_s"])
+    def obstacle(self, **changes) -> str:
+        return self.queue.obstacle(ARRIVAL._replace(**changes), MODEL, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +75,10 @@ def test_listeners_come_in_up_to_the_smallest_bound_and_each_has_its_name(place,
     assert place.inside == inside and place.obstacle(**arrival) == obstacle
 
 
-def test_streams_without_a_listener_take_no_capacity_and_wait_for_none():
+def test_streams_without_a_listener_take_no_capacity_and_a_machine_slower_than_real_time_refuses_nobody_for_that():
     place = Place(2)
     assert place.fill(most=50, paced=False) == "" and place.inside == 50
     assert place.fill() == "waits" and place.inside == 52
-
-
-def test_a_machine_slower_than_real_time_refuses_nobody_for_that():
     place = Place(0.4, slots=9)
     assert place.fill() == "waits" and place.inside == 9 and place.obstacle() == "slots"
     assert place.admission.capacity == (math.inf, "slower than real time: 0.4 streams; measured by hand")
@@ -99,8 +95,7 @@ def test_prompts_enter_as_fast_as_the_first_pcm_stays_within_its_bound():
 def test_a_reader_who_is_gone_and_one_who_waits_for_text_hold_no_capacity_and_one_who_plays_does():
     place = Place(2, max_wait_s=0.5)
     place.fill()
-    place.table.frames_taken[0], place.table.full[0] = 5, True
-    place.table.frames_taken[1], place.table.full[1] = 5, True
+    place.table.frames_taken[:2], place.table.full[:2] = 5, True
     place.table.read(np.array([0, 1]), np.array([6, 5]), now_s=1.5)
     assert place.queue.wake_s(0.2) == 0.5  # of the one that waits
     assert [place.table.listening(now_s) for now_s in (1.9, 2.0, 3.4, 3.5)] == [2, 1, 1, 0]

@@ -1,7 +1,7 @@
-"""Turns, cancelling, event loops and fed text, on a fake model whose every step is counted; and what an ended, failed,
-dropped or forked engine, executor or stream leaves behind. No clocks."""
+"""Turns, cancelling, event loops, fed text, and what is left behind, on a fake model whose every step is counted."""
 
 import asyncio
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +23,9 @@ from served import until
 from mktts.engine import stream as streams
 from mktts.engine.engine import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, ManyStreams
 from mktts.engine.runner import Runner
-from mktts.engine.stream import Stream
 from mktts.errors import EngineError, TextError
-from mktts.synth import Synthesizer
 
-FAILURE = (RuntimeError, EngineError)  # of the backend's step, or of a lane that gave no number
-
-# ---- turns
+RESTS = {"frames": None, "options": replace(ONE, buffer_frames=2)}  # a stream that soon waits for its reader
 
 
 def test_the_first_frame_of_a_new_stream_does_not_wait_for_a_sentence(held):
@@ -45,19 +42,9 @@ def test_the_first_frame_of_a_new_stream_does_not_wait_for_a_sentence(held):
 
 
 def test_streams_may_be_opened_and_read_from_many_threads(make):
-    results: dict[int, list[int]] = {}
-    with make() as synth:
-
-        def read(seed: int) -> None:
-            results[seed] = [chunk.frames for chunk in speak(synth, seed, frames=20, options=OFF)]
-
-        threads = [in_thread(lambda seed=seed: read(seed)) for seed in range(12)]
-        for thread in threads:
-            joined(thread)
-    assert results == {seed: [1, 1, 2, 4, 8, 4] for seed in range(12)}
-
-
-# ---- cancelling
+    with make() as synth, ThreadPoolExecutor(12) as threads:
+        streams = threads.map(lambda seed: list(speak(synth, seed, frames=20, options=OFF)), range(12), timeout=WAIT_S)
+        assert [[chunk.frames for chunk in chunks] for chunks in streams] == [[1, 1, 2, 4, 8, 4]] * 12
 
 
 def test_cancel_from_another_thread_takes_effect_within_one_frame(held):
@@ -98,22 +85,18 @@ async def test_cancel_wakes_a_consumer_that_waits_whose_own_end_cancels_the_gene
     assert backend.order.count(1) <= 1 + launched_ahead(synth)
 
 
-@pytest.mark.parametrize("leave", ["close", "with", "aclose", "async with"])
-async def test_leaving_a_stream_cancels_it(make, leave):
+async def test_leaving_a_stream_cancels_it(make):
     with make() as synth:
-        stream = speak(synth, seed=1, frames=None)
-        if leave == "close":
-            stream.close()
-        elif leave == "with":
-            with stream:
-                next(stream)
-        elif leave == "aclose":
-            await stream.aclose()
-        else:
-            async with stream:
-                await anext(stream)
-        assert stream.finish_reason == "cancelled"
-        assert [chunk async for chunk in stream] == [] == list(stream)
+        closed, left, aclosed, aleft = streams = [speak(synth, seed, frames=None) for seed in range(4)]
+        closed.close()
+        with left:
+            next(left)
+        await aclosed.aclose()
+        async with aleft:
+            await anext(aleft)
+        for stream in streams:
+            assert stream.finish_reason == "cancelled"
+            assert [chunk async for chunk in stream] == [] == list(stream)
 
 
 def test_cancelling_what_has_been_read_or_taken_to_its_end_changes_nothing(make):
@@ -123,9 +106,6 @@ def test_cancelling_what_has_been_read_or_taken_to_its_end_changes_nothing(make)
             next(taken), next(taken)
             settle(synth)
         assert (read.finish_reason, taken.finish_reason, len(read.codes)) == ("eos", "eos", 2)
-
-
-# ---- event loops
 
 
 async def test_a_chunk_that_arrives_just_before_the_wait_is_not_missed(held, monkeypatch):
@@ -148,23 +128,15 @@ async def test_a_chunk_that_arrives_just_before_the_wait_is_not_missed(held, mon
     assert chunk.frames == 1
 
 
-async def test_a_loop_that_closed_while_it_waited_harms_nobody(held):
+def test_a_loop_that_closed_while_it_waited_harms_nobody(held):
     synth, backend = held
-    stream = speak(synth, seed=1)
-
-    def abandon() -> None:
-        loop = asyncio.new_event_loop()
-        waiting = loop.create_task(stream._utterance.take_async())
-        loop.run_until_complete(asyncio.sleep(0))
-        waiting._log_destroy_pending = False
-        loop.close()
-
-    await asyncio.to_thread(abandon)
+    stream, loop = speak(synth, seed=1), asyncio.new_event_loop()
+    waiting = loop.create_task(stream._utterance.take_async())
+    loop.run_until_complete(asyncio.sleep(0))
+    waiting._log_destroy_pending = False
+    loop.close()
     backend.release()
-    await asyncio.to_thread(settle, synth)
-
-
-# ---- fed text
+    settle(synth)
 
 
 def test_a_stream_begins_with_its_first_visible_text_and_takes_none_after_its_end_or_of_another_type(make):
@@ -205,38 +177,25 @@ def test_a_stream_that_has_not_begun_ends_in_every_way(make):
         session.finish()
 
 
-# ---- what a stream leaves behind
-
-
-def end(synth: Synthesizer, how: str) -> None:
-    """Opens a stream and leaves it in that way."""
-    stream = speak(synth, seed=7 if how == "failed" else 1, frames=3 if how == "finished" else None)
-    if how == "finished":
-        list(stream)
-    elif how == "failed":
-        with pytest.raises(FAILURE):
-            list(stream)
-    else:
-        next(stream)
-        if how == "cancelled":
-            stream.cancel()
-
-
 @pytest.mark.parametrize("how", ["dropped", "cancelled", "finished", "failed"])
 def test_an_ended_stream_frees_its_state(make, how):
     backend = FakeBackend(fail_at=3, failing_seed=7)
     with make(backend) as synth:
         for _ in range(10):
-            end(synth, how)
+            stream = speak(synth, seed=7 if how == "failed" else 1, frames=3 if how == "finished" else None)
+            next(stream)
+            if how == "cancelled":
+                stream.cancel()
+            elif how != "dropped":
+                with pytest.raises((RuntimeError, EngineError)) if how == "failed" else contextlib.nullcontext():
+                    list(stream)
+        del stream
         gc.collect()
         settle(synth)
         states = [weakref.ref(backend.states.pop()) for _ in range(len(backend.states))]
         gc.collect()
         assert len(states) > 10 and not any(state() for state in states)
         assert len(synth.engine._utterances) <= 1  # the worker may still hold the last one it looked at
-
-
-# ---- closing
 
 
 def test_close_ends_open_streams_and_the_thread_frees_the_models_and_what_comes_then_is_told_so(held):
@@ -273,9 +232,8 @@ def test_a_dropped_synthesizer_ends_its_thread_once_its_streams_are_read(make):
 
 def test_an_interpreter_exits_with_a_stream_still_running():
     code = "from fakes import fake_synthesizer as f; s = f(); st = s.stream('Hello.'); print(next(st).frames)"
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (here, here.parent)))}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    here = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=here)
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
@@ -303,9 +261,6 @@ def test_after_a_fork_the_child_is_told_to_load_its_own(make):
         assert len(list(speak(synth, seed=1))) == 6
 
 
-# ---- what the process is set to
-
-
 @pytest.fixture
 def is_set():
     """Waits until the process is set for many streams, or is not. Afterwards, all is as it was before the test."""
@@ -322,18 +277,13 @@ def is_set():
     gc.freeze()
 
 
-def opened(synth: Synthesizer, seed: int) -> Stream:
-    """A stream that soon waits for its reader."""
-    return speak(synth, seed, frames=None, options=replace(ONE, buffer_frames=2))
-
-
 @pytest.mark.parametrize("engine", ["single", "batch"])
 def test_the_process_is_set_for_many_streams_while_the_batch_engine_has_them(is_set, engine):
     with fake_synthesizer(engine=engine) as synth:
-        streams = [opened(synth, seed) for seed in range(MANY - 1)]
+        streams = [speak(synth, seed, **RESTS) for seed in range(MANY - 1)]
         settle(synth)  # by one stream more
         is_set(False)
-        streams += [opened(synth, seed) for seed in range(MANY - 1, MANY + 3)]
+        streams += [speak(synth, seed, **RESTS) for seed in range(MANY - 1, MANY + 3)]
         settle(synth)
         is_set(engine == "batch")
         while len(streams) > FEW + 2:
@@ -347,7 +297,7 @@ def test_the_process_is_set_for_many_streams_while_the_batch_engine_has_them(is_
 
 def test_the_last_of_several_crowds_puts_back_what_was_though_a_failed_turn_ended_it(is_set, monkeypatch):
     first, second = (fake_synthesizer(engine="batch") for _ in range(2))
-    streams = [opened(synth, seed) for synth in (first, second) for seed in range(MANY + 1)]
+    streams = [speak(synth, seed, **RESTS) for synth in (first, second) for seed in range(MANY + 1)]
     settle(first), settle(second)
     is_set(True)
     first.close()
@@ -361,26 +311,19 @@ def test_the_last_of_several_crowds_puts_back_what_was_though_a_failed_turn_ende
 
 
 def test_what_others_froze_stays_frozen_and_larger_thresholds_stay():
-    before = sys.getswitchinterval(), gc.get_threshold()
     gc.freeze()
-    frozen = gc.get_freeze_count()
-    gc.set_threshold(2 * YOUNG_OBJECTS, 11, 12)
-    sys.setswitchinterval(SWITCH_S / 2)
-    many = ManyStreams()
-    try:
+    frozen, many = gc.get_freeze_count(), ManyStreams()
+    with contextlib.ExitStack() as afterwards:
+        afterwards.callback(sys.setswitchinterval, sys.getswitchinterval())
+        afterwards.callback(gc.set_threshold, *gc.get_threshold())
+        gc.set_threshold(2 * YOUNG_OBJECTS, 11, 12)
+        sys.setswitchinterval(SWITCH_S / 2)
         for _ in range(2):
             many.count(MANY + 1)
             assert gc.get_threshold() == (2 * YOUNG_OBJECTS, 11, 12)
             assert sys.getswitchinterval() == pytest.approx(SWITCH_S / 2)
             many.count(FEW)
         assert gc.get_freeze_count() > 0.9 * frozen
-    finally:
-        sys.setswitchinterval(before[0])
-        gc.set_threshold(*before[1])
-
-
-def executor_of(synth):
-    return next(iter(synth.engine._worker.runners.values()))
 
 
 @pytest.mark.parametrize("error", [KeyError("a wrong book"), MemoryError("no memory"), SystemExit(1)], ids=repr)
@@ -390,7 +333,7 @@ def test_turns_that_raise_end_their_streams_without_spinning_and_the_next_are_se
         streams = [synth.open(), *(speak(synth, seed, frames=1_000) for seed in range(3))]
         streams[0].feed("abc")
         backend.wait_entered(1)
-        executor = executor_of(synth)
+        (executor,) = synth.engine._worker.runners.values()
         turn = executor.turn
 
         def broken(now_s: float) -> float:
@@ -410,23 +353,18 @@ def test_turns_that_raise_end_their_streams_without_spinning_and_the_next_are_se
         assert open_streams(synth) == 0 and not executor.open_streams
 
 
-def test_the_streams_of_another_engine_go_on():
+def test_the_streams_of_another_engine_go_on_and_one_that_cannot_be_closed_keeps_none_open(caplog):
     backend = FakeBackend(held=True)
-    with fake_synthesizer(backend, engine="auto") as synth:
-        single = [speak(synth, seed, frames=30) for seed in (1, 2)]
-        together = speak(synth, seed=3, frames=30)
-        broken = synth.engine._worker.runners["batch"]
-        broken._update_readers = lambda now_s: 1 / 0
-        backend.release()
-        with pytest.raises(EngineError, match="ZeroDivisionError"):
-            together.read()
-        assert [len(list(stream)) for stream in single] == [30, 30]
-
-
-def test_an_executor_that_cannot_be_closed_does_not_keep_the_others_open(caplog):
-    synth = fake_synthesizer(engine="auto")
+    synth = fake_synthesizer(backend, engine="auto")
+    single = [speak(synth, seed, frames=30) for seed in (1, 2)]
+    together = speak(synth, seed=3, frames=30)
+    synth.engine._worker.runners["batch"]._update_readers = lambda now_s: 1 / 0
+    backend.release()
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        together.read()
+    assert [len(list(stream)) for stream in single] == [30, 30]
     streams = [synth.open(options=ONE) for _ in range(3)]
-    executor_of(synth).close = lambda: 1 / 0
+    synth.engine._worker.runners["single"].close = lambda: 1 / 0
     synth.close()
     assert [stream.finish_reason for stream in streams] == ["cancelled"] * 3
     assert "could not be closed" in caplog.text and not synth.engine._thread.is_alive()

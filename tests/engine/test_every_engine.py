@@ -1,9 +1,9 @@
-"""What a stream gives is the same on every engine: samples, codes, chunks, and why it ended; then one utterance, step
-by step and without threads. On fake models."""
+"""What a stream gives, the same on every engine; then one utterance, step by step, without threads. On fake models."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,11 +11,11 @@ import pytest
 import torch
 from desk import chunks_of, fed, unread
 from fakes import OFF, ONE, FakeBackend, FakeCodec, FakeCodecState, fake_single, fake_synthesizer
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from mktts.audio import first_audible_sample
-from mktts.engine.options import SCHEDULE, TOGETHER_SCHEDULE, Chunk, Guard, Plan, StreamOptions
+from mktts.engine.options import SCHEDULE, TOGETHER_SCHEDULE, Chunk, Guard, StreamOptions
 from mktts.engine.runner import Runner
 from mktts.engine.stream import MAX_SEGMENT_FRAMES, Stream, Utterance
 from mktts.errors import OptionsError
@@ -89,7 +89,7 @@ def heard(stream: Stream) -> dict:
     return {
         "frames": [chunk.frames for chunk in chunks],
         "starts": [round(chunk.start_s * SAMPLE_RATE_HZ) for chunk in chunks],
-        "pcm": np.concatenate([np.zeros(0, np.float32), *(chunk.pcm for chunk in chunks)]).tolist(),
+        "pcm": [sample for chunk in chunks for sample in chunk.pcm.tolist()],
         "codes": stream.codes.tolist(),
         "reason": stream.finish_reason,
     }
@@ -132,8 +132,7 @@ def test_a_voice_is_heard_once_for_many_streams(make):
 @given(st.lists(st.text(alphabet="abc. ", min_size=1, max_size=9), min_size=1, max_size=6), st.booleans())
 def test_however_text_is_fed_the_codes_are_those_of_the_text_at_once(make, pieces, eager):
     text = "".join(pieces).strip()
-    if not text:
-        return
+    assume(text)
 
     def codes(synth: Synthesizer, parts: list[str]) -> list[list[int]]:
         session = synth.open(seed=5, sampling=Sampling(), options=ONE)
@@ -156,19 +155,10 @@ def test_however_text_is_fed_the_codes_are_those_of_the_text_at_once(make, piece
 def test_long_fed_text_becomes_segments_at_sentence_ends(make):
     with make(FakeBackend(eos_after=60)) as synth:
         session = synth.open(options=replace(OFF, max_chars_per_segment=20), seed=1)
-        fed(session, (word + " " for word in "This is the first sentence. And the second one is here. Last.".split()))
-        assert [prompt.text for prompt in synth._prompts.opened] == [
-            "This is the first sentence.",
-            "And the second one is here.",
-            "Last.",
-        ]
+        sentences = ["This is the first sentence.", "And the second one is here.", "Last."]
+        fed(session, (word + " " for word in " ".join(sentences).split()))
+        assert [prompt.text for prompt in synth._prompts.opened] == sentences
         assert session.finish_reason == "eos" and len(session.codes) == 3 * 60
-
-
-# ---- one utterance, step by step
-
-
-NO_LENGTH = StreamOptions(guard=Guard(frames_per_text_token=None))
 
 
 def run(runner: Runner, utterance: Utterance, steps: int = 10_000) -> list[Chunk]:
@@ -207,17 +197,13 @@ class QueueingCodec(FakeCodec):
         return SimpleNamespace(result=lambda: self.decode(codes.long(), state).numpy(), pcm16=None)
 
 
-# ---- chunks
-
-
 @pytest.mark.parametrize(("schedule", "queued"), [((1, 2, 4), 1), ((2, 4), 0)])
 @pytest.mark.parametrize("segment_frames", [5, 1])
 def test_a_first_frame_that_is_a_chunk_is_decoded_behind_its_launch(schedule, queued, segment_frames):
-    options = StreamOptions(schedule=schedule, guard=Guard.off())
     chunks = []
     for backend, codec in ((FakeBackend, FakeCodec), (QueueingBackend, QueueingCodec)):
         model = fake_single(backend(eos_after=segment_frames), codec())
-        chunks.append(run(model, unread(model, "Hello.", "And more.", options=options)))
+        chunks.append(run(model, unread(model, "Hello.", "And more.", options=replace(OFF, schedule=schedule))))
     assert model.lanes.codec.unmade == queued
     assert [chunk.frames for chunk in chunks[0]] == [chunk.frames for chunk in chunks[1]]
     assert np.array_equal(*map(pcm_of, chunks))
@@ -235,9 +221,6 @@ def test_timings_add_up_over_the_frames_of_a_chunk():
     assert earlier.timings.ready_ms > 100_000  # counted from the call
 
 
-# ---- the end, and segments
-
-
 @pytest.mark.parametrize(
     ("backend", "text", "options", "max_frames", "positions", "ended", "cache_frames"),
     [
@@ -246,7 +229,7 @@ def test_timings_add_up_over_the_frames_of_a_chunk():
         (FakeBackend(), "12", OFF, None, 10_000, ("max_frames", MAX_SEGMENT_FRAMES), [MAX_SEGMENT_FRAMES]),
         (FakeBackend(), "12345", OFF, None, 50, ("max_frames", 45), [45]),  # as many as the model has positions
         # The longest repetition of real speech is no runaway.
-        (FakeBackend(code0=lambda frame: frame // 34), "Hello.", NO_LENGTH, 200, 10_000, ("max_frames", 200), [200]),
+        (FakeBackend(code0=lambda frame: frame // 34), "Hello.", _guarded(), 200, 10_000, ("max_frames", 200), [200]),
     ],
 )
 def test_where_an_utterance_ends_and_how_long_its_caches_are(
@@ -271,34 +254,21 @@ def test_decoding_beside_the_next_frames_changes_no_sample_and_is_one_step_late(
     assert np.array_equal(pcm_of(chunks), whole)
     assert sum(chunk.frames for chunk in chunks) == frames and beside.chunker.pending_frames == 0
     assert [chunk.frames for chunk in chunks[:1]] == [1]  # the first one waits for nothing
-    ends_s = [chunk.start_s + chunk.duration_s for chunk in chunks]
-    assert [chunk.start_s for chunk in chunks[1:]] == pytest.approx(ends_s[:-1])
-
-
-# ---- options
+    assert all(late.start_s == pytest.approx(one.start_s + one.duration_s) for one, late in pairwise(chunks))
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("of", "wrong"),
     [
-        lambda: StreamOptions(schedule=()),
-        lambda: StreamOptions(schedule=(1, 0)),
-        lambda: StreamOptions(schedule=(1.5,)),
-        lambda: StreamOptions(schedule=(1, 9), buffer_frames=8),
-        lambda: StreamOptions(buffer_frames=2**64),
-        lambda: StreamOptions(max_chars_per_segment=0),
-        lambda: Guard(repeat_frames=1),
-        lambda: Guard(frames_per_text_token=0),
-        lambda: Guard(slack_frames=0),
-        lambda: StreamOptions(guard=None),
-        lambda: StreamOptions(schedule=3),
-        lambda: Plan(Sampling(), 2**63, None, OFF),
+        *((StreamOptions, {"schedule": schedule}) for schedule in ((), (1, 0), (1.5,), 3)),
+        (StreamOptions, {"schedule": (1, 9), "buffer_frames": 8}),
+        (StreamOptions, {"buffer_frames": 2**64}),
+        (StreamOptions, {"max_chars_per_segment": 0}),
+        (StreamOptions, {"guard": None}),
+        *((Guard, wrong) for wrong in ({"repeat_frames": 1}, {"frames_per_text_token": 0}, {"slack_frames": 0})),
     ],
 )
-def test_options_out_of_range_are_refused(make):
+def test_options_out_of_range_are_refused_and_lists_and_numpy_integers_taken(of, wrong):
     with pytest.raises(OptionsError, match="must"):
-        make()
-
-
-def test_options_take_lists_and_numpy_integers():
+        of(**wrong)
     assert StreamOptions(schedule=[1, np.int64(2)]).schedule == (1, 2)

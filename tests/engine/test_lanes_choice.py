@@ -33,10 +33,10 @@ DTYPE = r"dtype must be one of torch.bfloat16, torch.float32"
         ("batch", 0, 0, Sampling(), "batch"),
     ],
 )
-def test_which_lanes_make_a_stream(engine, active, singly, sampling, chosen):
+def test_which_lanes_make_a_stream(monkeypatch, engine, active, singly, sampling, chosen):
     with fake_synthesizer(engine=engine) as synth:
         streams = [SimpleNamespace(open=True, idle=i >= active, engine="single") for i in range(singly)]
-        with pytest.MonkeyPatch.context() as patch:
+        with monkeypatch.context() as patch:
             patch.setattr(synth.engine, "_utterances", streams)
             assert synth.engine._choose(sampling).name == chosen
 
@@ -59,12 +59,16 @@ def test_a_capacity_is_that_of_the_lanes_of_many_also_where_they_are_still_to_co
 
 
 TICK = '"tick_model_s": [1, 1, 1, 1], "basis": ""'
+DAMAGED = [
+    "3",
+    '{"streams": 3}',
+    f'{{"streams": NaN, {TICK}}}',
+    f'{{"streams": "a", {TICK}}}',
+    '{"streams": 3, "tick_model_s": [1, 1], "basis": ""}',
+]
 
 
-@pytest.mark.parametrize(
-    "kept", ["{", "[" * 10_000, '{"k": 3}', '{"k": {"streams": 3}}', f'{{"k": {{"streams": NaN, {TICK}}}}}',
-    f'{{"k": {{"streams": "a", {TICK}}}}}', '{"k": {"streams": 3, "tick_model_s": [1, 1], "basis": ""}}'], ids=range(7)
-)  # fmt: skip
+@pytest.mark.parametrize("kept", ["{", "[" * 10_000, *(f'{{"k": {found}}}' for found in DAMAGED)], ids=range(7))
 def test_a_damaged_record_of_the_capacity_is_none(monkeypatch, tmp_path, kept):
     monkeypatch.setenv("MKTTS_CACHE", str(tmp_path))
     (tmp_path / "capacity.json").write_text(kept)
@@ -81,6 +85,7 @@ def test_a_damaged_record_of_the_capacity_is_none(monkeypatch, tmp_path, kept):
         ({"batch": {"max_streams": 3}}, OptionsError, "must be BatchSettings or None, got dict"),
         ({"backend": "megakernel"}, BackendUnavailable, "needs a CUDA device"),
         ({"backend": "banana"}, BackendUnavailable, "banana"),
+        ({"backend": "megakernel", "lexicon": "absent.tsv"}, OptionsError, "found no file"),  # before a model is loaded
         ({"device": "tpu"}, BackendUnavailable, "tpu"),
         ({"device": "meta"}, BackendUnavailable, "meta"),
         pytest.param({"device": "cuda"}, BackendUnavailable, "no CUDA device", marks=NO_CUDA),
@@ -95,27 +100,14 @@ def test_what_cannot_be_loaded_is_refused_by_name(tiny, settings, error, said):
         Synthesizer.load(**{"checkpoint": tiny, "device": "cpu", **settings})
 
 
-@pytest.mark.parametrize(
-    ("settings", "engines"),
-    [
-        ({}, ["single", "batch"]), ({"backend": "torch"}, ["single"]), ({"deterministic": True}, ["batch"]),
-        ({"deterministic": False}, ["single", "batch"]),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_is_loaded_for_what_is_asked(tiny, settings, engines):
-    with Synthesizer.load(tiny, device="cpu", **settings) as synth:
-        assert list(synth.stats) == engines
-
-
-def test_the_batch_may_be_limited_and_is_all_that_a_deterministic_synthesizer_has(tiny):
+def test_what_is_loaded_for_what_is_asked_and_the_batch_may_be_limited(tiny):
+    for settings in ({}, {"backend": "torch"}, {"deterministic": False}):
+        with Synthesizer.load(tiny, device="cpu", **settings) as synth:
+            assert list(synth.stats) == ["single"] + ["batch"] * ("backend" not in settings), settings
     limits = BatchSettings(max_streams=2, positions=256)
     with Synthesizer.load(tiny, device="cpu", deterministic=True, batch=limits) as synth:
-        assert synth.lanes.slots == 2 and synth.lanes.deterministic
+        assert list(synth.stats) == ["batch"] and synth.lanes.slots == 2 and synth.lanes.deterministic
         assert len(list(synth.say_many(["One.", "Two.", "Three."], max_frames=2, seed=1))) == 3
-
-
-SLOW = replace(ONE, buffer_frames=2)
 
 
 def active(synth: Synthesizer) -> int:
@@ -156,7 +148,7 @@ def test_while_a_batched_stream_is_open_though_it_rests_a_launch_of_the_megakern
     with fake_synthesizer(engine="auto") as synth:
         choose, chosen = synth.engine._choose, iter(["batch", "single", "single"] if beside else ["single"] * 2)
         synth.engine._choose = lambda sampling, engine=None: choose(sampling, next(chosen))
-        resting = speak(synth, 2, frames=None, options=SLOW) if beside else None
+        resting = speak(synth, 2, frames=None, options=replace(ONE, buffer_frames=2)) if beside else None
         settle(synth)
         backend = synth.engine.runners["single"].lanes.backend
         launched, frames = [1], backend.frames
@@ -164,9 +156,6 @@ def test_while_a_batched_stream_is_open_though_it_rests_a_launch_of_the_megakern
         assert sum(chunk.frames for chunk in speak(synth, 3, frames=40, options=OFF)) == 40
         assert max(launched) == (1 if beside else MAX_FRAMES_AHEAD)
         assert resting is None or resting.idle
-
-
-# ---- admission
 
 
 @pytest.mark.parametrize("engine", ["single", "batch"])

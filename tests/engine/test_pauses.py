@@ -1,7 +1,9 @@
 """Pauses and changes of speaker in a text: against its parts, each said by itself, with zeros between."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ from mktts.audio import to_pcm16
 from mktts.checkpoint import open_checkpoint
 from mktts.engine.scheduler import FRAME_S
 from mktts.engine.script import Script, cut
-from mktts.errors import PromptError, TextError
+from mktts.errors import TextError
 from mktts.model.prompt import Request
 from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.synth import Synthesizer
@@ -28,14 +30,12 @@ Parts = list[tuple[str, dict[str, Any]] | float]
 
 def parts_alone(synthesizer: Synthesizer, parts: Parts, **more: Any) -> np.ndarray:
     """Each text as an utterance of its own, with the seed of its place, and each number as so many seconds of zeros."""
-    pcm, seed = [np.zeros(0, np.float32)], SEED
+    pcm, seeds = [], count(SEED)
     for part in parts:
         if isinstance(part, float):
             pcm.append(np.zeros(round(part * SAMPLE_RATE_HZ), np.float32))
-            continue
-        text, how = part
-        pcm.append(synthesizer.say(text, seed=seed, **how, **more))
-        seed += 1
+        else:
+            pcm.append(synthesizer.say(part[0], seed=next(seeds), **part[1], **more))
     return np.concatenate(pcm)
 
 
@@ -99,14 +99,6 @@ def test_pauses_that_are_too_long_together_are_refused_and_a_piece_that_is_refus
         assert len(fed(session, ["s] There."])) == 10 * SAMPLES_PER_FRAME + SAMPLE_RATE_HZ
 
 
-def test_a_voice_of_another_kind_of_checkpoint_is_refused(synth):
-    with pytest.raises(PromptError, match="only base checkpoints"):
-        synth.stream("[Anna] Hi.", voices={"anna": ANNA})
-
-
-# ---- a listener's clock
-
-
 @pytest.mark.parametrize("engine", ["lone", "batch"])
 def test_nothing_is_late_because_of_a_pause_and_what_follows_is_made_ahead(monkeypatch, engine):
     desk = Desk(monkeypatch, FakeBackend(eos_after=5), overlaps=engine == "batch")
@@ -126,24 +118,22 @@ def test_nothing_is_late_because_of_a_pause_and_what_follows_is_made_ahead(monke
     assert [chunk.frames for chunk in chunks].count(0) == 4  # silence, in chunks no longer than those of speech
 
 
-# ---- real models
-
-
 DIALOGUE = "[Michael] Yes. [pause 0.4s] Well. [HEART] No."
 MICHAEL, HEART = {"speaker": "michael"}, {"speaker": "heart"}
 OF_DIALOGUE: Parts = [("Yes.", MICHAEL), 0.4, ("Well.", MICHAEL), ("No.", HEART)]
-REAL: dict[str, Callable[[], Synthesizer]] = {
-    "single": lambda: Synthesizer.load("small", device="cpu", engine="single"),
-    "batch": lambda: Synthesizer.load("small", device="cpu", engine="batch", deterministic=True),
-    "upstream": lambda: Synthesizer.load("small", device="cpu", backend="upstream"),
-    "own process": lambda: Synthesizer.load_apart(
-        open_checkpoint("small"), "small", None, {"device": "cpu", "engine": "single"}
-    ),
+REAL = {
+    "single": {"engine": "single"},
+    "batch": {"engine": "batch", "deterministic": True},
+    "upstream": {"backend": "upstream"},
+    "own process": {"engine": "single"},
 }
 
 
-@pytest.mark.parametrize("load", REAL.values(), ids=REAL.keys())
-def test_a_dialogue_of_the_voice_in_the_box_is_its_parts(load):
+@pytest.mark.parametrize("kind", REAL)
+def test_a_dialogue_of_the_voice_in_the_box_is_its_parts(kind):
+    small, how = open_checkpoint("small"), {"device": "cpu", **REAL[kind]}
+    apart = partial(Synthesizer.load_apart, small, "small", None, how)
+    load = apart if kind == "own process" else partial(Synthesizer.load, small, **how)
     with load() as synthesizer:
         pcm = synthesizer.say(DIALOGUE, seed=SEED)
         assert np.allclose(pcm, parts_alone(synthesizer, OF_DIALOGUE), atol=2e-5)
@@ -154,12 +144,9 @@ def test_a_dialogue_of_the_voice_in_the_box_is_its_parts(load):
         assert len(silence) == 960 and not silence.any()
 
 
-def test_a_guarded_end_within_a_part_is_the_end(synthesizer):
+def test_a_guarded_end_within_a_part_is_the_end_and_a_pause_that_is_cancelled_is_not_heard(synthesizer):
     with synthesizer.stream("Hello. [pause 1s] There.", seed=SEED, max_frames=3, options=OFF) as stream:
         assert len(stream.read()) == 3 * SAMPLES_PER_FRAME and stream.finish_reason == "max_frames"
-
-
-def test_a_pause_that_is_cancelled_is_not_heard(synthesizer):
     stream = synthesizer.stream("[pause 5s]")
     assert len(next(stream).pcm) and stream.finish_reason in (None, "eos")
     stream.cancel()

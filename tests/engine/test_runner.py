@@ -37,9 +37,6 @@ def desk(request, monkeypatch):
     return singly if request.param == "singly" else partial(Desk, monkeypatch, overlaps=request.param == "ahead")
 
 
-# ---- who comes in
-
-
 def test_a_stream_that_could_never_have_its_pages_is_refused_at_once(desk):
     at = desk(rows_per_slot=64)
     job = at.say("x" * 64)
@@ -63,9 +60,6 @@ def test_who_has_waited_too_long_is_told_without_any_news(desk):
     assert at.turn() == math.inf
 
 
-# ---- who waits for what
-
-
 def test_while_it_waits_for_pages_its_listener_gets_what_there_is_and_newcomers_stand_behind(together):
     at = together(FakeBackend(eos_after=5), slots=4, pages=5, rows_per_slot=256)  # four pages
     eight = replace(OFF, schedule=(8,), buffer_frames=8)
@@ -83,48 +77,34 @@ def test_while_it_waits_for_pages_its_listener_gets_what_there_is_and_newcomers_
     assert small.finish_reason == "eos" and at.all_free()
 
 
-def test_late_text_costs_no_lane_while_it_is_waited_for(desk):
+def test_late_text_costs_no_lane_while_it_is_waited_for_and_is_a_new_segment_after_the_end_of_speech(desk):
     at = desk(FakeBackend(eos_after=20))
-    job, script = at.listen(options=replace(OFF, schedule=(4,)))
-    script.feed("abcdef")  # a token a character: the first is in the prompt, five frames follow
+    job = at.listen(options=replace(OFF, schedule=(4,)))
+    at.feed(job, "abcdef")  # a token a character: the first is in the prompt, five frames follow
     at.run()
     assert len(job.codes) == 6 and at.backend.entered == 6
     assert [chunk.frames for chunk in chunks_of(job)] == [4, 2]  # the last one early
     (slot,) = at.batch._streams
     assert (at.table.chunk_start[slot], at.table.chunk_end[slot]) == (6, 10)
     assert [at.turn() for _ in range(5)] == [math.inf] * 5 and at.backend.entered == 6
-    script.feed("gh")
+    at.feed(job, "gh")
     at.run()
     assert len(job.codes) == 8 and at.backend.entered == 8
-    script.finish()
+    at.feed(job, "i" * 20)
     at.run()
-    assert (len(job.codes), job.finish_reason) == (20, "eos") and at.all_free()
-
-
-def test_text_after_the_end_of_speech_is_a_new_segment(desk):
-    at = desk(FakeBackend(eos_after=3))
-    job, script = at.listen()
-    script.feed("Hello there")
+    assert (len(job.codes), job.finish_reason) == (20, None) and job.segment is None
+    at.feed(job, " And after the end of speech a new segment.", None)
     at.run()
-    assert (len(job.codes), job.finish_reason) == (3, None) and job.segment is None
-    script.feed(" you")
-    script.finish()
-    at.run()
-    assert (len(job.codes), job.finish_reason) == (6, "eos") and at.all_free()
-
-
-# ---- kept prefixes
+    assert (len(job.codes), job.finish_reason) == (40, "eos") and at.all_free()
 
 
 @pytest.mark.parametrize("rows", [63, 64, 100, 128])
 def test_a_prefix_of_a_page_is_kept_once_and_later_streams_begin_behind_it(together, rows, monkeypatch):
     prefix = "p" * rows
     at = together(FakeBackend(eos_after=4), prefix=prefix)
-    kept = []
-    keep = at.pages.keep
+    kept, keep = [], at.pages.keep
     monkeypatch.setattr(at.pages, "keep", lambda *what: kept.append(what) or keep(*what))
-    texts = ["One.", "Two two.", "Three."]
-    for seed, text in enumerate(texts):
+    for seed, text in enumerate(["One.", "Two two.", "Three."]):
         job = at.say(text, seed=seed)
         before = len(at.lanes.ticks)
         at.run()
@@ -135,18 +115,12 @@ def test_a_prefix_of_a_page_is_kept_once_and_later_streams_begin_behind_it(toget
     assert at.pages.find(prefix) == (rows if kept else 0) and at.all_free()
 
 
-FAILED = (EngineError, RuntimeError)  # of many streams and of one
-
-
-def served(at: Desk, seed: int = 77) -> None:
+def served(at: Desk) -> None:
     """The next stream is served, and everything is free after it."""
-    job = at.say("Next.", seed=seed, frames=4)
+    job = at.say("Next.", seed=77, frames=4)
     at.run()
-    assert frames_of(job) == alone(["Next."], seed, at.backend.eos_after, frames=4)
+    assert frames_of(job) == alone(["Next."], 77, at.backend.eos_after, frames=4)
     assert at.all_free()
-
-
-# ---- one stream
 
 
 @pytest.mark.parametrize(("name", "call", "made"), [("begin", 1, 6), ("_arrival", 1, 6), ("begin", 2, 9)])
@@ -165,11 +139,11 @@ def test_a_stream_whose_segment_the_lanes_refuse_or_cannot_be_measured_ends_alon
 def test_a_text_that_raises_ends_its_stream_alone(desk):
     at = desk()
     good = at.say(seed=1, frames=30)
-    waiting, script = at.listen(seed=2)
+    waiting = at.listen(seed=2)
     at.turn()
-    for job, its_script in ((waiting, script), at.listen(seed=3)):
-        its_script.script.update = lambda: 1 / 0
-        its_script.feed("a")
+    for job in (waiting, at.listen(seed=3)):
+        job.script.update = lambda: 1 / 0
+        at.feed(job, "a")
         at.run()
         with pytest.raises(ZeroDivisionError):
             job.take()
@@ -177,15 +151,12 @@ def test_a_text_that_raises_ends_its_stream_alone(desk):
     served(at)
 
 
-# ---- one tick
-
-
 @pytest.mark.parametrize("name", ["launch", "collect"])
 @pytest.mark.parametrize("call", [0, 1, 3])
 def test_a_failed_tick_ends_its_streams_alone_and_the_next_are_served(desk, monkeypatch, name, call):
     at = desk()
-    waiting, script = at.listen(seed=5)
-    script.feed("abc")
+    waiting = at.listen(seed=5)
+    at.feed(waiting, "abc")
     at.run()
     assert len(waiting.codes) == 3
     jobs = [at.say(seed=seed, frames=9) for seed in range(3)]
@@ -194,11 +165,11 @@ def test_a_failed_tick_ends_its_streams_alone_and_the_next_are_served(desk, monk
     ended = [job for job in jobs if job.error is not None]
     assert len(ended) == min(3, at.lanes.settings.max_lanes)
     for job in ended:
-        with pytest.raises(FAILED, match="an illegal address"):
+        with pytest.raises((EngineError, RuntimeError), match="an illegal address"):  # of many streams, and of one
             chunks_of(job)
     for seed, job in enumerate(jobs):
         assert job in ended or frames_of(job) == alone(["Hello."], seed, None, frames=9)
-    script.feed("de")
+    at.feed(waiting, "de")
     at.run()
     assert len(waiting.codes) == 5 and waiting.error is None
     waiting.cancel()
@@ -215,27 +186,11 @@ def test_a_stream_that_had_ended_keeps_its_end_when_its_wasted_lane_fails(monkey
     assert (job.error, job.finish_reason) == (None, "eos")
 
 
-def test_a_prefix_that_a_failed_tick_should_have_filled_is_not_kept(together, monkeypatch):
-    at = together(prefix="p" * 100)
-    fails_at(monkeypatch, at.lanes, "collect", {0}, RuntimeError("an illegal address"))
-    job = at.say()
-    at.run()
-    with pytest.raises(EngineError):
-        job.take()
-    assert at.pages.kept == 0 and at.all_free()
-    good = at.say("Next.", seed=3, frames=4)
-    at.run()
-    assert frames_of(good) == alone(["Next."], 3, None, prefix="p" * 100, frames=4)
-
-
-# ---- the runner itself
-
-
 @pytest.mark.parametrize("where", ["_update_readers", "_give", "_take_arrivals", "_launch", "_read"])
 def test_after_a_turn_that_raised_everything_is_free_and_the_next_stream_is_served(desk, monkeypatch, where):
     at = desk()
     jobs = [at.say(seed=seed, frames=20) for seed in range(4)]
-    waiting, script = at.listen()
+    waiting = at.listen()
     at.turn()
     fails_at(monkeypatch, at.batch, where, {1}, KeyError("a wrong book"))
     jobs += [at.say(seed=seed, frames=20) for seed in (8, 9)]
@@ -264,7 +219,7 @@ def test_ticks_are_counted_by_how_long_they_took(desk, monkeypatch):
 def test_close_ends_every_stream_though_the_device_is_gone(desk, monkeypatch):
     at = desk(slots=2)
     jobs = [at.say(seed=seed, options=replace(ONE, buffer_frames=3)) for seed in range(3)]
-    jobs.append(at.listen()[0])
+    jobs.append(at.listen())
     at.turn()
     for name in ("collect", "leave"):
         fails_at(monkeypatch, at.lanes, name, set(range(100)), RuntimeError("the device is gone"))

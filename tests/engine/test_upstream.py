@@ -13,15 +13,15 @@ from fakes import OFF, WAIT_S
 
 from mktts.engine import upstream
 from mktts.engine.options import Guard
+from mktts.engine.scheduler import FRAME_S
 from mktts.errors import BackendUnavailable, CapacityError, PromptError
 from mktts.measure.parity.upstream import made_up_voice
 from mktts.model.prompt import Request
 from mktts.model.sampling import Sampling
-from mktts.model.voice import Voice
-from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 from mktts.synth import Synthesizer
 
-REQUEST = Request("Hello there.", "english", "ryan")
+REQUEST, LIKE_UPSTREAM = Request("Hello there.", "english", "ryan"), Sampling(rng="torch")
 
 
 @pytest.fixture(scope="module")
@@ -29,18 +29,18 @@ def model(tiny):
     return upstream.load_upstream(tiny, torch.bfloat16)
 
 
-@pytest.fixture
-def modules(monkeypatch):
-    """sys.modules without what the shim looks at, put back afterwards."""
+def test_what_cannot_load_is_replaced_and_says_why_when_used_and_what_loads_is_left_alone(monkeypatch):
     for name in list(sys.modules):
         if name.partition(".")[0] in ("torchaudio", "sox", "onnxruntime"):
             monkeypatch.delitem(sys.modules, name)
-    return monkeypatch
-
-
-def test_what_cannot_load_is_replaced_and_says_why_when_used(modules):
-    modules.setitem(sys.modules, "torchaudio", None)  # makes `import torchaudio` fail
-    modules.setitem(sys.modules, "onnxruntime", types.ModuleType("onnxruntime"))
+    real = [types.ModuleType(name) for name in ("torchaudio", "torchaudio.compliance", "torchaudio.compliance.kaldi")]
+    for module in (*real, types.ModuleType("onnxruntime")):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    upstream.install_shim()
+    assert [sys.modules[module.__name__] for module in real] == real
+    for module in real:
+        monkeypatch.delitem(sys.modules, module.__name__)
+    monkeypatch.setitem(sys.modules, "torchaudio", None)  # makes `import torchaudio` fail
     upstream.install_shim()
     replaced = dict(sys.modules)
     assert "import of torchaudio halted" in replaced["torchaudio"].reason
@@ -52,14 +52,6 @@ def test_what_cannot_load_is_replaced_and_says_why_when_used(modules):
         kaldi.fbank()
     upstream.install_shim()
     assert sys.modules["torchaudio"] is replaced["torchaudio"]
-
-
-def test_what_loads_is_left_alone(modules):
-    real = [types.ModuleType(name) for name in ("torchaudio", "torchaudio.compliance", "torchaudio.compliance.kaldi")]
-    for module in (*real, types.ModuleType("onnxruntime")):
-        modules.setitem(sys.modules, module.__name__, module)
-    upstream.install_shim()
-    assert [sys.modules[module.__name__] for module in real] == real
 
 
 def test_without_qwen_tts_the_package_is_named(monkeypatch, tiny):
@@ -99,9 +91,8 @@ def test_codes_and_pcm_are_what_the_wrapper_itself_returns(model):
 def test_in_context_pcm_is_cut_where_the_wrapper_cuts_it(tiny_base):
     model, voice = upstream.load_upstream(tiny_base, torch.float32), made_up_voice(tiny_base, 7)
     torch.manual_seed(4)
-    (expected,), _ = model.generate_voice_clone(
-        "Hello there.", voice_clone_prompt=[upstream.clone_prompt(voice)], max_new_tokens=6
-    )
+    cloned = [upstream.clone_prompt(voice)]
+    (expected,), _ = model.generate_voice_clone("Hello there.", voice_clone_prompt=cloned, max_new_tokens=6)
     codes = upstream.generate_codes(model, Request("Hello there.", voice=voice), Sampling(), 4, 5)
     assert len(codes) == 5
     assert np.array_equal(upstream.decode_codes(model, codes, voice.codes), expected)
@@ -126,9 +117,6 @@ def test_upstream_is_quiet_and_its_talker_takes_the_dtype_while_the_codec_stays_
     assert torch.equal(codec.decoder.state_dict()[name], tiny.codec_tensors()[name])
 
 
-LIKE_UPSTREAM = Sampling(rng="torch")
-
-
 @pytest.fixture(scope="module")
 def speaking(tiny):
     with Synthesizer.load(tiny, backend="upstream", device="cpu") as synthesizer:
@@ -142,9 +130,7 @@ def test_upstream_speaks_the_same_codes_and_samples(speaking, synth):
     assert np.abs(np.concatenate([chunk.pcm for chunk in chunks]) - ours.read()).max() <= 1e-4
     assert torch.equal(theirs.codes, ours.codes)
     assert theirs.finish_reason == "max_frames" and speaking.backend_name == "upstream"
-    assert [round(chunk.start_s * SAMPLE_RATE_HZ) for chunk in chunks] == [
-        f * SAMPLES_PER_FRAME for f in (0, 1, 2, 4, 8)
-    ]
+    assert [chunk.start_s / FRAME_S for chunk in chunks] == pytest.approx([0, 1, 2, 4, 8])
 
 
 def test_upstream_takes_text_in_segments_and_fed(speaking):
@@ -175,39 +161,22 @@ def test_upstream_is_cancelled_within_a_frame(speaking, monkeypatch):
     assert len(frames) == 3
 
 
-# ---- cloned voices
-
-
-@pytest.fixture(scope="module")
-def in_context(tiny_base) -> Voice:
-    return made_up_voice(tiny_base, 9)
-
-
-@pytest.fixture(scope="module")
-def base_synth(tiny_base):
-    with Synthesizer.load(tiny_base, device="cpu") as synthesizer:
-        yield synthesizer
-
-
-def test_fed_text_in_a_cloned_voice_gives_the_codes_of_the_text_at_once(base_synth, in_context):
-    settings = {"voice": in_context, "seed": 1, "max_frames": 12, "options": OFF}
-    whole = base_synth.stream(TEXT, **settings)
-    session = base_synth.open(**settings)
-    assert len(fed(session, (word + " " for word in TEXT.split()))) == len(whole.read())
-    assert torch.equal(session.codes, whole.codes)
-
-
-def test_a_base_checkpoint_without_a_voice_and_another_with_one_are_refused(base_synth, speaking, synth, in_context):
-    with pytest.raises(PromptError, match="voice"):
-        base_synth.stream(TEXT)
-    for custom_voice in (synth, speaking):
-        with pytest.raises(PromptError, match="voice"):
-            custom_voice.stream(TEXT, voice=in_context, **WHO)
-
-
-def test_upstream_speaks_the_same_in_context_voice(tiny_base, base_synth, in_context):
-    with Synthesizer.load(tiny_base, backend="upstream", device="cpu") as speaking:
-        theirs = speak(speaking, frames=6, speaker=None, voice=in_context)
-        ours = speak(base_synth, frames=6, speaker=None, voice=in_context, sampling=LIKE_UPSTREAM)
+def test_an_in_context_voice_speaks_as_upstream_has_it_and_fed_text_as_at_once(tiny_base, speaking, synth):
+    how = {"speaker": None, "voice": made_up_voice(tiny_base, 9)}
+    with (
+        Synthesizer.load(tiny_base, backend="upstream", device="cpu") as upstreams,
+        Synthesizer.load(tiny_base, device="cpu") as cloning,
+    ):
+        theirs, ours = speak(upstreams, frames=6, **how), speak(cloning, frames=6, **how, sampling=LIKE_UPSTREAM)
         assert np.abs(theirs.read() - ours.read()).max() <= 1e-4
         assert torch.equal(theirs.codes, ours.codes)
+        whole = speak(cloning, **how)
+        session = cloning.open(voice=how["voice"], seed=1, max_frames=12, options=OFF)
+        assert len(fed(session, (word + " " for word in TEXT.split()))) == len(whole.read())
+        assert torch.equal(session.codes, whole.codes)
+        with pytest.raises(PromptError, match="voice"):
+            cloning.stream(TEXT)
+    for custom_voice in (synth, speaking):
+        for asked in ({"text": TEXT, **how, **WHO}, {"text": "[Anna] Hi.", "voices": {"anna": how["voice"]}}):
+            with pytest.raises(PromptError, match="only base checkpoints"):
+                custom_voice.stream(**asked)

@@ -1,7 +1,6 @@
-"""No stream waits for ever, and each gives what it gives alone: both kinds of lanes on a clock of the test's own, with
-random streams, texts, readers and failures."""
+"""No stream waits for ever, and each gives what it gives alone: random streams, texts, readers and failures."""
 
-import heapq
+import bisect
 import itertools
 import math
 from collections.abc import Callable
@@ -57,7 +56,10 @@ class Seen:
 
 
 class Place(Desk):
-    """Both executors, as the engine drives them."""
+    """Both kinds of lanes, as the engine drives them.
+
+    tick_s: of a tick and of a step. admits: with the limits of a server. capacity: as measured, with ticks of 30 ms.
+    fails: which calls of the lanes. spoils: frames that have no number."""
 
     def __init__(
         self,
@@ -72,8 +74,6 @@ class Place(Desk):
         capacity: float | None = None,
         **of_the_lanes: Any,
     ) -> None:
-        """tick_s: of a tick and of a step. admits: with the limits of a server. capacity: as measured, with ticks of
-        30 ms. fails: which calls of the lanes. spoils: frames that have no number."""
         given = {"rows_per_slot": 400, "model": TickModel(tick_s, lane_s, 0.0, 0.0), "slots": 8, **of_the_lanes}
         limits = AdmissionLimits() if admits else PATIENT
         super().__init__(patch, FakeBackend(eos_after=eos_after), limits=limits, prefix=prefix, **given)
@@ -88,10 +88,9 @@ class Place(Desk):
         self.single_backend = FakeBackend(eos_after=eos_after, code0=partial(self._step, tick_s))
         self.runners["single"] = fake_single(self.single_backend, prefix=prefix, admission=self.admission)
         self.seen: list[Seen] = []
-        self.events: list[tuple[float, int, Callable[[], None]]] = []
-        self.numbers = itertools.count()
+        self.events: list[tuple[float, Callable[[], None]]] = []
         self.idle_since_s = self.wake_s = 0.0
-        self.work_done = 0
+        self.work_done: list[int] = []
         self.line: list[tuple[bool, float]] = []  # of each executor with one: a place is free; its first arrival
 
     def _step(self, step_s: float, frame: int) -> int:
@@ -100,25 +99,21 @@ class Place(Desk):
         return frame
 
     def at(self, when_s: float, call: Callable[[], None]) -> None:
-        if when_s < NEVER:
-            heapq.heappush(self.events, (when_s, next(self.numbers), call))
+        bisect.insort(self.events, (when_s, call), key=lambda event: event[0])
 
     def open(self, visit: Visit) -> None:
         how = {"frames": visit.frames, "paced": visit.paced, "engine": visit.engine}
         how["options"] = replace(OFF, schedule=visit.chunks[0], buffer_frames=visit.chunks[1])
-        if visit.pieces:
-            job, writer = self.listen(**how)
-        else:
-            job, writer = self.say(*visit.texts, **how), None
+        job = self.listen(**how) if visit.pieces else self.say(*visit.texts, **how)
         self.seen.append(Seen(visit, job))
         self.wake_s = self.now_s
         self.at(visit.cancel_s, job.cancel)
         when_s = self.now_s
         for after_s, text in visit.pieces:
             when_s += after_s
-            self.at(when_s, partial(writer.feed, text))
+            self.at(when_s, partial(self.feed, job, text))
         if visit.pieces and visit.ends:
-            self.at(when_s, writer.finish)
+            self.at(when_s, partial(self.feed, job, None))
 
     def _read(self) -> float:
         """What readers take now; when the next of them takes something."""
@@ -144,7 +139,7 @@ class Place(Desk):
     def run(self, most_turns: int = 30_000) -> None:
         for _ in range(most_turns):
             while self.events and self.events[0][0] <= self.now_s:
-                heapq.heappop(self.events)[2]()
+                self.events.pop(0)[1]()
             if self.now_s >= self.wake_s or not self.inbox.empty():  # as the worker: nothing else wakes it
                 self.hear()
                 self.wake_s = min(runner.turn(self.now_s) for runner in self.runners.values())
@@ -160,8 +155,9 @@ class Place(Desk):
         raise AssertionError(f"no rest after {most_turns} turns, at {self.now_s} s")
 
     def _check_line(self) -> None:
-        """Nobody stands in line beside lanes that do nothing."""
-        done = len(self.lanes.ticks) + self.single_backend.entered
+        """Nobody stands in line beside lanes that do nothing and a place that has been free for long."""
+        free = [len(runner.free_slots) for runner in self.runners.values()]
+        done = [len(self.lanes.ticks), self.single_backend.entered, *free]
         if done != self.work_done:
             self.idle_since_s, self.work_done = self.now_s, done
         for free, first_s in self.line:
@@ -254,15 +250,6 @@ def test_readers_of_streams_that_are_ahead_wake_the_worker():
     play(visits, tick_s=0.001, settings=replace(SETTINGS, idle_lanes=0, few_lanes=1))  # to their ends
 
 
-@pytest.mark.parametrize("engine", ["batch", "single"])
-@pytest.mark.parametrize("paced", [True, False])
-def test_a_stream_comes_in_beside_one_that_waits_for_its_text(engine, paced):
-    """Ticks slower than the sound they make; the other stream's text never ends."""
-    visits = [replace(WRITER, engine=engine), Visit(at_s=9.0, engine=engine, paced=paced, frames=2)]
-    place = play(visits, tick_s=0.3)
-    assert place.seen[1].job.finish_reason == "max_frames" and place.now_s < 12
-
-
 def test_places_that_are_kept_unused_end_the_wait_of_others_by_name():
     writers = [replace(WRITER, at_s=0.1 * number) for number in range(2)]
     place = play([*writers, Visit(at_s=3.0, paced=False), Visit(at_s=5.0)], tick_s=0.01, slots=2, admits=False)
@@ -273,9 +260,10 @@ def test_places_that_are_kept_unused_end_the_wait_of_others_by_name():
 
 @pytest.mark.parametrize("pieces", [((0.0, "ab"), (9.0, "cdefgh")), ((0.0, "A. "), (9.0, "Another sentence."))])
 def test_who_waited_for_text_goes_first_when_it_comes(pieces):
-    """The rest of a segment's text, and the next segment's; one lane a tick, four others that want it."""
-    others = [Visit(at_s=4.0, paced=False, frames=30) for _ in range(4)]
-    place = play([Visit(frames=200, pieces=pieces), *others], tick_s=0.1, lane_s=0.1)
+    """The rest of a segment's text, and the next segment's; two lanes a tick, four others that want them."""
+    others = [Visit(at_s=4.0, frames=30, chunks=((8,), 8)) for _ in range(4)]
+    visits = [Visit(frames=200, pieces=pieces, chunks=CHUNKS[1]), *others]
+    place = play(visits, tick_s=0.1, lane_s=0.1, settings=replace(SETTINGS, max_lanes=2))
     first = next(i for i, at_s in enumerate(place.lanes.launched_s) if at_s >= 9.0)
     ticks = place.lanes.ticks[first - 2 : first + 1]
     assert [0 in tick.lanes for tick in ticks] == [False, False, True], [tick.lanes for tick in ticks]
