@@ -144,7 +144,7 @@ class ModelConfig:
 
     @cached_property
     def spoken_languages(self) -> list[str]:
-        """Languages a request may name, "auto" first. Dialects belong to speakers; upstream refuses them as languages."""
+        """Languages a request may name, "auto" first; no dialects: upstream takes those from the speaker only."""
         return ["auto", *sorted(name for name in self.languages if "dialect" not in name)]
 
     @classmethod
