@@ -248,7 +248,7 @@ class RestrictedRows:
         self._forbidden = forbidden.to(device)
 
     def restrict(self, logits: Tensor, seen: Tensor, penalties: Sequence[float], frames: Sequence[int]) -> Tensor:
-        """`logits` (B, V) fp32, which may be overwritten. seen: codes 0 so far, (B, V) bool. frames: made by each row."""
+        """`logits` (B, V) fp32, which may be overwritten. seen: codes 0 so far, (B, V) bool. frames: made so far."""
         if any(penalty != 1 for penalty in penalties):
             # a tensor, because for a Python number torch on CUDA multiplies by the rounded reciprocal
             penalty = torch.tensor(penalties, dtype=logits.dtype, device=logits.device)[:, None]
