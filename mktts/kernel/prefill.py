@@ -262,7 +262,7 @@ class Prefill:
     def _turned(
         self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, index: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """qkv (R, (heads + 2 kv heads) head_dim) -> queries (kv heads, queries of each, R, head_dim); caches k and v."""
+        """qkv (R, (heads + 2 kv heads) head_dim) -> queries (kv heads, queries of each, R, head_dim); caches k, v."""
         c, rows = self.stack.config, len(qkv)
         heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
         if self._kernels is not None:
