@@ -28,7 +28,7 @@ _SENTENCE = ".!?…"
 _WIDE_CLAUSE = "，、；："
 _CLAUSE = ",;:—–"
 _SKIN_TONES = "\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"  # these modify the character before
-_FIRST_WIDE = 0x2E80  # first code point of East Asian scripts, which have no space after a mark
+_FIRST_WIDE = 0x2E80  # first code point of East Asian scripts
 _LOOK_BACK_CHARS = 24  # enough for the longest abbreviation and its closers
 
 _STOPPED = re.compile(r"(?:\w\.)*\w|\d{1,2}")  # "J" in "J. R. R. Tolkien", "U.S" in "U.S.", "10" in "10. Mai"
@@ -37,7 +37,7 @@ Cut = IntEnum("Cut", "INSIDE NONE SPACE CLAUSE SENTENCE", start=-1)
 
 
 def is_wide(char: str) -> bool:
-    """Whether a character is from a script without spaces between words."""
+    """Whether a character is from an East Asian script, where no space is needed after a mark or around a word."""
     return ord(char) >= _FIRST_WIDE
 
 
