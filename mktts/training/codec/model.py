@@ -293,7 +293,7 @@ def load_codec(folder: Path, device: torch.device | str = "cpu") -> Codec:
 
 
 def encoded(codec: Codec, clips: list[np.ndarray], batch_frames: int = 8_000) -> list[Tensor]:
-    """Encodes int16 clips (n,), each followed by silence -> codes (ceil(n / samples per frame), 16) uint8 on the CPU."""
+    """Encodes int16 clips (n,), each followed by silence -> codes (ceil(n / samples per frame), 16) uint8, CPU."""
     device = next(codec.parameters()).device
     frames = [-(-len(clip) // SAMPLES_PER_FRAME) for clip in clips]
     order = sorted(range(len(clips)), key=lambda i: frames[i])
