@@ -6,8 +6,8 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr int VALUES = HD / 32;               // head dimensions a lane holds: lane * VALUES + i
 DEV float score_scale() { return rsqrtf((float)HD) * LOG2E; }
 
-// RMSNorm and rotary embedding of one head across a warp, rounded where the model rounds.
-// As it was stored until it is used: what is made of it at once is waited for at once, before the poll that hides it.
+// RMSNorm and rotary embedding of one head across a warp, rounded where the model rounds. Loaded values stay packed
+// until they are used: unpacking them at once would wait for the loads before the poll that hides their latency.
 struct Rotation { u32 w[2], cosine[2], sine[2]; };
 DEV void fetch_values(const u16* from, u32 (&v)[2]) {
   if (VALUES == 4) fetch8(from, v[0], v[1]);
@@ -30,7 +30,7 @@ DEV void norm_rotate(const Ctx& c, float (&v)[VALUES], const Rotation& t) {
   }
 }
 constexpr int HEADS = QPK + 2;                // of a group: queries, key, value
-// A warp takes one head of the group from the exchange: VALUES words a lane.
+// A warp receives one head of the group from the exchange: VALUES words per lane.
 DEV void poll_head(Ctx& c, int n, u32 head, u32 tag, float (&v)[VALUES]) {
   const u32* words = &c.p->exchange->qkv[c.group][n][head * HD + c.lane * VALUES];
   if (VALUES == 4) {
@@ -51,7 +51,8 @@ template <int N> DEV void store_bf16(u16* to, const float (&v)[N]) {
   else UNROLL for (int i = 0; i + 1 < N; i += 2) *(u32*)(to + i) = pack(v[i], v[i + 1]);
 }
 
-// Predictor: at most 16 positions, whole key-value head in shared memory, computed by every block of the group.
+// Predictor: at most 16 positions; the whole key-value head is in shared memory, and every block of the group computes
+// all of it.
 template <int NT> DEV void predictor_attention(Ctx& c, int layer, int first_position, u32 tag) {
   Shared& s = *c.s; const Params& p = *c.p;
   for (u32 i = c.warp; i < NT * HEADS; i += WARPS) {
@@ -66,7 +67,7 @@ template <int NT> DEV void predictor_attention(Ctx& c, int layer, int first_posi
   }
   block_sync();
   MARK(c, 11);
-  // Every warp: the scores of one head over 16 positions (two n = 8 tiles), then its share of the outputs.
+  // Every warp computes the scores of one head over 16 positions (two n = 8 tiles), then its part of the outputs.
   constexpr int OF_HEAD = WARPS / QPK;                                   // warps of one head
   constexpr int DIMS = HD / OF_HEAD, PER = (DIMS + 31) / 32;             // output dimensions of a warp, of a lane
   const u32 h = c.warp / OF_HEAD, first = c.warp % OF_HEAD * DIMS;
@@ -107,7 +108,7 @@ template <int NT> DEV void predictor_attention(Ctx& c, int layer, int first_posi
   block_sync();
 }
 
-// Talker: position p of a head lives in block p % GROUP; each block attends to its own, then the group combines.
+// Talker: position p of a head is stored by block p % GROUP; each block attends to its own, then the group combines.
 DEV void attend_slot(const Ctx& c, const u16* k, const u16* v, float (&m)[QPK], float (&l)[QPK],
                      float (&o)[QPK][VALUES]) {
   const u32 d = c.lane * VALUES;
@@ -120,7 +121,7 @@ DEV void attend_slot(const Ctx& c, const u16* k, const u16* v, float (&m)[QPK], 
     UNROLL for (int i = 0; i < VALUES; i++) o[h][i] = o[h][i] * a + w * from_bf16(v[d + i]);
   }
 }
-// What all blocks of a group have of one dimension, and a block's maximum and sum, in one round trip.
+// Polls all blocks' partial outputs of one dimension, and one block's maximum and sum, in one round trip.
 template <u32 STEP> DEV void poll_parts(Ctx& c, const u64* outs, const u64* scale, u32 tag, float (&out)[GROUP],
                                         float& top, float& sum) {
   Watch w = {0, 0};
@@ -197,7 +198,7 @@ DEV void talker_attention(Ctx& c, int layer, int position, u32 tag, u32 tag_att,
     if (mine < SHARE) publish(&x.att[c.group][c.rank * SHARE + mine], tag_att, value / total);
   }
   MARK(c, 13);
-  if (owner && c.warp == WARPS - 1) {           // not before the exchanges, which the others would wait with
+  if (owner && c.warp == WARPS - 1) {           // after the exchanges, so that other blocks do not wait for this
     u32* slot = (u32*)(kv + (u64)(position / GROUP) * SLOT_BYTES);
     for (u32 i = c.lane; i < HD; i += 32) slot[i] = i < HD / 2 ? ((const u32*)s.k)[i] : ((const u32*)s.v)[i - HD / 2];
     proxy_fence();                              // a later frame reads it through the copy engine

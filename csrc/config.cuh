@@ -1,7 +1,7 @@
-// Dimensions of one checkpoint, as compile-time constants. Every number the kernel knows is here or derived from here.
-// The host defines T_* (talker) and P_* (code predictor): hidden, feed-forward, layers, vocabulary; NQ, NKV, HD (heads
-// and their width), CTAS (blocks) from the checkpoint's config.json and the device, and RING (stages of 16 KiB that
-// fit).
+// Dimensions of one checkpoint, as compile-time constants. Every number in the kernel is defined here or derived from
+// these. The host defines T_* (talker) and P_* (code predictor): hidden, feed-forward, layers, vocabulary; NQ, NKV, HD
+// (heads and their width) and CTAS (blocks), from the checkpoint's config.json and the device; and RING (the number of
+// 16 KiB stages that fit).
 #pragma once
 
 typedef unsigned char u8;
@@ -15,13 +15,13 @@ typedef long long i64;
 constexpr int WARPS = 8;                 // consumer warps; one more warp feeds the ring
 constexpr int THREADS = WARPS * 32;      // consumer threads
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr int FEED_THREADS = 128;        // a warpgroup, so that its registers can go to the consumers
+constexpr int FEED_THREADS = 128;        // a warpgroup, so that its registers can be given to the consumers
 #else
 constexpr int FEED_THREADS = 32;
 #endif
 constexpr int GROUP = CTAS / NKV;        // thread blocks that share one key-value head
 constexpr int QPK = NQ / NKV;            // query heads per key-value head
-constexpr float EPS = 1e-6f;             // rms_norm_eps of every released checkpoint; the host refuses others
+constexpr float EPS = 1e-6f;             // rms_norm_eps of every released checkpoint; the host rejects others
 constexpr int CODES = 16;                // codebooks per frame
 constexpr int FRAG_BYTES = 512;          // one mma.m16n8k16 A operand of one warp
 constexpr int FRAGS = 4;                 // fragments a warp takes from one ring stage
@@ -33,7 +33,7 @@ __host__ __device__ constexpr int power_of_two(int least) {
   return least <= 1 ? 1 : 2 * power_of_two(ceil_div(least, 2));
 }
 
-// One matrix as a block sees it: `rows` of its own, `k` inputs (both padded), fold-8 tiles of two rows.
+// A block's part of one matrix: its `rows`, `k` inputs (both padded), in tiles of two rows split into 8 parts.
 template <int ROWS_, int K_> struct Mat {
   static constexpr int K = round_up(K_, 128);
   static constexpr int STEPS = K / 128;                     // 16-wide k-steps of each of the 8 parts
@@ -64,12 +64,12 @@ template <int TOTAL_, int K_, int UNIT = 1> struct Dealt : Mat<chunk(dealt(TOTAL
 
 template <int ID_, int H_, int F_, int L_> struct Stack {
   static constexpr int ID = ID_, H = H_, F = F_, L = L_;
-  static constexpr int GRANULES = ceil_div(H, 4 * THREADS);  // 4-value groups of the residual a thread owns
+  static constexpr int GRANULES = ceil_div(H, 4 * THREADS);  // groups of 4 residual values that a thread owns
   static constexpr int ATT = QPK * HD;                       // attention outputs of a group
   static constexpr int INNER = F / NKV;                      // activations of a group
   typedef Dealt<ATT + 2 * HD, H> Qkv;
   typedef Dealt<H, ATT> Out;
-  typedef Dealt<2 * INNER, H, 2> GateUp;                     // a gate's row, then its up's
+  typedef Dealt<2 * INNER, H, 2> GateUp;                     // rows of gate and up alternate
   typedef Dealt<H, INNER> Down;
   static constexpr int LAYER_BYTES = Qkv::BYTES + Out::BYTES + GateUp::BYTES + Down::BYTES;
   static_assert(H % 4 == 0 && F % NKV == 0 && INNER % 4 == 0, "values are handed over in fours");
@@ -84,10 +84,10 @@ typedef Mat<ceil_div(VP, CTAS), P_H> PredictorHead;
 typedef Mat<ceil_div(P_H, CTAS), T_H> Projection;   // small_to_mtp, where the talker is wider than the predictor
 constexpr bool PROJECTED = T_H != P_H;
 constexpr int MAXH = T_H > P_H ? T_H : P_H;
-// Attention outputs that a block finishes, all of one head, and how many blocks of a group do.
+// The number of attention outputs that a block completes, all of one head, and the number of blocks that do so.
 constexpr int SHARE = power_of_two(ceil_div(QPK * HD, GROUP)), SHARES = QPK * HD / SHARE;
 
-// Elements from one of the 8 parts of a vector to the next in shared memory: words % 16 == 8 puts them in different
+// The stride, in elements, between the 8 parts of a vector in shared memory: with words % 16 == 8 they are in different
 // banks.
 __host__ __device__ constexpr int part_stride(int k) {
   const int words = k / 16;
@@ -98,7 +98,7 @@ __host__ __device__ constexpr int vec_elements(int k) {
   return 8 * larger(part_stride(round_up(k, 128)), round_up(k, 128) / 8 + 16);
 }
 constexpr int VEC_P = vec_elements(P_H), VEC = larger(vec_elements(T_H), VEC_P);
-// Attention outputs of a group, or its activations.
+// A group's attention outputs, or its activations.
 constexpr int VEC_INNER = vec_elements(larger(QPK * HD, larger(T_F, P_F) / NKV));
 static_assert(GROUP <= 32 && HD % SHARE == 0, "a lane for each block of a group, a head for each share");
 static_assert(CTAS % NKV == 0 && HD % 32 == 0 && HD <= 128 && WARPS % QPK == 0 && QPK + 2 <= WARPS,

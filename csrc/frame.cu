@@ -1,6 +1,6 @@
 // One Qwen3-TTS frame in one launch: talker step, code 0, sixteen predictor positions, codes 1-15, embedding sum.
-// A launch makes `frames` frames in a row, hands each to the host as it is ready, and stops at end of speech or when
-// the host asks it to.
+// A launch makes `frames` frames in a row, delivers each to the host as soon as it is ready, and stops at end of speech
+// or at the host's request.
 #include "stages.cuh"
 
 template <class H> DEV void head_logits(Ctx& c, u32 tag, int rows) {
@@ -10,7 +10,7 @@ template <class H> DEV void head_logits(Ctx& c, u32 tag, int rows) {
   if (row >= 0) publish(&c.p->exchange->logits[first + row], tag, v[0]);
 }
 
-// The talker's hidden state, still in vec, as the predictor takes it.
+// Projects the talker's hidden state, still in vec, to the predictor's width.
 DEV void project(Ctx& c, Row<Predictor>& x) {
   typedef Projection M;
   const u32 tag = ++c.tag;
@@ -21,7 +21,7 @@ DEV void project(Ctx& c, Row<Predictor>& x) {
   const int row = held_row<M>(c, P_H % CTAS == 0 || left > EACH ? EACH : left), id = first + row;
   if (row >= 0) publish(&c.p->exchange->projected[id], tag, v[0] + from_bf16(c.p->projection_bias[id]));
   UNROLL for (int g = 0; g < Predictor::GRANULES; g++) {
-    u32 a = 0, b = 0;                                 // where this thread owns nothing: it still sums its squares
+    u32 a = 0, b = 0;                                 // a thread that owns nothing still takes part in sum_squares
     if (owns<Predictor>(c, g)) poll4(c, &c.p->exchange->projected[element<Predictor>(c, g)], tag, a, b);
     x.v[g][0] = low(a); x.v[g][1] = high(a); x.v[g][2] = low(b); x.v[g][3] = high(b);
   }
@@ -57,7 +57,7 @@ DEV void feeder(Ctx& c) {
   feed_end(c, f);
 }
 
-// A predictor pass over NT positions ends in the logits of `book`, drawn by every block alike.
+// A predictor pass over NT positions, up to the logits of `book`, from which every block draws the same code.
 template <int NT> DEV int predict(Ctx& c, int book, int frame, Row<Predictor> (&x)[NT]) {
   const Params& p = *c.p; Norm<Predictor> norm;
   load_norm<Predictor>(c, p.predictor_norms, norm);
@@ -71,7 +71,7 @@ template <int NT> DEV int predict(Ctx& c, int book, int frame, Row<Predictor> (&
   MARK(c, 16);
   return code;
 }
-// The code that goes on, and whether it is one: the host ends a stream whose frame has a code of no number.
+// Replaces NO_NUMBER by code 0 and clears `numbers`; the host then ends the stream.
 DEV int number(int code, bool& numbers) {
   numbers &= code != NO_NUMBER;
   return code == NO_NUMBER ? 0 : code;
@@ -86,7 +86,7 @@ DEV void consumer(Ctx& c) {
     const int frame = u.frame + i;
     int* out = u.out + STATUS_WORDS + i * FRAME_WORDS;
     const u64 begun = nanoseconds();
-    if (p.prefill || frame > 0) {                     // the talker takes a prompt row, or the previous frame and text
+    if (p.prefill || frame > 0) {                     // the talker's input: a prompt row, or previous frame plus text
       const u16* row = u.rows + (u64)i * T_H;
       if (p.prefill) load_row<Talker>(c, row, hidden);
       else { hidden = sum; add_row<Talker>(c, row, hidden); }
@@ -102,7 +102,7 @@ DEV void consumer(Ctx& c) {
     if (code == p.ends[0]) { ended = true; s.stop = 1; break; }
     if (c.tid == 0) s.seen[code >> 5] |= 1u << (code & 31);
     load_row<Talker>(c, p.embeddings0 + (u64)code * T_H, sum);
-    Row<Predictor> x[2];                              // the predictor's first pass takes the talker's state and code 0
+    Row<Predictor> x[2];                              // the predictor's first input: the talker's state and code 0
     load_row<Predictor>(c, p.inputs0 + (u64)code * P_H, x[1]);
     if constexpr (PROJECTED) project(c, x[0]);
     else UNROLL for (int g = 0; g < Predictor::GRANULES; g++)

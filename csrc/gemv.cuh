@@ -1,10 +1,10 @@
-// Matrix-vector products on tensor cores. A 16 x 16 A tile holds two output rows, each cut into eight parts along k;
-// column p of B holds part p of the vector, so the wanted products are the diagonal of D, in fp32.
+// Matrix-vector products on tensor cores. A 16 x 16 A tile holds two output rows, each split into eight parts along k;
+// column p of B holds part p of the vector, so the required products are the diagonal of D, in fp32.
 #pragma once
 #include "ring.cuh"
 
-// Adds the eight diagonal values of each row over the lanes. Returns this lane's row; rows are numbered by lane bits:
-// with R = rows rounded up to a power of two, row = the top log2(R) bits of the lane.
+// Sums the eight diagonal values of each row over the lanes. Returns the sum of this lane's row: with R = rows rounded
+// up to a power of two, row = the top log2(R) bits of the lane.
 template <int TILES> struct Rows {
   static constexpr int COUNT = 2 * TILES;
   static constexpr int POW2 = COUNT <= 2 ? 2 : COUNT <= 4 ? 4 : COUNT <= 8 ? 8 : COUNT <= 16 ? 16 : 32;
@@ -33,8 +33,7 @@ template <int TILES> DEV float sum_diagonal(const Ctx& c, const float (&d)[TILES
   return v[0];
 }
 
-// Weights do not wait for activations: a warp takes its fragments of the next matrix out of the ring before the
-// exchange.
+// Weights do not wait for activations: a warp loads its fragments of the next matrix from the ring before the exchange.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int PRELOAD = 16;
 #else
@@ -53,7 +52,8 @@ template <class M> DEV void take_stage(Ctx& c, int s, u32 (*a)[4]) {
 template <class M> DEV void preload(Ctx& c, Fragments<M>& w) {
   UNROLL for (int s = 0; s < ceil_div(Fragments<M>::N, FRAGS); s++) take_stage<M>(c, s, w.a + s * FRAGS);
 }
-// rows(M) x vector n -> this lane's row sums. The vector: 8 padded parts in shared memory, a residual or an inner one.
+// Multiplies M by each vector n -> this lane's row sums. Vectors are in shared memory in 8 padded parts: a residual, or
+// with INNER an inner vector.
 template <class M, int NT, bool INNER = false> DEV void gemv(Ctx& c, const Fragments<M>& w, float (&sums)[NT]) {
   constexpr int STRIDE = part_stride(M::K) * 2;   // bytes
   u32 b[NT][M::STEPS][2];
@@ -75,14 +75,13 @@ template <class M, int NT, bool INNER = false> DEV void gemv(Ctx& c, const Fragm
   }
   UNROLL for (int n = 0; n < NT; n++) sums[n] = sum_diagonal<M::TILES>(c, acc[n]);
 }
-// The row of this block's share that this lane holds after gemv; -1 where it holds none, or where another lane holds it
-// too.
+// The row, within this block's rows, that this lane holds after gemv; -1 if none, or if another lane reports it.
 template <class M> DEV int held_row(const Ctx& c, int rows) {
   const u32 row = c.lane / Rows<M::TILES>::LANES, at = c.warp * M::WARP_ROWS + row;
   return c.lane % Rows<M::TILES>::LANES == 0 && row < M::WARP_ROWS && (int)at < rows ? (int)at : -1;
 }
-// What this block was dealt, times the vectors: `each` takes a row of its share, -1 as above, and the row's sums. `w`
-// holds the first fragments.
+// Multiplies this block's rows by the vectors: calls `each` with a row, or -1 as above, and its sums. `w` holds the
+// first fragments.
 template <class D, int NT, bool INNER = false, class F> DEV void multiply(Ctx& c, Fragments<D>& w, F each) {
   constexpr bool ALL = D::TOTAL == D::EACH * GROUP;
   const int rows = ALL || D::EACH < D::TOTAL - (int)c.rank * D::EACH ? D::EACH : D::TOTAL - (int)c.rank * D::EACH;
@@ -93,7 +92,7 @@ template <class D, int NT, bool INNER = false, class F> DEV void multiply(Ctx& c
     each(row < 0 ? row : i * D::CHUNK + row, v);
   }
 }
-// Where value i of a K-long vector lies in vec.
+// The byte offset of value i of a vector of length K in vec.
 template <int K> DEV u32 vec_offset(u32 i) {
   constexpr u32 part = K / 8, stride = part_stride(K);
   return (i / part * stride + i % part) * 2;

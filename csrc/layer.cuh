@@ -2,7 +2,7 @@
 #pragma once
 #include "attention.cuh"
 
-// A thread's share of a vector: values 4 * (tid + 256 g) + i.
+// A thread's part of a vector: values 4 * (tid + 256 g) + i.
 template <class S> struct Row { float v[S::GRANULES][4]; };
 template <class S> struct Norm { u32 w[S::GRANULES][2]; };
 template <class S> DEV u32 element(const Ctx& c, int g) { return 4 * (c.tid + THREADS * g); }
@@ -10,7 +10,7 @@ template <class S> DEV bool owns(const Ctx& c, int g) { return S::H % (4 * THREA
 
 template <class S> DEV void load_norm(const Ctx& c, const u16* w, Norm<S>& n) {
   UNROLL for (int g = 0; g < S::GRANULES; g++) {
-    n.w[g][0] = n.w[g][1] = 0;                              // where this thread owns nothing: 0 * garbage could be NaN
+    n.w[g][0] = n.w[g][1] = 0;                              // a thread that owns nothing: 0 * garbage could be NaN
     if (owns<S>(c, g)) fetch8(w + element<S>(c, g), n.w[g][0], n.w[g][1]);
   }
 }
@@ -49,7 +49,7 @@ template <class S> DEV float reciprocal_rms(const Ctx& c, int n) {
   float ss = 0.f; UNROLL for (int w = 0; w < WARPS; w++) ss += c.s->squares[n][w];
   return rsqrtf(ss * (1.f / S::H) + EPS);
 }
-// The vectors go into the matrix as x * w; the product is scaled by 1 / rms afterwards, which the tensor cores hide.
+// The input of the product is x * w; its result is scaled by 1 / rms afterwards, so that tensor cores hide the latter.
 template <class S, int NT> DEV void weigh(const Ctx& c, const Row<S> (&x)[NT], const Norm<S>& w) {
   UNROLL for (int n = 0; n < NT; n++) {
     Row<S> y;
@@ -61,7 +61,7 @@ template <class S, int NT> DEV void weigh(const Ctx& c, const Row<S> (&x)[NT], c
   }
   block_sync();
 }
-// RMSNorm whose result is itself an input of later stages: rounded as the model rounds.
+// RMSNorm whose result is also an input of later stages: rounded as the model rounds.
 template <class S> DEV void final_norm(const Ctx& c, Row<S>& x, const Norm<S>& w) {
   sum_squares<S>(c, 0, x);
   block_sync();
@@ -71,7 +71,7 @@ template <class S> DEV void final_norm(const Ctx& c, Row<S>& x, const Norm<S>& w
   to_vec<S>(c, 0, x);
   block_sync();
 }
-// Adds to the residuals what all groups have to add.
+// Waits for the sums over groups and adds them to the residuals.
 template <class S, class M, int NT>
 DEV void take_sums(Ctx& c, Sums& from, Row<S> (&x)[NT], Fragments<M>& next, bool more = true) {
   if (more) preload(c, next);
@@ -93,15 +93,15 @@ DEV void take_sums(Ctx& c, Sums& from, Row<S> (&x)[NT], Fragments<M>& next, bool
       if (c.group == 0 && row / S::Out::EACH == c.rank) from.was[S::ID + n][row] = sum;
     }
 }
-// A projection of this group's inputs: its share of the sum goes to all blocks.
+// Projects this group's inputs and adds its share to the sums that all blocks read.
 template <class S, class D, int NT> DEV void project_parts(Ctx& c, Fragments<D>& w, Sums& to) {
   multiply<D, NT, true>(c, w, [&](int row, const float (&v)[NT]) {
     if (row >= 0) UNROLL for (int n = 0; n < NT; n++)
       send_share(to.word[S::ID + n], c.rank * D::EACH + row, v[n]);
   });
 }
-// Takes what the words held out of them, once every block has read it, and before this block sends shares to them.
-// In two halves: group 0's rows are fetched ahead, or all would wait for it.
+// Subtracts the last sums from their words, after every block has read them and before this block adds new shares.
+// In two steps: group 0's rows are fetched ahead; otherwise all blocks would wait for group 0.
 template <class S, int NT> struct Taken {
   static constexpr u32 ROWS = NT * S::Out::EACH;
   u64 v[ceil_div(ROWS, THREADS)];
@@ -121,12 +121,12 @@ template <class S, int NT> DEV void take_back(const Ctx& c, Sums& of, const Take
   }
 }
 
-// The exchanges of one layer, by what its tag advances for each.
+// The exchanges of one layer, by their offset from the layer's first tag.
 enum : u32 { TAG_QKV = 1, TAG_ATT, TAG_ACT, LAYER_EXCHANGES = TAG_ACT };
 
-// NT positions, `position` the first of them.
-// `first`: this layer's query-key-value fragments, then, if there are `more` layers, the next one's.
-// `norm`: the input norm's weights, then those that follow this layer (`next_norm`).
+// One layer for NT positions, of which `position` is the first.
+// `first`: this layer's query-key-value fragments; on return, if there are `more` layers, those of the next one.
+// `norm`: the input norm's weights; on return, the weights of `next_norm`.
 template <class S, bool TALKER, int NT>
 DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Fragments<typename S::Qkv>& first,
                const u16* norms, const u16* next_norm, bool more) {
@@ -144,9 +144,9 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
     }
   });
   MARK(c, 3);
-  take_back<S, NT>(c, e.h, last_h);                         // whoever has this layer's residual has read the last h
+  take_back<S, NT>(c, e.h, last_h);                         // every block with this layer's residual has read last h
   load_norm<S>(c, norms + S::H, norm);
-  Fragments<typename S::Out> out;                           // 2. attention; its output is the next input
+  Fragments<typename S::Out> out;                           // 2. attention; its output is the input of 3
   if constexpr (TALKER) talker_attention(c, l, position, tag_qkv, tag_att, out);
   else { preload(c, out); predictor_attention<NT>(c, l, position, tag_qkv); }
   MARK(c, 4);
@@ -182,8 +182,8 @@ DEV void layer(Ctx& c, int l, int position, Row<S> (&x)[NT], Norm<S>& norm, Frag
   take_sums<S>(c, e.x, x, first, more);
 }
 
-// All layers of a stack; `norm` holds the first layer's input norm before and `after` afterwards.
-// `hidden`: optional, takes the residual after every layer.
+// All layers of a stack; `norm` holds the first layer's input norm at the start and `after` at the end.
+// `hidden`: optional; receives the residual after every layer.
 template <class S, bool TALKER, int NT>
 DEV void layers(Ctx& c, int position, Row<S> (&x)[NT], Norm<S>& norm, const u16* norms, const u16* after,
                 u16* hidden = nullptr) {

@@ -1,4 +1,4 @@
-// Thin names for the instructions the kernel uses.
+// Thin wrappers for the instructions that the kernel uses.
 #pragma once
 #include "config.cuh"
 
@@ -13,10 +13,10 @@ DEV float shuffle_xor(float v, int m) { return __shfl_xor_sync(~0u, v, m); }
 DEV float warp_sum(float v) { UNROLL for (int m = 16; m; m >>= 1) v += shuffle_xor(v, m); return v; }
 DEV float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 DEV void block_sync() { asm volatile("bar.sync 1,%0;" ::"n"(THREADS) : "memory"); }
-// Who looks again at once takes shared memory's time from those who compute (H200, 0.6B: 14 us of a frame).
+// Polling without a pause takes shared memory bandwidth from the computing warps (H200, 0.6B: 14 us of a frame).
 DEV void nap() { asm volatile("nanosleep.u32 100;"); }
 DEV u64 nanoseconds() { u64 t; asm volatile("mov.u64 %0,%globaltimer;" : "=l"(t)); return t; }
-// The host's pinned memory: a frame's codes before the count that announces them.
+// For the host's pinned memory: release order makes a frame's codes visible before the count that announces them.
 DEV void put32_host(int* p, int v) { asm volatile("st.release.sys.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
 DEV int get32_host(const int* p) {
   int v; asm volatile("ld.relaxed.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory"); return v;
@@ -25,7 +25,7 @@ DEV void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"
 DEV u64 cycles() { u64 t; asm volatile("mov.u64 %0,%clock64;" : "=l"(t)); return t; }
 DEV u32 cycles_low() { u32 t; asm volatile("mov.u32 %0,%clock;" : "=r"(t)); return t; }
 
-// L2 is the meeting point of the blocks: relaxed, device scope.
+// Blocks exchange values through L2: relaxed, device scope.
 DEV void put32(u32* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
 DEV void put64(u64* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory"); }
 DEV u32 get32(const u32* p) {
@@ -42,14 +42,14 @@ DEV void get32x4(const u32* p, u32 (&v)[4]) {
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];"
     : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(p) : "memory");
 }
-// volatile keeps a prefetch where it is written: before the wait that hides it
+// volatile keeps a load where it is written: before the wait that hides its latency
 DEV u64 fetch64(const void* p) {
   u64 v; asm volatile("ld.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v;
 }
 DEV void fetch8(const void* p, u32& a, u32& b) {
   asm volatile("ld.global.nc.v2.u32 {%0,%1},[%2];" : "=r"(a), "=r"(b) : "l"(p));
 }
-// weights, once
+// for weights, which are read once
 DEV void fetch16(const void* p, u32 (&v)[4]) {
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
     : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(p));
@@ -70,8 +70,8 @@ DEV void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Of ordinary kernels that follow each other (programmatic dependent launch): the next one's blocks may come, and what
-// the one before wrote is there. Nothing where a launch does not ask for it, or a card knows nothing of it.
+// For consecutive ordinary kernels (programmatic dependent launch): lets the next one's blocks start, and waits until
+// the results of the previous one are visible. No effect if the launch does not request it or the card lacks it.
 #if __CUDA_ARCH__ >= 900
 DEV void let_next_come() { asm volatile("griddepcontrol.launch_dependents;"); }
 DEV void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -1,5 +1,5 @@
-// The weight tape and the ring. The order of the weights is known for the whole frame, so one warp copies each block's
-// tape into shared memory as fast as stages come free, never waiting for activations.
+// The weight tape and the ring. The order of the weights is known for the whole frame, so one warp copies the block's
+// tape into shared memory as fast as stages become free, without ever waiting for activations.
 #pragma once
 #include "exchange.cuh"
 
@@ -14,8 +14,8 @@ DEV u32 ring_wait(Ctx& c) {
 #endif
   return smem(c.s->ring[c.stage]);
 }
-// One lane speaks for its warp. compute-sanitizer's racecheck counts only the lane that arrives as having finished its
-// reads, so it is shown a build in which every lane does.
+// One lane arrives for its warp. compute-sanitizer's racecheck considers only the reads of the arriving lane finished,
+// so it is given a build in which every lane arrives.
 #ifdef EVERY_LANE_ARRIVES
 constexpr u32 READ_ARRIVALS = THREADS;
 DEV void arrive_read(Ctx& c) { barrier_arrive(&c.s->empty[c.stage]); }
@@ -29,8 +29,8 @@ DEV void ring_release(Ctx& c) {
   if (++c.stage == RING) { c.stage = 0; c.phase ^= 1; }
 }
 
-// With -DSTILL no weights are copied: every stage counts as full as it lies there, all zeros. What a frame then takes
-// is its chain of exchanges and arithmetic without the stream beside it, which is all that such a build is for.
+// With -DSTILL no weights are copied: every stage counts as full although it is all zeros. The time of a frame is then
+// that of its exchanges and arithmetic without the weight loads, which is the only purpose of such a build.
 #ifdef STILL
 DEV void fill_stage(Ctx& c, u32 stage, const u8*, u32, u64) {
   if (c.lane < FILL_ARRIVALS) barrier_arrive(&c.s->full[stage]);
@@ -40,9 +40,9 @@ DEV void fill_stage(Ctx& c, u32 stage, const u8* from, u32 bytes, u64 policy) {
   copy_stage(c.s->ring[stage], from, bytes, &c.s->full[stage], policy, c.lane);
 }
 #endif
-// copies: that a block has under way. More of them fill the memory system's queues, and every exchange waits behind
-// them; one alone moves no more than 2.7 TB/s. A short one, as of few positions' keys and values, comes on top: it
-// takes as long as a whole one (H200, 0.6B: 0.5 us of each of the talker's layers).
+// copies: the number that a block has in flight. More of them fill the memory system's queues, and every exchange waits
+// behind them; a single one achieves at most 2.7 TB/s. A short copy, such as keys and values of few positions, comes in
+// addition: it takes as long as a full one (H200, 0.6B: 0.5 us of each of the talker's layers).
 // Never more than the ring has stages: a barrier tells only its newest phase from the one before, so that a wait for
 // the copy before a stage's newest one would not end.
 static_assert(RING >= 2, "a stage is read while the next one is filled");
@@ -55,12 +55,12 @@ constexpr u32 PREDICTOR_COPIES = at_most_ring(2);
 // 2 271). Nothing is exchanged while the head is read.
 constexpr u32 LAYER_COPIES = at_most_ring(2), HEAD_COPIES = at_most_ring(4);
 static_assert(larger(larger(TALKER_COPIES, PREDICTOR_COPIES), larger(LAYER_COPIES, HEAD_COPIES)) <= RING, "see above");
-constexpr u32 MOST_NAPS = 1 << 23;   // about a second, which no copy takes: sooner than the consumers' watchdog
+constexpr u32 MOST_NAPS = 1 << 23;   // about a second, longer than any copy and shorter than the consumers' watchdog
 struct Feeder { u32 stage, phase, count, copies; bool on, was_short; };
 DEV bool copied(Ctx& c, u32 n) { return barrier_test(&c.s->full[n % RING], (n / RING) & 1); }
-// Whether the feeder shall leave off waiting, asked once in 64 times. Its lanes copy together, so all of them take the
-// same answer. It looks at no clock, keeps in shared memory what it lost, and leaves the telling to feed_end: registers
-// are few here.
+// Whether the feeder should stop waiting, checked once in 64 polls. Its lanes copy together, so all of them get the
+// same answer. To save registers it reads no clock, notes a lost copy in shared memory, and leaves the report to
+// feed_end.
 DEV bool feed_no_more(Ctx& c, Feeder& f, bool lost) {
   const bool over = lost || *(volatile u32*)&c.s->stop || *(volatile u32*)&c.s->dead;
   if (lost) c.s->lost = EARLIER_COPY;
@@ -70,7 +70,7 @@ DEV bool feed_no_more(Ctx& c, Feeder& f, bool lost) {
 }
 DEV void feed(Ctx& c, Feeder& f, const u8* from, u32 bytes, u64 policy) {
   if (!f.on) return;
-  u32 spins = 0;   // consumers free a stage, or stop, or give up by a wait of their own
+  u32 spins = 0;   // bounded, because consumers free a stage, stop, or give up by their own watchdog
   while (!__all_sync(~0u, barrier_test(&c.s->empty[f.stage], f.phase ^ 1)))
     if ((++spins & 63u) == 0 && feed_no_more(c, f, false)) return;
   if (!__all_sync(~0u, !*(volatile u32*)&c.s->stop)) { f.on = false; return; }
@@ -86,14 +86,14 @@ DEV void feed(Ctx& c, Feeder& f, const u8* from, u32 bytes, u64 policy) {
   fill_stage(c, f.stage, from, bytes, policy);
   f.count++; if (++f.stage == RING) { f.stage = 0; f.phase ^= 1; }
 }
-// A matrix of the tape: whole stages, the last one may be short.
+// Feeds a matrix of the tape: full stages, of which the last one may be short.
 template <class M> DEV void feed_matrix(Ctx& c, Feeder& f, const u8*& tape, u64 policy) {
   for (int s = 0; s < M::STAGES; s++) {
     const u32 left = M::BYTES - s * STAGE_BYTES, bytes = left < STAGE_BYTES ? left : STAGE_BYTES;
     feed(c, f, tape, bytes, policy); tape += bytes;
   }
 }
-// What a block was dealt.
+// Feeds all matrices of the block's rows.
 template <class D> DEV void feed_dealt(Ctx& c, Feeder& f, const u8*& tape, u64 policy) {
   for (int i = 0; i < D::COUNT; i++) feed_matrix<typename D::One>(c, f, tape, policy);
 }
@@ -118,8 +118,8 @@ DEV void feed_layer(Ctx& c, Feeder& f, const u8* tape, int layer, int position, 
   feed_dealt<typename S::GateUp>(c, f, tape, policy);
   feed_dealt<typename S::Down>(c, f, tape, policy);
 }
-// Never leave while a copy into this block's shared memory is in flight, whether the launch goes on, ends or has given
-// up: another block may have that memory next. A copy waits for nobody, so one that takes `timeout_ns` will not come.
+// Never return while a copy into this block's shared memory is in flight, whether the launch continues, ends or gave
+// up: another block may get that memory next. A copy waits for nothing, so one that exceeds `timeout_ns` is lost.
 DEV void feed_end(Ctx& c, const Feeder& f) {
   if (c.s->lost) lose(c.p, c.s, c.block, c.tid, c.tag, c.s->lost);
   Watch w = {0, 0};

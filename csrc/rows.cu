@@ -1,16 +1,16 @@
-// Up to 16 rows of a prompt through one layer of the talker, from its tape as it is: five ordinary kernels, a phase of
-// the layer each. What lies between them is rounded to bf16 where transformers 4.57 rounds (mktts/model/qwen3.py).
+// Computes one layer of the talker for up to 16 rows of a prompt, directly from its tape: five ordinary kernels, one
+// for each phase. Values between them are rounded to bf16 where transformers 4.57 rounds (mktts/model/qwen3.py).
 //
-// A tape's fragment is laid out for two rows of a matrix and one vector (gemv.cuh). Read by another warp it serves
-// sixteen: eight lanes times four hold, of eight fragments, one of the eight parts along k, which is the B operand of
-// two products whose A operand is the prompt. So warp p multiplies part p, and eight sums make an output.
+// A tape's fragment is laid out for two rows of a matrix and one vector (gemv.cuh). With another distribution to warps
+// it serves sixteen rows: eight times four lanes hold, of eight fragments, one of the eight parts along k, which is the
+// B operand of two products whose A operand is the prompt. So warp p multiplies part p, and eight sums give an output.
 #include "ptx.cuh"
 
 constexpr int ROWS = 16;        // of the prompt, padded: the A operand of mma.m16n8k16
 constexpr int TILE = 16;        // rows of a matrix that are multiplied together
-constexpr int AHEAD = 16;       // loads of weights in flight of a lane, 16 bytes each
+constexpr int AHEAD = 16;       // weight loads that a lane has in flight, 16 bytes each
 constexpr int MOST_KEYS = 512;  // positions that a row can attend to
-constexpr int OLD = 8;          // of them, what a warp reads of the cache at a time
+constexpr int OLD = 8;          // cached positions that a warp reads at a time
 
 struct RowsParams {
   const u8* tape;               // of block 0, at the layer
@@ -20,19 +20,19 @@ struct RowsParams {
   u16 *x;                       // (ROWS, H), the residual
   u16 *heads, *attended, *active;   // (ROWS, queries, keys, values), (ROWS, queries), (ROWS, F)
   u16 *keys, *values;           // (NKV, positions, HD), of the layer
-  const i64 *past, *end;        // positions that are filled; those that will be
+  const i64 *past, *end;        // filled positions, before and after
   u64 positions;
 };
 
 #define KERNEL(name) extern "C" __global__ void __launch_bounds__(THREADS) name(const __grid_constant__ RowsParams p)
 typedef Talker S;
-constexpr int KEYS = NQ * HD, VALUES = KEYS + NKV * HD, WIDTH = VALUES + NKV * HD;   // places in a row of heads
+constexpr int KEYS = NQ * HD, VALUES = KEYS + NKV * HD, WIDTH = VALUES + NKV * HD;   // offsets in a row of heads
 constexpr int OUT_AT = S::Qkv::BYTES, GATE_AT = OUT_AT + S::Out::BYTES, DOWN_AT = GATE_AT + S::GateUp::BYTES;
 
 struct Sums { float part[WARPS][ROWS][TILE + 1]; };
 
-// The 16 bytes of this lane: of eight fragments of step k, those of part `warp`. `tile` counts through all matrices
-// that the block was dealt.
+// Loads this lane's 16 bytes of part `warp` of eight fragments of step k. `tile` counts through all matrices of the
+// block's rows.
 template <class D> DEV void load(const u8* tape, int tile, int k, u32 (&v)[4]) {
   constexpr int TILES = D::CHUNK / TILE;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -41,12 +41,12 @@ template <class D> DEV void load(const u8* tape, int tile, int k, u32 (&v)[4]) {
   const int at = stage * WARPS * FRAGS + pair / D::TILES * each + fragment % FRAGS;
   fetch16(tape + tile / TILES * (u64)D::One::BYTES + (u64)at * FRAG_BYTES + (warp * 4 + lane % 4) * 16, v);
 }
-// Products of a tile's even rows of the matrix, then of its odd ones.
+// Multiplies the matrix's even rows of a tile, then its odd ones.
 DEV void multiply(float (&sums)[2][4], const u32 (&rows)[4], const u32 (&v)[4]) {
   mma(sums[0], rows, v[0], v[2]);
   mma(sums[1], rows, v[1], v[3]);
 }
-// The parts' sums, added in their order: each(row of the prompt, pair of the tile's rows, both sums).
+// Adds the sums of the parts in order and calls each(row of the prompt, pair of the tile's rows, both sums).
 template <class F> DEV void finish(Sums& all, const float (&sums)[2][4], F each) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   block_sync();                                    // the tile before has been read
@@ -60,8 +60,8 @@ template <class F> DEV void finish(Sums& all, const float (&sums)[2][4], F each)
     each(row, pair, a, b);
   }
 }
-// Four neighbouring values of two rows, as the A operand has them; zero behind `inputs`. Not by the read-only path: an
-// early block's kernel has begun before they were written.
+// Loads four adjacent values of two rows as part of the A operand; zero beyond `inputs`. Not by the read-only path, as
+// an early block's kernel has begun before they were written.
 DEV void row_operand(const u16* x, int stride, int column, int inputs, u32 (&a)[4]) {
   const int g = threadIdx.x % 32 / 4;
   UNROLL for (int i = 0; i < 2; i++) {
@@ -70,15 +70,14 @@ DEV void row_operand(const u16* x, int stride, int column, int inputs, u32 (&a)[
   }
 }
 
-// Rows that this block was dealt, of the matrices that take the normed residual: each(row of the prompt, row of the
-// block, two sums).
+// Multiplies the normed residual by this block's rows: calls each(row of the prompt, row of the block, two sums).
 template <class D, class F> DEV void multiply_normed(const RowsParams& p, const u8* tape, const u16* norm, F each) {
   constexpr int TILES = D::COUNT * D::CHUNK / TILE, UNITS = TILES * D::STEPS, H = S::H;
   __shared__ Sums sums; __shared__ float squares[WARPS][ROWS];
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   u32 v[AHEAD][4];
   UNROLL for (int u = 0; u < AHEAD; u++) if (u < UNITS) load<D>(tape, u / D::STEPS, u % D::STEPS, v[u]);
-  let_next_come(); wait_for_last();                // weights do not wait for the kernel before
+  let_next_come(); wait_for_last();                // weight loads do not wait for the previous kernel
   u32 a[D::STEPS][4];
   float square[2] = {0.f, 0.f};
   UNROLL for (int k = 0; k < D::STEPS; k++) {
@@ -115,7 +114,7 @@ template <class D, class F> DEV void multiply_normed(const RowsParams& p, const 
     finish(sums, out, [&](int row, int pair, float a, float b) { each(row, tile * TILE + 2 * pair, a, b); });
   }
 }
-// Those of one tile, over all groups: INPUTS columns of `from` belong to each. Added to the residual.
+// Multiplies one tile over all groups, each with INPUTS columns of `from`, and adds the result to the residual.
 template <class D, int INPUTS> DEV void multiply_groups(const RowsParams& p, u64 tape_at, const u16* from) {
   constexpr int UNITS = NKV * D::STEPS;
   __shared__ Sums sums;
@@ -161,7 +160,7 @@ KERNEL(mktts_rows_qkv) {
 }
 KERNEL(mktts_rows_out) { multiply_groups<S::Out, S::ATT>(p, OUT_AT, p.attended); }
 KERNEL(mktts_rows_gate_up) {
-  typedef S::GateUp D;                             // a gate's row, then its up's
+  typedef S::GateUp D;                             // rows of gate and up alternate
   const int head = blockIdx.x / GROUP, share = blockIdx.x % GROUP;
   const u8* tape = p.tape + blockIdx.x * p.block_bytes + GATE_AT;
   multiply_normed<D>(p, tape, p.post_norm, [&](int row, int own, float gate, float up) {
@@ -187,7 +186,7 @@ DEV Head read_head(const u16* from) {
   }
   return h;
 }
-// Normed and turned to its position.
+// Reads a head, applies its norm and rotates it to its position.
 DEV Head turned(const u16* from, const u16* norm, const u16* rotary) {
   Head h = read_head(from);
   const Head w = read_head(norm), cos = read_head(rotary), sin = read_head(rotary + HD);
@@ -210,13 +209,13 @@ DEV float times(const Head& a, const Head& b) {
 struct Attention { float weight[MOST_KEYS], most[WARPS], part[THREADS]; };
 
 KERNEL(mktts_rows_attend) {
-  constexpr int PARTS = THREADS / HD;              // of the values, added apart
+  constexpr int PARTS = THREADS / HD;              // of the values, summed separately
   __shared__ Attention all;
   const int head = blockIdx.x, row = blockIdx.y, kv = head / QPK, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   let_next_come(); wait_for_last();
   const int past = *p.past, position = past + row, seen = position + 1;
   u16* out = p.attended + row * KEYS + head * HD;
-  if (position >= *p.end) {                        // padding: what is multiplied later must be a number
+  if (position >= *p.end) {                        // padding must be finite, because it is multiplied later
     if (threadIdx.x < HD) out[threadIdx.x] = 0;
     return;
   }
@@ -232,7 +231,7 @@ KERNEL(mktts_rows_attend) {
     most = most > score ? most : score;
   };
   for (int first = warp; first < past; first += OLD * WARPS) {
-    Head key[OLD];                                 // on their way together
+    Head key[OLD];                                 // loads in flight together
     UNROLL for (int i = 0; i < OLD; i++) {
       const int at = first + i * WARPS;
       if (at < past) key[i] = read_head(keys + (i64)at * HD);

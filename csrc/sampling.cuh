@@ -1,15 +1,15 @@
-// Choosing a code. Every block sees all logits and draws the same code itself, so the choice costs no exchange.
+// Samples a code. Every block reads all logits and draws the same code itself, so the choice needs no exchange.
 //
-// Philox4x32-10 (Salmon et al. 2011) with counters (id / 4, codebook, frame, stream) gives Gumbel noise; the largest
-// logit / T + noise is a draw from the softmax. Top-k without a sort: accept the winner if fewer than k logits are
-// above its own, otherwise draw again among those; this keeps ties with the k-th, as transformers does. Top-p alike:
-// accept the winner if the mass above it is less than top_p of what top-k keeps, else draw again among those above.
+// Philox4x32-10 (Salmon et al. 2011) with counters (id / 4, codebook, frame, stream) gives Gumbel noise; the argmax of
+// logit / T + noise is a draw from the softmax. Top-k needs no sort: accept the winner if fewer than k logits are above
+// its own, otherwise draw again among those; ties with the k-th are kept, as in transformers. Top-p likewise: accept
+// the winner if the mass above it is less than top_p of what top-k keeps, else draw again among those above.
 #pragma once
 #include "layer.cuh"
 
 constexpr float NEVER = -3.0e38f;
 
-// log by IEEE multiply and add only (Cephes logf), so that a CPU gives the same bits
+// log from IEEE multiplications and additions only (Cephes logf), so that a CPU gives the same bits
 DEV float exact_log(float x) {
   const u32 b = __float_as_uint(x);
   int e = (int)(b >> 23) - 126;
@@ -40,7 +40,7 @@ DEV float gumbel(u32 r) {
 }
 DEV u32 ordered(float f) { const u32 b = __float_as_uint(f); return (b & 0x80000000u) ? ~b : (b | 0x80000000u); }
 
-// The settings of one choice, and of the ids that it may take.
+// The sampling settings of one choice.
 struct Choice { int greedy; u32 top_k; float temperature, top_p; };
 DEV Choice choice_of(const Ctx& c, bool first) {
   const Stream& u = *c.u;
@@ -61,8 +61,8 @@ DEV float block_sum(Ctx& c, float v) {
   v = 0.f; UNROLL for (int w = 0; w < WARPS; w++) v += c.s->mass[w];
   return v;
 }
-// The mass that top-p takes its part of: sum of exp(l - most) over the `top_k` largest logits, ties with the last of
-// them included. Bisects for the k-th.
+// The total mass for top-p: the sum of exp(l - most) over the `top_k` largest logits, including ties with the last of
+// them. Finds the k-th by bisection.
 template <int N> DEV float kept_mass(Ctx& c, const float (&l)[N][4], u32 top_k, float most) {
   u32 least = 0;                                            // the largest key that at least top_k logits reach
   if (top_k) for (u32 bit = 1u << 31; bit; bit >>= 1) {
@@ -76,7 +76,7 @@ template <int N> DEV float kept_mass(Ctx& c, const float (&l)[N][4], u32 top_k, 
   return block_sum(c, sum);
 }
 
-// All logits of a thread in one round trip.
+// Polls all logits of a thread in one round trip.
 template <int V> DEV void poll_logits(Ctx& c, const u32* from, u32 tag, u32 (&out)[ceil_div(V, 4 * THREADS)][2]) {
   constexpr int N = ceil_div(V, 4 * THREADS);
   Watch w = {0, 0}; const u32 t = tag << 16;
@@ -92,9 +92,9 @@ template <int V> DEV void poll_logits(Ctx& c, const u32* from, u32 tag, u32 (&ou
     if (__all_sync(~0u, (bad >> 16) == 0) || give_up(c, w, WORDS)) break;
   }
 }
-// Thread t holds logits 4 * (t + 256 g) + i. Every warp offers its best; the best of all wins unless its rank forbids
-// it, and then whatever is not above the highest refused offer is out of the next round. NO_NUMBER where no logit is a
-// number: a NaN is above nothing, so nobody offers anything.
+// Thread t holds logits 4 * (t + 256 g) + i. Every warp offers its best; the best of all wins unless its rank excludes
+// it, and then ids that are not above the highest refused offer are excluded from the next round. NO_NUMBER if no logit
+// is finite: NaN compares above nothing, so there are no offers.
 constexpr int NO_NUMBER = -1;
 template <int V> DEV int sample(Ctx& c, u32 tag, int book, int frame) {
   constexpr int N = ceil_div(V, 4 * THREADS);
@@ -102,7 +102,7 @@ template <int V> DEV int sample(Ctx& c, u32 tag, int book, int frame) {
   Shared& s = *c.s; const Params& p = *c.p;
   const Choice choice = choice_of(c, book == 0);
   float l[N][4], score[N][4];
-  if (!choice.greedy) UNROLL for (int g = 0; g < N; g++) { // noise does not depend on the logits: before the wait
+  if (!choice.greedy) UNROLL for (int g = 0; g < N; g++) { // noise does not depend on logits: computed before the wait
     u32 r[4]; philox(g * THREADS + c.tid, book, frame, 0, c.u->seed_lo, c.u->seed_hi, r);
     UNROLL for (int i = 0; i < 4; i++) score[g][i] = gumbel(r[i]);
   }
@@ -181,7 +181,7 @@ template <int V> DEV int sample(Ctx& c, u32 tag, int book, int frame) {
       if (refused) continue;
     }
     if (!nucleus) return win;
-    float sum = 0.f;                                        // what lies above the winner, as a sort by (l, id) has it
+    float sum = 0.f;                                        // mass above the winner in the order of (l, id)
     UNROLL for (int g = 0; g < N; g++) UNROLL for (int i = 0; i < 4; i++) {
       const int id = 4 * (g * THREADS + c.tid) + i;
       if (l[g][i] > won || (l[g][i] == won && id > win)) sum += __expf(l[g][i] - most);

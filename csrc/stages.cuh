@@ -1,8 +1,8 @@
-// What the kernels share above the layers: a talker step, the host's request to stop, the body of a block.
+// Code above the layers shared by the kernels: a talker step, the host's request to stop, the body of a block.
 #pragma once
 #include "sampling.cuh"
 
-// One talker step on `x`, whose normed result is also left in vec.
+// One talker step on `x`; the normed result is also left in vec.
 DEV void talk(Ctx& c, int position, Row<Talker>& x, u16* hidden) {
   const Params& p = *c.p; Norm<Talker> norm;
   load_norm<Talker>(c, p.talker_norms, norm);
@@ -13,7 +13,7 @@ DEV void talk(Ctx& c, int position, Row<Talker>& x, u16* hidden) {
   MARK(c, 14);
   final_norm<Talker>(c, x, norm);
 }
-// Whether the host still wants more: block 0 asks it early in a frame, all blocks take the answer at its end.
+// Whether the host wants more frames: block 0 asks early in a frame, and all blocks read the answer at its end.
 DEV void ask_host(Ctx& c, u32 tag) {
   if (c.block == 0 && c.tid == 0) put32(&c.p->exchange->go, (tag << 16) | (get32_host(c.u->out + STOP) ? 1u : 0u));
 }
@@ -62,13 +62,13 @@ template <void FEED(Ctx&), void CONSUME(Ctx&)> DEV void run(const Params& p) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 #endif
     CONSUME(c);
-    if (c.tid == 0) s->stop = 1;                              // the feeder waits for nobody any more
-    // Every block has long read them: none finishes a layer without all others.
+    if (c.tid == 0) s->stop = 1;                              // tells the feeder to stop waiting
+    // Every block has read the counts by now, as none can finish a layer without all others.
     if (c.block == 0 && c.tid == 0) p.exchange->counts[0] = c.counts;
   }
 }
 
-// What the host takes from a compiled kernel, or compares with what it holds itself (mktts/kernel/build.py).
+// Constants that the host reads from a compiled kernel, or compares with its own (mktts/kernel/build.py).
 #define EXPORT(type, name, value) extern "C" __device__ const type mktts_##name = value
 EXPORT(u32, shared_bytes, sizeof(Shared));
 EXPORT(u32, exchange_bytes, sizeof(Exchange));

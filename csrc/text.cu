@@ -1,8 +1,8 @@
 // Qwen3 text, token by token: embedding row, layers, norm, head, choice; the talker's stack with a text model's
-// weights. A launch makes `frames` tokens in a row, hands each to the host as it is ready, and stops at an end id or
-// when the host asks it to.
+// weights. A launch makes `frames` tokens in a row, delivers each to the host as soon as it is ready, and stops at an
+// end id or at the host's request.
 //
-// No block sees all logits: each keeps its own rows', and the blocks agree on a token by exchanging offers and sums.
+// No block has all logits: each keeps those of its rows, and the blocks agree on a token by exchanging offers and sums.
 #include "stages.cuh"
 
 constexpr int HEAD_ROWS = ceil_div(VT, CTAS);                             // of a block
@@ -10,7 +10,7 @@ constexpr int HEAD_CHUNKS = ceil_div(HEAD_ROWS, 2 * WARPS * 16);          // a l
 constexpr int CHUNK_ROWS = round_up(ceil_div(HEAD_ROWS, HEAD_CHUNKS), 2 * WARPS);
 typedef Mat<CHUNK_ROWS, T_H> HeadChunk;
 
-// In registers where a card has blocks enough; many chunks would neither fit there nor compile in time.
+// Logits are kept in registers if the card has enough blocks; many chunks would not fit, and would compile too slowly.
 constexpr int HEAD_UNROLL = HEAD_CHUNKS <= 8 ? HEAD_CHUNKS : 1;
 #define UNROLL_HEAD _Pragma("unroll HEAD_UNROLL")
 
@@ -37,7 +37,7 @@ DEV Offer best_of_warp(Offer o) {
   }
   return o;
 }
-constexpr int WAVES = ceil_div(CTAS, 32);                                 // warps that take a word of every block
+constexpr int WAVES = ceil_div(CTAS, 32);                                 // warps needed to read a word of every block
 static_assert(WAVES <= WARPS, "a lane for every block");
 
 // The best offer of all threads of all blocks.
@@ -64,7 +64,7 @@ DEV Offer agree(Ctx& c, Offer mine) {
     all = better(all, {(u32)(s.agreed[w] >> 32), (int)(u32)s.agreed[w], s.mass[w]});
   return all;
 }
-// A sum over all threads of all blocks, the same bits everywhere.
+// A sum over all threads of all blocks, with the same bits in every block.
 DEV float sum_all(Ctx& c, float v) {
   Shared& s = *c.s; const u32 tag = ++c.tag; u64* sums = c.p->exchange->sums[tag & 1];
   v = block_sum(c, v);
@@ -80,7 +80,7 @@ DEV float sum_all(Ctx& c, float v) {
   return v;
 }
 
-// As `sample` of sampling.cuh, over blocks: an offer wins unless its rank forbids it, and then all below it are out.
+// As `sample` in sampling.cuh, over all blocks: an offer wins unless its rank excludes it, and with it all below it.
 DEV int choose(Ctx& c, Logits& x, int index) {
   const Choice choice = choice_of(c, true);
   float score[HEAD_CHUNKS], most = NEVER;
@@ -120,7 +120,7 @@ DEV int choose(Ctx& c, Logits& x, int index) {
         mine = better(mine, {ordered(score[k]), x.id[k], x.l[k]});
     const Offer won = agree(c, mine);
     if (choice.greedy || (choice.top_k == 0 && !nucleus) || *(volatile u32*)&c.s->dead) return won.id;
-    float above = 0.f;                                                    // how many, or how much of the distribution
+    float above = 0.f;                                                    // number of logits, or mass, above the winner
     UNROLL_HEAD for (int k = 0; k < HEAD_CHUNKS; k++) {
       const bool higher = x.l[k] > won.l;
       if (nucleus) above += higher || (x.l[k] == won.l && x.id[k] > won.id) ? __expf(x.l[k] - most) : 0.f;

@@ -1,5 +1,5 @@
-// One layer of the talker's weight tape as plain row-major matrices, which is what a product over many rows takes: the
-// inverse of pack_layer in mktts/kernel/tape.py. Thread blocks in x: one for each tape; in y: they share its fragments.
+// Unpacks one layer of the talker's weight tape to row-major matrices, as needed for products of many rows: the inverse
+// of pack_layer in mktts/kernel/tape.py. One thread block in x for each tape; blocks in y share its fragments.
 #include "config.cuh"
 
 struct Unpack {
@@ -8,10 +8,10 @@ struct Unpack {
   u16 *qkv, *out, *gate_up, *down;   // (queries, keys, values; H), (H, queries), (gates, ups; H), (H, F)
 };
 
-constexpr int AHEAD = 4;        // loads in flight of a thread
+constexpr int AHEAD = 4;        // loads that a thread has in flight
 
-// One matrix of a block: its fragments from `tape` on, `rows` of them used; row(r) is where row r begins, at the first
-// column.
+// Unpacks one matrix of a block: its fragments start at `tape`, and `rows` rows of it are used; row(r) is the address
+// of row r.
 template <class M, int INPUTS, class Row> DEV const uint4* unpack(const uint4* tape, int rows, Row row) {
   static_assert(INPUTS % 4 == 0, "a lane's four columns are stored together");
   constexpr int ALL = WARPS * M::FRAGMENTS, LANES = 32;
@@ -21,7 +21,7 @@ template <class M, int INPUTS, class Row> DEV const uint4* unpack(const uint4* t
     uint4 v[AHEAD];
     UNROLL for (int u = 0; u < AHEAD; u++) {
       const int at = from + u * step_by;
-      if (at < ALL) v[u] = __ldcs(tape + at * LANES + lane);   // read once: the matrices should stay in L2, not this
+      if (at < ALL) v[u] = __ldcs(tape + at * LANES + lane);   // read once: leaves L2 to the unpacked matrices
     }
     UNROLL for (int u = 0; u < AHEAD; u++) {
       const int at = from + u * step_by;
@@ -38,7 +38,7 @@ template <class M, int INPUTS, class Row> DEV const uint4* unpack(const uint4* t
   }
   return tape + ALL * LANES;
 }
-// What a block was dealt; row(r): of the block's row r.
+// Unpacks all matrices of a block's rows; row(r) is the address of the block's row r.
 template <class D, int INPUTS, class Row> DEV const uint4* unpack_dealt(const uint4* tape, Row row) {
   const int left = D::TOTAL - (int)blockIdx.x % GROUP * D::EACH;
   const int rows = D::TOTAL == D::EACH * GROUP || left > D::EACH ? D::EACH : left;

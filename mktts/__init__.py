@@ -5,7 +5,7 @@
     pcm = Synthesizer.load().say("Hello.")
     write_audio("hello.wav", pcm)
 
-A name is imported from its module when it is first used, so that `import mktts` takes no time."""
+Each public name is imported from its module on first use, which keeps `import mktts` fast."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Command-line options that are made of a settings dataclass: one field, one option."""
+"""Command-line options derived from a settings dataclass: one option for each field."""
 
 import argparse
 import dataclasses
@@ -7,19 +7,19 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def option(default: Any, text: str, *, name: str | None = None, metavar: str | None = None) -> Any:
-    """A field of a settings dataclass that is a command-line option too.
+    """Declares a field of a settings dataclass that is also a command-line option.
 
-    default: the field's. text: its help, to which a default that says something is added. name: of the option, where
-    it is not the field's with dashes (and without `_s`, of seconds). metavar: what the help calls the value."""
+    default: the field's default. text: the help text; a default that is neither None nor () is appended to it. name:
+    the option's name; None derives it from the field: dashes for underscores, without a final `_s` (seconds).
+    metavar: the placeholder for the value in the help."""
     return dataclasses.field(default=default, metadata={"help": text, "name": name, "metavar": metavar})
 
 
 def add_options(parser: Any, settings: type, *, unset: bool = False) -> None:
-    """Adds an option for every field of `settings` that `option` made.
+    """Adds a command-line option for every field of `settings` that was declared with `option`.
 
-    parser: a parser or a group of one. unset: what is not given is None, and the help says what happens then.
-    A Literal becomes choices, a bool a switch with its opposite, a tuple an option that may come again, and None is the
-    default where the type has it."""
+    parser: a parser or an argument group. unset: options that are not given become None instead of their default.
+    A Literal becomes choices, a bool a pair of switches (--x, --no-x), and a tuple an option that may be repeated."""
     hints = get_type_hints(settings)
     for field in _options(settings):
         name, hint, default = field.name, hints[field.name], None if unset else field.default
@@ -40,7 +40,7 @@ def add_options(parser: Any, settings: type, *, unset: bool = False) -> None:
 
 
 def given(settings: type, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `settings` that the parsed options stand for."""
+    """Returns the fields of `settings`, by name, with the values of the parsed options."""
     return {field.name: getattr(arguments, field.name) for field in _options(settings)}
 
 

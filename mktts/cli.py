@@ -1,8 +1,8 @@
 """The command line: `python -m mktts COMMAND`. A command is a module with EXAMPLES, add_arguments and main.
 
-Only the module of the command that was asked for is imported. Exit status: 0 done; 1 what was asked for failed
-(a run, a stream, a comparison, the machine, a full disk); 2 bad input, said in one line; 130 interrupted (SIGINT);
-141 the reader of standard output went away (SIGPIPE); 143 ended by SIGTERM."""
+Only the module of the requested command is imported. Exit status: 0 success; 1 the work itself failed (a run, a
+stream, a comparison, the machine, a full disk); 2 bad input, reported in one line; 130 interrupted (SIGINT); 141 the
+reader of standard output closed it (SIGPIPE); 143 terminated by SIGTERM."""
 
 import argparse
 import difflib
@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from mktts.errors import MkttsError
 
-# Heading -> what is typed after `python -m mktts` -> (its module, what it does).
+# Heading -> words after `python -m mktts` -> (module of the command, summary for the help).
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "speak": {
         "say": ("mktts.synth.say", "speak a text: into a file, through the loudspeaker, or to standard output"),
@@ -58,7 +58,7 @@ _NO_SUCH_PLACE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, Perm
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status; errors of this package and of files print one line."""
+    """Runs one command and returns its exit status; MkttsError and OSError are reported in one line."""
     signals: list[int] = []
     try:
         with _ended_by_sigterm(signals):
@@ -75,24 +75,24 @@ def main(words: Sequence[str] | None = None) -> int:
     except MkttsError as error:
         print(f"mktts: {error}", file=sys.stderr)
         return error.exit_status
-    except ModuleNotFoundError as error:  # of an extra
+    except ModuleNotFoundError as error:  # a package of an optional extra
         if (error.name or "mktts").split(".")[0] == "mktts":
             raise
         print(f"mktts: this needs the package {error.name}: pip install -r requirements.txt", file=sys.stderr)
         return 2
     except OSError as error:
-        _forget_output()  # it may be what failed
+        _forget_output()  # standard output may be what failed
         where = f"{error.filename}: " if error.filename else ""
         print(f"mktts: {where}{error.strerror or error}", file=sys.stderr)
         return 2 if isinstance(error, _NO_SUCH_PLACE) else 1
     except Exception:
         if not signals:
             raise
-        return 128 + signals[0]  # what became of the exit inside a library's C code, as while torch is imported
+        return 128 + signals[0]  # C code, such as torch's import, may replace the SystemExit by another exception
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments of the command that `words` name, its `main` among them as `run`. Exits as argparse does."""
+    """Parses `words` into the command's arguments; `run` holds its `main`. Exits on bad input, as argparse does."""
     for count in (2, 1):
         if (name := " ".join(words[:count])) in COMMANDS:
             path, summary = COMMANDS[name]
@@ -105,7 +105,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _refuse(words: Sequence[str]) -> NoReturn:
-    """Ends the program where `words` name no command: with a list of all, or what may be meant."""
+    """Exits with the list of all commands, or with a suggestion, when `words` name no command."""
     from mktts import __version__
 
     width, listed = max(map(len, COMMANDS)) + 2, []
@@ -130,7 +130,7 @@ def _parser(program: str, description: str, epilog: str, usage: str | None = Non
 
 @contextmanager
 def _ended_by_sigterm(signals: list[int]) -> Iterator[None]:
-    """SIGTERM unwinds the stack, so that models are closed and parts of files removed; status 143. signals: gets it."""
+    """Lets SIGTERM, recorded in `signals`, unwind the stack: models are closed, partial files removed; status 143."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         signals.append(number)
@@ -147,7 +147,7 @@ def _ended_by_sigterm(signals: list[int]) -> Iterator[None]:
 
 
 def _forget_output() -> None:
-    """What standard output still holds and cannot write goes nowhere, or the interpreter's last flush fails too."""
+    """Discards buffered output that cannot be written; otherwise the interpreter's final flush would fail too."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""What every folder needs of files, folders and child processes, and of what it says to people."""
+"""Helpers shared by all folders: files, folders, child processes, checks of arguments, messages."""
 
 import json
 import os
@@ -17,10 +17,10 @@ from mktts.errors import CheckpointError, MkttsError, OptionsError
 
 
 def write_whole(path: Path | str, data: bytes, mode: int = 0o644) -> Path:
-    """Writes `data` beside `path` first and then puts it in place, so that no reader ever sees a part of it.
+    """Writes `data` to a temporary file beside `path` and renames it, so that no reader ever sees a partial file.
 
-    mode: of a new file; nobody may read more of it meanwhile. A symbolic link stays, and what it points to is replaced.
-    A device or a FIFO stays, and is written to."""
+    mode: permissions of the file; the temporary file is readable by its owner only. A symbolic link is kept and its
+    target replaced; a device or a FIFO is written to directly."""
     path = Path(path)
     try:
         if is_special(path):
@@ -32,29 +32,29 @@ def write_whole(path: Path | str, data: bytes, mode: int = 0o644) -> Path:
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
-            os.chmod(part, mode)  # mkstemp makes files that only their owner can read
+            os.chmod(part, mode)  # mkstemp creates files that only their owner can read
             os.replace(part, target)
         except BaseException:
             os.unlink(part)
             raise
     except OSError as error:
         if error.errno is not None:
-            error.filename, error.filename2 = str(path), None  # the caller knows this name, not that of the part
+            error.filename, error.filename2 = str(path), None  # the caller does not know the temporary file's name
         raise
     return path
 
 
 def is_special(path: Path | str) -> bool:
-    """Whether `path` leads to something that is neither a regular file nor a folder: a device, a FIFO, a socket."""
+    """Whether `path` is neither a regular file nor a folder, but a device, a FIFO or a socket."""
     try:
-        mode = os.stat(path).st_mode  # follows links, /dev/stdout too
+        mode = os.stat(path).st_mode  # follows symbolic links, including /dev/stdout
     except OSError:
         return False
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
 def require_writable(path: Path | str) -> None:
-    """Raises MkttsError where `write_whole` could not write: for a command to refuse before its work, not after it."""
+    """Raises MkttsError if `write_whole` could not write `path`, so that a command fails before its work, not after."""
     if os.path.isdir(path):
         raise MkttsError(f"{path}: expected a file to write, found a folder")
     if os.path.exists(path) and not os.access(path, os.W_OK):
@@ -65,13 +65,13 @@ def require_writable(path: Path | str) -> None:
     if not os.path.isdir(folder):
         raise MkttsError(f"{path}: expected a file name in a folder that exists, found no folder {folder}")
     try:
-        tempfile.TemporaryFile(dir=folder).close()  # what may be done there shows only when it is done
+        tempfile.TemporaryFile(dir=folder).close()  # only an attempt shows whether the folder is writable
     except OSError as error:
         raise MkttsError(f"{path}: expected a folder that can be written to: {folder}: {error.strerror}") from None
 
 
 def read_json(path: Path | str, error: type[MkttsError] = CheckpointError, hint: str = "") -> Any:
-    """The content of a JSON file. Raises `error`, which ends in `hint`, where it cannot be read."""
+    """Reads a JSON file. Raises `error` if it cannot be read; the message ends with `hint`."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as reason:
@@ -80,7 +80,7 @@ def read_json(path: Path | str, error: type[MkttsError] = CheckpointError, hint:
 
 
 def read_object(path: Path | str, error: type[MkttsError] = CheckpointError, hint: str = "") -> dict[str, Any]:
-    """Reads a file that holds one JSON object, as `read_json` does."""
+    """Reads a file that holds one JSON object. Raises `error` as `read_json` does."""
     value = read_json(path, error, hint)
     if not isinstance(value, dict):
         raise error(f"{path}: expected a JSON object, found {type(value).__name__}{hint}")
@@ -88,16 +88,16 @@ def read_object(path: Path | str, error: type[MkttsError] = CheckpointError, hin
 
 
 def write_json(path: Path, value: Any, *, sort_keys: bool = True) -> None:
-    """Writes `value` to `path`, whole or not at all; its folder is made where it is missing."""
+    """Writes `value` as JSON to `path`, completely or not at all; creates its folder if it is missing."""
     text = json.dumps(value, indent=2, sort_keys=sort_keys, allow_nan=False, ensure_ascii=False)
     write_whole(path, f"{text}\n".encode())
 
 
 def cache_folder(cache: str | Path | None = None) -> Path:
-    """Where random checkpoints and compiled kernels are kept: `cache`, else $MKTTS_CACHE, else ~/.cache/mktts, else,
-    where there is no home to write to, a folder among the temporary files that belongs to this user.
+    """The folder that caches random checkpoints and compiled kernels: `cache`, else $MKTTS_CACHE, else ~/.cache/mktts,
+    else, without a writable home, a folder of this user among the temporary files.
 
-    Raises CheckpointError where that last folder is somebody else's: what it holds is loaded and run."""
+    Raises CheckpointError if that last folder belongs to another user, because its content is loaded and executed."""
     if named := cache or os.environ.get("MKTTS_CACHE"):
         return Path(named).expanduser()
     try:
@@ -105,7 +105,7 @@ def cache_folder(cache: str | Path | None = None) -> Path:
         above = next(parent for parent in (folder, *folder.parents) if parent.exists())
         if above == folder or (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
             return folder
-    except (OSError, RuntimeError):  # a home that may not be looked into; a user id without a home
+    except (OSError, RuntimeError):  # an unreadable home; a user id without a home
         pass
     folder = Path(tempfile.gettempdir()) / f"mktts-{os.getuid()}"
     try:
@@ -118,7 +118,7 @@ def cache_folder(cache: str | Path | None = None) -> Path:
 
 
 def python_path() -> dict[str, str]:
-    """PYTHONPATH with this package's folder first: it need not be installed, nor be in the working folder."""
+    """PYTHONPATH for child processes, with this package's folder first, so that it need not be installed."""
     package = str(Path(__file__).resolve().parents[1])
     others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != package]
     return {"PYTHONPATH": os.pathsep.join([package, *others])}
@@ -126,7 +126,7 @@ def python_path() -> dict[str, str]:
 
 @contextmanager
 def announced(what: str, patience_s: float = 1.0) -> Iterator[None]:
-    """Prints `what` to standard error where the work inside takes longer than `patience_s`, and then how long."""
+    """Prints `what` to standard error if the block takes longer than `patience_s`, and its duration when it ends."""
     begun_s = time.perf_counter()
     timer = threading.Timer(patience_s, lambda: print(f"{what} ...", end="", file=sys.stderr, flush=True))
     timer.daemon = True
@@ -144,7 +144,7 @@ def announced(what: str, patience_s: float = 1.0) -> Iterator[None]:
 def checked_int(
     name: str, value: object, at_least: int, at_most: int | None = None, error: type[MkttsError] = OptionsError
 ) -> None:
-    """Raises `error` unless `value` is a whole number of at least `at_least` and, where given, at most `at_most`."""
+    """Raises `error` unless `value` is a whole number of at least `at_least` and, if given, at most `at_most`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
         raise error(f"{name} must be a whole number of at least {at_least}, got {value!r}")
     if at_most is not None and value > at_most:
@@ -160,7 +160,7 @@ def checked_number(
 
 
 def whole_numbers(name: str, words: str) -> tuple[int, ...]:
-    """ "1,1,2" -> (1, 1, 2). Raises OptionsError, with the name, for anything but whole numbers of at least 1."""
+    """Parses "1,1,2" as (1, 1, 2). Raises OptionsError, naming `name`, unless all are whole numbers of at least 1."""
     numbers = [word.strip() for word in words.split(",")]
     if not all(number.isdecimal() and int(number) for number in numbers):
         raise OptionsError(f"{name} takes whole numbers of at least 1, commas between them, got {words!r}")
@@ -174,5 +174,5 @@ def one_of(name: str, value: object, known: Collection[object], error: type[Mktt
 
 
 def counted(number: int, what: str) -> str:
-    """1 and "stream": "1 stream"; 2: "2 streams"."""
+    """A number with its noun: "1 stream", "2 streams"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,14 +1,14 @@
-"""Every error this package raises on purpose. Each message says what was expected, what came, and what to do."""
+"""Every error this package raises on purpose. A message says what was expected, what was found, and what to do."""
 
 
 class MkttsError(Exception):
     """Base class: catch this to catch everything mktts raises on purpose."""
 
-    exit_status = 2  # of a command that it ends: bad input; 1 where the failure lies inside
+    exit_status = 2  # of a command that fails with it: 2 for bad input, 1 for an internal failure
 
 
 class CheckpointError(MkttsError):
-    """A checkpoint cannot be found, read, or does not have the Qwen3-TTS 12 Hz layout."""
+    """A checkpoint cannot be found or read, or does not have the Qwen3-TTS 12 Hz layout."""
 
 
 class TextError(MkttsError, ValueError):
@@ -16,7 +16,7 @@ class TextError(MkttsError, ValueError):
 
 
 class PromptError(MkttsError, ValueError):
-    """Language, speaker, voice or layout does not fit the checkpoint."""
+    """The language, speaker, voice or layout does not fit the checkpoint."""
 
 
 class VoiceError(MkttsError, ValueError):
@@ -36,18 +36,18 @@ class CodecError(MkttsError, ValueError):
 
 
 class AudioError(MkttsError, ValueError):
-    """Audio that cannot be written: wrong shape, dtype, values or rate, or a file name that is no known format."""
+    """Audio cannot be written: wrong shape, dtype, values or rate, or a file name of an unknown format."""
 
 
 class CapacityError(MkttsError):
-    """A stream asks for more than there is: positions of its keys and values; a slot, pages or time for a listener."""
+    """A stream needs more than is available: key-value positions, a slot, pages, or time on the device."""
 
 
 class BusyError(CapacityError):
-    """Every place is taken for now, of a server or of the engine in this process: ask again later."""
+    """The server, or the engine in this process, is at capacity: retry later."""
 
     exit_status = 1
-    capacity: int | None = None  # listeners served at once, where that is known
+    capacity: int | None = None  # streams served at once, if known
 
 
 class BackendUnavailable(MkttsError):
@@ -61,15 +61,15 @@ class EngineError(MkttsError):
 
 
 class ConnectionLost(EngineError):
-    """A server cannot be reached, or was lost or stopped in the middle: a later try may find it, or another one."""
+    """A server cannot be reached, or the connection was lost during a stream: a retry may succeed."""
 
 
 class SentencesError(MkttsError, ValueError):
-    """A table of sentences cannot be read, or the folder that its speech goes to cannot be used for it."""
+    """A table of sentences cannot be read, or its output folder cannot be used."""
 
 
 class MetricsError(MkttsError, ValueError):
-    """A figure cannot be computed or recorded: no audio, not a number, not a scalar."""
+    """A metric cannot be computed or recorded: no audio, not a number, not a scalar."""
 
 
 class BatchError(MkttsError):
@@ -77,16 +77,16 @@ class BatchError(MkttsError):
 
 
 class ServerError(MkttsError):
-    """The server cannot start as it was asked to: an unsafe address, a missing key, a wrong limit."""
+    """The server cannot start with these settings: an unsafe address, a missing key, an invalid limit."""
 
 
 class AccessError(MkttsError):
-    """A server wants a key, or another one."""
+    """A server requires an API key, or rejected the one that was sent."""
 
 
 class AgentError(MkttsError):
-    """The voice agent cannot be built or run as asked: a missing key or package, a wrong choice, a phrase it lacks."""
+    """The voice agent cannot be built or run as asked: a missing key, package or phrase, or an invalid choice."""
 
 
 class PackageMissing(AgentError):
-    """A part of the agent needs a package that this system has no wheel of: what stands on it is skipped by name."""
+    """A part of the agent needs a package that has no wheel for this system; tests of that part are skipped."""

@@ -1,4 +1,4 @@
-"""Qwen3-TTS as LiveKit's text to speech (livekit-agents 1.8), from a server or in this process:
+"""Qwen3-TTS as a LiveKit TTS plugin (livekit-agents 1.8), through a server or in this process:
 
 from mktts.livekit import TTS
 
@@ -28,16 +28,16 @@ from mktts.model.voice import Voice
 from mktts.spec import SAMPLE_RATE_HZ
 from mktts.synth import Synthesizer
 
-Piece = tuple[bytes, Sequence[WordTime]]  # 16-bit PCM, and all words whose times are known by now
-Speech = tuple[Coroutine, AsyncIterator[Piece]]  # what feeds it, and what comes of it
+Piece = tuple[bytes, Sequence[WordTime]]  # 16-bit PCM, and all words whose times are known so far
+Speech = tuple[Coroutine, AsyncIterator[Piece]]  # the coroutine that feeds the text, and the resulting audio
 
 _PCM = {"sample_rate": SAMPLE_RATE_HZ, "num_channels": 1}
-_SILENCE = bytes(2 * SAMPLE_RATE_HZ // 50)  # for text without a word, where no sound at all counts as a failure
-_STATUS = {"invalid_request_error": 400, "rate_limit_error": 429, "server_error": 500}  # all but 400 are tried again
+_SILENCE = bytes(2 * SAMPLE_RATE_HZ // 50)  # for text without a word, because LiveKit treats no audio as a failure
+_STATUS = {"invalid_request_error": 400, "rate_limit_error": 429, "server_error": 500}  # LiveKit retries all but 400
 
 
 class TTS(framework.TTS):
-    """The `tts` of an AgentSession, token by token. Its streams raise APIStatusError and APIConnectionError."""
+    """The `tts` of an AgentSession, fed token by token. Its streams raise APIStatusError and APIConnectionError."""
 
     def __init__(
         self,
@@ -49,12 +49,12 @@ class TTS(framework.TTS):
         instruct: str | None = None,
         seed: int | None = None,
     ) -> None:
-        """Connects to nothing yet.
+        """Stores the settings; the connection is opened by the first stream, or by `prewarm`.
 
-        source: the address that a server prints, or a synthesizer, which its caller loads and closes. api_key: of the
-        server. voice: the name of a speaker, of a server any of its voices, or with a synthesizer a `Voice`; None takes
-        the first. language, instruct, seed: as `StreamSettings`. Markup is taken out of the text.
-        Raises OptionsError for what is no address."""
+        source: the address of a server, or a synthesizer, which the caller loads and closes. api_key: the server's.
+        voice: the name of a speaker or of a voice on the server, or a `Voice` for a synthesizer; None takes the first.
+        language, instruct, seed: as in `StreamSettings`. Markup is stripped from the text.
+        Raises OptionsError if `source` is a string but not an address."""
         super().__init__(capabilities=framework.TTSCapabilities(streaming=True, aligned_transcript=True), **_PCM)
         style = {"language": language, "instruct": instruct, "seed": seed}
         self._synthesizer = None if isinstance(source, str) else source
@@ -81,7 +81,7 @@ class TTS(framework.TTS):
         return SpokenTokens(tts=self, conn_options=conn_options)
 
     def prewarm(self) -> None:
-        """Connects to the server, so that the first utterance need not."""
+        """Connects to the server ahead of the first utterance."""
         if self._synthesizer is None:
             self._sockets.prewarm()
 
@@ -90,7 +90,7 @@ class TTS(framework.TTS):
 
     @asynccontextmanager
     async def speech(self, tokens: AsyncIterator[str], timeout_s: float) -> AsyncIterator[Speech]:
-        """What speaks `tokens`; leaving the block ends it. timeout_s: to connect."""
+        """Opens an utterance that speaks `tokens`; leaving the block cancels it. timeout_s: for the connection."""
         try:
             if self._synthesizer is None:
                 async with self._sockets.connection(timeout=timeout_s) as socket:
@@ -98,7 +98,7 @@ class TTS(framework.TTS):
                         await _send(socket, "start", **self._style)
                         yield _feed_there(socket, tokens), _pieces_from_there(socket)
                     except BaseException:
-                        socket.transport.abort()  # an orderly end would wait for what was sent meanwhile
+                        socket.transport.abort()  # an orderly close would wait for data still in flight
                         raise
                 return
             session = self._synthesizer.open(**self._style)
@@ -118,13 +118,13 @@ class TTS(framework.TTS):
 
 
 class SpokenTokens(framework.SynthesizeStream):
-    """An utterance of `TTS`: `push_text` while it is written, then `end_input`."""
+    """An utterance of `TTS`: call `push_text` for each part of the text, then `end_input`."""
 
     async def _run(self, output_emitter: framework.AudioEmitter) -> None:
         output_emitter.initialize(request_id=utils.shortuuid(), mime_type="audio/pcm", stream=True, **_PCM)
         output_emitter.start_segment(segment_id=utils.shortuuid())
         written = ""
-        while not any(map(str.isalnum, written)):  # a server waits for text for a while only: first there is some
+        while not any(map(str.isalnum, written)):  # start only with a word: the server's wait for text has a timeout
             token = await anext(self._input_ch, None)
             if not isinstance(token, str):
                 output_emitter.push(_SILENCE if written.strip() else b"")
@@ -139,17 +139,17 @@ class SpokenTokens(framework.SynthesizeStream):
                 await utils.aio.cancel_and_wait(*both)
 
     async def _tokens(self, token: object) -> AsyncIterator[str]:
-        """token: the first."""
-        while isinstance(token, str):  # another object marks the end
+        """Yields the tokens of the input until its end. token: the first of them."""
+        while isinstance(token, str):  # any other object marks the end of the input
             yield token
             token = await anext(self._input_ch, None)
 
     async def _push(self, pieces: AsyncIterator[Piece], output_emitter: framework.AudioEmitter) -> None:
-        told = said = 0  # words, characters
+        told = said = 0  # words and characters already pushed
         async for pcm, words in pieces:
             for word in words[told:]:
                 start, said = said, max(said, self._pushed_text.find(word.word, said)) + len(word.word)
-                text = self._pushed_text[start:said]  # with the space before it
+                text = self._pushed_text[start:said]  # includes the space before the word
                 output_emitter.push_timed_transcript(TimedString(text, start_time=word.start_s, end_time=word.end_s))
             told = len(words)
             output_emitter.push(pcm)

@@ -1,5 +1,5 @@
-"""Facts of Qwen3-TTS 12 Hz (its model card and `speech_tokenizer/config.json`), which nothing else in the package
-repeats, and the configuration of one checkpoint read from its `config.json`."""
+"""Constants of Qwen3-TTS 12 Hz (from its model card and `speech_tokenizer/config.json`), defined here only, and the
+configuration of one checkpoint, read from its `config.json`."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ SAMPLES_PER_FRAME = 1_920
 NUM_CODEBOOKS = 16
 CODEBOOK_SIZE = 2_048
 FRAME_MS = 1_000 / FRAME_RATE_HZ
-AUDIBLE_DBFS = -45.0  # "audible", everywhere: 10 ms whose RMS is above this level of full scale (1.0); see mktts.audio
+AUDIBLE_DBFS = -45.0  # 10 ms of audio are "audible" if their RMS exceeds this, relative to 1.0; see mktts.audio
 AUDIBLE_WINDOW_MS = 10
 AUDIBLE_WINDOW_SAMPLES = SAMPLE_RATE_HZ * AUDIBLE_WINDOW_MS // 1_000
 
 assert SAMPLE_RATE_HZ / SAMPLES_PER_FRAME == FRAME_RATE_HZ
 
 TOP_FOLDER = "; pass the checkpoint's top folder"
-SUPPRESSED_TAIL = 1_024  # the last 1 024 talker ids are control ids; only end-of-speech may be sampled
-MIN_NEW_FRAMES = 2  # upstream min_new_tokens: end-of-speech is impossible in the first two frames
+SUPPRESSED_TAIL = 1_024  # the last 1,024 talker ids are control ids, of which only end-of-speech may be sampled
+MIN_NEW_FRAMES = 2  # upstream's min_new_tokens: end-of-speech is suppressed in the first two frames
 
 
 @dataclass(frozen=True)
 class ModelType:
-    """What the checkpoints of one type can do: the only table of it.
+    """The capabilities of one type of checkpoint; MODEL_TYPES lists all types.
 
-    name: `tts_model_type` of config.json. upstream_name: as Qwen writes it.
-    upstream_method: of qwen_tts.Qwen3TTSModel, which speaks with such a checkpoint.
-    speakers: it has built-in speakers, one of which speaks where none is named.
-    clones: it speaks with the voice of a reference, which every request must bring.
-    designs: `instruct` says what the voice is like. instruct_sizes: the model sizes that heed `instruct`.
-    layout: of a prompt, where the request names none."""
+    name: `tts_model_type` in config.json. upstream_name: Qwen's spelling.
+    upstream_method: the method of qwen_tts.Qwen3TTSModel that speaks with such a checkpoint.
+    speakers: has built-in speakers, the first of which is the default.
+    clones: speaks with the voice of a reference, which every request must provide.
+    designs: `instruct` describes the voice. instruct_sizes: the model sizes that follow `instruct`.
+    layout: the default prompt layout."""
 
     name: str
     upstream_name: str
@@ -78,7 +78,7 @@ class StackConfig:
 
     @property
     def kv_bytes_per_position(self) -> int:
-        """Bytes of bf16 keys and values that one position takes."""
+        """Bytes of bf16 keys and values for one position."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * 2
 
 
@@ -107,7 +107,7 @@ class CodecIds:
     think_eos: int
 
 
-# What people and programs call the languages of the released checkpoints: ISO 639 codes -> the checkpoints' names.
+# ISO 639 codes -> the names of the languages in the released checkpoints.
 LANGUAGE_CODES = {
     "zh": "chinese", "cmn": "chinese", "en": "english", "fr": "french", "de": "german", "it": "italian",
     "ja": "japanese", "ko": "korean", "pt": "portuguese", "ru": "russian", "es": "spanish",
@@ -115,14 +115,14 @@ LANGUAGE_CODES = {
 
 
 def language_named(word: str) -> str:
-    """A checkpoint's name of a language: "English", "en", "en-US" -> "english"; any other word in lower case."""
+    """The checkpoints' name of a language: "English", "en", "en-US" -> "english"; any other word in lower case."""
     word = word.strip().lower()
     return LANGUAGE_CODES.get(word.replace("_", "-").split("-")[0], word)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the talker side of a checkpoint is: read with `ModelConfig.load(folder)`."""
+    """Configuration of a checkpoint's talker and code predictor; read it with `ModelConfig.load(folder)`."""
 
     type: ModelType
     model_size: str
@@ -139,12 +139,12 @@ class ModelConfig:
 
     @cached_property
     def default_speaker(self) -> str | None:
-        """Who speaks where no speaker is named: the checkpoint's first; None where it has no built-in speakers."""
+        """The speaker of a request that names none: the checkpoint's first, or None without built-in speakers."""
         return next(iter(self.speakers), None)
 
     @cached_property
     def spoken_languages(self) -> list[str]:
-        """What a request may name, "auto" first. Dialects belong to speakers; upstream refuses them as languages."""
+        """Languages a request may name, "auto" first; no dialects: upstream takes those from the speaker only."""
         return ["auto", *sorted(name for name in self.languages if "dialect" not in name)]
 
     @classmethod
@@ -155,7 +155,7 @@ class ModelConfig:
 
     @classmethod
     def of(cls, raw: dict[str, Any], where: str) -> ModelConfig:
-        """From the content of a config.json, which lies in `where`. Raises CheckpointError as `load` does."""
+        """Builds the configuration from the content of the config.json at `where`. Raises CheckpointError as `load`."""
         talker = _get(raw, "talker_config", dict, where)
         name = _get(raw, "tts_model_type", str, where)
         one_of(f"{where}: tts_model_type", name, MODEL_TYPES, CheckpointError)
@@ -183,7 +183,7 @@ class ModelConfig:
 
     @property
     def takes_instruct(self) -> bool:
-        """Whether `instruct` changes what this checkpoint says."""
+        """Whether this checkpoint follows `instruct`."""
         return self.model_size in self.type.instruct_sizes
 
 
@@ -209,13 +209,13 @@ class CodecConfig:
 
     @classmethod
     def of(cls, decoder: dict[str, Any], where: str) -> CodecConfig:
-        """From the content of `decoder_config`, which lies in `where`. Raises CheckpointError naming a missing key."""
+        """Builds it from the `decoder_config` of the file `where`. Raises CheckpointError naming a missing key."""
         found = {f.name: _get(decoder, f.name, object, where) for f in fields(cls)}
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
 
     @classmethod
     def load(cls, folder: Path) -> CodecConfig:
-        """Reads `folder/speech_tokenizer/config.json`. Raises CheckpointError naming what does not fit."""
+        """Reads `folder/speech_tokenizer/config.json`. Raises CheckpointError naming the value that does not fit."""
         path = folder / "speech_tokenizer" / "config.json"
         raw, where = read_object(path, hint=TOP_FOLDER), str(path)
         config = cls.of(_get(raw, "decoder_config", dict, where), where)
@@ -233,7 +233,7 @@ class CodecConfig:
 
 
 def stack_config(raw: dict[str, Any], where: str) -> StackConfig:
-    """One stack's keys of a config.json. Raises CheckpointError naming a key that is missing or no number above 0."""
+    """Reads one stack's keys. Raises CheckpointError naming a key that is missing or not a number above 0."""
     for f in fields(StackConfig):
         value, whole = _get(raw, f.name, object, where), f.type == "int"
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < math.inf:

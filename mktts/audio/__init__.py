@@ -1,4 +1,4 @@
-"""Sound: samples, levels and files; `encoding` encodes while speech is made, `untrusted` decodes what anyone sent."""
+"""Audio: samples, levels and files; `encoding` encodes speech as a stream, `untrusted` decodes uploaded audio."""
 
 from mktts.audio.encoding import encoded, format_of, read_audio, write_audio
 from mktts.audio.pcm import first_audible_sample, from_pcm16, joined, resample, rows_to_pcm16, to_pcm16

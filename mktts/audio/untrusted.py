@@ -1,7 +1,7 @@
-"""Audio that anyone may have sent, decoded in a process of its own: `python -m mktts.audio.untrusted`.
+"""Decodes untrusted audio in a process of its own: `python -m mktts.audio.untrusted`.
 
-A file may be made to break FFmpeg, to fill the memory, or to keep a processor busy. The child has limits of all three,
-no environment of ours, and nothing but standard input and output: audio in; the sample rate and float32 samples out."""
+A file may be crafted to crash FFmpeg, exhaust memory, or keep a processor busy. The child process therefore has limits,
+none of our environment, and only standard input and output: audio in; sample rate and float32 samples out."""
 
 import io
 import os
@@ -17,8 +17,8 @@ from mktts.common import python_path
 from mktts.errors import VoiceError
 
 _HEADER = struct.Struct("<I")  # the sample rate in Hz
-_BAD_AUDIO, _TOO_LONG = 3, 4  # exit statuses of the child; what is wrong is its only line on standard error
-# Of FFmpeg's: files that hold sound. Its playlists (hls, concat, dash) would open other files and addresses.
+_BAD_AUDIO, _TOO_LONG = 3, 4  # exit statuses of the child; the reason is its only line on standard error
+# FFmpeg's formats that contain audio. Its playlists (hls, concat, dash) could open other files and addresses.
 _FORMATS = "aac,flac,matroska,webm,mov,mp4,m4a,3gp,3g2,mj2,mp3,ogg,wav"
 _MAX_RATE_HZ, _MAX_CHANNELS = 192_000, 8
 
@@ -26,12 +26,12 @@ _MAX_RATE_HZ, _MAX_CHANNELS = 192_000, 8
 def decode_untrusted(
     data: bytes, data_bytes: int = 10 * 2**20, audio_s: float = 60.0, time_s: float = 10.0, memory_bytes: int = 2**30
 ) -> tuple[np.ndarray, int]:
-    """Mono float32 (S,), channels averaged, and the sample rate in Hz, of a file of audio: WAV, FLAC, MP3, Ogg, AAC,
-    MP4, WebM.
+    """Decodes an audio file (WAV, FLAC, MP3, Ogg, AAC, MP4, WebM) to mono float32 (S,), channels averaged, and its
+    sample rate in Hz.
 
-    data_bytes, audio_s: at most, of the encoded audio and of sound in it. time_s: of the clock, and of the processor.
-    memory_bytes: of the child's address space, on Linux. Raises VoiceError for what is no such audio or over a limit,
-    BackendUnavailable without the package av."""
+    data_bytes: limit of the encoded size. audio_s: limit of the duration. time_s: limit of elapsed and of processor
+    time. memory_bytes: limit of the child's address space, on Linux. Raises VoiceError if `data` cannot be decoded or
+    exceeds a limit, BackendUnavailable without the package av."""
     import_av()
     if len(data) > data_bytes:
         raise VoiceError(f"audio may have {data_bytes} bytes, got {len(data)}: send a shorter recording")
@@ -40,7 +40,7 @@ def decode_untrusted(
             [sys.executable, "-m", "mktts.audio.untrusted", *map(str, (audio_s, time_s, memory_bytes))],
             input=data,
             capture_output=True,
-            env={**python_path(), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},  # threads take address space
+            env={**python_path(), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},  # threads use address space
             cwd=os.sep,
             timeout=time_s,
         )
@@ -58,19 +58,19 @@ def decode_untrusted(
 
 
 def main(words: list[str]) -> int:
-    """The child. words: seconds of sound, seconds of the processor, bytes of address space. Returns its exit status."""
+    """The child process; returns its exit status. words: limits of audio (s), processor time (s), memory (bytes)."""
     import resource
 
     audio_s, time_s, memory_bytes = float(words[0]), float(words[1]), int(words[2])
     seconds = ceil(time_s)
-    if sys.platform == "linux":  # others have the constant and no such limit
+    if sys.platform == "linux":  # other systems have the constant, but not the limit
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         pcm, rate_hz = _decoded(sys.stdin.buffer.read(), audio_s)
-    except Exception as error:  # whatever FFmpeg makes of it
+    except Exception as error:  # any error of FFmpeg
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         print(reason.splitlines()[0], file=sys.stderr)
         return _BAD_AUDIO
@@ -82,7 +82,7 @@ def main(words: list[str]) -> int:
 
 
 def _decoded(data: bytes, audio_s: float) -> tuple[np.ndarray | None, int]:
-    """Mono float32 (S,) and the rate of the first sound track in `data`; None beyond `audio_s` seconds of it."""
+    """Mono float32 (S,) and the rate of the first audio track in `data`; None if it is longer than `audio_s`."""
     import av
 
     av.logging.set_level(None)

@@ -1,4 +1,4 @@
-"""Checkpoints: opening, checking, fetching; `random` makes them, `small` is the one in the box."""
+"""Opens, validates and downloads checkpoints; `random` generates them, `small` is the one included in the package."""
 
 from mktts.checkpoint.open import DEFAULT_CHECKPOINT, SOURCES, Checkpoint, open_checkpoint
 

@@ -1,4 +1,4 @@
-"""Command-line arguments that several commands share: which checkpoint, on what, with which backend."""
+"""Command-line arguments shared by several commands: checkpoint, device, backend, voice."""
 
 import argparse
 import sys
@@ -10,13 +10,13 @@ from mktts.errors import TextError
 from mktts.spec import FRAME_MS
 
 BACKENDS = ("auto", "torch", "megakernel", "upstream")
-PIPE = "-"  # in place of a text or a file: standard input or output
+PIPE = "-"  # stands for standard input or output in place of a text or a file
 
 
 def add_model_arguments(
     parser: argparse.ArgumentParser, checkpoint: str | None = DEFAULT_CHECKPOINT, lexicon: bool = False
 ) -> None:
-    """Which checkpoint, and what runs it: `loading` reads these. lexicon: whether it may have one."""
+    """Adds the arguments that `loading` reads. checkpoint: the default. lexicon: whether to add --lexicon."""
     model = parser.add_argument_group("model")
     add_checkpoint_arguments(model, checkpoint)
     fastest = "what runs it (default: the fastest that works here)"
@@ -30,14 +30,14 @@ def add_model_arguments(
 
 
 def add_checkpoint_arguments(parser: Any, default: str | None, *, required: bool = False) -> None:
-    """`default`: None where it is `required`, or the command chooses and says so."""
+    """Adds --checkpoint and --revision. default: None if the argument is `required` or the command chooses."""
     ending = "" if default is None else " (default: %(default)s)"
     parser.add_argument("--checkpoint", default=default, required=required, help=f"{SOURCES}{ending}")
     parser.add_argument("--revision", help="of a Hub id: a commit, tag or branch")
 
 
 def add_voice_arguments(parser: Any) -> None:
-    """What one utterance is spoken with."""
+    """Adds the arguments of one utterance: speaker, language, instruction, voice, number of frames."""
     parser.add_argument("--speaker", help="of a custom_voice checkpoint (`inspect` lists them; default: its first)")
     spoken = "that is spoken (`inspect` lists them; default: %(default)s)"
     parser.add_argument("--language", default="auto", help=spoken)
@@ -47,21 +47,21 @@ def add_voice_arguments(parser: Any) -> None:
 
 
 def text_of(word: str) -> str:
-    """The text that `word` is, or for `-` standard input's. Raises TextError where that is not UTF-8."""
+    """Returns `word`, or the text of standard input for `-`. Raises TextError if it is not UTF-8."""
     try:
         text = sys.stdin.read() if word == PIPE else word
-        text.encode()  # bytes that are no characters come as lone surrogates
+        text.encode()  # undecodable bytes appear as lone surrogates, which cannot be encoded
     except UnicodeError as error:
         raise TextError(f"expected a text in UTF-8, found other bytes at place {error.start}") from None
     return text
 
 
 def loading(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of Synthesizer.load that the model arguments stand for."""
+    """The keyword arguments of Synthesizer.load given by the arguments of `add_model_arguments`."""
     import torch
 
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     made = {"backend": arguments.backend, "device": arguments.device, "dtype": dtype}
     if getattr(arguments, "lexicon", None) is not None:
-        made["lexicon"] = arguments.lexicon.resolve()  # for processes that start in another folder
+        made["lexicon"] = arguments.lexicon.resolve()  # absolute, for child processes with another working folder
     return made

@@ -1,4 +1,4 @@
-"""safetensors files, single or sharded: headers read without touching the weights, weights mapped without a copy."""
+"""safetensors files, single or sharded: reads headers without the weights, and maps the weights without copying."""
 
 import json
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from torch import Tensor
 from mktts.checkpoint.tensors import TensorSpec, TensorSpecs
 from mktts.errors import CheckpointError
 
-MARKER = "mktts.json"  # in a folder: its weights are random (mktts.checkpoint.random wrote them)
+MARKER = "mktts.json"  # a file that marks a checkpoint of random weights, written by mktts.checkpoint.random
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The files that together hold one set of tensors, and what their headers say."""
+    """The files that together hold one set of tensors, and the content of their headers."""
 
     paths: tuple[Path, ...]
     tensors: TensorSpecs
 
     def map(self, prefix: str = "") -> dict[str, Tensor]:
-        """The tensors whose name starts with `prefix`, prefix removed, as views of the memory-mapped files. A view
-        keeps its mapping alive, so it outlives this object; the first use of a page reads it from disk."""
+        """The tensors whose names start with `prefix`, which is removed, as views of the memory-mapped files. A view
+        keeps its mapping alive, so it may outlive this object; the first use of a page reads it from disk."""
         from safetensors import SafetensorError, safe_open
 
         views: dict[str, Tensor] = {}
@@ -64,7 +64,7 @@ def find(folder: Path) -> WeightFiles:
 
 
 def read_header(path: Path) -> TensorSpecs:
-    """What a safetensors file says it holds. Raises CheckpointError where the file is torn or not safetensors."""
+    """Reads a safetensors file's header. Raises CheckpointError if the file is truncated or not safetensors."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,5 +1,5 @@
-"""Opens a checkpoint: the packaged voice, a folder in the Hub layout, a Hub id, or a random one made on demand.
-Everything a file header can tell is checked first; the weights are memory-mapped when asked for."""
+"""Opens a checkpoint: the packaged voice, a folder in the Hub layout, a Hub id, or a random one generated on demand.
+Headers and configuration are validated first; the weights are memory-mapped on request."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 SMALL = "small"  # the trained voice that comes with the package
 SMALL_FOLDER = Path(__file__).resolve().parent / "small"
-DEFAULT_CHECKPOINT = SMALL  # what every command, notebook and service opens where none is named
+DEFAULT_CHECKPOINT = SMALL  # the default of every command, notebook and service
 SOURCES = "small, a folder, a Hub id, or random:SIZE[:TYPE]"
 
 CODEC_FOLDER = "speech_tokenizer"
-FRONT_ENDS = ("english",)  # what reads text for checkpoints that ask for it: mktts.text
-MIN_TEXT_CHARS = 50  # below, a text would be cut in the middle of its sentences
+FRONT_ENDS = ("english",)  # the text front ends in mktts.text that a checkpoint can require
+MIN_TEXT_CHARS = 50  # with a lower limit, texts would be cut in the middle of sentences
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-# commit of each released checkpoint whose files the shape contract and the tests were written against
+# The commit of each released checkpoint against which the shape contract and the tests were written.
 PINNED = {
     "Qwen/Qwen3-TTS-12Hz-0.6B-Base": "5d83992436eae1d760afd27aff78a71d676296fc",
     "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice": "85e237c12c027371202489a0ec509ded67b5e4b5",
@@ -40,12 +40,12 @@ PINNED = {
     "Qwen/Qwen3-TTS-12Hz-1.7B-VoiceDesign": "5ecdb67327fd37bb2e042aab12ff7391903235d3",
     "Qwen/Qwen3-0.6B": "c1899de289a04d12100db370d81485cdf75e47ca",
 }
-FILES = ("*.json", "merges.txt", "model*.safetensors", "speech_tokenizer/model*.safetensors")  # patterns, of the Hub's
+FILES = ("*.json", "merges.txt", "model*.safetensors", "speech_tokenizer/model*.safetensors")  # patterns to download
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A validated checkpoint on disk. Holds no weights; `tensors()` and `codec_tensors()` map them."""
+    """A validated checkpoint on disk. It holds no weights; `tensors()` and `codec_tensors()` map them."""
 
     folder: Path
     config: ModelConfig
@@ -56,7 +56,7 @@ class Checkpoint:
     codec_files: WeightFiles = field(repr=False)
 
     def sampling(self) -> Sampling:
-        """Its own settings, and upstream's defaults for others. Raises CheckpointError for a value out of range."""
+        """Its sampling settings, completed by upstream's defaults. Raises CheckpointError for a value out of range."""
         path = self.folder / "generation_config.json"
         raw = read_object(path)
         try:
@@ -65,8 +65,8 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {error}") from None
 
     def with_instructions(self) -> Checkpoint:
-        """Experimental: the same, whose cloned voices take `instruct`, on which Base was not trained. Raises
-        CheckpointError for a checkpoint that clones no voices."""
+        """Experimental: returns a copy whose cloned voices accept `instruct`, although Base was not trained with it.
+        Raises CheckpointError for a checkpoint that does not clone voices."""
         if not self.config.type.clones:
             kind = self.config.type.name
             raise CheckpointError(f"{self.folder.name}: expected a Base checkpoint, found {kind}: leave the option out")
@@ -74,8 +74,8 @@ class Checkpoint:
         return replace(self, config=replace(self.config, type=kind))
 
     def longest_text_chars(self) -> int | None:
-        """The longest text that it was trained on: `max_chars_per_segment` of generation_config.json; None where that
-        says nothing, as in released checkpoints. Raises CheckpointError for less than MIN_TEXT_CHARS."""
+        """Length of the longest text in training: `max_chars_per_segment` in generation_config.json, or None if absent,
+        as in released checkpoints. Raises CheckpointError for less than MIN_TEXT_CHARS."""
         path = self.folder / "generation_config.json"
         longest = read_object(path).get("max_chars_per_segment")
         if longest is not None and (type(longest) is not int or longest < MIN_TEXT_CHARS):
@@ -83,8 +83,8 @@ class Checkpoint:
         return longest
 
     def text_front_end(self) -> str | None:
-        """What makes text spoken words: `text_front_end` of generation_config.json; None where that says nothing, as in
-        released checkpoints: text reaches the model as it stands. Raises CheckpointError for one that there is not."""
+        """The text front end that the checkpoint requires: `text_front_end` in generation_config.json, or None if
+        absent, as in released checkpoints, which take text unchanged. Raises CheckpointError for an unknown one."""
         path = self.folder / "generation_config.json"
         name = read_object(path).get("text_front_end")
         if name is not None:
@@ -101,7 +101,7 @@ class Checkpoint:
         return self.codec_files.map("decoder.")
 
     def tokenizer(self) -> TextTokenizer:
-        """The text tokenizer. Raises CheckpointError where its files are unusable or belong to another model."""
+        """Loads the text tokenizer. Raises CheckpointError if its files are unusable or belong to another model."""
         from mktts.model.tokenizer import TextTokenizer
 
         tokenizer, role = TextTokenizer.load(self.folder), self.config.text_ids.assistant
@@ -114,11 +114,11 @@ class Checkpoint:
 
 
 def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
-    """Opens and validates a checkpoint.
+    """Opens and validates a checkpoint. Raises CheckpointError.
 
     source: "small" (the trained voice that comes with the package), a folder, a Hub id such as
-    "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice" (`revision`: a commit, branch or tag; the released checkpoints are pinned),
-    or "random:SIZE[:TYPE][:full-codec][:margin]", which is made in the cache on first use. Raises CheckpointError."""
+    "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice", or "random:SIZE[:TYPE][:full-codec][:margin]", generated in the cache on
+    first use. revision: a commit, branch or tag of a Hub id; released checkpoints are pinned to a commit by default."""
     if str(source) == SMALL:
         if not (SMALL_FOLDER / "config.json").is_file():
             hint = "found none: name a folder or a Hub id, or take random:tiny (noise, not speech)"
@@ -137,13 +137,13 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     codec_folder = folder / CODEC_FOLDER
     files, codec_files = weight_files.find(folder), weight_files.find(codec_folder)
     check(files.tensors, expected_tensors(config), str(folder))
-    # Only a type that clones needs reference audio: another may leave the codec's encoder out, all of it.
+    # Only cloning encodes reference audio: a checkpoint of another type may omit the codec's encoder entirely.
     encoder = config.type.clones or any(name.startswith("encoder.") for name in codec_files.tensors)
     codec_layout = expected_codec_tensors(read_object(codec_folder / "config.json"), encoder=encoder)
     check(codec_files.tensors, codec_layout, str(codec_folder))
     is_random = (folder / MARKER).is_file()
     checkpoint = Checkpoint(folder, config, codec_config, revision, is_random, files, codec_files)
-    checkpoint.sampling()  # a broken generation_config.json is found now, not at the first sentence
+    checkpoint.sampling()  # detects a broken generation_config.json now instead of at the first sentence
     checkpoint.longest_text_chars()
     checkpoint.text_front_end()
     return checkpoint
@@ -152,7 +152,7 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
 def resolve(
     source: str | Path, revision: str | None, make_random: Callable[[str], Path], refusal: str
 ) -> tuple[Path, str | None]:
-    """Folder and revision of `source`. make_random: for "random:...". Raises CheckpointError: `refusal`, and why."""
+    """Folder and revision of `source`. make_random: generates "random:...". refusal: start of the CheckpointError."""
     text = str(source)
     if text.startswith("random:"):
         return make_random(text), None

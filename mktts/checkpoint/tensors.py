@@ -1,5 +1,5 @@
-"""The shape contract: every tensor a Qwen3-TTS 12 Hz checkpoint holds, derived from its configuration. Names and shapes
-are those the qwen-tts 0.1.1 model classes load."""
+"""The shape contract: every tensor of a Qwen3-TTS 12 Hz checkpoint, derived from its configuration. Names and shapes
+are those that the model classes of qwen-tts 0.1.1 load."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ WEIGHT_DTYPES = ("BF16", "F32")
 
 Shape = tuple[int, ...]
 
-# Speaker encoder (ECAPA-TDNN): config.json gives its output width only, the rest are upstream's class defaults.
+# Speaker encoder (ECAPA-TDNN): config.json has its output width only; these are the defaults of upstream's class.
 SPEAKER_MELS = 128
 SPEAKER_CHANNELS = (512, 512, 512, 512, 1536)
 SPEAKER_KERNELS = (5, 3, 3, 3, 1)
@@ -25,7 +25,7 @@ SPEAKER_SE_CHANNELS = 128
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What one tensor must be, in one of WEIGHT_DTYPES, or what a file's header says it is."""
+    """Shape and dtype of one tensor, as expected (any of WEIGHT_DTYPES) or as found in a file's header."""
 
     shape: Shape
     dtype: str = WEIGHT_DTYPES[0]
@@ -57,7 +57,7 @@ def expected_tensors(config: ModelConfig) -> TensorSpecs:
     shapes |= stack_shapes("talker.model.", talker)
     shapes |= stack_shapes("talker.code_predictor.model.", predictor)
     for group in range(NUM_CODEBOOKS - 1):
-        # embeddings are as wide as the talker: they are also summed into its next input
+        # embeddings have the talker's width, because they are also summed into its next input
         shapes[f"talker.code_predictor.model.codec_embedding.{group}.weight"] = (predictor.vocab_size, h)
         shapes[f"talker.code_predictor.lm_head.{group}.weight"] = (predictor.vocab_size, predictor.hidden_size)
     if h != predictor.hidden_size:
@@ -69,8 +69,8 @@ def expected_tensors(config: ModelConfig) -> TensorSpecs:
 
 
 def expected_codec_tensors(raw: Mapping[str, Any], encoder: bool = True) -> TensorSpecs:
-    """The tensors of `speech_tokenizer/model.safetensors`. raw: the parsed config.json beside it. encoder: with the
-    half that makes codes of reference audio. Raises CheckpointError naming a configuration key that is missing."""
+    """The tensors of `speech_tokenizer/model.safetensors`. raw: the parsed config.json beside it. encoder: whether to
+    include the encoder of reference audio. Raises CheckpointError naming a missing configuration key."""
     try:
         shapes = dict(_codec_encoder(raw["encoder_config"])) if encoder else {}
         shapes |= dict(_codec_decoder(raw["decoder_config"]))
@@ -82,7 +82,7 @@ def expected_codec_tensors(raw: Mapping[str, Any], encoder: bool = True) -> Tens
 
 def check(found: Mapping[str, TensorSpec], expected: TensorSpecs, where: str) -> None:
     """Compares a file's tensors with the contract. Raises one CheckpointError naming the first tensor that does not fit
-    (shape and dtype before missing before surplus), what was expected, what was found, and how many more there are."""
+    (wrong shapes, then dtypes, missing, surplus), what was expected and found, and the number of further problems."""
     both = [(name, spec, found[name]) for name, spec in expected.items() if name in found]
     problems = [f"{n}: expected shape {s.shape}, found {its.shape}" for n, s, its in both if its.shape != s.shape]
     odd = [(n, its.dtype) for n, _, its in both if its.dtype not in WEIGHT_DTYPES]
@@ -118,7 +118,7 @@ def _attention(layer: str, c: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
 
 
 def _decoder_layer(layer: str, c: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
-    """One layer's attention, SwiGLU and the norms before them."""
+    """One layer: attention, SwiGLU, and the norms before them."""
     hidden, inner = c["hidden_size"], c["intermediate_size"]
     yield from _attention(layer, c)
     for norm in ("input", "post_attention"):
@@ -128,7 +128,7 @@ def _decoder_layer(layer: str, c: Mapping[str, Any]) -> Iterator[tuple[str, Shap
 
 
 def conv(name: str, *shape: int, channels: int | None = None) -> Iterator[tuple[str, Shape]]:
-    """Weight and bias of a convolution; `channels` is the bias length (default: the first weight dimension)."""
+    """Weight and bias of a convolution. channels: length of the bias; None: the first dimension of the weight."""
     yield name + ".weight", shape
     yield name + ".bias", (channels or shape[0],)
 
@@ -154,7 +154,7 @@ def _speaker_encoder(enc_dim: int) -> Iterator[tuple[str, Shape]]:
 
 
 def _codec_encoder(c: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
-    """The encoder half of a Mimi codec (transformers MimiModel); ELU modules take the indices that are skipped."""
+    """The encoder of a Mimi codec (transformers MimiModel); the skipped indices belong to ELU modules."""
     root, width, index = "encoder.encoder.layers.", c["num_filters"], 1
     yield from conv(f"{root}0.conv", width, c["audio_channels"], c["kernel_size"])
     for ratio in reversed(c["upsampling_ratios"]):

@@ -1,1 +1,1 @@
-"""Codes to PCM: the streaming decoder, its state, CUDA graphs, fused kernels."""
+"""Decodes codes to PCM: the streaming decoder, its state, CUDA graphs, fused kernels."""

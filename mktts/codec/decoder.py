@@ -1,6 +1,6 @@
-"""The 12 Hz codec decoder, streaming without approximation: every layer is causal, so with what each one still needs
-(the last rows before a convolution, the last window - 1 keys and values) any schedule of chunks gives the same samples
-up to fp32 rounding. Upstream repeats 25 frames, less than the attention window, before each 300."""
+"""The 12 Hz codec decoder, streaming without approximation: every layer is causal, so with the state that each one
+needs (the last rows before a convolution, the last window - 1 keys and values) any schedule of chunks gives the same
+samples up to fp32 rounding. Upstream instead repeats 25 frames, less than the attention window, before each 300."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from mktts.errors import CodecError
 from mktts.model.qwen3 import Linear
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 
-_ALIGNMENT_BYTES = 32  # what the fused decoder's copies are multiples of
+_ALIGNMENT_BYTES = 32  # the fused decoder copies multiples of this
 
 
 @dataclass
 class CodecState:
-    """Everything a stream, or each of several, carries from chunk to chunk, updated in place. `views` are made on first
+    """The state that one or several streams carry from chunk to chunk, updated in place. `views` are created on first
     use: captured graphs copy `flat` as a whole, and a hundred views cost 0.16 ms of the time to first PCM."""
 
-    flat: Tensor  # (bytes,) uint8, of several streams (B, bytes): the memory that all tensors are views of
+    flat: Tensor  # (bytes,) uint8, for several streams (B, bytes): the memory behind all views
     layout: StateLayout
-    frames: int = 0  # of one stream: the same number as its position, on the host
+    frames: int = 0  # for one stream: a copy of its position on the host
 
     @cached_property
     def views(self) -> tuple[Tensor, ...]:
-        """Keys, values, every history and the position, each (B, ...), B = 1 for one stream. Keys are rotated, keys and
-        values (B, layers, heads, window - 1, head_dim), oldest first. A history (B, P, C) holds the rows before a layer
-        that looks back, in the order of the pass. The position (B,) int64 counts the frames decoded."""
+        """Keys, values, all histories and the position, each (B, ...), with B = 1 for one stream. Keys (rotated) and
+        values are (B, layers, heads, window - 1, head_dim), oldest first. A history (B, P, C) holds the last input rows
+        of a layer with memory; they follow the order of the layers. The position (B,) int64 counts decoded frames."""
         layout, flat = self.layout, self.flat if self.flat.dim() > 1 else self.flat[None]
         shapes = (layout.cache, layout.cache, *layout.history, ())
         return tuple(
@@ -51,19 +51,19 @@ class CodecState:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Where the tensors of a decoder's states lie in their buffer; equal for decoders whose states are exchangeable."""
+    """The layout of a decoder's state in its buffer; decoders with equal layouts can exchange states."""
 
     cache: tuple[int, ...]  # shape of the keys, and of the values
     history: tuple[tuple[int, int], ...]
-    dtype: torch.dtype  # of all but the position
+    dtype: torch.dtype  # of everything but the position
 
     def words(self) -> list[int]:
-        """Where keys, values and every history start, in values of `dtype` from the start of the buffer."""
+        """Offsets of keys, values and every history in the buffer, in values of `dtype`."""
         return [start // self.dtype.itemsize for start, *_ in self.places[:-1]]
 
     @cached_property
     def places(self) -> list[tuple[int, int, torch.dtype]]:
-        """(first byte, values, dtype) of keys, values, every history and the position."""
+        """(first byte, number of values, dtype) of keys, values, every history and the position."""
         places, start = [], 0
         tensors = [(math.prod(shape), self.dtype) for shape in (self.cache, self.cache, *self.history)]
         for count, dtype in (*tensors, (1, torch.int64)):
@@ -74,8 +74,8 @@ class StateLayout:
 
 @dataclass
 class PendingPcm:
-    """PCM on its way to the host. pcm (S,) float32, in pinned memory where `arrived` says when it is written, else on
-    any device; None where `samples` are there. pcm16: the same in 16 bits, where that is made with it."""
+    """PCM that may still be computed or copied. pcm: (S,) float32, in pinned memory if `arrived`, the event after which
+    it is complete, is set, else on any device; None once `samples` is set. pcm16: the same as 16-bit PCM, if made."""
 
     pcm: Tensor | None
     arrived: torch.cuda.Event | None = None
@@ -83,11 +83,11 @@ class PendingPcm:
     samples: np.ndarray | None = None
 
     def result(self) -> np.ndarray:
-        """The samples (S,) float32, a copy that stays. Waits for this work only, not for work queued later."""
+        """The samples (S,) float32, as a copy. Waits for this work only, not for work queued later."""
         if self.samples is None:
             if self.arrived is not None:
                 self.arrived.synchronize()
-            self.samples = self.pcm.cpu().numpy().copy()  # a chunk may be kept for long: pinned memory should go back
+            self.samples = self.pcm.cpu().numpy().copy()  # releases pinned memory even if the chunk is kept for long
             self.pcm = None
         return self.samples
 
@@ -96,51 +96,51 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class StreamingCodec(ABC):
-    """Codes to PCM. Holds weights only, so any number of streams can share one decoder (one thread at a time); decoders
-    whose `layout` is equal can take turns on one state."""
+    """Decodes codes to PCM. It holds only weights, so any number of streams can share one decoder (in one thread at a
+    time); decoders with equal `layout` can take turns on one state."""
 
-    name: str  # how it computes, as reports call it
+    name: str  # of the implementation, for reports
 
     def __init__(self, config: CodecConfig, books: Tensor, layout: StateLayout, device: torch.device) -> None:
-        """`books` (16 * 2048, codebook_dim / 2): all codebooks, one behind the other, on the device."""
+        """books: all codebooks, concatenated, (16 * 2048, codebook_dim / 2), on the device."""
         self.config, self.layout, self.device = config, layout, device
         self.books, self.dtype = books, books.dtype
 
     @abstractmethod
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
-        """`decode` without checks, of codes (T, 16) int64 on the device: tensor operations only, so a CUDA graph can
-        hold it. `state.frames` is left to the caller."""
+        """As `decode`, without checks, for codes (T, 16) int64 on the device. Consists of tensor operations only, so
+        that a CUDA graph can record it; the caller updates `state.frames`."""
 
     def compile(self, sizes: Iterable[int]) -> None:  # noqa: B027
-        """Compiles the kernels of passes of so many frames, where this has any, and runs nothing."""
+        """Compiles the kernels, if any, for passes of `sizes` frames, without running them."""
 
     @torch.inference_mode()
     def start(self) -> CodecState:
-        """The state before the first frame: silence, and nothing to attend to."""
+        """Returns the state before the first frame: zero histories and an empty cache."""
         start, count, dtype = self.layout.places[-1]
         flat = torch.zeros(start + count * dtype.itemsize, dtype=torch.uint8, device=self.device)
         return CodecState(flat, self.layout)
 
     @torch.inference_mode()
     def submit(self, codes: Tensor, state: CodecState) -> PendingPcm:
-        """The next T frames of a stream: codes (T, 16) integer, on the host or the device. `result()` of what is
-        returned is the PCM (T * 1920,) float32 in [-1, 1], on the host. Raises CodecError for codes of another shape,
-        dtype, device or range, and for a state of another decoder."""
+        """Decodes the next T frames of a stream. codes: (T, 16), any integer dtype, on the host or the device.
+        `result()` of the returned object is the PCM (T * 1920,) float32 in [-1, 1] on the host. Raises CodecError for
+        codes of another shape, dtype, device or range, and for another decoder's state."""
         self.check(codes, state)
         pcm = self.advance(codes.to(self.device, torch.int64), state)
         state.frames += len(codes)
         return PendingPcm(pcm)
 
     def decode(self, codes: Tensor, state: CodecState) -> Tensor:
-        """As `submit`, errors too: PCM (T * 1920,) float32, on the device."""
+        """As `submit`, with the same errors; returns the PCM (T * 1920,) float32 on the device."""
         return self.submit(codes, state).pcm
 
     def decode_all(self, codes: Tensor) -> Tensor:
-        """A whole utterance in one pass, about 4 MB of working memory per frame at full size. Else as `decode`."""
+        """As `decode`, for a whole utterance in one pass, with about 4 MB of working memory a frame at full size."""
         return self.decode(codes, self.start())
 
     def check(self, codes: Tensor, state: CodecState) -> None:
-        """Raises what `submit` raises, before anything is changed. Waits for the device only if `codes` lie there."""
+        """Raises what `submit` raises, before any state changes. Waits for the device only if `codes` are on it."""
         if not isinstance(codes, Tensor) or codes.dtype not in _INTEGERS:
             found = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
             raise CodecError(f"codes must be an integer tensor (T, {NUM_CODEBOOKS}), got {found}")
@@ -159,7 +159,7 @@ _MIN_USAGE = 1e-5  # upstream's EuclideanCodebook: embedding = embedding_sum / m
 
 
 class CodecDecoder(StreamingCodec):
-    """The decoder in plain operators, on any device."""
+    """The decoder in PyTorch operators, for any device."""
 
     name = "plain"
 
@@ -170,7 +170,7 @@ class CodecDecoder(StreamingCodec):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`tensors` by Hub names without the prefix `decoder.` (`Checkpoint.codec_tensors`)."""
+        """tensors: by Hub name without the prefix `decoder.`, as from `Checkpoint.codec_tensors`."""
         device = torch.device(device)
         w = _Moved(tensors, device, dtype)
         books = ["rvq_first.vq.layers.0", *(f"rvq_rest.vq.layers.{g}" for g in range(NUM_CODEBOOKS - 1))]
@@ -198,7 +198,7 @@ class CodecDecoder(StreamingCodec):
         super().__init__(config, tables, StateLayout(cache, tuple(shapes), dtype), device)
 
     def advance(self, codes: Tensor, state: CodecState) -> Tensor:
-        """Also of the next T frames of the B streams of `state`: codes (B, T, 16) -> PCM (B, T * 1920)."""
+        """See `StreamingCodec`; also decodes T frames of the B streams of `state`: (B, T, 16) -> PCM (B, T * 1920)."""
         keys, values, *histories, position = state.views
         history = iter(histories)
         rows = codes.view(len(position), -1, NUM_CODEBOOKS) + self.first_row
@@ -212,7 +212,7 @@ class CodecDecoder(StreamingCodec):
 
 
 class _Moved(dict[str, Tensor]):
-    """`tensors` on a device, each copied there when it is asked for, so that never all of them take memory there."""
+    """Copies each of `tensors` to a device when it is read, so that they are never all there at the same time."""
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
         self._move = lambda name: tensors[name].to(device, dtype)
@@ -222,18 +222,18 @@ class _Moved(dict[str, Tensor]):
 
 
 def _codebook(tensors: Mapping[str, Tensor], book: str, dtype: torch.dtype) -> Tensor:
-    """(2048, codebook_dim / 2)."""
+    """The entries of a codebook, (2048, codebook_dim / 2)."""
     name = f"quantizer.{book}._codebook"
     usage = tensors[f"{name}.cluster_usage"].to(dtype).clamp(min=_MIN_USAGE)
     return tensors[f"{name}.embedding_sum"].to(dtype) / usage[:, None]
 
 
 _VOICES = 8
-_FRAMES = 32  # at a time: the decoder's working memory grows with the frames of a call
+_FRAMES = 32  # decoded per call: the decoder's working memory grows with their number
 
 
 class PrimedStates:
-    """Keeps the states of the voices used last. One thread at a time."""
+    """Caches the codec states after the references of the voices used last. One thread at a time."""
 
     def __init__(self, codec: StreamingCodec) -> None:
         self._codec = codec
@@ -243,7 +243,7 @@ class PrimedStates:
         self._states.pop(id(reference), None)
 
     def of(self, reference: Tensor) -> CodecState:
-        """The state after the codes `reference` (R, 16), to be copied."""
+        """The state after decoding the codes `reference` (R, 16); the caller must copy it before use."""
         key = id(reference)
         if key not in self._states:
             state = self._codec.start()

@@ -1,5 +1,5 @@
-"""The streaming codec decoder with few, fused kernels: the pass of `CodecDecoder`, a launch for a layer or less, over
-the next frame of many streams or the next few of one."""
+"""The streaming codec decoder with few, fused kernels: the computation of `CodecDecoder`, one launch for each layer or
+part of a layer, for the next frame of many streams or the next few frames of one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mktts.kernel.grid import power_of_two
 from mktts.kernel.triton_kernels import compiling, launch
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
-MAX_FUSED_FRAMES = 8  # of one stream's pass
+MAX_FUSED_FRAMES = 8  # in a pass over one stream
 _WAVEFORM_ROWS = 16
 
 Kernels = tuple[ModuleType, ModuleType]  # `product_kernels` and `row_kernels`
@@ -29,10 +29,10 @@ Kernels = tuple[ModuleType, ModuleType]  # `product_kernels` and `row_kernels`
 
 @dataclass(frozen=True)
 class States:
-    """Where one stream is between passes, as slot 0; many have the same in `RingStates`, by slot.
+    """The state of one stream between passes, as slot 0; for many streams `RingStates` holds the same by slot.
 
-    histories: what `moves` are of, `words` values a slot. positions: frames decoded. keys, values: as of
-    `row_kernels.attend`. nobody: the slot that never moves on."""
+    histories: the memory that `moves` copies from and to, `words` values a slot. positions: decoded frames of each
+    slot. keys, values: as in `row_kernels.attend`. nobody: a slot for padding, whose position never advances."""
 
     histories: Tensor
     words: int
@@ -44,17 +44,17 @@ class States:
 
 
 class FusedLayers:
-    """The pass over the layers, in the same order for one stream and for many.
+    """The pass over the layers, the same for one stream and for many.
 
-    Every layer that looks back reads (history + new) rows: histories are copied from the states to the fronts at the
-    start, each layer writes its output, through the next one's SnakeBeta, behind the next one's history, and the newest
-    rows are copied back at the end. Additions, biases and activations are the ends of matrix products."""
+    Every layer with memory reads history rows, copied from the states at the start, followed by new rows. Each layer
+    applies the next one's SnakeBeta to its output and writes it after the next one's history; at the end the newest
+    rows are copied back. Additions, biases and activations are epilogues of matrix products."""
 
     def __init__(
         self, decoder: CodecDecoder, what: str, kernels: Kernels | None, dtype: torch.dtype, fast: bool = False
     ) -> None:
-        """what: this is, for errors. kernels: in place of the Triton ones, for tests. dtype: of rows, fp32, or fp16 in
-        stored form. fast: fp16 operands and sums in the waveform blocks. Raises BackendUnavailable."""
+        """what: name for error messages. kernels: replace the Triton ones in tests. dtype: of rows, fp32, or fp16 for
+        stored form. fast: use fp16 operands and sums in the waveform blocks. Raises BackendUnavailable."""
         self.config, self.books, self.device = decoder.config, decoder.books, decoder.device
         if kernels is None:
             require_triton(what, self.device)
@@ -63,8 +63,8 @@ class FusedLayers:
             kernels = product_kernels, row_kernels
         self._products, self._rows = kernels
         self._stored = dtype == torch.float16
-        self._split = self._stored and not fast  # of the waveform blocks; what comes before them is always split
-        # with float32, "fast" is 3 dB closer to fp32 and moves a third more
+        self._split = self._stored and not fast  # for the waveform blocks; the layers before them are always split
+        # with float32 here, "fast" would be 3 dB closer to fp32 and move a third more bytes
         self._raw_dtype = torch.float16 if fast else torch.float32
         self._weights = CodecWeights.pack(decoder, fast)
         front = 2 + len(self._weights.convnexts)  # layers before the waveform blocks
@@ -76,7 +76,7 @@ class FusedLayers:
         self._work = CodecWork(self.device, dtype)
 
     def _tile(self, rows: int, weight: Packed, normed: bool) -> ProductTile:
-        """Of a product of so many rows. normed: with a norm before it."""
+        """The tile for a product of `rows` rows with `weight`. normed: whether an RMSNorm is fused in front."""
         raise NotImplementedError
 
     def _pass(
@@ -89,15 +89,15 @@ class FusedLayers:
         inputs: list[Rows],
         table: Tensor,
     ) -> None:
-        """Frames of the lanes' `slots` (lanes,) int32, of each as many as the first of `inputs` has new rows: codes
-        (rows, 16) -> `pcm`, rows * 1920 values. memory: what `table`, of `moves`, copies to and from; `inputs`, of
-        every layer that looks back, are part of it."""
+        """Decodes frames of the streams in `slots` (lanes,) int32, for each as many as the first of `inputs` has new
+        rows: codes (rows, 16) -> `pcm`, rows * 1920 values. memory: what `table` (see `moves`) copies to and from; it
+        contains `inputs`, the inputs of every layer with memory."""
         rows, queue, first = self._rows, iter(inputs), inputs[0]
         grid, sizes = (len(table), first.lanes), {"WORDS": packed.PIECE_VALUES, "FRAMES": first.new}
         moved = states.histories, memory, table, slots, states.positions, states.nobody, states.words // UNIT
         launch(rows.move, grid, *moved, SAVE=False, **sizes)
         most = max(each.lanes * each.new * each.channels for each in inputs)
-        self._work.tensor("raw", most, dtype=self._raw_dtype)  # taken at once, so that no block outgrows it
+        self._work.tensor("raw", most, dtype=self._raw_dtype)  # allocated at full size, so that no block outgrows it
         self._work.rows("inner", 1, RowsShape(0, 1, most, self._split))
         x = self._transform(codes, slots, next(queue), states)
         source = self._upsample(x, queue)
@@ -117,7 +117,7 @@ class FusedLayers:
         launch(rows.move, grid, *moved, SAVE=True, **sizes)
 
     def _transform(self, codes: Tensor, slots: Tensor, first: Rows, states: States) -> Rows:
-        """The codebooks, the convolution before the transformer, whose input is `first`, and the transformer."""
+        """Runs codebooks, the convolution before the transformer, whose input is `first`, and the transformer."""
         weights, count, width = self._weights, len(codes), self.books.shape[1]
         half = self.config.head_dim // 2
         quantized = self._fresh("quantized", first, 2 * width)
@@ -142,7 +142,7 @@ class FusedLayers:
     def _layer(
         self, index: int, layer: AttentionLayer, x: Tensor, turns: Tensor, slots: Tensor, like: Rows, states: States
     ) -> None:
-        """`x` (rows, hidden) fp32, rows of the lanes of `like`, in place."""
+        """Applies one transformer layer to `x` (rows, hidden) fp32 in place; its rows belong to the lanes of `like`."""
         c, count = self.config, len(x)
         qkv = self._work.tensor("qkv", count, len(layer.qkv.high))
         attended = self._fresh("attended", like, c.num_attention_heads * c.head_dim)
@@ -160,7 +160,7 @@ class FusedLayers:
         self._product(gated, layer.down, scale=layer.mlp_scale, residual=x, raw=x)
 
     def _normed_product(self, x: Tensor, weight: Packed, like: Rows, **end: object) -> None:
-        """The product of the RMSNorm of `x` (rows, width) fp32, rows of the lanes of `like`."""
+        """Multiplies the RMSNorm of `x` (rows, width) fp32 by `weight`; its rows belong to the lanes of `like`."""
         (count, width), eps = x.shape, self.config.rms_norm_eps
         if not self._stored:
             self._product(Rows(0, count, width, False, x.view(-1)), weight, eps=eps, **end)
@@ -173,7 +173,7 @@ class FusedLayers:
         self._product(normed, weight, **end)
 
     def _upsample(self, x: Rows, queue: Iterator[Rows]) -> Rows:
-        """The ConvNeXt stages behind `x`: the input of the convolution behind them, whose newest rows they fill."""
+        """Runs the ConvNeXt stages on `x`; returns the next convolution's input, whose newest rows they write."""
         source = next(queue)
         for i, (up, block) in enumerate(self._weights.convnexts, start=1):
             taps, channels = block.taps.shape
@@ -196,8 +196,8 @@ class FusedLayers:
         return source
 
     def _block(self, block: PackedBlock, source: Rows, queue: Iterator[Rows], following: SnakeBeta) -> Rows:
-        """One waveform block behind `source`, which is through its SnakeBeta already: the input of the layer behind it,
-        whose newest rows it fills through `following`."""
+        """Runs one waveform block on `source`, to which its first SnakeBeta has been applied; returns the next layer's
+        input, whose newest rows it writes after applying `following`."""
         target = next(queue)
         raw = self._work.tensor("raw", target.lanes * target.new, block.channels, dtype=self._raw_dtype)
         self._product(source, block.up, raw=raw, snake=block.units[0].first, act=target)
@@ -206,7 +206,7 @@ class FusedLayers:
             source, target = target, next(queue)
             inner = self._fresh("inner", source, block.channels, self._split)
             self._product(source, unit.conv, snake=unit.second, act=inner)
-            kept = None if snake is following else raw  # in place: each value is read before it is written
+            kept = None if snake is following else raw  # in place, since each value is read before it is written
             self._product(inner, unit.mix, residual=raw, raw=kept, snake=snake, act=target)
         return target
 
@@ -214,19 +214,19 @@ class FusedLayers:
         self._products.run_product(x, weight, self._tile(x.lanes * x.new, weight, "eps" in end), **end)
 
     def _fresh(self, name: str, like: Rows, channels: int, split: bool = True) -> Rows:
-        """Memory for as many new rows as `like` has, without older ones. split: in stored form."""
+        """Memory for as many new rows as `like` has, without history. split: both halves, if in stored form."""
         return self._work.rows(name, like.lanes, RowsShape(0, like.new, channels, split and self._stored))
 
 
 class FusedCodec(FusedLayers, StreamingCodec):
-    """A decoder (fp32 state) that decodes up to MAX_FUSED_FRAMES frames of a stream at a time by fused kernels, on fp16
-    matrix units with split operands, nearly fp32 (88 dB above the difference to it, of 300 frames at full size and
-    random weights, H200). Only packed weights stay on the device (433 MiB at full size)."""
+    """A decoder (fp32 state) for up to MAX_FUSED_FRAMES frames of a stream at a time with fused kernels, on fp16 tensor
+    cores with split operands; nearly as exact as fp32 (the signal is 88 dB above the difference to it, over 300 frames
+    at full size with random weights, H200). Only packed weights stay on the device (433 MiB at full size)."""
 
     name = "fused"
 
     def __init__(self, plain: Callable[[], CodecDecoder], kernels: Kernels | None = None) -> None:
-        """plain: makes the fp32 decoder whose weights are packed; it is let go. kernels, errors: of `FusedLayers`."""
+        """plain: creates the fp32 decoder, released once its weights are packed. kernels, errors: as `FusedLayers`."""
         decoder = plain()
         StreamingCodec.__init__(self, decoder.config, decoder.books, decoder.layout, decoder.device)
         if self.config.sliding_window <= MAX_FUSED_FRAMES:
@@ -256,7 +256,7 @@ class FusedCodec(FusedLayers, StreamingCodec):
         return pcm
 
     def _plan(self, frames: int) -> tuple[list[RowsShape], Tensor]:
-        """What lies in the pass's memory, keys and values of each head before the layers' rows, and its `moves`."""
+        """The layout of a pass's memory (keys and values of each head, then the layers' rows), and its `moves`."""
         c, (keys, values, *histories) = self.config, self.layout.words()
         cache = RowsShape(c.sliding_window - 1, frames, c.head_dim, split=False)
         heads = range(c.num_hidden_layers * c.num_attention_heads)

@@ -1,4 +1,4 @@
-"""The streaming codec decoder as captured CUDA graphs: one launch from the host instead of hundreds a chunk."""
+"""The streaming codec decoder as captured CUDA graphs: one launch from the host for a chunk instead of hundreds."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -14,66 +14,66 @@ from mktts.errors import BackendUnavailable
 from mktts.model.cuda_graph import Recorded, record
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 
-GRAPH_FRAMES = (1, 2, 4, 8)  # frames of one graph; one of them must be 1
+GRAPH_FRAMES = (1, 2, 4, 8)  # frames per graph; must include 1
 
 
 class GraphedCodec:
-    """A decoder on CUDA whose `submit` replays graphs: the same kernels, so the same samples and states.
+    """A decoder on CUDA whose `submit` replays graphs of another decoder's kernels, with the same samples and states.
 
-    A call copies its stream's state to the graphs' and back (2 x 5.2 MB at full size, microseconds), so any number of
-    streams can interleave. All work runs on the decoder's CUDA stream, after what the caller's stream held at the call.
-    One thread at a time."""
+    A call copies its stream's state to the graphs' state and back (2 x 5.2 MB at full size, microseconds), so any
+    number of streams can interleave. All work runs on the decoder's own CUDA stream, after the work queued on the
+    caller's stream at the time of the call. One thread at a time."""
 
     def __init__(self, decoder: StreamingCodec) -> None:
-        """Wraps `decoder`, which must not change afterwards. Raises BackendUnavailable where it is not on CUDA."""
+        """Wraps `decoder`, which must not change afterwards. Raises BackendUnavailable if it is not on CUDA."""
         self.name, self.config, self.device = decoder.name, decoder.config, decoder.device
         self._decoder = decoder
         with announced("mktts: loading the codec's kernels (a new one is compiled, once)"):
             self._graphs, self._codes, self._state = capture(decoder)
-        # Of this decoder alone. Tests put eager passes on the CPU, which has no streams, in the place of the graphs.
+        # Used by this decoder only. Tests replace the graphs by eager passes on the CPU, which has no CUDA streams.
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def start(self) -> CodecState:
-        """As `StreamingCodec.start`; states of the wrapped decoder and of this one are exchangeable."""
+        """As `StreamingCodec.start`; the wrapped decoder and this one can exchange states."""
         return self._decoder.start()
 
     @torch.inference_mode()
     def submit(self, codes: Tensor, state: CodecState) -> PendingPcm:
-        """As `StreamingCodec.submit`, errors too, in pieces of GRAPH_FRAMES, without waiting. It runs beside what the
-        caller's stream is given later: to overlap with the next frame, submit before launching that. Until the result
-        is there, `state` and `codes` may be passed to this decoder only."""
+        """As `StreamingCodec.submit`, with the same errors, in pieces of GRAPH_FRAMES, without waiting. The work runs
+        concurrently with later work of the caller's stream: to overlap it with the next frame, submit it before
+        launching that frame. Until the result is available, pass `state` and `codes` to this decoder only."""
         self._decoder.check(codes, state)
         with self._after_caller(state.flat, codes):
-            if self._stream is not None and not codes.is_cuda:  # so that they are copied without waiting
+            if self._stream is not None and not codes.is_cuda:  # pinned, so that the copy is asynchronous
                 codes = torch.empty(codes.shape, dtype=torch.int64, pin_memory=True).copy_(codes)
             return self._pending(codes, state)
 
     def decode(self, codes: Tensor, state: CodecState) -> Tensor:
-        """What comes of `submit`, waited for: PCM (T * 1920,) float32 on the host."""
+        """As `submit`, but waits for the result: PCM (T * 1920,) float32 on the host."""
         return torch.from_numpy(self.submit(codes, state).result())
 
     @torch.inference_mode()
     def submit_unmade(self, codes: Tensor, state: CodecState) -> PendingPcm:
-        """As `submit`, of `codes` (T, 16) int32 in pinned memory, which work that the caller's stream holds now is yet
-        to write: they are read behind it, and must stay until the result is there. What they are is not checked."""
+        """As `submit`, for `codes` (T, 16) int32 in pinned memory that work already queued on the caller's stream will
+        write. They are read after that work, must stay valid until the result is available, and are not checked."""
         with self._after_caller(state.flat):
             return self._pending(codes.to(self.device, non_blocking=True), state)
 
     @contextmanager
     def _after_caller(self, *used: Tensor) -> Iterator[None]:
-        """Queues what runs inside behind what the caller's stream holds. `used`: tensors that the work touches."""
+        """Queues the enclosed work after that of the caller's stream. used: tensors that the work reads or writes."""
         if self._stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         for tensor in used:
             if tensor.is_cuda:
-                tensor.record_stream(self._stream)  # freed by the caller, its memory still waits for this work
+                tensor.record_stream(self._stream)  # if the caller frees it, its memory is kept until the work is done
         with torch.cuda.stream(self._stream):
             yield
 
     def _pending(self, codes: Tensor, state: CodecState) -> PendingPcm:
-        """Queues the whole work, to pinned memory; torch keeps such memory: cheap after the first."""
+        """Queues the whole work; the PCM goes to pinned memory, which torch caches, so only the first use is slow."""
         on_device = self._stream is not None
         pcm = torch.empty(len(codes) * SAMPLES_PER_FRAME, dtype=torch.float32, pin_memory=on_device)
         self._state.flat.copy_(state.flat)
@@ -92,8 +92,8 @@ class GraphedCodec:
 def codec_for(
     config: CodecConfig, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu"
 ) -> CodecDecoder | GraphedCodec:
-    """The fastest decoder for `device`, in fp32: on CUDA graphs, of fused kernels, or of plain operators where those
-    cannot run. Arguments as for `CodecDecoder`."""
+    """Returns the fastest decoder for `device`, in fp32: on CUDA, graphs of fused kernels, or of PyTorch operators if
+    those cannot run. Arguments as for `CodecDecoder`."""
     plain = partial(CodecDecoder, config, tensors, device)
     if torch.device(device).type != "cuda":
         return plain()
@@ -101,13 +101,13 @@ def codec_for(
 
     try:
         return GraphedCodec(FusedCodec(plain))
-    except BackendUnavailable as reason:  # no triton here
+    except BackendUnavailable as reason:  # triton is missing or cannot compile
         logging.getLogger(__name__).warning("the codec takes plain operators: %s", reason)
     return GraphedCodec(plain())
 
 
 def pieces(frames: int) -> Iterator[int]:
-    """GRAPH_FRAMES that add up to `frames` (>= 1), the largest first: 15 gives 8, 4, 2, 1."""
+    """Splits `frames` (>= 1) into sizes from GRAPH_FRAMES, largest first: 15 gives 8, 4, 2, 1."""
     for size in sorted(GRAPH_FRAMES, reverse=True):
         yield from [size] * (frames // size)
         frames %= size
@@ -115,8 +115,8 @@ def pieces(frames: int) -> Iterator[int]:
 
 @torch.inference_mode()
 def capture(decoder: StreamingCodec) -> tuple[dict[int, Recorded[Tensor]], Tensor, CodecState]:
-    """One graph for each of GRAPH_FRAMES, whose result is its PCM (frames * 1920,), the codes (8, 16) whose first rows
-    they read, and the state they advance. Raises BackendUnavailable where the decoder is not on a CUDA device."""
+    """Records a graph for each of GRAPH_FRAMES. Returns them (results: PCM (frames * 1920,)), the codes (8, 16) whose
+    first rows they read, and the state they advance. Raises BackendUnavailable unless `decoder` is on a CUDA device."""
     if decoder.device.type != "cuda" or not torch.cuda.is_available():
         here = f"this one is on {decoder.device}: use CodecDecoder itself"
         raise BackendUnavailable(f"CUDA graphs need a decoder on a CUDA device, {here}")
@@ -125,8 +125,8 @@ def capture(decoder: StreamingCodec) -> tuple[dict[int, Recorded[Tensor]], Tenso
         decoder.compile(GRAPH_FRAMES)
         codes = torch.zeros(max(GRAPH_FRAMES), NUM_CODEBOOKS, dtype=torch.int64, device=decoder.device)
         state, side = decoder.start(), torch.cuda.Stream()
-        # The graphs share one pool of working memory: they never run at the same time, and PCM is copied out before
-        # the next replay. The largest goes first, so that the others fit into what it took.
+        # The graphs share one memory pool: they never run concurrently, and PCM is copied out before the next replay.
+        # The largest is recorded first, so that the others fit into its memory.
         pool = torch.cuda.graph_pool_handle()
         for frames in sorted(GRAPH_FRAMES, reverse=True):
             graphs[frames] = record(partial(decoder.advance, codes[:frames], state), pool, side)
@@ -136,7 +136,7 @@ def capture(decoder: StreamingCodec) -> tuple[dict[int, Recorded[Tensor]], Tenso
 
 @contextmanager
 def full_products() -> Iterator[None]:
-    """Keeps cuBLAS from tf32. The flag is the process's, but recorded kernels keep what it was at capture."""
+    """Keeps cuBLAS from using tf32. The flag is global, but recorded kernels keep its value at capture."""
     flags = torch.backends.cuda.matmul
     before, flags.fp32_precision = flags.fp32_precision, "ieee"
     try:

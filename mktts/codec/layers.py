@@ -1,8 +1,8 @@
 """Layers of the streaming codec decoder, on channels-last signals (B, L, C) of B streams.
 
-One that looks back takes the next of `history`, an iterator over the states' tensors (B, P, C), and writes the newest
-rows back in place: addresses never change, so a CUDA graph can hold the pass. On a CPU in fp32 a frame's last bits
-depend neither on the streams nor on the frames that it is decoded with."""
+A layer with memory takes the next tensor of `history`, an iterator over the state's histories (B, P, C), and writes the
+newest rows back in place: addresses never change, so that a CUDA graph can record the pass. In fp32 on a CPU, the bits
+of a frame depend neither on the streams nor on the number of frames it is decoded with."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from mktts.spec import CodecConfig
 History = Iterator[Tensor]
 Shape = tuple[int, int]
 
-CONVNEXT_EPS = 1e-6  # of its LayerNorm, upstream
-_LONG_ROWS = 64  # of a frame, from which on copied windows cost more than a convolution
-_WIDTH = 96  # of rows that elementwise operators take
+CONVNEXT_EPS = 1e-6  # of the LayerNorm in upstream's ConvNeXt block
+_LONG_ROWS = 64  # rows per frame from which copied windows cost more than a convolution
+_WIDTH = 96  # target width of rows for elementwise operators
 
 
 def extended(x: Tensor, history: History, snake: SnakeBeta | None = None) -> Tensor:
-    """`x` (B, L, C), or what `snake` makes of it, behind the P rows before it, (B, P + L, C); history moves on."""
+    """The P history rows followed by `x` (B, L, C) or `snake(x)`: (B, P + L, C). Updates the history."""
     rows = next(history)
     before = rows.shape[1]
     whole = x.new_empty(x.shape[0], before + x.shape[1], x.shape[2])
@@ -41,17 +41,17 @@ def extended(x: Tensor, history: History, snake: SnakeBeta | None = None) -> Ten
 
 @dataclass(frozen=True)
 class CausalConv:
-    """y[t] = bias + sum over j of x[t - (k - 1 - j) * dilation] @ W[j]: a product of copied windows; on a CPU, where
-    that costs more, oneDNN's convolution, whose sums no length changes."""
+    """y[t] = bias + sum over j of x[t - (k - 1 - j) * dilation] @ W[j], as a product of copied windows; on a CPU, for
+    many rows, as oneDNN's convolution, which is faster and whose order of sums does not depend on the length."""
 
     taps: Linear  # (k * C in, C out)
     kernel: int
     dilation: int
-    long: bool  # whether a frame has many rows for the size of the weights
+    long: bool  # whether a frame has at least _LONG_ROWS rows
 
     @classmethod
     def load(cls, tensors: Mapping[str, Tensor], name: str, rows: int, dilation: int = 1) -> CausalConv:
-        """rows: that a frame has."""
+        """rows: input rows per frame."""
         weight = tensors[f"{name}.conv.weight"]  # (C out, C in, k)
         taps = weight.permute(2, 1, 0).reshape(-1, len(weight))
         bias = tensors[f"{name}.conv.bias"]
@@ -62,7 +62,7 @@ class CausalConv:
         return [((self.kernel - 1) * self.dilation, len(self.taps.weight) // self.kernel)]
 
     def __call__(self, x: Tensor, history: History, snake: SnakeBeta | None = None) -> Tensor:
-        """Convolves `x`, or what `snake` makes of it."""
+        """Convolves `x` or `snake(x)`."""
         whole = extended(x, history, snake)
         if self.long and whole.device.type == "cpu" and whole.dtype == torch.float32:
             image, dilation = whole.transpose(1, 2)[:, :, None], (1, self.dilation)
@@ -74,7 +74,7 @@ class CausalConv:
 
     @cached_property
     def _image(self) -> Tensor:
-        """The weights of a convolution of images of one line: (C out, C in, 1, k)."""
+        """The weights as a convolution of images of height 1: (C out, C in, 1, k)."""
         image = self.taps.weight.unflatten(0, (self.kernel, -1)).permute(2, 1, 0)[:, :, None]
         return image.contiguous(memory_format=torch.channels_last)
 
@@ -104,7 +104,7 @@ class Upsampling:
     def __call__(self, x: Tensor, history: History) -> Tensor:
         if len(self.linear.weight) > self.c_in:  # kernel 2s
             whole = extended(x, history)
-            # a row and the one before it lie side by side
+            # a view of each row together with the one before it
             x = whole.as_strided((*x.shape[:2], 2 * self.c_in), whole.stride())
         return self.linear(x).view(len(x), -1, self.c_out)
 
@@ -121,7 +121,7 @@ class SnakeBeta:
         return cls(tensors[f"{name}.alpha"].exp(), 1.0 / (tensors[f"{name}.beta"].exp() + 1e-9))
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """`x` (..., L, C), contiguous -> (..., L, C), into `out` where that is given, which may be `x`."""
+        """`x` (..., L, C), contiguous -> (..., L, C). out: takes the result, may be `x`; None: a new tensor."""
         frequency, magnitude = self._wide
         if x.shape[-2] * x.shape[-1] % len(frequency):
             frequency, magnitude = self.frequency, self.magnitude
@@ -133,7 +133,7 @@ class SnakeBeta:
 
     @cached_property
     def _wide(self) -> tuple[Tensor, Tensor]:
-        """For several rows as one: twelve channels by themselves would leave a processor's vectors half empty."""
+        """The parameters, repeated to process several rows as one: with twelve channels CPU vectors are half empty."""
         times = max(1, min(8, _WIDTH // len(self.frequency)))
         return self.frequency.repeat(times), self.magnitude.repeat(times)
 
@@ -149,7 +149,7 @@ class ResidualUnit:
 
     @classmethod
     def load(cls, tensors: Mapping[str, Tensor], name: str, rows: int, dilation: int) -> ResidualUnit:
-        """rows: that a frame has."""
+        """rows: input rows per frame."""
         return cls(
             SnakeBeta.load(tensors, f"{name}.act1"),
             CausalConv.load(tensors, f"{name}.conv1", rows, dilation),
@@ -202,11 +202,11 @@ class ConvNeXt:
         return torch.addcmul(x, self.shrink(F.gelu(self.expand(h))), self.gamma)
 
 
-_QUERY_BLOCK = 32  # queries whose windows are copied out at a time: 19 MB at full size
+_QUERY_BLOCK = 32  # queries whose windows are copied at a time: 19 MB at full size
 
 
 class CodecTransformer:
-    """Eight layers (at full size) between two projections; weights only."""
+    """Eight attention layers (at full size) between two projections; holds weights only."""
 
     def __init__(self, config: CodecConfig, tensors: Mapping[str, Tensor], name: str) -> None:
         self.config = config
@@ -218,14 +218,14 @@ class CodecTransformer:
         self.inverse_frequency = inverse_frequency(config.head_dim, config.rope_theta).to(self.norm.device)
 
     def __call__(self, x: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
-        """`x` (B, n, latent), each stream's first row at its `position` (B,). Updates keys and values (B, layers,
-        heads, window - 1, head_dim) and position in place."""
+        """`x` (B, n, latent), whose first rows are at `position` (B,) -> (B, n, latent). Updates keys and values (B,
+        layers, heads, window - 1, head_dim) and the position in place."""
         at = position[:, None] + torch.arange(x.shape[1], device=x.device)
         angle = at[..., None].float() * self.inverse_frequency  # fp32, as upstream
         angle = torch.cat((angle, angle), -1)[:, :, None, None]
         rotary = angle.cos().to(x.dtype), angle.sin().to(x.dtype)  # (B, n, 1, 1, head_dim)
         window = self.config.sliding_window
-        before = window - 1 - torch.arange(window, device=x.device)  # how far back each place of the window lies
+        before = window - 1 - torch.arange(window, device=x.device)  # distance of each place of the window, in frames
         absent = (before > at[..., None])[:, None, :, None]  # (B, 1, n, 1, window): places before the first frame
         x = self.input(x)
         for layer, layer_keys, layer_values in zip(self.layers, keys.unbind(1), values.unbind(1), strict=True):
@@ -271,9 +271,9 @@ class AttentionLayer:
     def __call__(
         self, x: Tensor, keys: Tensor, values: Tensor, rotary: tuple[Tensor, Tensor], absent: Tensor
     ) -> Tensor:
-        """`x` (B, n, hidden); `keys` and `values` (B, heads, window - 1, head_dim) move on by n places. `absent` (B, 1,
-        n, 1, window): True before frame 0. A query attends to a window of keys, and sees its own copy of them, so its
-        sums do not depend on how many come with it."""
+        """`x` (B, n, hidden). Shifts keys and values (B, heads, window - 1, head_dim) by n places. absent: (B, 1, n, 1,
+        window), True before frame 0. Every query attends to its own copy of its window of keys, so that its sums do not
+        depend on the number of queries."""
         (streams, n, _), (heads, before, head_dim) = x.shape, keys.shape[1:]
         qkv = self.qkv(rms_norm(x, self.input_norm, self.eps)).view(streams, n, 3, heads, head_dim)
         q, k = rotate(qkv[:, :, :2], *rotary).permute(2, 0, 3, 1, 4)

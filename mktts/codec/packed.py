@@ -1,7 +1,7 @@
-"""The codec decoder's weights and rows of activations as its fused kernels take them, the memory that rows lie in, and
-what is copied between that and the states of streams; tiles of products. Rows of one stream are fp32. Those of many are
-in stored form: fp16 of a sixteenth (so that fp16's range reaches 10^6), alone or with a second fp16 number, LOW_SCALE
-times what the first rounds away: split, 22 bits."""
+"""The codec decoder's weights and activations in the layout of its fused kernels: memory for rows, the table of copies
+between it and the states of streams, and tiles of products. Rows of one stream are fp32. Rows of many streams are in
+stored form: a sixteenth of the value as fp16 (so that the range reaches 10^6), alone or, if split, with a second fp16
+number, LOW_SCALE times the rounding error of the first (22 bits)."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from mktts.errors import CodecError
 from mktts.model.qwen3 import Linear
 from mktts.spec import SAMPLES_PER_FRAME
 
-# How exactly many streams are decoded on a CUDA device: "full" is nearly fp32 (88 dB above the difference to it, of 300
-# frames at full size and random weights, H200), "fast" takes fp16 operands (57 dB) in the residual units and their
-# transposed convolutions, which are 95 % of the arithmetic.
+# The precision of decoding many streams on a CUDA device: "full" is nearly fp32 (the signal is 88 dB above the
+# difference to it, over 300 frames at full size with random weights, H200); "fast" uses fp16 operands (57 dB) in the
+# residual units and their transposed convolutions, which are 95 % of the arithmetic.
 Precision = Literal["full", "fast"]
-LOW_SCALE = 2048  # 2^11: what fp16's 11 bits leave of a number, brought back to its size
-UNIT = 8  # values: strides are multiples, so that rows begin where the widest load may
-INPUT_SCALE = 16  # a stored number is a sixteenth
-PIECE_VALUES = 2048  # of a history, that one program copies
+LOW_SCALE = 2048  # 2^11: scales the rounding error of fp16's 11 bits to the size of the number itself
+UNIT = 8  # values; strides are multiples of it, so that rows are aligned for the widest load
+INPUT_SCALE = 16  # a stored number is a sixteenth of its value
+PIECE_VALUES = 2048  # values of a history that one program copies
 
-_BUSY_PROGRAMS = 160  # enough for the processors of a large GPU (132 on an H200); fewer programs split the sum
-_SPLIT_DEPTH = 512  # the shortest sum that a program is started for
-_PLANE_BYTES = 2  # of an fp16 value
+_BUSY_PROGRAMS = 160  # enough for the multiprocessors of a large GPU (132 on an H200); with fewer, sums are split
+_SPLIT_DEPTH = 512  # the smallest number of terms worth a program of its own
+_PLANE_BYTES = 2  # per fp16 value
 
 
 @dataclass(frozen=True)
 class Packed:
     """A linear layer or causal convolution: (outs, depth), depth = taps * channels, the oldest tap first. An
-    overlapping transposed convolution is one of two taps, whose row of outputs is the stride's outputs in order."""
+    overlapping transposed convolution has two taps; its outputs are those of a whole stride, in order."""
 
     high: Tensor  # (outs, depth) fp16
-    low: Tensor | None  # (outs, depth) fp16: LOW_SCALE times what `high` rounds away; None for one fp16 product
+    low: Tensor | None  # (outs, depth) fp16: LOW_SCALE times the rounding error of `high`; None: one fp16 product
     bias: Tensor | None  # (outs,) fp32
     channels: int
     dilation: int = 1
@@ -47,8 +47,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class ProductTile:
-    """A program makes `rows` x (`outs` + `extra`) values, `depth` terms of their sums a step, powers of two; `extra`
-    lets 96 = 64 + 32 and 192 = 128 + 64 columns fit without waste."""
+    """The tile of one program: `rows` x (`outs` + `extra`) values, `depth` terms of their sums in a step, all powers of
+    two. With `extra`, 96 = 64 + 32 and 192 = 128 + 64 columns fit without waste."""
 
     rows: int
     outs: int
@@ -56,7 +56,7 @@ class ProductTile:
     warps: int
     stages: int  # steps whose loads are in flight
     extra: int = 0
-    part: int = 0  # terms that a program sums; 0: all
+    part: int = 0  # number of terms that one program sums; 0: all
 
     def programs(self, rows: int, outs: int) -> int:
         return -(-rows // self.rows) * -(-outs // (self.outs + self.extra))
@@ -65,12 +65,12 @@ class ProductTile:
         return -(-depth // (self.part or depth))
 
     def shared_bytes(self, split: bool) -> int:
-        """Bytes of shared memory, for operands of one fp16 number, or of two (`split`)."""
+        """Bytes of shared memory, for operands of one fp16 number or, if split, of two."""
         return self.stages * (self.rows + self.outs + self.extra) * self.depth * _PLANE_BYTES * (2 if split else 1)
 
 
 def few_rows_tile(rows: int, outs: int, depth: int, channels: int, splittable: bool) -> ProductTile:
-    """The tile of a product (rows, depth) @ (depth, outs) of one stream: small while that is needed to fill a GPU."""
+    """The tile of one stream's product (rows, depth) @ (depth, outs): small if large tiles would not fill a GPU."""
 
     def programs(high: int, wide: int) -> int:
         return -(-rows // high) * -(-outs // wide)
@@ -87,14 +87,14 @@ def few_rows_tile(rows: int, outs: int, depth: int, channels: int, splittable: b
     if splittable and depth >= 4 * _SPLIT_DEPTH:
         parts = max(1, min(_BUSY_PROGRAMS // programs(high, wide), depth // _SPLIT_DEPTH))
         part = -(-depth // (parts * step)) * step if parts > 1 else 0
-    stages = 3 if high * wide == 64 * 64 else 4  # within the 99 KB of shared memory of small GPUs
+    stages = 3 if high * wide == 64 * 64 else 4  # fits into the 99 KB of shared memory of small GPUs
     return ProductTile(high, wide, step, 2 if wide == 16 else 4, stages, part=part)
 
 
 def pack(
     linear: Linear, split: bool = True, channels: int | None = None, dilation: int = 1, norm: Tensor | None = None
 ) -> Packed:
-    """`linear` as the kernels take it. channels: of a tap; None: it is one. norm (in,): of the RMSNorm before it."""
+    """Packs `linear`. channels: of one tap; None: there is one tap. norm: weight (in,) of the RMSNorm before it."""
     weight = linear.weight if norm is None else linear.weight * norm[:, None]
     weight = weight.t().contiguous()
     high = weight.half()
@@ -108,26 +108,27 @@ def pack_conv(conv: CausalConv, split: bool = True) -> Packed:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """SnakeBeta, a transposed convolution and residual units."""
+    """A waveform block: SnakeBeta, a transposed convolution and residual units."""
 
     first: SnakeBeta
     up: Packed
-    channels: int  # that it makes
+    channels: int  # of its output
     units: tuple[ResidualUnit, ...]
 
 
 @dataclass(frozen=True)
 class CodecWeights:
-    """All weights of a decoder behind its codebooks, in the order of the pass. Layers are those of mktts.codec.layers,
-    with a `Packed`, which has the norm before it, for each product; frequencies of SnakeBeta are in half turns."""
+    """All weights of a decoder after its codebooks, in the order of their use. Layers are those of mktts.codec.layers
+    with a `Packed` for each product, which includes the weight of the norm before it; SnakeBeta's frequencies are in
+    half turns."""
 
     quantizer: Packed
     entry: Packed  # the convolution before the transformer
     enter: Packed
-    layers: tuple[AttentionLayer, ...]  # of `gate_up` a gate's outputs and its up's by turns
+    layers: tuple[AttentionLayer, ...]  # outputs of gate and up alternate in `gate_up`
     inverse_frequency: Tensor
     leave: Packed
-    convnexts: tuple[tuple[Packed, ConvNeXt], ...]  # each behind a transposed convolution
+    convnexts: tuple[tuple[Packed, ConvNeXt], ...]  # each with the transposed convolution before it
     widen: Packed
     blocks: tuple[PackedBlock, ...]
     last_snake: SnakeBeta
@@ -136,7 +137,7 @@ class CodecWeights:
 
     @classmethod
     def pack(cls, decoder: CodecDecoder, fast: bool) -> CodecWeights:
-        """Copies of the weights of `decoder`, an fp32 one. `fast`: one fp16 number each in the waveform blocks."""
+        """Packs copies of the weights of an fp32 `decoder`. fast: one fp16 number a weight in the waveform blocks."""
         first, rest = decoder.book_out
         stack, stages, split = decoder.transformer, decoder.stages, not fast
         count, size = 2 * len(decoder.config.upsampling_ratios), 2 + len(decoder.config.dilations)
@@ -161,12 +162,12 @@ class CodecWeights:
 
     @property
     def snakes(self) -> list[SnakeBeta]:
-        """The activation of each block, then the last: each follows the layer before it."""
+        """The first activation of each block, and the last one: each is applied by the layer before it."""
         return [*(block.first for block in self.blocks), self.last_snake]
 
 
 def rows_per_frame(decoder: CodecDecoder) -> Iterator[int]:
-    """Input rows a frame for every layer that looks back, in the order of the state."""
+    """Input rows per frame of every layer with memory, in the order of the state."""
     rows = 1
     yield rows  # the convolution before the transformer
     for layer in decoder.stages:
@@ -179,7 +180,7 @@ def rows_per_frame(decoder: CodecDecoder) -> Iterator[int]:
 
 
 def _layer(layer: AttentionLayer) -> AttentionLayer:
-    by_turns = layer.gate_up.weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)  # a tile of a product has both
+    by_turns = layer.gate_up.weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)  # so that a tile has both
     qkv, gate_up = pack(layer.qkv, norm=layer.input_norm), pack(Linear(by_turns), norm=layer.post_norm)
     return replace(layer, qkv=qkv, out=pack(layer.out), gate_up=gate_up, down=pack(layer.down))
 
@@ -199,7 +200,7 @@ def _half_turns(snake: SnakeBeta) -> SnakeBeta:
 
 @dataclass(frozen=True)
 class RowsShape:
-    """The rows of one lane: `new` behind `past` older ones."""
+    """The rows of one lane: `past` history rows, then `new` rows."""
 
     past: int
     new: int
@@ -208,12 +209,12 @@ class RowsShape:
 
     @property
     def plane(self) -> int:
-        """Values from a number's high part to its low part."""
+        """The stride, in values, from a number's high part to its low part."""
         return -(-(self.past + self.new) * self.channels // UNIT) * UNIT
 
     @property
     def lane(self) -> int:
-        """Values from a lane to the next."""
+        """The stride, in values, from one lane to the next."""
         return self.plane * self.planes
 
     @property
@@ -226,7 +227,7 @@ class RowsShape:
 
 @dataclass(frozen=True)
 class Rows(RowsShape):
-    """Rows of every lane: (lanes, planes, past + new, channels), each plane padded to UNIT values."""
+    """Rows of all lanes: (lanes, planes, past + new, channels), each plane padded to a multiple of UNIT values."""
 
     memory: Tensor  # (lanes * lane,) fp32, or fp16 in stored form
 
@@ -236,22 +237,22 @@ class Rows(RowsShape):
 
     @property
     def newest(self) -> Tensor:
-        """The memory from the first lane's first new row on."""
+        """The memory starting at the first lane's first new row."""
         return self.memory[self.past * self.channels :]
 
 
 class CodecWork:
-    """Memory by name: a pass of fewer rows works at the front of what a larger one took. What was given out stays,
-    because recorded graphs know its address: record the largest pass first."""
+    """Working memory by name; a pass of fewer rows uses the front of a larger pass's memory. Memory is never freed,
+    because recorded graphs hold its address: record the largest pass first."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        """dtype: of rows."""
+        """dtype: of the rows."""
         self._device, self._dtype = device, dtype
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
         self._outgrown: list[Tensor] = []
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Memory of `name`, as it was left."""
+        """The memory called `name`, with its previous content."""
         values, memory = math.prod(shape), self._memory.get((name, dtype))
         if memory is None or len(memory) < values:
             if memory is not None:
@@ -264,16 +265,16 @@ class CodecWork:
         return shape.rows(self.tensor(name, lanes * shape.lane, dtype=self._dtype))
 
     def inputs(self, lanes: int, shapes: Sequence[RowsShape]) -> tuple[Tensor, list[Rows]]:
-        """One tensor, and in it, one behind the other, the rows of each of `shapes`."""
+        """One tensor, and the consecutive parts of it that hold the rows of each of `shapes`."""
         memory = self.tensor("inputs", lanes * sum(shape.lane for shape in shapes), dtype=self._dtype)
         pieces = memory.split([lanes * shape.lane for shape in shapes])
         return memory, [shape.rows(piece) for shape, piece in zip(shapes, pieces, strict=True)]
 
 
 def moves(lanes: int, shapes: Sequence[RowsShape], starts: Sequence[int], device: torch.device) -> Tensor:
-    """The table of `row_kernels.move` for `lanes` lanes of rows as `CodecWork.inputs` lays them, in units of UNIT
-    values. starts: of each of `shapes`, where a stream's state holds its older rows. Raises CodecError for rows that
-    do not come in such units."""
+    """The table for `row_kernels.move`, for `lanes` lanes of rows in the layout of `CodecWork.inputs`, in units of UNIT
+    values. starts: for each of `shapes`, the offset of its history in a stream's state. Raises CodecError if the size
+    of rows is not a multiple of UNIT."""
     table, input_start = [], 0
     for shape, start in zip(shapes, starts, strict=True):
         kept, new = shape.past * shape.channels, shape.new * shape.channels

@@ -1,13 +1,13 @@
-"""The matrix products of the fused codec: rows of all lanes in one product, with the layer's end at its end.
+"""The matrix products of the fused codec: one product for the rows of all lanes, with the layer's rest as epilogue.
 
-A causal convolution is a matrix product over the window of rows it sees, of an input that begins with the history rows.
-Operands are in stored form (`mktts.codec.packed`), or fp32 and brought into it in the product. A split product is three
-products of fp16 numbers, high by high, and low by high and high by low in a sum of their own. Every sum has one order.
+A causal convolution is a matrix product over windows of rows; its input begins with the history rows. Operands are in
+stored form (`mktts.codec.packed`), or fp32 and converted to it in the product. A split product consists of three fp16
+products: high by high, and, in a separate sum, low by high and high by low. Every sum has a fixed order.
 
-Of many streams, what a row gives depends on that row alone, bit for bit: no sum is split over programs, a sum's steps
-have the same depth for any number of rows (see `mktts.batch.cuda.tiles`), matrix units treat rows alike at every place
-of a tile of 64 rows or more, and the ends are compiled without contraction (`enable_fp_fusion=False`), with the fused
-operations written out, so that every tile's code rounds alike."""
+With many streams, the result of a row depends on that row alone, bit for bit: no sum is split over programs, the steps
+of a sum have the same depth for any number of rows (see `mktts.batch.cuda.tiles`), tensor cores treat rows alike at
+every place of a tile of 64 rows or more, and epilogues are compiled without contraction (`enable_fp_fusion=False`),
+with fused operations written explicitly, so that the code of every tile rounds alike."""
 
 import torch
 import triton
@@ -24,8 +24,8 @@ LOW_SCALE = tl.constexpr(float(_LOW))
 INPUT_SCALE = tl.constexpr(float(_INPUT))
 _GROUP = 8
 _SUM_BLOCK = 512  # columns
-_TO_NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and taking it away rounds an fp32 number to an integer
-# sin(pi r) = r * P(r^2) for |r| <= 1/2, least greatest error (3.4e-9) for five terms
+_TO_NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds an fp32 number to an integer
+# sin(pi r) = r * P(r^2) for |r| <= 1/2, the minimax polynomial of five terms (error 3.4e-9)
 _SINE_1 = tl.constexpr(3.141592502593994)
 _SINE_3 = tl.constexpr(-5.1677069664001465)
 _SINE_5 = tl.constexpr(2.5500314235687256)
@@ -35,7 +35,7 @@ _SINE_9 = tl.constexpr(0.07722015678882599)
 
 @triton.jit
 def store(at, y, mask, low, SPLIT: tl.constexpr):
-    """`y` fp32, as it is or in the stored form; its low parts lie `low` values behind."""
+    """Stores fp32 values `y` as fp32 or in stored form; low parts are written `low` values after the high parts."""
     if at.dtype.element_ty == tl.float32:
         tl.store(at, y, mask=mask)
     else:
@@ -48,7 +48,7 @@ def store(at, y, mask, low, SPLIT: tl.constexpr):
 
 @triton.jit
 def load(at, mask, low, SPLIT: tl.constexpr):
-    """What `store` stored, in fp32."""
+    """Loads values written by `store`, as fp32."""
     y = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     if at.dtype.element_ty == tl.float16:
         if SPLIT:
@@ -59,7 +59,7 @@ def load(at, mask, low, SPLIT: tl.constexpr):
 
 @triton.jit
 def snake(y, turns, magnitude):
-    """y + sin(pi * turns * y)^2 * magnitude; the sine's period is taken off in half turns, which the square allows."""
+    """y + sin(pi * turns * y)^2 * magnitude; the argument is reduced modulo a half turn, the period of the square."""
     half_turns = y * turns
     r = half_turns - ((half_turns + _TO_NEAREST) - _TO_NEAREST)
     square = r * r
@@ -76,14 +76,14 @@ def _end(
     OUTS: tl.constexpr, SNAKES: tl.constexpr, SPLIT: tl.constexpr, ACT_SPLIT: tl.constexpr, GELU: tl.constexpr,
     SWIGLU: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """From a tile's sums, its columns from `first` on, to what is stored: bias, GELU or SwiGLU, scale, residual, the
+    """The epilogue of a tile's sums, whose columns start at `first`: bias, GELU or SwiGLU, scale, residual; stores the
     value and its SnakeBeta."""
     y = total
     if SPLIT:
         y = tl.fma(rest, 1.0 / LOW_SCALE, y)
     y = y * INPUT_SCALE
     live = (row < rows)[:, None]
-    if SWIGLU:  # columns are (gate, up) by turns
+    if SWIGLU:  # columns of gate and up alternate
         gate, up = tl.split(tl.reshape(y, (y.shape[0], y.shape[1] // 2, 2)))
         y = gate / (1.0 + tl.exp(-gate)) * up
         first = first // 2
@@ -130,14 +130,14 @@ def product(
     BM: tl.constexpr, BN: tl.constexpr, EXTRA: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
-    """One tile. Row r of the product is row r % per of lane r // per, and sees x[t], x[t + dilation], ...
+    """Computes one tile. Row r of the product is row r % per of lane r // per, and reads x[t], x[t + dilation], ...
 
-    x, act: fp32 or stored form; from a lane to the next, and from a number to its low part, in units of 8 values
-    (x_lane, x_low, act_lane, act_low), which tells the compiler how they are aligned. high, low (OUTS, DEPTH); low
-    None: not split. residual, raw (rows, OUTS) fp32, or fp16 of a sixteenth. EVEN: a step lies within one tap. GROUP:
-    so many tiles of rows go together, column after column, while the weights of the column are in the cache. eps: of an
-    RMSNorm of x, fp32, whose weight is in the product's; None: none. PART: a program sums so many terms of the depth,
-    to `partial` (parts, rows, OUTS) fp32, which `sum_parts` takes; 0: all of them."""
+    x, act: fp32 or stored form; their strides from lane to lane (x_lane, act_lane) and from a number to its low part
+    (x_low, act_low) are in units of 8 values, which tells the compiler their alignment. high, low: (OUTS, DEPTH); low
+    None: not split. residual, raw: (rows, OUTS) fp32, or a sixteenth in fp16. EVEN: a step lies within one tap. GROUP:
+    number of row tiles processed together for each column tile, while its weights are in the cache. eps: of an RMSNorm
+    of x, fp32, whose weight is part of the product's; None: no norm. PART: the number of terms that a program sums into
+    `partial` (parts, rows, OUTS) fp32, completed by `sum_parts`; 0: all terms."""
     SPLIT: tl.constexpr = low is not None
     PLAIN: tl.constexpr = x.dtype.element_ty == tl.float32
     WHOLE: tl.constexpr = OUTS % (BN + EXTRA) == 0
@@ -149,7 +149,7 @@ def product(
     first = in_group // high_tiles * (BN + EXTRA)
     step = tl.arange(0, BK)
     column = first + tl.arange(0, BN)
-    real = tl.minimum(row, rows - 1)  # rows beyond the last are made of it, and not stored
+    real = tl.minimum(row, rows - 1)  # rows beyond the last repeat it and are not stored
     lane = real // per
     x_row = x + (lane * (x_lane * 8) + (real - lane * per) * CHANNELS)[:, None]
     w_row = column[None, :] * DEPTH + step[:, None]
@@ -248,7 +248,7 @@ def sum_parts(
     OUTS: tl.constexpr, PARTS: tl.constexpr, SNAKES: tl.constexpr, ACT_SPLIT: tl.constexpr, GELU: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of columns): adds the sums of a product's parts in their order, then ends as it does."""
+    """Program (row, block of columns): adds the partial sums of a product in order and applies its epilogue."""
     row = tl.program_id(0) + tl.arange(0, 1)
     first = tl.program_id(1) * BN
     column = first + tl.arange(0, BN)
@@ -267,12 +267,12 @@ def run_product(
     scale: Tensor | None = None, residual: Tensor | None = None, raw: Tensor | None = None,
     snake: SnakeBeta | None = None, act: Rows | None = None,
 ) -> None:  # fmt: skip
-    """The product of `weight` over the newest rows of every lane of `x`, split where `weight` is.
+    """Multiplies the newest rows of every lane of `x` by `weight`; a split product if `weight` is split.
 
-    eps: of an RMSNorm of `x`, fp32 and of one tap, before it. Its end, in this order: bias, GELU, or SwiGLU over
-    neighbours (gate, up), times `scale` (outs,), plus `residual`; then the value to `raw` and, through `snake` (its
-    frequency in half turns), to the newest rows of `act`. residual, raw (lanes * rows, outs) fp32, or fp16 of a
-    sixteenth; they may be the same. With eps or swiglu, `tile` has no parts."""
+    eps: of an RMSNorm of `x` (fp32, one tap) before the product; None: no norm. The epilogue, in this order: bias; GELU
+    or SwiGLU over alternating columns (gate, up); times `scale` (outs,); plus `residual`. The value is written to `raw`
+    and, after `snake` (its frequency in half turns), to the newest rows of `act`. residual, raw: (lanes * rows, outs)
+    fp32, or a sixteenth in fp16; may be the same tensor. With eps or swiglu, `tile` must not have parts."""
     outs, depth = weight.high.shape
     rows, channels = x.lanes * x.new, weight.channels
     parts = tile.parts(depth)

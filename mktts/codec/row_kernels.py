@@ -1,7 +1,7 @@
-"""The fused codec's kernels that are not matrix products. Rows are fp32 or in stored form (`mktts.codec.packed`), of
-FRAMES frames of each lane; row r is of lane r // FRAMES.
+"""The fused codec's kernels that are not matrix products. Rows are fp32 or in stored form (`mktts.codec.packed`), with
+FRAMES frames for each lane; row r belongs to lane r // FRAMES.
 
-Each sum is made by one program, in a block whose shape does not depend on how many lanes there are."""
+Each sum is computed by one program, in a block whose shape does not depend on the number of lanes."""
 
 import triton
 import triton.language as tl
@@ -14,10 +14,10 @@ def begin(
     codes, books, slots, positions, inverse_frequency, quantized, turns,
     ENTRIES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, FRAMES: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): what the codes (rows, GROUPS) integers stand for, and the rotation of the frame's position.
+    """Program (row): looks up the codes (rows, GROUPS), integers, and computes the rotation of the frame's position.
 
-    quantized (rows, planes, 2 * WIDTH): the entry of book 0, then the sum of the others'. turns (rows, 2, HALF):
-    cosines, then sines. An id that is not an entry of its book (end of speech) is taken as the nearest one."""
+    quantized: (rows, planes, 2 * WIDTH), the entry of codebook 0, then the sum of the others' entries. turns: (rows, 2,
+    HALF), cosines, then sines. A code outside its codebook (end of speech) is clamped to the nearest entry."""
     row = tl.program_id(0)
     dim = tl.arange(0, WIDTH)
     here = dim < WIDTH
@@ -42,12 +42,12 @@ def move(
     state, work, pieces, slots, positions, nobody, state_words,
     SAVE: tl.constexpr, WORDS: tl.constexpr, FRAMES: tl.constexpr,
 ):  # fmt: skip
-    """Program (piece, lane): copies a piece of the lane's histories from its slot to the front of the rows that a
-    layer reads, or, with SAVE, the newest rows back.
+    """Program (piece, lane): copies a piece of the lane's histories from its slot to the front of a layer's input rows
+    or, with SAVE, copies the newest rows back.
 
-    pieces (n, 5) int64, in units of 8 values: where in the slot's state; where in `work` to load to; where to save
-    from; from a lane to the next there; how many (WORDS at most). SAVE: the lane's position goes on, but not that of
-    the slot `nobody`, whose lanes are padding."""
+    pieces: (n, 5) int64, in units of 8 values: offset in the slot's state; offset in `work` to load to; offset in
+    `work` to save from; stride of `work` between lanes; size (at most WORDS). SAVE also advances the lane's position,
+    except for the slot `nobody` of padded lanes."""
     piece = pieces + 5 * tl.program_id(0)
     lane = tl.program_id(1)
     slot = tl.load(slots + lane)
@@ -67,9 +67,9 @@ def move(
 
 @triton.jit
 def norm(x, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row): x (rows, WIDTH) fp32 by its root mean square -> out (rows, 2, WIDTH), stored form.
+    """Program (row): divides x (rows, WIDTH) fp32 by its root mean square -> out (rows, 2, WIDTH), stored form.
 
-    The norm's weight is in the product that follows."""
+    The norm's weight is part of the next product."""
     row = tl.program_id(0)
     c = tl.arange(0, BLOCK)
     here = c < WIDTH
@@ -89,12 +89,11 @@ def attend(
     HALF: tl.constexpr, WINDOW: tl.constexpr, PLACES: tl.constexpr, RING: tl.constexpr, FRAMES: tl.constexpr,
     NEW: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, row): a query over its window; its own key and value go to memory.
+    """Program (head, row): attention of one query over its window; stores the row's own key and value.
 
-    qkv (rows, 3 * heads * 2 HALF) fp32; out (rows, planes, heads * 2 HALF). keys, values: with RING, of one frame a
-    lane, (slots, layers, heads, WINDOW, 2 HALF), the frame at position p at place p % WINDOW; else, of one lane,
-    (layers, heads, WINDOW - 1 + FRAMES, 2 HALF), oldest first. PLACES, NEW: powers of two, WINDOW and FRAMES or more.
-    """
+    qkv: (rows, 3 * heads * 2 HALF) fp32. out: (rows, planes, heads * 2 HALF). keys, values: with RING, for one frame of
+    each lane, (slots, layers, heads, WINDOW, 2 HALF), position p at place p % WINDOW; otherwise, for one lane, (layers,
+    heads, WINDOW - 1 + FRAMES, 2 HALF), oldest first. PLACES, NEW: powers of two, at least WINDOW and FRAMES."""
     h, row, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     D: tl.constexpr = 2 * HALF
     T: tl.constexpr = keys.dtype.element_ty
@@ -115,10 +114,10 @@ def attend(
         head = (layer * heads + h) * (WINDOW - 1 + FRAMES) * D
     place = tl.arange(0, PLACES)
     if RING:
-        # the place of this frame holds one that has left the window, and places from `now` on hold none before a lap
+        # this frame's place holds a frame that left the window; in the first lap, places from `now` on are empty
         seen = (place < WINDOW) & (place < now) & ((now - place) % WINDOW != 0)
     else:
-        # in the window of this query, and not before the first frame
+        # inside the window of this query and not before the first frame
         seen = (place < WINDOW - 1) & (place >= row) & (WINDOW - 1 - place <= now)
     at = head + place[:, None] * D + pair[None, :]
     scores = tl.sum(tl.load(keys + at, mask=seen[:, None], other=0.0).to(tl.float32) * q1[None, :], 1)
@@ -126,7 +125,7 @@ def attend(
     scores = tl.where(seen, scores, float("-inf"))
     fresh = tl.sum(k1 * q1, 0) + tl.sum(k2 * q2, 0)
     top = tl.maximum(tl.max(scores, 0), fresh)
-    if FRAMES > 1:  # the pass's earlier frames, whose keys other programs store
+    if FRAMES > 1:  # earlier frames of this pass, whose keys are stored by other programs
         j = tl.arange(0, NEW)
         earlier = (j < row)[:, None]
         other = qkv + j[:, None] * 3 * width + h * D + pair[None, :]
@@ -163,10 +162,10 @@ def depthwise_norm(
     x, taps, bias, weight, shift, out, per, x_lane, x_low, out_lane, out_low, eps,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): the depthwise convolution of ConvNeXt and its LayerNorm. Row r is row r % per of lane r // per.
+    """Program (row): ConvNeXt's depthwise convolution and its LayerNorm. Row r is row r % per of lane r // per.
 
-    x (lanes, planes, TAPS - 1 + per, CHANNELS), out (lanes, planes, per, CHANNELS), with strides of 8 x_lane, 8 x_low,
-    8 out_lane and 8 out_low."""
+    x: (lanes, planes, TAPS - 1 + per, CHANNELS). out: (lanes, planes, per, CHANNELS). Strides of lanes and planes in
+    units of 8 values: x_lane, x_low, out_lane, out_low."""
     row = tl.program_id(0)
     lane = row // per
     c = tl.arange(0, BLOCK)

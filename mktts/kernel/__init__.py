@@ -1,1 +1,1 @@
-"""The megakernel from Python: compiling, launching, packing weights, prompts into its cache."""
+"""The megakernel from Python: compiles and launches it, packs its weights, and prefills prompts into its cache."""

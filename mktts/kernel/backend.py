@@ -1,5 +1,5 @@
-"""The CUDA backend: one launch of csrc's persistent kernel makes one frame, or several. bfloat16 only. From the prompt
-on the host only launches and reads codes, which the kernel writes into the host's pinned memory frame by frame."""
+"""The CUDA backend: one launch of csrc's persistent kernel makes one frame or several, in bfloat16 only. After the
+prompt, the host only launches and reads codes, which the kernel writes to pinned host memory frame by frame."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,41 +21,41 @@ from mktts.model.sampling import Sampling, check_start
 from mktts.model.voice import Voice
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
-MAX_FRAMES_A_LAUNCH = 8  # what a stream's pinned memory has room for; the synthesizer asks for fewer
-_POLL_S = 20e-6  # between looks at the count of frames, while more of the same launch are to come
-# Up to here the kernel's own steps (0.34 ms a row at 0.6B, H200) beat one launch of a graph of few rows (0.9 ms).
+MAX_FRAMES_A_LAUNCH = 8  # the capacity of a stream's pinned memory; the synthesizer asks for fewer
+_POLL_S = 20e-6  # between polls of the frame count, while the launch is to make more frames
+# Up to this many rows, the kernel's own steps (0.34 ms a row at 0.6B, H200) are faster than a prefill graph (0.9 ms).
 _KERNEL_ROWS = 2
 
 
 @dataclass
 class MegakernelStream:
-    """Everything one utterance owns, on the device but for the counters and `out`."""
+    """The state of one utterance, on the device except for the counters and `out`."""
 
     kv: Tensor  # (layers, kv heads, blocks of a group, slots, 2, head_dim) bf16
     hidden: Tensor  # (H,) bf16: normed talker state of the newest position
     sum: Tensor  # (H,) bf16: embedding sum of the newest frame
-    seen: Tensor  # (vocabulary / 32,) int32: bitmap of code 0 so far
-    out: Tensor  # pinned int32: status, then a launch's frames
-    words: np.ndarray  # the same memory
+    seen: Tensor  # (vocabulary / 32,) int32: bitmap of the codes 0 so far
+    out: Tensor  # pinned int32: status words, then a launch's frames
+    words: np.ndarray  # view of `out`
     params: Params  # of its launches
     prompt_rows: int
     max_frames: int
     frames: int = 0
     ended: bool = False
-    done: torch.cuda.Event | None = None  # the end of its newest launch of frames; they never overlap
+    done: torch.cuda.Event | None = None  # recorded after its newest launch of frames; launches never overlap
 
 
 @dataclass(frozen=True)
 class Debug:
-    """What a step can show of its inside, on the device."""
+    """Internal values that a step writes for debugging, on the device."""
 
-    logits: Tensor  # (16, talker vocabulary) bf16, as the heads gave them; codes 1 to 15 fill their own vocabulary
-    hidden: Tensor  # (talker layers, H) bf16: the residual stream after every layer; untouched by the first frame
+    logits: Tensor  # (16, talker vocabulary) bf16, raw output of the heads; codes 1 to 15 use only their vocabulary
+    hidden: Tensor  # (talker layers, H) bf16: the residual stream after every layer; not written by the first frame
 
 
 class MegakernelBackend:
-    """Implements `mktts.model.backend.Backend` on one CUDA device. Raises BackendUnavailable where the device, the
-    compiler or the checkpoint's dimensions do not allow it."""
+    """Implements `mktts.model.backend.Backend` on one CUDA device. Raises BackendUnavailable if the device, the
+    compiler or the checkpoint's dimensions do not support it."""
 
     name = "megakernel"
 
@@ -67,14 +67,14 @@ class MegakernelBackend:
         dtype: torch.dtype = torch.bfloat16,
         card: Card | None = None,
     ) -> None:
-        """`card`: a smaller or older one than the device is, whose grid and code it then runs, as PTX."""
+        """card: build for this card, smaller or older than the device, which then runs its grid and its PTX."""
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         check_device(self.device, dtype)
         card = card_of(self.device) if card is None else card
         self.shape = choose_shape(config, card.multiprocessors)
         self._launcher = Launcher("frame.cu", "mktts_frames", self.shape.defines, self.device, card)
         layers = config.talker.num_hidden_layers + (NUM_CODEBOOKS - 1) * config.predictor.num_hidden_layers
-        # The layers', one a head, the projection, the host's answer.
+        # The exchanges of the layers, one for each head, the projection, the host's answer.
         self._tags_per_frame = self._launcher.layer_exchanges * layers + NUM_CODEBOOKS + 2
         self._weights = model_weights(self.shape, lambda name: tensors[name].to(self.device, dtype))
         self._prefill = Prefill(TapeStack(self.shape, self._weights))
@@ -84,7 +84,7 @@ class MegakernelBackend:
 
     @torch.inference_mode()
     def start(self, prompt: PromptRows, sampling: Sampling, seed: int, max_frames: int) -> MegakernelStream:
-        """Raises SamplingError for draws by torch's generator, else as `Backend.start`."""
+        """See `Backend`. Raises SamplingError for rng="torch"."""
         talker, embeds, prefix_rows = self.config.talker, prompt.embeds, prompt.prefix_rows
         check_start(embeds, talker.hidden_size, seed, max_frames)
         if sampling.rng != "philox":
@@ -106,8 +106,8 @@ class MegakernelBackend:
         self._prefill.forget(voice)
 
     def put_rows(self, state: MegakernelStream, rows: Tensor, position: int) -> torch.cuda.Event:
-        """Prompt rows (n, H), on the device, at positions [position, position + n), one by one; returns the event of
-        its end. n times the exchanges of all layers must stay below the 2^16 of their tags."""
+        """Prefills prompt rows (n, H), on the device, at positions [position, position + n), one by one; returns the
+        event recorded after it. n times the exchanges of all layers must stay below 2^16, the range of their tags."""
         params = self._params(state, rows)
         params.prefill, params.frames, params.stream.position = 1, len(rows), position
         layers = len(rows) * self.config.talker.num_hidden_layers
@@ -120,12 +120,12 @@ class MegakernelBackend:
         debug: Debug | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Frame:
-        """Times are the kernel's own; the launch and the hand-over count as talker_ms."""
+        """See `Backend`. Times are measured by the kernel; launch and transfer count as talker_ms."""
         (frame,) = self.frames(state, [row], debug, meanwhile)
         return frame
 
     def codes_to_come(self, state: MegakernelStream) -> Tensor:
-        """Where the next launch's first frame writes its codes, (16,) int32, pinned: for work queued behind it."""
+        """Pinned memory, (16,) int32, for the codes of the next launch's first frame; work queued later can read it."""
         return state.out[launch.STATUS_WORDS : launch.STATUS_WORDS + NUM_CODEBOOKS]
 
     def frames(
@@ -135,10 +135,10 @@ class MegakernelBackend:
         debug: Debug | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Iterator[Frame]:
-        """Up to MAX_FRAMES_A_LAUNCH steps in one launch, each frame yielded as soon as the host has it; ends early
-        after end-of-speech (a Frame without codes). meanwhile: called while the kernel works. Closing the iterator
-        stops the kernel within one frame; the frames it made by then count. Raises EngineError where the kernel gave up
-        waiting."""
+        """Runs up to MAX_FRAMES_A_LAUNCH steps in one launch and yields each frame as soon as the host has it; ends
+        early after end-of-speech (a Frame without codes). meanwhile: called while the kernel works. Closing the
+        iterator stops the kernel within one frame; the frames made until then count. Raises EngineError if a wait in
+        the kernel timed out."""
         self._check(state, rows)
         begun_s, words = time.perf_counter(), state.words
         done = self._launch(state, rows, debug)
@@ -150,12 +150,12 @@ class MegakernelBackend:
                 last = index + 1 == len(rows)
                 if last:
                     done.synchronize()
-                while words[launch.MADE] <= index and not done.query():  # the making of later frames hides these pauses
+                while words[launch.MADE] <= index and not done.query():  # later frames are made during these pauses
                     time.sleep(_POLL_S)
-                over = last or words[launch.MADE] <= index  # the launch is known to be
+                over = last or words[launch.MADE] <= index  # whether the launch is known to have ended
                 if words[launch.MADE] <= index:
                     break
-                # Whatever the kernel did not take of the first one's time is launch and hand-over.
+                # The part of the first frame's time not spent in the kernel is launch and transfer.
                 frame = frame_of(words, index, 0.0 if index else 1e3 * (time.perf_counter() - begun_s))
                 state.frames = before + index + 1
                 made_ms += frame.talker_ms + frame.predictor_ms
@@ -174,13 +174,13 @@ class MegakernelBackend:
 
     @torch.inference_mode()
     def new_debug(self) -> Debug:
-        """Memory for what one step shows of its inside: pass it to `step`."""
+        """Allocates a `Debug`, to be passed to `step`."""
         talker = self.config.talker
         logits = torch.zeros(NUM_CODEBOOKS, talker.vocab_size, dtype=self.dtype, device=self.device)
         return Debug(logits, logits.new_zeros(talker.num_hidden_layers, talker.hidden_size))
 
     def _new_stream(self, sampling: Sampling, seed: int, rows: int, max_frames: int) -> MegakernelStream:
-        """rows: of its prompt."""
+        """Allocates a stream. rows: of its prompt."""
         talker = self.config.talker
         hidden, newest = torch.zeros(2, talker.hidden_size, dtype=self.dtype, device=self.device)
         tensors = {
@@ -222,8 +222,8 @@ class MegakernelBackend:
         return state.done
 
     def _params(self, state: MegakernelStream, rows: Tensor) -> Params:
-        """The stream's, for frames from its next one on: filling all fields took 25 us a launch. What `put_rows` and
-        a step with debug set for their own launches is taken back."""
+        """The stream's parameters for its next frames, of which only those that change are set: filling all fields took
+        25 us a launch. Resets what `put_rows` and a step with debug set for their own launches."""
         params = state.params
         params.prefill, params.debug_logits, params.debug_hidden = 0, None, None
         stream = params.stream
@@ -241,7 +241,7 @@ class MegakernelBackend:
 
 
 def frame_of(words: np.ndarray, index: int, least_ms: float) -> Frame:
-    """A frame of a launch, of `least_ms` at least. Raises EngineError where one of its codes is no number."""
+    """Reads frame `index`, whose time is at least `least_ms`. Raises EngineError if a code had no finite logit."""
     first = launch.STATUS_WORDS + index * launch.FRAME_WORDS
     codes = torch.from_numpy(words[first : first + NUM_CODEBOOKS].astype(np.int64))
     talker_ns, predictor_ns, not_numbers = words[first + NUM_CODEBOOKS : first + NUM_CODEBOOKS + 3].tolist()

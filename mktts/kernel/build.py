@@ -1,5 +1,5 @@
-"""Compiling csrc/ for one card with NVRTC, NVIDIA's run-time compiler, from its Python package: no CUDA toolkit is
-needed, and no GPU. A build is cached by source, definitions, architecture and compiler version."""
+"""Compiles csrc/ for one card with NVRTC, NVIDIA's run-time compiler, from its Python package: this needs neither a
+CUDA toolkit nor a GPU. Builds are cached by source, definitions, architecture and compiler version."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mktts.common import announced, cache_folder, write_whole
 from mktts.errors import BackendUnavailable
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-SHARED = "stages.cuh"  # included by frame.cu and text.cu; holds the constants that they export
+SHARED = "stages.cuh"  # included by frame.cu and text.cu; defines the constants that they export
 PACKAGE = "nvidia-cuda-nvrtc"
-# Architecture -> shared memory a block may have, bytes (CUDA programming guide, compute capabilities).
+# Architecture -> maximum shared memory per block, bytes (CUDA programming guide, compute capabilities).
 TARGETS = {
     "sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_87": 163 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024,
     "sm_100": 227 * 1024, "sm_103": 227 * 1024, "sm_110": 227 * 1024, "sm_120": 99 * 1024, "sm_121": 99 * 1024,
@@ -32,12 +32,12 @@ TARGETS = {
 
 @cache
 def nvrtc() -> tuple[ctypes.CDLL, tuple[int, int]]:
-    """The library and its version. Raises BackendUnavailable where there is none."""
+    """Loads NVRTC; returns the library and its version. Raises BackendUnavailable if it is not installed."""
     for candidate in _candidates():
         try:
             if isinstance(candidate, Path):
                 for builtins in candidate.parent.glob("libnvrtc-builtins.so.*"):
-                    ctypes.CDLL(str(builtins))  # NVRTC opens it by name, which works once it is loaded
+                    ctypes.CDLL(str(builtins))  # NVRTC opens it by name, which succeeds once it is loaded
             library = ctypes.CDLL(str(candidate))
         except OSError:
             continue
@@ -49,7 +49,7 @@ def nvrtc() -> tuple[ctypes.CDLL, tuple[int, int]]:
 
 @cache
 def known_architectures() -> frozenset[int]:
-    """The compute capabilities that this NVRTC compiles for, ten times each: 86 is 8.6. Raises BackendUnavailable."""
+    """The compute capabilities that NVRTC compiles for, times ten: 86 is 8.6. Raises BackendUnavailable without it."""
     library, _ = nvrtc()
     count = ctypes.c_int()
     _check(library, library.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
@@ -60,8 +60,8 @@ def known_architectures() -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Build:
-    """image: machine code (cubin), or PTX, which the driver translates. log: what the assembler said of it. constants:
-    the kernel's exported 32-bit ones without their `mktts_`, a float's by its bits."""
+    """A compiled source. image: machine code (cubin), or PTX, which the driver translates. log: the assembler's output.
+    constants: the exported 32-bit constants, by name without `mktts_`; a float is given by its bits."""
 
     image: bytes
     log: str
@@ -69,8 +69,8 @@ class Build:
 
 
 def compile_source(code: str, unit: str, arch: str, flags: list[str]) -> Build:
-    """For `arch` sm_... machine code, for compute_... PTX. `unit` names the source in what the compiler says. Raises
-    BackendUnavailable without NVRTC, and where it refuses the source."""
+    """Compiles to machine code for an `arch` sm_..., to PTX for compute_... unit: name of the source in the compiler's
+    messages. Raises BackendUnavailable without NVRTC, and if the source does not compile."""
     library, _ = nvrtc()
     program = ctypes.c_void_p()
     _check(library, library.nvrtcCreateProgram(ctypes.byref(program), code.encode(), unit.encode(), 0, None, None))
@@ -91,8 +91,8 @@ def compile_source(code: str, unit: str, arch: str, flags: list[str]) -> Build:
 
 
 def require_triton(what: str, device: torch.device) -> None:
-    """Raises BackendUnavailable where kernels of triton, which `what` needs, cannot run: triton compiles its launchers
-    with the machine's own compiler, which is better found wanting here than in a capture."""
+    """Raises BackendUnavailable if Triton kernels, which `what` needs, cannot run. Triton compiles its launchers with
+    the system's C compiler; if that is missing, it should be reported here and not during a graph capture."""
     if device.type != "cuda":
         raise BackendUnavailable(f"{what} needs a CUDA device, got {device}")
     try:
@@ -101,7 +101,7 @@ def require_triton(what: str, device: torch.device) -> None:
         some = torch.zeros(2, 16, device=device)
         with torch.cuda.device(device):
             rows.silu_mul[1, 1](some[:1], some[1:], N=8, BLOCK=16)
-    except Exception as error:  # whatever triton, its compiler or its cache folder raise, or an import without triton
+    except Exception as error:  # any error of triton, its compiler or its cache folder, or a failed import
         why = f"which cannot build its kernels here ({type(error).__name__}: {error})"
         raise BackendUnavailable(f"{what} needs triton, {why}") from error
 
@@ -131,8 +131,8 @@ def _check(library: ctypes.CDLL, status: int) -> None:
 
 @dataclass(frozen=True)
 class Card:
-    """What decides how a kernel is built. arch: of TARGETS, compiled to machine code; or compute_86, say: PTX for any
-    card of that compute capability or a later one. shared_bytes: that one block may have."""
+    """The properties of a GPU that determine how a kernel is built. arch: a name in TARGETS, compiled to machine code,
+    or compute_86, for example: PTX for that compute capability and later ones. shared_bytes: maximum per block."""
 
     arch: str
     multiprocessors: int
@@ -140,20 +140,20 @@ class Card:
 
     @classmethod
     def like(cls, arch: str, multiprocessors: int) -> Card:
-        """Any card of one architecture, by its name in TARGETS or as compute_..."""
+        """A card of one architecture, by its name in TARGETS or as compute_..."""
         return cls(arch, multiprocessors, TARGETS[arch.replace("compute_", "sm_")])
 
 
 def card_of(device: torch.device) -> Card:
-    """The CUDA device's. Raises BackendUnavailable as `target_of`."""
+    """The card of a CUDA device. Raises BackendUnavailable as `target_of`."""
     properties = torch.cuda.get_device_properties(device)
     card = Card.like(target_of((properties.major, properties.minor)), properties.multi_processor_count)
     return replace(card, shared_bytes=min(card.shared_bytes, properties.shared_memory_per_block_optin))
 
 
 def target_of(capability: tuple[int, int], known: Collection[int] | None = None) -> str:
-    """What to compile for: the capability itself, or PTX of the newest earlier one, where it is not known. known: what
-    NVRTC compiles for; None asks it. Raises BackendUnavailable for a GPU before 8.0, and without NVRTC."""
+    """The architecture to compile for: the capability itself or, if unknown, PTX of the newest earlier one. known: what
+    NVRTC compiles for; None asks NVRTC. Raises BackendUnavailable for a GPU before 8.0, and without NVRTC."""
     wanted = 10 * capability[0] + capability[1]
     if wanted < min(map(_number, TARGETS)):
         found = f"this GPU's is {capability[0]}.{capability[1]}: pass backend='torch'"
@@ -162,7 +162,7 @@ def target_of(capability: tuple[int, int], known: Collection[int] | None = None)
     usable = {_number(name): name for name in TARGETS if _number(name) in known}
     if wanted in usable:
         return usable[wanted]
-    # sm_90a's code is for that architecture alone
+    # sm_90a's code runs on that architecture only
     earlier = [number for number, name in usable.items() if number < wanted and not name.endswith("a")]
     if not earlier:
         hint = "install nvidia-cuda-nvrtc 12.8 or newer"
@@ -175,7 +175,7 @@ def _number(name: str) -> int:
 
 
 def source(unit: str = "frame.cu", folder: Path = CSRC) -> str:
-    """A kernel's file with its headers in place of their includes."""
+    """The source of a kernel, with its includes expanded."""
     if not (folder / unit).exists():
         raise BackendUnavailable(f"{folder}: expected the kernel's source: install from a checkout (pip install -e .)")
     seen: set[str] = set()
@@ -194,9 +194,9 @@ def source(unit: str = "frame.cu", folder: Path = CSRC) -> str:
 
 
 def build_for(defines: dict[str, int], card: Card, unit: str = "frame.cu") -> Build:
-    """Compiles with as many stages of the ring as the card's shared memory holds, by what two take in a build of the
-    shared headers, which compile at once; never more than one token's, whose keys and values must be written before the
-    ring fetches them for the next one. Raises BackendUnavailable as `compile_kernel`, and where two are too many."""
+    """Compiles with as many ring stages as fit into the card's shared memory, computed from a quick build of the shared
+    headers with two stages. At most one token's stages are used, because its keys and values must be written before the
+    ring fetches them for the next token. Raises BackendUnavailable as `compile_kernel`, and if two do not fit."""
     least = compile_kernel({**defines, "RING": 2}, card.arch, SHARED)
     used_bytes, stage_bytes = (least.constants[name] for name in ("shared_bytes", "stage_bytes"))
     stages = 2 + (card.shared_bytes - used_bytes) // stage_bytes
@@ -208,20 +208,20 @@ def build_for(defines: dict[str, int], card: Card, unit: str = "frame.cu") -> Bu
 
 
 def compile_kernel(defines: dict[str, int], arch: str, unit: str = "frame.cu") -> Build:
-    """Compiles for `arch`, as `Card.arch`, or takes from the cache. Raises BackendUnavailable without NVRTC, and where
-    it refuses the source or does not know the architecture."""
+    """Compiles for `arch` (as `Card.arch`) or returns the cached build. Raises BackendUnavailable without NVRTC, and if
+    the source does not compile or NVRTC does not know the architecture."""
     flags = ["--std=c++17", "--ptxas-options=-v"] + [f"-D{name}={value}" for name, value in sorted(defines.items())]
     code = source(unit)
     key = hashlib.sha256(json.dumps([code, arch, flags, nvrtc()[1]]).encode()).hexdigest()[:24]
     kept = cache_folder() / "kernels" / f"{arch}-{key}"
     about = kept.with_suffix(".json")
-    with contextlib.suppress(OSError, ValueError, TypeError):  # not there, damaged, or of another version of this file
+    with contextlib.suppress(OSError, ValueError, TypeError):  # missing, damaged, or from another version of this file
         return Build(kept.with_suffix(".image").read_bytes(), **json.loads(about.read_text(encoding="utf-8")))
     with announced(f"mktts: compiling {unit} for {arch}, once"):
         build = compile_source(code, unit, arch, flags)
     try:
         write_whole(kept.with_suffix(".image"), build.image)
         write_whole(about, json.dumps({"log": build.log, "constants": build.constants}).encode())
-    except OSError as error:  # a full or read-only cache costs seconds at the next start, not this one
+    except OSError as error:  # a full or read-only cache only means compiling again at the next start
         print(f"mktts: the compiled kernel could not be kept: {error}", file=sys.stderr)
     return build

@@ -1,26 +1,26 @@
-"""How many thread blocks a kernel has, and which rows of a matrix a block is dealt: csrc/config.cuh in Python. The
-blocks form as many groups as there are key-value heads. Where a group's rows do not divide over its blocks, each takes
-as many as the fullest and the last ones fewer."""
+"""The number of thread blocks of a kernel, and the rows of a matrix assigned to each: csrc/config.cuh in Python. The
+blocks form one group for each key-value head. If a group's rows do not divide evenly over its blocks, every block takes
+the rounded-up number and the last ones have fewer."""
 
 from dataclasses import dataclass, replace
 
 from mktts.errors import BackendUnavailable
 from mktts.spec import NUM_CODEBOOKS, ModelConfig, StackConfig
 
-# The kernel has the same (tests/kernel/test_build.py).
-WARPS = 8  # of a block, that multiply
-FRAGMENTS = 4  # a warp takes from one ring stage
+# The same constants as in the kernel (tests/kernel/test_build.py).
+WARPS = 8  # of a block that multiply
+FRAGMENTS = 4  # that a warp takes from one ring stage
 EPS = 1e-6  # of every RMSNorm
-TILE_ROWS = 2 * WARPS  # rows of a block come in whole tiles: two for each warp
-WARP_ROWS = 32  # of one matrix, at most: a lane for each
-MOST_ROWS = 8 * TILE_ROWS  # that a block multiplies at once, of what it is dealt
-_MOST_GROUP = 32  # blocks of a group: a lane for each
+TILE_ROWS = 2 * WARPS  # a block's rows are padded to whole tiles: two rows for each warp
+WARP_ROWS = 32  # most rows of one matrix for a warp: one for each lane
+MOST_ROWS = 8 * TILE_ROWS  # most rows that a block multiplies at once
+_MOST_GROUP = 32  # most blocks of a group: one for each lane
 _MOST_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
 class Dealt:
-    """csrc/config.cuh, struct Dealt: `total` rows of `inputs` columns over the blocks of a group, `unit` by `unit`."""
+    """csrc/config.cuh, struct Dealt: `total` rows of `inputs` columns distributed over a group, in units of `unit`."""
 
     total: int
     inputs: int
@@ -29,29 +29,29 @@ class Dealt:
 
     @property
     def each(self) -> int:
-        """Rows of a block, in order; the last ones may have fewer, or none."""
+        """Consecutive rows of each block; the last blocks may have fewer, or none."""
         return self.unit * -(-(self.total // self.unit) // self.group)
 
     @property
     def count(self) -> int:
-        """Matrices in which they come, one after another."""
+        """The number of consecutive matrices that a block's rows form."""
         return -(-self.each // self.chunk)
 
     @property
     def chunk(self) -> int:
-        """Rows of one matrix, padded to whole tiles."""
+        """Rows of one of these matrices, padded to whole tiles."""
         if self.each <= MOST_ROWS:
             return TILE_ROWS * -(-self.each // TILE_ROWS)
         return min(range(MOST_ROWS // 2, MOST_ROWS + 1, TILE_ROWS), key=lambda rows: rows * -(-self.each // rows))
 
     @property
     def elements(self) -> int:
-        """Values of a block's tape, padding included."""
+        """Values on a block's tape, including padding."""
         return self.count * self.chunk * 128 * -(-self.inputs // 128)
 
 
 def layer_matrices(stack: StackConfig, group: int) -> dict[str, Dealt]:
-    """A layer's matrices in the order of their use, by csrc's names in lower case, as a group sees them."""
+    """A group's part of a layer's matrices in the order of their use, by csrc's names in lower case."""
     heads, h = stack.num_key_value_heads, stack.hidden_size
     outputs, inner = stack.num_attention_heads // heads * stack.head_dim, stack.intermediate_size // heads
     return {
@@ -64,7 +64,7 @@ def layer_matrices(stack: StackConfig, group: int) -> dict[str, Dealt]:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the kernel is compiled for."""
+    """The dimensions that the kernel is compiled for."""
 
     talker: StackConfig
     predictor: StackConfig
@@ -95,8 +95,8 @@ class Shape:
 
 
 def choose_shape(config: ModelConfig, multiprocessors: int) -> Shape:
-    """The widest power of two, which pads least, or a wider grid that `_cost` finds better. Raises BackendUnavailable
-    where no grid fits the checkpoint, or none that does fits the GPU."""
+    """Chooses the widest power of two, which needs least padding, or a wider grid of lower `_cost`. Raises
+    BackendUnavailable if no grid fits the checkpoint, or if those that do are too large for the GPU."""
     t, p = config.talker, config.predictor
     for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
         if getattr(t, name) != getattr(p, name):
@@ -105,7 +105,7 @@ def choose_shape(config: ModelConfig, multiprocessors: int) -> Shape:
 
 
 def choose_text_shape(stack: StackConfig, multiprocessors: int) -> Shape:
-    """The shape for a text model, which has no predictor: the smallest that compiles stands in for it."""
+    """Chooses the shape for a text model, with the smallest predictor that compiles as a placeholder."""
     return _best(stack, replace(stack, num_hidden_layers=1, vocab_size=16), multiprocessors, head_rows=0)
 
 
@@ -130,8 +130,8 @@ def _best(t: StackConfig, p: StackConfig, multiprocessors: int, head_rows: int) 
 
 
 def _cost(shape: Shape, multiprocessors: int) -> float:
-    """What a block reads in a frame, which is its time, and its share of what all blocks read, the memory's: a wider
-    grid makes the first less and, by the rows it pads, the second more."""
+    """An estimate of a frame's time: the values that one block reads plus, as the load on the memory, the values that
+    all blocks read per multiprocessor. A wider grid lowers the first term and, by padding, may raise the second."""
     elements = 0
     for stack, times in ((shape.talker, 1), (shape.predictor, NUM_CODEBOOKS - 1)):
         layer = sum(matrix.elements for matrix in layer_matrices(stack, shape.group).values())
@@ -140,7 +140,7 @@ def _cost(shape: Shape, multiprocessors: int) -> float:
 
 
 def _misfit(shape: Shape, head_rows: int) -> str | None:
-    """Why this grid cannot be; None where it can. As csrc's static_asserts have it."""
+    """The reason why this grid is impossible, or None; the same conditions as csrc's static_asserts."""
     t, heads, blocks = shape.talker, shape.talker.num_key_value_heads, shape.blocks
     queries = t.num_attention_heads // heads
     if t.head_dim % 32 or t.head_dim > _MOST_HEAD_DIM or WARPS % queries or queries + 2 > WARPS:
@@ -153,14 +153,14 @@ def _misfit(shape: Shape, head_rows: int) -> str | None:
         h, f = stack.hidden_size, stack.intermediate_size
         if f % (4 * heads):
             return f"a feed-forward of {f} does not divide by four times {heads} key-value heads"
-        if h % 4 or h < 4 * blocks:  # words are read in fours; more blocks than that wait longer than they multiply
+        if h % 4 or h < 4 * blocks:  # words are read in fours; more blocks would wait longer than they multiply
             return f"a hidden size of {h} does not divide over {blocks} blocks into four rows or more"
         for name, dealt in layer_matrices(stack, shape.group).items():
-            if (shape.group - 1) * dealt.each >= dealt.total:  # what it reads would be written again too early
+            if (shape.group - 1) * dealt.each >= dealt.total:  # a block without rows could not signal that it has read
                 return f"the last of {shape.group} blocks would have none of the {dealt.total} rows of {name}"
     return None
 
 
 def power_of_two(least: int) -> int:
-    """The smallest that is at least `least` (1 or more)."""
+    """The smallest power of two that is at least `least` (1 or more)."""
     return 1 << (least - 1).bit_length()

@@ -1,5 +1,5 @@
-"""Launches of the kernels of csrc/: the calls of the CUDA driver that they take, each of them checked; a launch's
-parameters (csrc/state.cuh in ctypes), exchange area and tags; and why one failed."""
+"""Launches the kernels of csrc/ through checked calls of the CUDA driver: a launch's parameters (csrc/state.cuh in
+ctypes), exchange area and tags, and the reason of a failure."""
 
 import ctypes
 from dataclasses import asdict
@@ -15,15 +15,15 @@ from mktts.model.sampling import Choice
 STATUS_WORDS = 16  # int32, at the start of a stream's pinned memory; the frames follow
 MADE = 0  # status word: frames made so far
 ENDED = 1  # status word: whether speech ended
-STOP = 2  # status word, written by the host: make no further frame
-FRAME_WORDS = 20  # int32: 16 codes, nanoseconds of talker with code 0 and of predictor, whether a code is no number
-# What a block that gave up was waiting for, by the number it leaves in its status (csrc/exchange.cuh).
+STOP = 2  # status word, written by the host: make no further frames
+FRAME_WORDS = 20  # int32: 16 codes, ns of talker with code 0, ns of predictor, whether a code had no finite logit; 0
+# What a block whose wait timed out was waiting for, by the number in its status (csrc/exchange.cuh).
 WAITS = {
     1: "exchange words", 3: "partial sums", 5: "weights", 6: "query, key and value words", 7: "the host's answer",
     8: "the end of an earlier copy of weights", 9: "the end of the last copies of weights",
 }  # fmt: skip
 
-_Arguments = ctypes.c_void_p * 1  # held: an array type that nobody holds is left to the garbage collector
+_Arguments = ctypes.c_void_p * 1  # kept: an unreferenced array type would be work for the garbage collector
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
 
@@ -36,7 +36,7 @@ _POINTERS = """
 
 
 class StreamParams(ctypes.Structure):
-    """csrc/state.cuh, struct Stream. Settings of a choice that end in 0 are of code 0, and of a text's tokens."""
+    """csrc/state.cuh, struct Stream. Sampling settings ending in 0 apply to code 0, and to the tokens of a text."""
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("rows", "hidden", "sum", "kv", "seen", "out")]
@@ -58,7 +58,7 @@ class Params(ctypes.Structure):
 
 
 class _LaunchAttribute(ctypes.Structure):
-    """cuda.h, CUlaunchAttribute: of 64 bytes of value the first four."""
+    """cuda.h, CUlaunchAttribute; `value` is the first 4 of the value's 64 bytes."""
 
     _fields_ = [("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_int * 15)]
 
@@ -74,20 +74,20 @@ class _LaunchConfig(ctypes.Structure):
 
 
 def fill_pointers(structure: ctypes.Structure, tensors: dict[str, Tensor | None]) -> None:
-    """Sets the pointers named by `tensors`; None leaves one null."""
+    """Sets the pointers named by `tensors` to their data; None sets a null pointer."""
     for name, tensor in tensors.items():
         setattr(structure, name, None if tensor is None else tensor.data_ptr())
 
 
 def set_choice(stream: StreamParams, choice: Choice, book0: bool) -> None:
-    """The settings of code 0 (and of a text's tokens), or of codes 1 to 15."""
+    """Sets the sampling settings of code 0 (and of a text's tokens) if `book0`, else those of codes 1 to 15."""
     given = asdict(choice)
     for name, value in {"greedy": not given.pop("do_sample"), **given}.items():
         setattr(stream, name + "0" * book0, value)
 
 
 def params_of(fixed: Params, seed: int, kv: Tensor, **tensors: Tensor) -> Params:
-    """What all launches of a stream have: `fixed`, its seed, cache and other tensors. Each launch sets what changes."""
+    """The parameters common to all launches of a stream: `fixed`, its seed, cache and other tensors."""
     params = Params.from_buffer_copy(fixed)
     stream = params.stream
     fill_pointers(stream, {"kv": kv, **tensors})
@@ -96,7 +96,7 @@ def params_of(fixed: Params, seed: int, kv: Tensor, **tensors: Tensor) -> Params
 
 
 def pinned_words(frames: int) -> Tensor:
-    """Memory of the host that a launch of `frames` frames writes into: (words,) int32, zeros."""
+    """Pinned host memory that a launch of `frames` frames writes to: (words,) int32, zeros."""
     return torch.zeros(STATUS_WORDS + frames * FRAME_WORDS, dtype=torch.int32, pin_memory=True)
 
 
@@ -109,7 +109,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """One for loading a kernel: it fails where this driver or GPU cannot run it."""
+    """Calls the driver to load a kernel. Raises BackendUnavailable if this driver or GPU cannot run it."""
     try:
         _check(name, getattr(_driver(), name)(*arguments))
     except EngineError as error:
@@ -124,12 +124,12 @@ def _check(name: str, status: int) -> None:
 
 
 class Kernel:
-    """A kernel of a loaded cubin, or of PTX that the driver translates, on torch's current device. Raises
-    BackendUnavailable where this driver or GPU cannot load it."""
+    """A kernel from a cubin, or from PTX that the driver translates, loaded on torch's current device. Raises
+    BackendUnavailable if this driver or GPU cannot load it."""
 
     def __init__(self, image: bytes, name: str) -> None:
         torch.cuda.init()
-        torch.empty(1, device="cuda")  # makes torch's context the current one
+        torch.empty(1, device="cuda")  # makes torch's CUDA context current
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._image = image  # the driver may read it later
         _call("cuModuleLoadData", ctypes.byref(self._module), image)
@@ -138,8 +138,8 @@ class Kernel:
     def launch_grid(
         self, grid: tuple[int, int], threads: int, parameters: ctypes.Structure, early: bool = False
     ) -> None:
-        """An ordinary launch on torch's current stream, which may be capturing; `parameters` are copied. early: blocks
-        may come before the kernel ahead has ended (programmatic dependent launch: compute capability 9.0 and later)."""
+        """Makes an ordinary launch on torch's current stream, which may be capturing; `parameters` are copied. early:
+        blocks may start before the previous kernel ends (programmatic dependent launch: compute capability 9.0 on)."""
         attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
         stream = torch.cuda.current_stream().cuda_stream
         config = _LaunchConfig(*grid, 1, threads, 1, 1, 0, stream, ctypes.pointer(attribute), int(early))
@@ -149,19 +149,19 @@ class Kernel:
 
 
 _TIMEOUT_NS = 2_000_000_000
-_TAG_LIMIT = 1 << 16  # the exchange words carry 16 bits of the tag
+_TAG_LIMIT = 1 << 16  # exchange words carry 16 bits of the tag
 
 
 class Launcher(Kernel):
-    """A kernel whose blocks wait for each other, so that all must be resident at once: cooperative launches, one after
-    another on torch's current stream; streams of the model take turns on it. Raises BackendUnavailable where compiler
-    or device cannot run the kernel, or hold its blocks."""
+    """A kernel whose blocks wait for each other, so that all must be resident at once. Cooperative launches follow each
+    other on torch's current stream; utterances take turns. Raises BackendUnavailable if the kernel cannot be compiled
+    or run, or if the device cannot hold all blocks at once."""
 
     def __init__(self, unit: str, name: str, defines: dict[str, int], device: torch.device, card: Card) -> None:
-        """Compiles csrc/`unit` for `card`, or takes it from the cache, and loads its kernel `name`."""
+        """Compiles csrc/`unit` for `card`, unless it is cached, and loads its kernel `name`."""
         build = build_for(defines, card, unit)
         constants = build.constants
-        self.layer_exchanges = constants["layer_exchanges"]  # what one layer advances the tag by
+        self.layer_exchanges = constants["layer_exchanges"]  # by which one layer advances the tag
         self.blocks, self.threads, self.shared_bytes = defines["CTAS"], constants["threads"], constants["shared_bytes"]
         with torch.cuda.device(device):
             super().__init__(build.image, name)
@@ -171,12 +171,12 @@ class Launcher(Kernel):
         self._status = torch.zeros(8, dtype=torch.int32, device=device)
         self._tag = 1
         self._index = self._exchange.device.index
-        self._there = torch.cuda.device(self._exchange.device)  # held: to make one costs more than to enter it
+        self._there = torch.cuda.device(self._exchange.device)  # kept, because creating it costs more than entering it
 
     def launch(self, params: Params, tags: int, done: torch.cuda.Event | None = None) -> torch.cuda.Event:
-        """Launches without waiting; `params` may be changed as soon as this returns. Returns the event of its end.
-        tags: the most exchanges it can take; they never wrap between launches. done: an earlier launch's event, which
-        nobody waits for any more, to be used again; None makes a new one."""
+        """Launches without waiting and returns the event recorded after it; `params` may be changed after the return.
+        tags: the most exchanges that the launch can make; tags never wrap within a launch. done: the event of an
+        earlier launch, no longer waited for, to be reused; None creates a new one."""
         with self._there:
             if self._tag + tags >= _TAG_LIMIT:
                 self._restart_tags()
@@ -193,7 +193,7 @@ class Launcher(Kernel):
         return done
 
     def failure(self) -> EngineError:
-        """Why the last launch gave up. Whatever it left half exchanged is cleared: others can go on."""
+        """Why the last launch gave up. Clears its incomplete exchanges, so that other streams can continue."""
         _, block, thread, wait, tag = self._status[:5].tolist()
         self._status.zero_()
         self._restart_tags()
@@ -215,7 +215,7 @@ class Launcher(Kernel):
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:
-    """Raises BackendUnavailable where the kernels cannot run: without CUDA, or in another dtype than bfloat16."""
+    """Raises BackendUnavailable if the kernels cannot run: without CUDA, or in a dtype other than bfloat16."""
     if device.type != "cuda" or not torch.cuda.is_available():
         raise BackendUnavailable(f"the megakernel needs a CUDA device, got {device}: pass backend='torch'")
     if dtype != torch.bfloat16:

@@ -1,9 +1,9 @@
-"""Many prompt rows at once through a decoder stack: one launch of a captured CUDA graph a piece.
+"""Runs many prompt rows at once through a decoder stack: one launch of a captured CUDA graph for each piece.
 
-Graphs have fixed shapes, so rows are padded up to a bucket and keys are read up to an extent, both static, while the
-position is a device tensor. Rounding is `Qwen3Stack.advance`'s, with q, k, v and gate, up as one product each: what
-lies between products is made by kernels of the project where they fit, elsewhere by operators. A few rows may go
-through the frame kernel's tape as it is instead (`TapeStack.run_few`)."""
+Graphs have fixed shapes, so rows are padded to a bucket and keys are read up to an extent, both static; the position
+is a device tensor. Rounding is that of `Qwen3Stack.advance`, with q, k, v and gate, up as one product each. Between
+products, Triton kernels of this project are used where they fit, and PyTorch operators elsewhere. A few rows can
+instead be computed directly from the frame kernel's tape (`TapeStack.run_few`)."""
 
 import contextlib
 import logging
@@ -28,13 +28,13 @@ from mktts.model.voice import Voice
 from mktts.spec import StackConfig
 
 _SILU_BLOCK = 1024
-_HEADS = 4  # key-value heads of a program, at most
+_HEADS = 4  # most key-value heads of one program
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the kernels compute in fp32
 
 
 def row_kernels(config: StackConfig, device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """`mktts.kernel.rows` where its kernels take a stack's rows: on CUDA, in fp32 or less, with widths that are powers
-    of two. None elsewhere, and, with a warning, where triton is missing or cannot build them."""
+    """Returns `mktts.kernel.rows` if its kernels support the stack: on CUDA, in fp32 or less, with widths that are
+    powers of two; otherwise None, with a warning if triton is missing or cannot build them."""
     widths = (config.hidden_size, config.head_dim)
     if device.type != "cuda" or dtype not in _DTYPES or any(width.bit_count() != 1 for width in widths):
         return None
@@ -48,34 +48,34 @@ def row_kernels(config: StackConfig, device: torch.device, dtype: torch.dtype) -
     return rows
 
 
-CAPACITY = 1024  # positions; a multiple of 16: attention kernels take a mask as it is only with such rows
-# Up to 64 rows a product takes as long as its weights take to arrive, so finer buckets would buy nothing but graphs.
+CAPACITY = 1024  # positions; a multiple of 16, because attention kernels otherwise copy the mask
+# Up to 64 rows, a product takes as long as reading its weights, so finer buckets would only add graphs.
 ROW_BUCKETS = (16, 64, 128, 256)
-# Keys and values of 1 024 positions are 4 MiB a layer, an eighth of the 0.6B layer's weights: bytes hardly matter. But
-# a masked attention kernel walks all of its extent, block by block of keys, and that is time when rows are few.
+# Keys and values of 1,024 positions are 4 MiB a layer, an eighth of a layer's weights at 0.6B, so their size hardly
+# matters. But a masked attention kernel iterates over its whole extent, which takes time when rows are few.
 EXTENTS = (128, 512, CAPACITY)
-_MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # flash takes no mask, cuDNN plans each shape
+_MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # flash has no masks; cuDNN plans every shape
 
 
 class Prefill:
-    """Prompts into caches laid out as csrc/state.cuh has them: (layers, kv heads, group, slots, 2, head_dim); up to
-    CAPACITY positions by way of a workspace of its own, 112 KiB a position at the released sizes. The stack must not
-    change afterwards. One thread and one CUDA stream at a time.
+    """Prefills prompts into caches in the layout of csrc/state.cuh: (layers, kv heads, group, slots, 2, head_dim); up
+    to CAPACITY positions, through a workspace of 112 KiB a position at the released sizes. The stack must not change
+    afterwards. One thread and one CUDA stream at a time.
 
-    Keys and values of prefixes are kept by `Prompt.prefix_key`; the least recently used ones go first when they take
-    more than `max_bytes` of device memory."""
+    Keys and values of prefixes are cached by `Prompt.prefix_key`; the least recently used ones are dropped when they
+    take more than `max_bytes` of device memory."""
 
     capacity, max_bytes = CAPACITY, 64 << 20
 
     def __init__(self, stack: Stack) -> None:
-        """A TapeStack takes passes of up to ROWS rows at the first MOST_POSITIONS positions without unpacking."""
+        """A TapeStack computes passes of up to ROWS rows within MOST_POSITIONS positions without unpacking."""
         c, self.stack, self._few = stack.config, stack, isinstance(stack, TapeStack)
         shape = (2, c.num_hidden_layers, c.num_key_value_heads, CAPACITY + 1, c.head_dim)  # the last row is for padding
         self._kv = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
         self.device = self._kv.device
         self.graphs = self.device.type == "cuda"
         self._there = torch.cuda.device(self.device) if self.graphs else contextlib.nullcontext()
-        self.length = 0  # positions that are filled
+        self.length = 0  # number of filled positions
         self._input = torch.zeros(ROW_BUCKETS[-1], c.hidden_size, dtype=stack.dtype, device=self.device)
         self._hidden = torch.zeros(c.hidden_size, dtype=stack.dtype, device=self.device)
         self._past, self._end = torch.zeros(2, dtype=torch.int64, device=self.device).unbind()
@@ -86,24 +86,24 @@ class Prefill:
         self._cos, self._sin = self._rotary[:, 0], self._rotary[:, 1, half:]
         self._kernels = row_kernels(c, self.device, stack.dtype)
         for layer in range(c.num_hidden_layers):
-            stack.layer_weights(layer)  # fused here: a pass may be on another stream
+            stack.layer_weights(layer)  # fuses the weights here, because a pass may run on another CUDA stream
         self._passes: dict[tuple[int, int], Callable[[], None]] = {}
         self._prefixes: OrderedDict[Hashable, Tensor] = OrderedDict()
-        self.prefix_bytes = 0  # of all that are kept
+        self.prefix_bytes = 0  # total of the cached prefixes
         if self.graphs:
             self._side, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
-        self.warm_up()  # a graph that is captured while a stream waits delays it by tens of ms
+        self.warm_up()  # capturing a graph while a stream waits would delay it by tens of ms
 
     @property
     def keys_values(self) -> Tensor:
-        """Rotated keys, and values, of the filled positions, (2, layers, kv heads, length, head_dim): a view, until the
-        next call."""
+        """Keys (rotated) and values of the filled positions, (2, layers, kv heads, length, head_dim): a view, valid
+        until the next call."""
         return self._kv[:, :, :, : self.length]
 
     @torch.inference_mode()
     def run(self, rows: Tensor, past: int = 0) -> Tensor:
-        """Prefills `rows` (L, H) behind the `past` filled positions, up to the capacity; returns the normed hidden
-        state (H,) of the last row, and waits for nothing. A restored prefix gives the bits of one just made."""
+        """Prefills `rows` (L, H) after the first `past` positions, up to the capacity; returns the normed hidden state
+        (H,) of the last row, without waiting. A restored prefix gives the same bits as one just computed."""
         with self._there:
             for piece in rows.split(ROW_BUCKETS[-1]):
                 self._advance(piece, past)
@@ -117,30 +117,30 @@ class Prefill:
         with self._there:
             self._past.fill_(0)
             self._end.fill_(1)
-            # The largest first, so that the others fit into the working memory it took.
+            # The largest first, so that the others fit into its working memory.
             for bucket, least in zip(ROW_BUCKETS[::-1], (*ROW_BUCKETS[-2::-1], 0), strict=True):
                 for extent in self._extents_of(bucket)[::-1]:
-                    if extent > least:  # fewer rows would take a smaller bucket
+                    if extent > least:  # otherwise the rows fit into a smaller bucket
                         self._pass(bucket, extent)
 
     def forget(self, voice: Voice) -> None:
-        """Lets go of the prefixes with this voice."""
+        """Drops the cached prefixes with this voice."""
         for key in [key for key in self._prefixes if is_of_voice(key, voice)]:
             self.prefix_bytes -= self._prefixes.pop(key).nbytes
 
     @torch.inference_mode()
     def fill(self, rows: Tensor, kv: Tensor, prefix_rows: int = 0, key: Hashable | None = None) -> Tensor:
-        """All positions of a prompt (L, H) at once, whose first `prefix_rows`, fewer than L, are known by `key`;
-        returns the normed hidden state (H,) of the last one. The prefix is always computed apart from the rest, so that
-        the bits are the same whether it was kept or not. Raises CapacityError as `go_on`."""
+        """Prefills a prompt (L, H), whose first `prefix_rows`, fewer than L, are identified by `key`; returns the
+        normed hidden state (H,) of its last row. The prefix is always computed separately, so that the bits do not
+        depend on whether it was cached. Raises CapacityError as `go_on`."""
         apart = prefix_rows and len(rows) <= CAPACITY
         return self.go_on(rows, kv, self.prefix(rows[:prefix_rows], key) if apart else None)
 
     @torch.inference_mode()
     def go_on(self, rows: Tensor, kv: Tensor, kept: Tensor | None) -> Tensor:
-        """Fills a cache as `fill` does, for a prompt (L, H) whose first positions, fewer than L, are `kept`. A prompt
-        longer than the graphs' capacity goes through eager PyTorch as a whole, where the stack has matrices of its own
-        (a Qwen3Stack). Raises CapacityError where it has not."""
+        """As `fill`, for a prompt (L, H) whose first positions, fewer than L, have the keys and values `kept`. A prompt
+        longer than the graphs' capacity is computed as a whole in eager PyTorch if the stack is a Qwen3Stack, which has
+        plain matrices; otherwise raises CapacityError."""
         if len(rows) > CAPACITY:
             if not isinstance(self.stack, Qwen3Stack):
                 why = f"a prompt may have {CAPACITY} rows with the megakernel, this one has {len(rows)}"
@@ -159,7 +159,7 @@ class Prefill:
 
     @torch.inference_mode()
     def prefix(self, rows: Tensor, key: Hashable | None) -> Tensor:
-        """Keys and values of the prefix rows (P, H) alone, as of `keys_values`: found under `key`, or computed."""
+        """Keys and values of the prefix rows (P, H), shaped as `keys_values`: cached under `key`, or computed."""
         kept = None if key is None else self._prefixes.get(key)
         if kept is not None:
             self._prefixes.move_to_end(key)
@@ -180,9 +180,9 @@ class Prefill:
         self._past.fill_(past)
         self._end.fill_(end)
         if not self._takes(bucket, extent):
-            # Masked positions are multiplied by zero, which NaN or infinity from an earlier prompt would survive.
+            # Masked positions are multiplied by zero, but NaN or infinity from an earlier prompt would survive that.
             self._kv[:, :, :, end:extent].zero_()
-        run = self._pass(bucket, extent)  # before the rows are there: a capture runs once, and few rows change in place
+        run = self._pass(bucket, extent)  # before copying the rows: a capture runs once, and may change them in place
         self._input[: len(rows)].copy_(rows)
         run()
 
@@ -190,7 +190,7 @@ class Prefill:
         return self._few and bucket <= ROWS and extent <= MOST_POSITIONS
 
     def _extents_of(self, bucket: int) -> tuple[int, ...]:
-        """A kernel that reads only the keys that are there needs one extent for all."""
+        """The extents for which graphs are needed: `run_few`, which reads only filled positions, needs just one."""
         taken = [extent for extent in EXTENTS if self._takes(bucket, extent)]
         return EXTENTS[max(0, len(taken) - 1) :]
 
@@ -201,7 +201,7 @@ class Prefill:
         return self._passes[bucket, extent]
 
     def _forward(self, bucket: int, extent: int) -> None:
-        """Static input to static outputs; the position is on the device only."""
+        """Computes from static inputs to static outputs; the position is read on the device."""
         last = (self._end - self._past - 1)[None]
         if self._takes(bucket, extent):
             self.stack.run_few(self._input[:ROWS], self._past, self._end, self._kv, self._rotary)
@@ -209,7 +209,7 @@ class Prefill:
             self._hidden.copy_(rms_norm(row, self.stack.norm, self.stack.config.rms_norm_eps))
             return
         positions = self._past + self._counts[:bucket]
-        index = positions.masked_fill(positions >= self._end, CAPACITY)  # padding goes to the spare row
+        index = positions.masked_fill(positions >= self._end, CAPACITY)  # padding is written to the spare row
         mask = torch.zeros(1, 1, bucket, extent, dtype=self._kv.dtype, device=self.device)
         mask.masked_fill_(self._counts[:extent] > positions[:, None], -torch.inf)
         x = self._input[:bucket]
@@ -219,26 +219,26 @@ class Prefill:
         self._hidden.copy_(rows.index_select(0, last)[0])
 
     def _layers(self, rows: Tensor, index: Tensor, mask: Tensor) -> Tensor:
-        """rows (R, H) at positions index (R,) int64 -> their hidden states (R, H), after the last norm, with the
-        roundings of `Qwen3Stack.layer`. mask (1, 1, R, extent): added to scores, in the stack's dtype."""
+        """rows (R, H) at positions index (R,) int64 -> their hidden states (R, H) after the final norm, rounded as in
+        `Qwen3Stack.layer`. mask: added to the scores, (1, 1, R, extent) in the stack's dtype."""
         stack, layers = self.stack, self.stack.config.num_hidden_layers
         x, normed = rows.clone(), torch.empty_like(rows)
         w = stack.layer_weights(0)
         self._add_norm(x, None, w.input_norm, normed)
         for layer, (keys, values) in enumerate(self._kv.unbind(1), 1):
             q = self._turned(F.linear(normed, w.qkv), w.q_norm, w.k_norm, index, keys, values)
-            # expanded to the query heads that share them, not copied
+            # expanded to the query heads that share them, without copying
             k, v = (part[:, None, : mask.shape[-1]].expand(-1, q.shape[1], -1, -1) for part in (keys, values))
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).permute(2, 0, 1, 3).flatten(1)
             self._add_norm(x, F.linear(attended, w.o), w.post_norm, normed)
             delta = F.linear(self._gated(F.linear(normed, w.gate_up)), w.down)
             if layer < layers:
-                w = stack.layer_weights(layer)  # may overwrite the matrices: all products with them are queued by now
+                w = stack.layer_weights(layer)  # may overwrite the matrices, whose products have all been queued
             self._add_norm(x, delta, w.input_norm if layer < layers else stack.norm, normed)
         return normed
 
     def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Tensor, out: Tensor) -> None:
-        """x (R, H) += delta (R, H) where there is one, then out (R, H) = RMSNorm(x) * norm (H,)."""
+        """x (R, H) += delta (R, H) unless it is None, then out (R, H) = RMSNorm(x) * norm (H,)."""
         adds, eps = delta is not None, self.stack.config.rms_norm_eps
         if self._kernels is not None:
             self._kernels.add_norm[(len(x),)](
@@ -262,7 +262,7 @@ class Prefill:
     def _turned(
         self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, index: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """qkv (R, (heads + 2 kv heads) head_dim) -> queries (kv heads, query heads that share each, R, head_dim)."""
+        """qkv (R, (heads + 2 kv heads) head_dim) -> queries (kv heads, queries of each, R, head_dim); caches k, v."""
         c, rows = self.stack.config, len(qkv)
         heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
         if self._kernels is not None:
@@ -283,8 +283,8 @@ class Prefill:
 
 @torch.inference_mode()
 def copy_into_cache(keys_values: Tensor, kv: Tensor) -> None:
-    """Writes keys and values (2, layers, kv heads, n, head_dim) to the first n positions of the kernel's cache `kv`
-    (layers, kv heads, group, slots, 2, head_dim): position p is in block p % group, slot p // group."""
+    """Copies keys and values (2, layers, kv heads, n, head_dim) to the first n positions of the kernel's cache `kv`
+    (layers, kv heads, group, slots, 2, head_dim), where position p is in block p % group, slot p // group."""
     group, count = kv.shape[2], keys_values.shape[3]
     whole, rest = divmod(count, group)
     target = kv.permute(4, 0, 1, 3, 2, 5)  # (2, layers, kv heads, slots, group, head_dim)
@@ -295,6 +295,6 @@ def copy_into_cache(keys_values: Tensor, kv: Tensor) -> None:
 
 @torch.inference_mode()
 def kept_of_cache(kv: Tensor, length: int) -> Tensor:
-    """A copy of positions [0, length) of the kernel's cache; what `copy_into_cache` wrote comes back."""
+    """A copy of positions [0, length) of the kernel's cache: the inverse of `copy_into_cache`."""
     in_order = kv[:, :, :, : -(-length // kv.shape[2])].permute(4, 0, 1, 3, 2, 5).flatten(3, 4)
     return in_order[:, :, :, :length].contiguous()

@@ -1,5 +1,5 @@
-"""Triton kernels between the products of many rows. Every value that the oracle rounds is rounded here too, to the
-dtype T of the activations."""
+"""Triton kernels for the operations between matrix products of many rows. Every value that the oracle rounds is rounded
+here too, to the dtype T of the activations."""
 
 import triton
 import triton.language as tl
@@ -7,14 +7,14 @@ import triton.language as tl
 
 @triton.jit
 def rms(x, weight, eps, T: tl.constexpr, N: tl.constexpr):
-    """x (N,) fp32 normalised in fp32, rounded to T, times weight, rounded to T, as Qwen3RMSNorm."""
+    """x (N,) fp32, normalised in fp32, rounded to T, multiplied by weight, rounded to T, as in Qwen3RMSNorm."""
     y = (x * tl.rsqrt(tl.sum(x * x, 0) / N + eps)).to(T).to(tl.float32)
     return (y * weight).to(T)
 
 
 @triton.jit
 def add_norm(x, delta, weight, out, eps, N: tl.constexpr, ADDS: tl.constexpr):
-    """Program (row): x += delta where ADDS, then out = rms(x) * weight. x, delta, out (rows, N)."""
+    """Program (row): x += delta if ADDS, then out = rms(x) * weight. x, delta, out: (rows, N)."""
     T: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, N)
@@ -40,9 +40,9 @@ def silu_mul(gate_up, out, N: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def norm_rope(heads, weight, cos, sin, eps, T: tl.constexpr, D: tl.constexpr):
-    """Heads at `heads` (N, D / 2), which points at their first halves, normalised and rotated: both halves, in T.
+    """Normalises and rotates heads; returns both halves, in T. heads: pointers (N, D / 2) to their first halves.
 
-    weight: as wide, points at the first half of the norm's. cos, sin fp32, as wide."""
+    weight: pointers to the first half of the norm's weight, of the same width. cos, sin: fp32, of the same width."""
     HALF: tl.constexpr = D // 2
     a = tl.load(heads).to(tl.float32)
     b = tl.load(heads + HALF).to(tl.float32)
@@ -59,11 +59,11 @@ def turn_heads(
     qkv, q_norm, k_norm, cos, sin, turns_stride, index, q_out, keys, values, eps, positions,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, TILE kv heads): norm and rotation of their query heads, into q_out, and of their keys; keys and
-    values go to position index[row].
+    """Program (row, TILE kv heads): normalises and rotates their query heads, into q_out, and their keys; writes keys
+    and values at position index[row].
 
-    qkv (rows, (HEADS + 2 KV_HEADS) D); cos, sin (positions, D / 2), turns_stride from one position to the next; q_out
-    (KV_HEADS, HEADS / KV_HEADS, rows, D); keys, values (KV_HEADS, positions, D)."""
+    qkv: (rows, (HEADS + 2 KV_HEADS) D). cos, sin: (positions, D / 2), with turns_stride between positions. q_out:
+    (KV_HEADS, HEADS / KV_HEADS, rows, D). keys, values: (KV_HEADS, positions, D)."""
     T: tl.constexpr = qkv.dtype.element_ty
     HALF: tl.constexpr = D // 2
     GROUP: tl.constexpr = HEADS // KV_HEADS

@@ -1,10 +1,10 @@
-"""A checkpoint's weights as the frame kernel takes them: tapes, norms, rotary tables, embedding rows; all bf16. And a
-decoder stack on a tape: a few prompt rows go through it as it is (csrc/rows.cu), for more a layer at a time is unpacked
-into matrices (csrc/unpack.cu).
+"""A checkpoint's weights in the layout of the frame kernel: tapes, norms, rotary tables, embedding rows; all bf16. Also
+a decoder stack on a tape: a few prompt rows are computed from the tape directly (csrc/rows.cu); for more rows, one
+layer at a time is unpacked into matrices (csrc/unpack.cu).
 
-Each block has a tape: its rows of every matrix, layer after layer, cut into fragments of 512 bytes. A fragment is the
+Each block has a tape: its rows of every matrix, layer after layer, split into fragments of 512 bytes. A fragment is the
 A operand of one warp's `mma.m16n8k16` (PTX ISA): 16 rows by 16 columns, where the 16 rows are two output rows, each
-cut into eight parts along k. Within 16 columns the order is permuted so that a lane's four values are neighbours."""
+split into eight parts along k. Within 16 columns the order is permuted so that a lane's four values are adjacent."""
 
 import ctypes
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from mktts.spec import NUM_CODEBOOKS, StackConfig
 
 
 def pack(rows: Tensor) -> Tensor:
-    """(blocks, R, k) bf16 -> (blocks, elements): fragments in the order of use, R and k padded with zeros."""
+    """(blocks, R, k) bf16 -> (blocks, elements): fragments in the order of their use, R and k padded with zeros."""
     blocks, count, k = rows.shape
     tiles, steps = -(-count // TILE_ROWS), -(-k // 128)
     padded = rows.new_zeros(blocks, TILE_ROWS * tiles, 128 * steps)
@@ -45,7 +45,7 @@ def unpack(tape: Tensor, rows: int, k: int) -> Tensor:
 
 
 def pack_dealt(dealt: Dealt, rows: Tensor) -> Tensor:
-    """(groups, total, inputs) bf16 -> (blocks, elements): each block's rows, in one matrix or one after another."""
+    """(groups, total, inputs) bf16 -> (blocks, elements): each block's rows, as one or several consecutive matrices."""
     groups, _, inputs = rows.shape
     shared = rows.new_zeros(groups, dealt.group * dealt.each, inputs)
     shared[:, : dealt.total] = rows
@@ -55,12 +55,12 @@ def pack_dealt(dealt: Dealt, rows: Tensor) -> Tensor:
 
 
 def pack_layer(shape: Shape, stack: StackConfig, w: LayerWeights) -> Tensor:
-    """The matrices of one decoder layer: (blocks, elements) bf16."""
+    """Packs the matrices of one decoder layer: (blocks, elements) bf16."""
     heads, h = stack.num_key_value_heads, stack.hidden_size
     q, k, v, gate, up = (matrix.view(heads, -1, h) for matrix in (w.q, w.k, w.v, w.gate, w.up))
     rows = {
         "qkv": torch.cat((q, k, v), 1),
-        "out": w.o.view(h, heads, -1).transpose(0, 1),  # a group takes its own inputs, and all rows
+        "out": w.o.view(h, heads, -1).transpose(0, 1),  # a group has its own inputs (columns) and all rows
         "gate_up": torch.stack((gate, up), 2).flatten(1, 2),
         "down": w.down.view(h, heads, -1).transpose(0, 1),
     }
@@ -69,19 +69,19 @@ def pack_layer(shape: Shape, stack: StackConfig, w: LayerWeights) -> Tensor:
 
 
 def pack_rows(shape: Shape, weight: Tensor) -> Tensor:
-    """A head: rows dealt out to the blocks in order, each block's padded to whole tiles."""
+    """Packs a head: consecutive rows for each block, padded to whole tiles."""
     return _pack_in_order(weight, shape.blocks, -(-len(weight) // (shape.blocks * TILE_ROWS)) * TILE_ROWS)
 
 
 def pack_wide_head(shape: Shape, weight: Tensor) -> Tensor:
-    """A text model's head in the chunks of csrc/text.cu: each block's rows, a lane for each row of a chunk."""
+    """Packs a text model's head in the chunks of csrc/text.cu, with at most one row of a chunk for each lane."""
     each = -(-len(weight) // shape.blocks)
     chunks = -(-each // (WARP_ROWS * WARPS))
     return _pack_in_order(weight, shape.blocks * chunks, -(-each // (chunks * TILE_ROWS)) * TILE_ROWS)
 
 
 def _pack_in_order(weight: Tensor, parts: int, rows: int) -> Tensor:
-    """`weight` (R, k) in `parts` of `rows` each, zeros behind it: (parts, elements)."""
+    """Packs `weight` (R, k), padded with zeros, as `parts` matrices of `rows` rows each: (parts, elements)."""
     padded = weight.new_zeros(parts * rows, weight.shape[1])
     padded[: len(weight)] = weight
     return pack(padded.view(parts, rows, -1))
@@ -91,7 +91,7 @@ Get = Callable[[str], Tensor]  # Hub name -> bf16 tensor on the kernel's device
 
 
 def model_weights(shape: Shape, get: Get) -> dict[str, Tensor]:
-    """Talker and code predictor by the names in csrc/state.cuh, struct Params."""
+    """The weights of talker and code predictor, by the names of csrc/state.cuh, struct Params."""
     code_predictor = "talker.code_predictor."
     weights = {"talker_head_tape": pack_rows(shape, get("talker.codec_head.weight"))}
     heads = [pack_rows(shape, get(f"{code_predictor}lm_head.{g}.weight")) for g in range(NUM_CODEBOOKS - 1)]
@@ -110,9 +110,9 @@ def model_weights(shape: Shape, get: Get) -> dict[str, Tensor]:
 
 
 def stack_weights(shape: Shape, kind: str, stack: StackConfig, get: Get, prefix: str) -> dict[str, Tensor]:
-    """One Qwen3 stack, its names led by `kind`."""
+    """The weights of one Qwen3 stack. kind: prefix of their names, "talker" or "predictor"."""
     tape, norms, heads = None, [], []
-    for index in range(stack.num_hidden_layers):  # one layer at a time: the matrices are needed only here
+    for index in range(stack.num_hidden_layers):  # one layer at a time, as the matrices are needed only here
         layer = LayerWeights.read(lambda name: get(prefix + name), index)
         packed = pack_layer(shape, stack, layer)
         if tape is None:
@@ -134,17 +134,17 @@ def stack_weights(shape: Shape, kind: str, stack: StackConfig, get: Get, prefix:
     }
 
 
-ROWS = 16  # that one pass takes; the kernels have the same, as of what follows (tests/kernel/test_build.py)
+ROWS = 16  # rows of one pass; this and the next are also constants in csrc/rows.cu (tests/kernel/test_build.py)
 MOST_POSITIONS = 512  # that a row can attend to
 KERNELS = tuple(f"mktts_rows_{phase}" for phase in ("qkv", "attend", "out", "gate_up", "down"))
 _ROWS_THREADS = 256
 _TILE = 16  # rows of a matrix that a block multiplies at a time
-# Of csrc/unpack.cu: with 4 loads of 16 bytes a thread, 128 tapes have 8 MiB in flight, more than an H200 needs (3 MB)
-# to keep its memory busy.
+# For csrc/unpack.cu: with 4 loads of 16 bytes a thread, 128 tapes have 8 MiB in flight; an H200 needs 3 MB to saturate
+# its memory.
 _UNPACK_THREADS, _SHARES = 512, 2
 
 _ROWS_POINTERS = "input_norm post_norm q_norm k_norm rotary x heads attended active keys values past end".split()
-Launch = Callable[[str, tuple[int, int], ctypes.Structure], None]  # of a kernel by name, with grid and parameters
+Launch = Callable[[str, tuple[int, int], ctypes.Structure], None]  # launches a kernel: name, grid, parameters
 
 
 class RowsParams(ctypes.Structure):
@@ -158,7 +158,7 @@ class RowsParams(ctypes.Structure):
 
 
 class UnpackParams(ctypes.Structure):
-    """csrc/unpack.cu, struct Unpack, whose `out` is `o` here as in LayerWeights."""
+    """csrc/unpack.cu, struct Unpack; its `out` is called `o` here, as in LayerWeights."""
 
     _fields_ = [("tape", ctypes.c_void_p), ("block_bytes", ctypes.c_ulonglong)] + [
         (name, ctypes.c_void_p) for name in ("qkv", "o", "gate_up", "down")
@@ -166,13 +166,13 @@ class UnpackParams(ctypes.Structure):
 
 
 class TapeStack(Stack):
-    """The talker whose tape, norms and head norms `stack_weights` made, with room for one layer (30 MiB at
-    0.6B, 96 MiB at 1.7B): `layer_weights` writes its matrices there, in the work queued on the current CUDA stream, so
-    that a CUDA graph holds it too. Writing the next layer ahead, into a second room, was slower on an H200. One thread
-    and one CUDA stream at a time."""
+    """The talker on the tape, norms and head norms from `stack_weights`, with a buffer for one layer (30 MiB at 0.6B,
+    96 MiB at 1.7B): `layer_weights` unpacks a layer into it on the current CUDA stream, so that a CUDA graph can record
+    this. Unpacking the next layer ahead into a second buffer was slower on an H200. One thread and one CUDA stream at a
+    time."""
 
     def __init__(self, shape: Shape, weights: Mapping[str, Tensor], launch: Launch | None = None) -> None:
-        """launch: in place of CUDA's, for tests. Raises BackendUnavailable where csrc's kernels cannot be used."""
+        """launch: replaces CUDA launches in tests. Raises BackendUnavailable if csrc's kernels cannot be used."""
         super().__init__(shape.talker, weights["talker_final"])
         self._shape, self._tape = shape, weights["talker_tape"]  # (blocks, layers, elements)
         self._launch = launch or _launches(shape, self._tape.device)
@@ -198,10 +198,10 @@ class TapeStack(Stack):
         return self._layers[index]
 
     def run_few(self, x: Tensor, past: Tensor, end: Tensor, kv: Tensor, rotary: Tensor) -> None:
-        """x (ROWS, H), of positions past.. to end - 1 and padding behind, through all layers, in place: before the last
-        norm, without unpacking. Queued on torch's current stream. past, end () int64. kv (2, layers, kv heads,
-        positions, head_dim), contiguous: takes the rows' keys and values. rotary (positions, 2, head_dim): cosines,
-        then sines, whose first half is negated. All but past and end in bf16."""
+        """Runs x (ROWS, H), rows of positions past to end - 1 followed by padding, through all layers in place, up to
+        the final norm, without unpacking; queued on torch's current stream. past, end: () int64. kv: (2, layers, kv
+        heads, positions, head_dim), contiguous; receives the rows' keys and values. rotary: (positions, 2, head_dim),
+        cosines, then sines, whose first half is negated. All in bf16 but past and end."""
         p = RowsParams(block_bytes=self._tape.stride(0) * self._tape.itemsize, positions=kv.shape[3])
         fill_pointers(p, {"x": x, "rotary": rotary, "past": past, "end": end, **self._work})
         c, blocks = self.config, self._shape.blocks
@@ -217,7 +217,7 @@ class TapeStack(Stack):
 
 
 def _launches(shape: Shape, device: torch.device) -> Launch:
-    """What launches the kernels of csrc/rows.cu and csrc/unpack.cu, for one shape. Raises BackendUnavailable."""
+    """Loads the kernels of csrc/rows.cu and csrc/unpack.cu; returns their launcher. Raises BackendUnavailable."""
     early, kernels = torch.cuda.get_device_capability(device) >= (9, 0), {}
     units = {"unpack.cu": (["mktts_unpack"], _UNPACK_THREADS, False), "rows.cu": (KERNELS, _ROWS_THREADS, early)}
     with torch.cuda.device(device):

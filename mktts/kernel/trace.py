@@ -1,6 +1,6 @@
-"""What happens inside a launch: the marks that a build of csrc/ with -DTRACE leaves, read back. Every block notes the
-clock of its multiprocessor when its first thread passes a point (csrc/state.cuh, `mark`); from one mark to the next is
-a phase."""
+"""Reads the marks that a build of csrc/ with -DTRACE writes, to show what happens inside a launch. Every block records
+the clock of its multiprocessor when its first thread passes a point (csrc/state.cuh, `mark`); the time between two
+marks is a phase."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -16,8 +16,8 @@ from mktts.kernel.launch import Launcher, fill_pointers
 from mktts.model.backend import Frame
 from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
-# The points in the order in which a block passes them: a layer of the talker and of the predictor, then what follows a
-# stack's layers.
+# The points in the order in which a block passes them: a layer of the talker, a layer of the predictor, and the points
+# after a stack's layers.
 TALKER_LAYER = (1, 2, 3, 11, 12, 13, 4, 5, 6, 7, 8, 9, 10)
 PREDICTOR_LAYER = (1, 2, 3, 11, 4, 5, 6, 7, 8, 9, 10)
 TAIL = (14, 15, 16)
@@ -25,13 +25,13 @@ _CLOCK_BITS, _STARVED_BITS = 40, 16
 
 
 class Phase(NamedTuple):
-    """What lies between two marks; `kind` is hop (it ends with words that other blocks sent), product, or other."""
+    """The work between two marks; `kind` is hop (ends with words received from other blocks), product, or other."""
 
     name: str
     kind: str
 
 
-# (point, next point) -> phase. A wait for weights can lie in any of them: a warp takes its next ones before it polls.
+# (point, next point) -> phase. Any phase can include a wait for weights, as a warp takes its next ones before it polls.
 PHASES = {
     (1, 2): Phase("weigh by the input norm", "other"),
     (2, 3): Phase("query, key, value product", "product"),
@@ -55,24 +55,24 @@ PHASES = {
 
 
 def frame_points(talker_layers: int, predictor_layers: int) -> np.ndarray:
-    """The points of one frame in order (P,) int: the talker with code 0, then the predictor's passes."""
+    """The points of one frame in order, (P,) int: the talker with code 0, then the predictor's passes."""
     one_pass = PREDICTOR_LAYER * predictor_layers + TAIL
     return np.array(TALKER_LAYER * talker_layers + TAIL + one_pass * (NUM_CODEBOOKS - 1))
 
 
 def talker_points(talker_layers: int) -> int:
-    """How many of a frame's points belong to the talker with code 0."""
+    """The number of a frame's points that belong to the talker with code 0."""
     return len(TALKER_LAYER) * talker_layers + len(TAIL)
 
 
 def phases_of(points: np.ndarray) -> list[Phase]:
-    """The phase that begins at each point of a frame; after the last one comes the next frame's first."""
+    """The phase that begins at each point of a frame; the last one ends at the first point of the next frame."""
     return [PHASES[here, following] for here, following in zip(points, np.roll(points, -1), strict=True)]
 
 
 class Marks(NamedTuple):
-    """The marks of one launch; the blocks' clocks have no common zero. points (n,): in order, the same for all blocks.
-    cycles, starved (blocks, n) int64: never falling, and how many of them the marking warp waited for weights."""
+    """The marks of one launch. points: (n,), in order, the same for all blocks. cycles: each block's own clock, never
+    decreasing. starved: cycles since the last mark in which the warp waited for weights. Both (blocks, n) int64."""
 
     points: np.ndarray
     cycles: np.ndarray
@@ -80,8 +80,8 @@ class Marks(NamedTuple):
 
 
 def decode(words: np.ndarray) -> Marks:
-    """Marks from the kernel's words (blocks, room) uint64, 0 where none was left. Raises EngineError where blocks left
-    different marks, or more than there was room for."""
+    """Decodes the kernel's words (blocks, room) uint64, 0 for unused ones. Raises EngineError if blocks made different
+    marks, or more than fit."""
     words = np.asarray(words, np.uint64)
     points = (words >> np.uint64(_CLOCK_BITS + _STARVED_BITS)).astype(np.int64)
     count = int((points[0] != 0).sum())
@@ -95,9 +95,9 @@ def decode(words: np.ndarray) -> Marks:
 
 
 def steady(marks: Marks, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cycles of each phase, and for how many of them its warp waited for weights, both (frames, blocks, P): of a
-    launch's frames but the first and the last. Raises EngineError where its marks are not those of at least three whole
-    frames of `points`."""
+    """Cycles of each phase, and those of them spent waiting for weights, both (frames, blocks, P), for all frames of a
+    launch but the first and the last. Raises EngineError unless `marks` are those of at least three complete frames of
+    `points`."""
     each = len(points)
     frames, rest = divmod(len(marks.points), each)
     if rest or frames < 3 or (marks.points.reshape(frames, -1) != points).any():
@@ -110,21 +110,21 @@ def steady(marks: Marks, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class TracedBackend(MegakernelBackend):
-    """The frame kernel in three builds: as it is, with marks, and with marks but without its stream of weights, where a
-    frame's times mean something and its codes nothing. Streams never end by themselves."""
+    """The frame kernel in three builds: unchanged, with marks, and with marks but without loading weights, which gives
+    meaningful times but meaningless codes. Streams never end by themselves."""
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], device: torch.device | str = "cuda") -> None:
         super().__init__(config, tensors, device)
         self._fixed.ends[:] = [-1] * 4
         self.points = frame_points(config.talker.num_hidden_layers, config.predictor.num_hidden_layers)
-        room = MAX_FRAMES_A_LAUNCH * len(self.points) + 1  # words of a block, and one to see that there were no more
+        room = MAX_FRAMES_A_LAUNCH * len(self.points) + 1  # words of a block, and one to detect an overflow
         self._room = torch.zeros(self.shape.blocks, room, dtype=torch.int64, device=self.device)
         defines = {**self.shape.defines, "TRACE": room}
         builds, card = (defines, {**defines, "STILL": 1}), card_of(self.device)
         self._marking = [Launcher("frame.cu", "mktts_frames", build, self.device, card) for build in builds]
 
     def traced(self, state: MegakernelStream, rows: Sequence[Tensor], still: bool = False) -> tuple[list[Frame], Marks]:
-        """Frames and marks of one launch, of a stream that has made a frame. still: without the stream of weights."""
+        """Frames and marks of one launch, for a stream that has made a frame. still: without loading weights."""
         usual, self._launcher = self._launcher, self._marking[still]
         self._room.zero_()
         fill_pointers(state.params, {"trace": self._room})

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels; inside `compiling` their compilation alone, many at once."""
+"""Launches Triton kernels; inside `compiling`, only compiles them, many at once."""
 
 import os
 from collections.abc import Hashable, Iterator
@@ -9,18 +9,18 @@ from typing import Any
 
 from torch import Tensor
 
-# Inside `compiling`: what compiles already.
+# Inside `compiling`: the binaries whose compilation has been requested.
 _asked: ContextVar[set[Hashable] | None] = ContextVar("asked", default=None)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """`kernel[grid](*args, **options)`, a Triton kernel's launch; inside `compiling` nothing runs."""
+    """Launches a Triton kernel, `kernel[grid](*args, **options)`; inside `compiling` it is only compiled."""
     asked = _asked.get()
     if asked is None:
         kernel[grid](*args, **options)
         return
-    # Triton knows a kernel only when its compilation is over, which is at the end of `compiling`: until then it would
-    # hash source, signature and options again for each of the 36 000 launches of all buckets, of some hundred kernels.
+    # Triton knows a kernel only after its compilation, that is, at the end of `compiling`: until then it would hash
+    # source, signature and options again for each of the 36,000 launches of all buckets, of about a hundred kernels.
     constants = ((name, type(value), value) for name, value in options.items())
     binary = id(kernel), *map(_kind, args), *constants
     if binary not in asked:
@@ -30,7 +30,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Kernels that are launched inside compile in several threads, and do not run. They are ready at the end."""
+    """Kernels launched inside the block are compiled in several threads and not run; all are ready when it ends."""
     from triton.runtime import _async_compile
 
     token = _asked.set(set())
@@ -42,11 +42,11 @@ def compiling() -> Iterator[None]:
 
 
 def _kind(value: Any) -> Hashable:
-    """What of an argument decides which binary a launch takes: of a tensor its dtype and whether it is aligned, of a
-    whole number its width, whether it is 1 and whether 16 divides it.
+    """The properties of an argument that select the binary of a launch: a tensor's dtype and alignment; a whole
+    number's width, whether it is 1, and whether it is a multiple of 16.
 
-    Triton decides by no more than that. Two launches that are taken for one although they are not cost time: the
-    second compiles when it first runs."""
+    Triton distinguishes no more than that. If two different launches were mistaken for one, the second would only be
+    compiled later, when it first runs."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if (block := getattr(value, "block_shape", None)) is not None:  # a tensor descriptor

@@ -1,4 +1,4 @@
-"""Recording work on static tensors as a CUDA graph, safe while other threads use the device."""
+"""Records work on static tensors as a CUDA graph, while other threads may use the device."""
 
 import gc
 import threading
@@ -12,28 +12,28 @@ Result = TypeVar("Result")
 
 
 class Recorded(NamedTuple, Generic[Result]):
-    """Recorded work: `replay()` runs it on the current CUDA stream and fills the tensors of `result` again."""
+    """Recorded work: `replay()` runs it on the current CUDA stream and overwrites the tensors of `result`."""
 
     replay: Callable[[], None]
     result: Result
 
 
 def record(work: Callable[[], Result], pool: Any, side: torch.cuda.Stream, warm_ups: int = 1) -> Recorded[Result]:
-    """Runs `work`, which reads and writes static tensors only, `warm_ups` times on `side`, then records it: libraries
-    make what they need in the first run. Its `result` is what `work` returned while recorded.
+    """Runs `work` `warm_ups` times on `side`, so that libraries allocate what they need, then records it.
 
-    pool: graphs of one share working memory, so they must not run at the same time; None: a pool of its own. side: the
-    caller's, one for all its graphs."""
+    work: reads and writes static tensors only; what it returns during the recording becomes `result`. pool: graphs of
+    one memory pool share working memory and must not run concurrently; None gives a private pool. side: a CUDA stream
+    of the caller, the same for all its graphs."""
     with _CAPTURE:
         collecting = gc.isenabled()
-        gc.disable()  # freeing another graph would end the capture
+        gc.disable()  # freeing another graph would abort the capture
         try:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(warm_ups):
                     work()
             graph = torch.cuda.CUDAGraph()
-            # thread_local: other threads may go on using the device, for instance another synthesizer's worker
+            # thread_local: other threads, for instance another synthesizer's worker, may keep using the device
             with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                 result = work()
             torch.cuda.current_stream().wait_stream(side)

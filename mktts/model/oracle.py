@@ -1,8 +1,8 @@
-"""Talker and code predictor in plain PyTorch, for one stream and for many: code for code equal to upstream qwen-tts on
-CPU, which makes it the oracle of all that is faster.
+"""Talker and code predictor in plain PyTorch, for one stream and for many. On a CPU its codes equal those of upstream
+qwen-tts, so it is the reference (oracle) for every faster implementation.
 
-One frame (spec of the released model): the talker's hidden state gives code 0; the predictor takes two rows
-(hidden state, embedding of code 0) and then one row per code to give codes 1-15, each from its own head; the
+One frame, as the released model defines it: the talker's hidden state gives code 0; the predictor takes two rows
+(hidden state, embedding of code 0) and then one row per code, and gives codes 1-15, each with its own head; the
 sum of the sixteen embeddings plus the next text embedding is the talker's next input."""
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
 @dataclass
 class TorchStream:
-    """Everything one utterance owns; `copy()` forks it."""
+    """The state of one utterance; `copy()` forks it."""
 
     cache: KVCache
-    prompt: Tensor | None  # (L, H), until the talker has read it
-    seen: Tensor  # (V,) bool: code 0 of any frame so far
+    prompt: Tensor | None  # (L, H); None once the talker has read it
+    seen: Tensor  # (V,) bool: the codes 0 of all frames so far
     sampling: Sampling
     seed: int
-    generator: torch.Generator | None  # of rng="torch"; Philox's draws follow from the seed and the frame
+    generator: torch.Generator | None  # for rng="torch"; Philox draws depend on the seed and the frame only
     max_frames: int | None
-    head_rows: Tensor | None = None  # (rows, H), normed: what code-0 logits come of; the last row is the newest one's
+    head_rows: Tensor | None = None  # (rows, H), normed: input of the code-0 head; its last row gives the next code 0
     frames: int = 0
     codes: Tensor | None = None  # (16,) int64 of the newest frame, on the device
     ended: bool = False
@@ -44,11 +44,11 @@ class TorchStream:
         return replace(self, cache=cache, seen=self.seen.clone(), generator=generator)
 
 
-_FAILED = -1  # code 0 where the model gave no number
+_FAILED = -1  # code 0 of a stream without a finite logit
 
 
 class TorchBackend:
-    """A `mktts.model.backend.Backend`; `tick` is the same for many streams. `tensors` carries the Hub's names."""
+    """A `mktts.model.backend.Backend`; `tick` makes a frame of many streams. `tensors` is keyed by Hub names."""
 
     name = "torch"
 
@@ -61,7 +61,7 @@ class TorchBackend:
         *,
         stacks: type[Qwen3Stack] = Qwen3Stack,
     ) -> None:
-        """device, dtype: of the products. stacks: what the talker's and the predictor's are."""
+        """device, dtype: of weights and activations. stacks: the class of the talker's and the predictor's stack."""
         self.config, self.device, self.dtype = config, torch.device(device), dtype
 
         def get(name: str) -> Tensor:
@@ -81,12 +81,12 @@ class TorchBackend:
         self._limits = RestrictedRows(config.talker.vocab_size, config.codec_ids.eos, self.device)
 
     def forget(self, voice: Voice) -> None:
-        """Nothing is kept here."""
+        """Does nothing: this backend caches nothing for a voice."""
 
     @torch.inference_mode()
     def start(self, prompt: PromptRows, sampling: Sampling, seed: int, max_frames: int | None = None) -> TorchStream:
-        """With sampling.rng="torch" a seed gives the draws that `torch.manual_seed` gives upstream. max_frames: None is
-        for `tick`: memory is taken as frames come, and the first one reads the prompt."""
+        """See `Backend`. With sampling.rng="torch" a seed gives the draws that `torch.manual_seed` gives upstream.
+        max_frames: None is for `tick`: the cache then grows with the frames, and the first tick prefills the prompt."""
         embeds, grows, c = prompt.embeds, max_frames is None, self.config.talker
         check_start(embeds, c.hidden_size, seed, 1 if grows else max_frames)
         cache = self.talker.new_cache(c.max_position_embeddings if grows else len(embeds) + max_frames, grows=grows)
@@ -99,13 +99,13 @@ class TorchBackend:
         return state
 
     def step(self, state: TorchStream, row: Tensor | None) -> Frame:
-        """Raises EngineError where the logits of code 0 are no numbers, else as `Backend.step`."""
+        """See `Backend`. Also raises EngineError if no logit of code 0 is finite."""
         (frame,) = self.frames(state, [row])
         return frame
 
     @torch.inference_mode()
     def frames(self, state: TorchStream, rows: Sequence[Tensor | None]) -> Iterator[Frame]:
-        """See `Backend`. Errors as of `step`."""
+        """See `Backend`. Raises what `step` raises."""
         for row in rows:
             if state.ended or state.frames >= state.max_frames:
                 raise CapacityError(f"the stream ended after {state.frames} of at most {state.max_frames} frames")
@@ -127,9 +127,9 @@ class TorchBackend:
 
     @torch.inference_mode()
     def tick(self, streams: Sequence[TorchStream], rows: Sequence[Tensor | None]) -> Tensor:
-        """One frame of each of the streams -> codes (B, 16) int64; those of one that has `ended` mean nothing, and code
-        0 is -1 where the model gave no number. rows: text embeddings (H,), None exactly where a stream has a prompt to
-        read: otherwise raises PromptError, before anything is changed."""
+        """Makes one frame of each stream -> codes (B, 16) int64. The codes of a stream that has `ended` are undefined;
+        code 0 is -1 for a stream without a finite logit. rows: text embeddings (H,), None exactly for streams whose
+        prompt is still to be read; otherwise raises PromptError before any state changes."""
         if [row is None for row in rows] != [stream.prompt is not None for stream in streams]:
             raise PromptError("expected no row at a stream's first tick and one at every later tick")
         self._advance(streams, rows)
@@ -140,7 +140,7 @@ class TorchBackend:
         return self.codec_head(state.head_rows)[-1].float()
 
     def _advance(self, streams: Sequence[TorchStream], rows: Sequence[Tensor | None]) -> None:
-        """The talker's pass over the newest row of each stream, or its prompt."""
+        """Runs the talker over the newest row of each stream, or over its prompt."""
         speaking, inputs = [i for i, row in enumerate(rows) if row is not None], [stream.prompt for stream in streams]
         for stream in streams:
             stream.prompt = None
@@ -158,8 +158,8 @@ class TorchBackend:
             stream.head_rows = some if self.talker.exact else some[-1:]
 
     def _code0(self, streams: Sequence[TorchStream]) -> tuple[Tensor, Tensor | torch.Generator | None]:
-        """Code 0 (B,) of the frame, -1 where there is no number, and what the others are drawn with: noise (B, 15, V)
-        if any draws, or the generator of rng="torch", of one stream."""
+        """Code 0 of the frame, (B,), -1 without a finite logit; and the randomness of its later codes: noise
+        (B, 15, V) if any stream samples, or for rng="torch" the generator of the only stream."""
         logits = self.codec_head(torch.cat([stream.head_rows for stream in streams])).float()
         if logits.shape[0] > len(streams):
             logits = logits[torch.tensor([stream.head_rows.shape[0] for stream in streams]).cumsum(0) - 1]
@@ -185,8 +185,8 @@ class TorchBackend:
         noise: Tensor | torch.Generator | None,
         draw: Callable[[int, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """All codes (B, 16) int64 of the frame, which is then made. code0, noise: as `_code0` gives them. draw:
-        (codebook, logits (B, V) fp32) -> codes (B,) of that book, in place of the streams' own choice."""
+        """Completes the frame and returns all its codes, (B, 16) int64. code0, noise: as returned by `_code0`. draw:
+        (codebook, logits (B, V) fp32) -> codes (B,) of that codebook, in place of the streams' own sampling."""
         count = len(streams)
         choices = ChoiceRows.of(tuple(stream.sampling.predictor for stream in streams), self.device)
         of_book = noise.unbind(1) if isinstance(noise, Tensor) else [noise] * len(self.heads)

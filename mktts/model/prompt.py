@@ -1,5 +1,5 @@
 """Prompt layouts of every Qwen3-TTS mode, as embeddings for the talker. A row (H,) is its input at one position: the
-sum of a text embedding, projected, and of a codec embedding. Both layouts are upstream's.
+sum of a projected text embedding and a codec embedding. Both layouts are upstream's.
 
     row                             text side                      codec side
     instruction, if there is one    its tokens                     -
@@ -13,12 +13,12 @@ sum of a text embedding, projected, and of a codec embedding. Both layouts are u
     a frame after the prompt        tts_pad; streaming: the next   all 16 codes of the frame before it
                                     token, then tts_eos, tts_pad
 
-A voice with a transcript puts that before the text, and its frames after codec_bos. In the streaming layout a
-`FedPrompt` takes text that arrives later.
+For a voice with a transcript, the transcript precedes the text, and the voice's frames follow codec_bos. In the
+streaming layout a `FedPrompt` accepts text that arrives later.
 
-The prefix of a prompt is the rows in front that are the same bits for every text: instruction, role, tags and speaker.
-A transcript's rows are not: `of_checked` projects transcript and text in one matrix product, as upstream does, which
-rounds by its number of rows. `FedPrompt` projects row by row, so there the prefix goes on through the transcript."""
+The prefix of a prompt is its leading rows that are bit-identical for every text: instruction, role, tags and speaker.
+A transcript's rows are not: `of_checked` projects transcript and text in one matrix product, as upstream does, and its
+rounding depends on the number of rows. `FedPrompt` projects row by row, so its prefix includes the transcript."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from mktts.model.voice import Voice
 from mktts.spec import CodecIds, ModelConfig
 
 Layout = Literal["whole", "streaming"]
-_ROWS_AT_ONCE = 4_096  # of the text table
-_PAGE_BYTES = 4096  # the smallest page of any system: reading more than one value of a larger one does no harm
-_HEADS = 64  # instruction and speaker of prompts, kept: 0.7 MB for 300 rows of instruction
+_ROWS_AT_ONCE = 4_096  # rows of the text table that `SpokenRows` projects at a time
+_PAGE_BYTES = 4096  # the smallest page size of any system; reading a larger page more than once is harmless
+_HEADS = 64  # cached heads of prompts (instruction to speaker); one with 300 rows of instruction takes 0.7 MB
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to say and how. `layout=None` takes upstream's default: streaming for Base, whole otherwise."""
+    """What to say and how. `layout=None` selects upstream's default: streaming for Base, whole otherwise."""
 
     text: str
     language: str = "auto"
@@ -60,25 +60,25 @@ class Request:
 
 @dataclass(eq=False)
 class Prompt:
-    """Talker input of one utterance whose text is known."""
+    """Talker input of one utterance whose text is complete."""
 
     text_ended = True
-    embeds: Any  # Tensor (L, H), or what `SpokenRows` gives
-    rest: Tensor | Callable[[], Tensor]  # text rows (N, H), or what makes them: the first frame needs none
+    embeds: Any  # Tensor (L, H), or the AddressedRows of `SpokenRows`
+    rest: Tensor | Callable[[], Tensor]  # text rows after the prompt (N, H), or a function that computes them on demand
     pad: Tensor  # (H,)
     text_tokens: int
-    prefix_rows: int = 0  # leading rows of `embeds` that no text changes, fewer than L
-    prefix_key: Hashable | None = None  # equal keys of one checkpoint, device and dtype: equal prefix rows
+    prefix_rows: int = 0  # leading rows of `embeds` that do not depend on the text, fewer than L
+    prefix_key: Hashable | None = None  # for one checkpoint, device and dtype: equal keys mean equal prefix rows
 
     def row(self, frame: int) -> Tensor:
-        """The text embedding (H,) that is added to the codes of frame `frame` (0-based)."""
+        """The text embedding (H,) that is added to the code embeddings of frame `frame` (0-based)."""
         if callable(self.rest):
             self.rest = self.rest()
         return self.rest[frame] if frame < len(self.rest) else self.pad
 
 
 class PromptBuilder:
-    """Builds prompts for one checkpoint, on `device`. The text table (V, E) stays where and as it is, normally in the
+    """Builds prompts for one checkpoint, on `device`. The text table (V, E) is not copied; it normally stays in the
     mapped file: on a GPU it would take 0.6 GB, of which a prompt reads a few rows of 4 KB. tensors: by Hub name."""
 
     def __init__(
@@ -98,7 +98,7 @@ class PromptBuilder:
         self._table = table = tensors["talker.model.text_embedding.weight"]
         self._uploads = table.device.type == "cpu" and self.device.type == "cuda"
         if self._uploads:
-            # Of every page of a mapped table a value, so that a word's first use does not wait for the disk.
+            # Read one value of every page of the mapped table, so that a word's first use does not wait for the disk.
             table.flatten()[:: _PAGE_BYTES // table.itemsize].sum()
             self._numbers = numbers(table)
         projection = "talker.text_projection.linear_fc"
@@ -109,18 +109,18 @@ class PromptBuilder:
         if len(self._newline) != 1:
             raise PromptError(f'the tokenizer must encode "\\n" as one token, it gives {self._newline}')
         text, codec = config.text_ids, config.codec_ids
-        # Rows that come in every prompt, (1, H) each but for the role's. Some are projected together, as upstream does:
-        # one row alone may round differently.
+        # Rows that occur in every prompt, (1, H) each except the role's. Some are projected together, as upstream does,
+        # because a product with a single row may round differently.
         self._role = self.text_rows([text.im_start, text.assistant, *self._newline])
         self._bos, self._eos, self._pad = self.text_rows([text.tts_bos, text.tts_eos, text.tts_pad]).split(1)
         self._codec_pad, self._codec_bos = self._codec_rows(codec.pad), self._codec_rows(codec.bos)
         self._whole_end = torch.cat((self._eos + self._codec_pad, self._codec_bos + self._pad))  # (2, H)
-        self._pad_row = self._pad[0]  # (H,): the same object in all prompts, which lanes tell by that
+        self._pad_row = self._pad[0]  # (H,): one object for all prompts, which lanes recognise by identity
         self.fed_pad, self.fed_eos = (self.text_rows([id_])[0] for id_ in (text.tts_pad, text.tts_eos))
 
     def check(self, request: Request) -> Request:
-        """The request as `of_checked` takes it: in the checkpoint's spelling, its text stripped, what it leaves out
-        filled in; where no speaker is named, the checkpoint's first speaks. Raises PromptError or TextError."""
+        """Validates a request for `of_checked`: names in the checkpoint's spelling, the text stripped, defaults filled
+        in; the default speaker is the checkpoint's first. Raises PromptError or TextError."""
         config, kind = self.config, self.config.type.name
         if not isinstance(request.text, str):
             raise TextError(f"text must be a str, got {type(request.text).__name__}")
@@ -156,20 +156,20 @@ class PromptBuilder:
         return self.of_checked(self.check(request))
 
     def of_checked(self, request: Request, spoken: SpokenRows | None = None) -> Prompt:
-        """The prompt of a whole text, bit-equal to upstream's embeddings. request: from `check`. spoken: has the rows
-        of whole prompts, of products of other sizes, which round differently. Raises TextError where it has no text."""
+        """Builds the prompt of a complete text, bit-equal to upstream's. request: from `check`. spoken: projected text
+        rows for the whole layout, which may round differently. Raises TextError if the text has no tokens."""
         ids = self.tokenizer.encode(request.text)
         if not ids:
             raise TextError("expected text to speak, got an empty text")
         head = self._head(request)
-        # It continues a reference recording (upstream: ICL) instead of an x-vector alone.
+        # In-context cloning (upstream: ICL) continues the reference recording; otherwise only the x-vector is used.
         in_context = getattr(request.voice, "codes", None) is not None
-        text_ids = self.reference_ids(request) + ids if in_context else ids  # rows of one product
+        text_ids = self.reference_ids(request) + ids if in_context else ids  # projected in one matrix product
         trailing: Tensor | Callable[[], Tensor] = self._pad[:0]
         if request.layout == "whole" and spoken is not None and not in_context:
             embeds = spoken.prompt(head, ids)
         elif request.layout == "whole":
-            # All text rows against codec_pad, then the codec side, reference frames included, against tts_pad.
+            # All text rows plus codec_pad, then the codec side, including reference frames, plus tts_pad.
             text_end, codec = self._whole_end.split(1)
             codec = self._codec_side(request) + self._pad if in_context else codec
             embeds = torch.cat((head, self.text_rows(text_ids) + self._codec_pad, text_end, codec))
@@ -177,17 +177,17 @@ class PromptBuilder:
             body, trailing = self._streaming_body(request, torch.cat((self.text_rows(text_ids), self._eos)))
             embeds = torch.cat((head, body))
         else:
-            # The first token's row and the others' come of two products, as upstream has it.
+            # The first token's row and the remaining ones are projected in two products, as upstream does.
             embeds = torch.cat((head, self.text_rows(ids[:1]) + self._codec_bos))
             trailing = partial(self._rest, ids[1:])
         return Prompt(embeds, trailing, self._pad_row, len(ids), len(head), self._prefix_key(request))
 
     @torch.inference_mode()
     def text_rows(self, ids: Sequence[int]) -> Tensor:
-        """Projected text embeddings (N, H), N > 0: fc2(SiLU(fc1(embedding))). Another grouping may round differently.
+        """Projected text embeddings (N, H), N > 0: fc2(SiLU(fc1(embedding))). The rounding may depend on N.
         Raises IndexError for an id that is not in the table."""
         table, ((w1, b1), (w2, b2)) = self._table, self._projection
-        if self._uploads:  # through pinned memory, which torch keeps: the copy then waits for no work of other streams
+        if self._uploads:  # from pinned memory, which torch caches, so that the copy waits for no other stream's work
             pinned = torch.empty(len(ids), table.shape[1], dtype=table.dtype, pin_memory=True)
             gather(self._numbers, ids, numbers(pinned))
             rows = pinned.to(self.device, non_blocking=True)
@@ -196,12 +196,12 @@ class PromptBuilder:
         return F.linear(F.silu(F.linear(rows.to(self.dtype), w1, b1)), w2, b2)
 
     def _codec_rows(self, *ids: int) -> Tensor:
-        """Rows of tags, speakers and special ids, taken one by one: a GPU would wait for an index that is uploaded."""
+        """Codec embeddings of tags, speakers and special ids, read one by one: an uploaded index would stall a GPU."""
         return torch.stack([self._codec_tables[0][id_] for id_ in ids])
 
     def _prefix_key(self, request: Request, fed: bool = False) -> tuple[Hashable, ...]:
-        """Everything the prefix is made of: speaker, the id of a language or of a speaker's dialect, instruction,
-        voice; and `fed`: it goes on through the transcript."""
+        """Everything the prefix depends on: speaker, id of the language or of the speaker's dialect, instruction,
+        voice, and `fed`: whether it includes the transcript."""
         voice = None if request.voice is None else request.voice.digest
         language = request.language
         if language in ("auto", "chinese") and request.speaker:
@@ -213,7 +213,7 @@ class PromptBuilder:
             del self._heads[key]
 
     def _head(self, request: Request) -> Tensor:
-        """Instruction, role, tags and speaker rows. Those used last are kept."""
+        """Rows of instruction, role, tags and speaker, from a cache of those used last."""
         text, key = self.config.text_ids, self._prefix_key(request)
         if key in self._heads:
             self._heads.move_to_end(key)
@@ -235,16 +235,16 @@ class PromptBuilder:
         return head
 
     def reference_ids(self, request: Request) -> list[int]:
-        """Tokens of an in-context voice's transcript, which comes before the text."""
+        """Tokens of an in-context voice's transcript, which precedes the text."""
         return self.tokenizer.encode(request.voice.transcript.strip())
 
     @torch.inference_mode()
     def _rest(self, ids: list[int]) -> Tensor:
-        """The text rows of the tokens behind the first, and of the text's end."""
+        """The text rows of `ids`, the tokens after the first, and of the end of the text."""
         return torch.cat((self.text_rows(ids), self._eos)) if ids else self._eos
 
     def _streaming_body(self, request: Request, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Codec side and text row by row, the shorter text padded; and the text rows left over."""
+        """Sums of codec side and text, row by row, a shorter text being padded; and the remaining text rows."""
         codec = self._codec_side(request)
         missing = max(0, len(codec) - len(text))
         padded = torch.cat((text, self._pad.expand(missing, -1)))
@@ -261,9 +261,9 @@ class PromptBuilder:
 
 class FedPrompt:
     """Talker input of one utterance whose text arrives piece by piece, in the streaming layout. `row` returns None
-    while its token has not arrived and the text is open."""
+    while the token it needs has not arrived and the text is open."""
 
-    embeds: Tensor | None = None  # (L, H); made, with the next two, as soon as enough text has arrived to prefill
+    embeds: Tensor | None = None  # (L, H); set, like the next two, once enough text has arrived to prefill
     prefix_rows = 0
     prefix_key: Hashable | None = None
 
@@ -274,8 +274,8 @@ class FedPrompt:
         self._builder, self._request = builder, request
         self._tokens = IncrementalTokenizer(builder.tokenizer)
         self.text_tokens, self.text_ended = 0, False
-        # Rows (H,) of the transcript of an in-context voice, then one per text token, then end-of-text; and how many of
-        # them the prompt holds at most.
+        # Rows (H,): the transcript of an in-context voice, then one per text token, then end-of-text; and how many of
+        # these rows the prompt holds at most.
         self._rows, self._in_prompt = [], 1
         if getattr(request.voice, "codes", None) is not None:
             self._rows += builder.text_rows(builder.reference_ids(request))
@@ -289,11 +289,11 @@ class FedPrompt:
         return self.embeds is not None
 
     def push(self, text: str) -> None:
-        """Adds text. Raises TextError after `close`, or when `text` is not a string."""
+        """Appends text. Raises TextError after `close`, or if `text` is not a string."""
         self._take(self._tokens.push(text))
 
     def close(self) -> None:
-        """Says that no more text comes. Raises TextError when there was none."""
+        """Marks the text as complete. Raises TextError if it has no tokens."""
         if self.text_ended:
             return
         self._take(self._tokens.finish())
@@ -303,7 +303,7 @@ class FedPrompt:
         self._add([self._builder.fed_eos])
 
     def row(self, frame: int) -> Tensor | None:
-        """As `Prompt.row`, or None: wait for text."""
+        """As `Prompt.row`, or None: wait for more text."""
         index = self._in_prompt + frame
         if index < len(self._rows):
             return self._rows[index]
@@ -311,7 +311,7 @@ class FedPrompt:
 
     def _take(self, ids: Sequence[int]) -> None:
         self.text_tokens += len(ids)
-        # One token at a time: the rows do not depend on how the text was cut into pieces.
+        # Projected one token at a time, so that the rows do not depend on how the text was split into pieces.
         self._add([self._builder.text_rows([i])[0] for i in ids])
 
     def _add(self, rows: Sequence[Tensor]) -> None:
@@ -320,26 +320,26 @@ class FedPrompt:
             builder, request, in_transcript = self._builder, self._request, self._reference_rows
             body, _ = builder._streaming_body(request, torch.stack(self._rows))
             self.embeds = torch.cat((builder._head(request), body))
-            # A transcript longer than its recording has frames fills the prompt: the last row is left to be computed.
+            # A transcript with more tokens than its recording has frames fills the prompt: leave one row to compute.
             self.prefix_rows = min(len(self.embeds) - len(body) + in_transcript, len(self.embeds) - 1)
             self.prefix_key = builder._prefix_key(request, fed=in_transcript > 0)
 
 
 def language_tags(ids: CodecIds, language: int | None) -> list[int]:
-    """What a prompt says of the language; None: that the model is to tell."""
+    """The codec ids that state the language of a prompt; None leaves it to the model."""
     if language is None:
         return [ids.nothink, ids.think_bos, ids.think_eos]
     return [ids.think, ids.think_bos, language, ids.think_eos]
 
 
 def numbers(table: Tensor) -> np.ndarray:
-    """The memory of a table (V, E) on the CPU, a row each, in bytes: numpy has no bfloat16."""
+    """The memory of a table (V, E) on the CPU as an array of bytes, row by row, because numpy has no bfloat16."""
     return table.view(torch.uint8).numpy()
 
 
 def gather(table: np.ndarray, ids: Sequence[int], out: np.ndarray) -> None:
-    """Writes rows of a table (V, E) to `out` (N, E), N > 0, in the calling thread alone: torch's operator wakes all its
-    threads, which takes longer than the copy. Raises IndexError for an id that is not in the table."""
+    """Copies rows `ids` of a table (V, E) to `out` (N, E), N > 0, in the calling thread: torch's operator wakes its
+    whole thread pool, which takes longer than the copy. Raises IndexError for an id that is not in the table."""
     if min(ids) < 0 or max(ids) >= len(table):
         raise IndexError(f"ids must be 0 to {len(table) - 1}, got {min(ids)} to {max(ids)}")
     np.take(table, np.array(ids, np.int64), axis=0, out=out, mode="clip")  # "raise" would copy twice
@@ -347,8 +347,8 @@ def gather(table: np.ndarray, ids: Sequence[int], out: np.ndarray) -> None:
 
 @dataclass(frozen=True, eq=False)
 class AddressedRows:
-    """A prompt (L, H) whose rows are read where they lie. addresses (L,) int64. like: a tensor of the rows' width,
-    dtype and device. kept: what they lie in."""
+    """A prompt (L, H) given by the addresses of its rows. addresses: (L,) int64. like: a tensor of the rows' width,
+    dtype and device. kept: the tensors that own the rows."""
 
     addresses: np.ndarray
     like: Tensor
@@ -363,13 +363,13 @@ class AddressedRows:
 
     @classmethod
     def of(cls, rows: Tensor) -> AddressedRows:
-        """The rows of a tensor (L, H), each of which is contiguous."""
+        """Addresses of the rows of a tensor (L, H), each of which is contiguous."""
         places = rows.stride(0) * rows.element_size() * np.arange(len(rows), dtype=np.int64)
         return cls(rows.data_ptr() + places, rows, (rows,))
 
 
 class SpokenRows:
-    """Every text id's row as whole prompts have it, against codec_pad, (V, H): 0.3 GB at 0.6B in bfloat16."""
+    """The prompt rows of all text ids in the whole layout, plus codec_pad: (V, H), 0.3 GB at 0.6B in bfloat16."""
 
     @torch.inference_mode()
     def __init__(self, prompts: PromptBuilder) -> None:
@@ -381,11 +381,11 @@ class SpokenRows:
         self._table, self._end = AddressedRows.of(table), AddressedRows.of(prompts._whole_end)
 
     def prompt(self, head: Tensor, ids: Sequence[int]) -> AddressedRows:
-        """Rows `head`, those of the text `ids`, and what ends it."""
+        """The prompt of rows `head`, the rows of the text `ids` and those that end it."""
         parts = AddressedRows.of(head).addresses, self._table.addresses[list(ids)], self._end.addresses
         return AddressedRows(np.concatenate(parts), head, (head, *self._table.kept, *self._end.kept))
 
 
 def is_of_voice(key: Hashable, voice: Voice) -> bool:
-    """Whether a prefix key is that of prompts with `voice`."""
+    """Whether a prefix key belongs to prompts with `voice`."""
     return isinstance(key, tuple) and voice.digest in key

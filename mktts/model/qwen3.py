@@ -1,8 +1,8 @@
-"""Qwen3 decoder stacks in plain PyTorch, over rows of any number of streams; keys and values are the caller's.
+"""Qwen3 decoder stacks in plain PyTorch, over rows of any number of streams; the caller owns keys and values.
 
 `Qwen3Stack` rounds where transformers 4.57 rounds (sdpa attention): in bf16 every intermediate named in upstream's
-modules, RMSNorm in fp32, rotary angles in fp32; that makes the greedy codes of one stream equal to upstream's on CPU.
-Talker M-RoPE has equal temporal, height and width positions, so it is ordinary RoPE."""
+modules; RMSNorm and rotary angles are computed in fp32. On a CPU the greedy codes of one stream therefore equal
+upstream's. The talker's M-RoPE has equal temporal, height and width positions, so it is ordinary RoPE."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from torch import Tensor
 from mktts.errors import CapacityError
 from mktts.spec import NUM_CODEBOOKS, StackConfig
 
-# Below, MKL sums in another order: one row on all processors, two and three on some (AMD, with AVX-512).
+# With fewer rows MKL sums in another order: with one on all processors, with two or three on some (AMD, AVX-512).
 LEAST_ROWS = 4
 _LONGEST_SUM = 768  # terms
-_LARGE = 1 << 20  # values of a matrix that stays in no core's cache
+_LARGE = 1 << 20  # elements of a matrix too large for a core's cache
 
 
 @dataclass(frozen=True)
 class Linear:
-    """x @ weight + bias, on a CPU in fp32 with rows that do not depend on how many there are: a BLAS cuts long sums by
-    the number of rows, so sums are cut here, short enough for MKL, and few rows are filled up to `LEAST_ROWS`."""
+    """x @ weight + bias. In fp32 on a CPU, a row's result does not depend on the number of rows: BLAS splits long sums
+    depending on that number, so sums are split here, short enough for MKL, and rows are padded to `LEAST_ROWS`."""
 
-    weight: Tensor  # (in, out), or as oneDNN has packed it
+    weight: Tensor  # (in, out), or packed by oneDNN
     bias: Tensor | None = None
 
     @classmethod
     def load(cls, tensors: Mapping[str, Tensor], name: str, bias: bool = True) -> Linear:
-        """From a linear layer or a convolution of kernel 1."""
+        """Builds it from a linear layer, or a convolution of kernel size 1, called `name` in `tensors`."""
         weight = tensors[f"{name}.weight"]
         return cls(weight.flatten(1).t().contiguous(), tensors[f"{name}.bias"] if bias else None)
 
     @classmethod
     def packed(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """From `weight` (out, in) in fp32, which is not read again. A large matrix is packed: MKL would copy it first,
-        twice the time of a row."""
+        """Builds it from `weight` (out, in) in fp32, of which it keeps a copy. A large matrix is packed by oneDNN: MKL
+        would copy it for every product, which takes twice the time of a row."""
         known = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
         if known and weight.numel() >= _LARGE:
             return cls(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), LEAST_ROWS), bias)
         return cls(weight.t().contiguous(), bias)
 
     def __call__(self, x: Tensor, onto: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """`x` (..., in) -> (..., out). Of rows (R, in) also added to `onto` without the bias, or written to `out`: R is
-        then at least LEAST_ROWS where the matrix is not packed."""
+        """`x` (..., in) -> (..., out). For rows (R, in), the product without bias can be added in place to `onto`, or
+        the result written to `out`; R must then be at least LEAST_ROWS unless the matrix is packed."""
         least, pieces = self._cut
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         count, y = rows.shape[0], onto
@@ -75,7 +75,7 @@ class Linear:
 
     @cached_property
     def _cut(self) -> tuple[int, tuple[Tensor, ...]]:
-        """The least rows of a product, and the pieces of the weight multiplied one by one; () if it is packed."""
+        """The least number of rows of a product, and the pieces of the weight to multiply in turn; () if packed."""
         if self.weight.is_mkldnn:
             return 1, ()
         if self.weight.device.type != "cpu" or self.weight.dtype == torch.bfloat16:
@@ -85,8 +85,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Weights of one decoder layer; shapes as in the checkpoint, (out, in). `qkv` and `gate_up` are set by `fused`
-    only: q, k, v (gate, up) are then row ranges of them."""
+    """Weights of one decoder layer; shapes as in the checkpoint, (out, in). Only `fused` sets `qkv` and `gate_up`;
+    q, k, v (gate, up) are then views of their rows."""
 
     input_norm: Tensor
     q: Tensor
@@ -104,11 +104,11 @@ class LayerWeights:
 
     @classmethod
     def read(cls, get: Callable[[str], Tensor], index: int) -> LayerWeights:
-        """`get`: a stack's tensor by its name in the stack."""
+        """Reads layer `index`. get: returns a tensor by its name within the stack."""
         return cls(**{field: get(f"layers.{index}.{name}.weight") for field, name in _LAYER_NAMES.items()})
 
     def fused(self) -> LayerWeights:
-        """The same weights as fewer, larger matrices. Copies: the separate ones are free once nobody holds them."""
+        """Returns the same weights as fewer, larger matrices. These are copies, so the separate ones can be freed."""
         qkv, gate_up = torch.cat((self.q, self.k, self.v)), torch.cat((self.gate, self.up))
         q, k, v = qkv.split([len(self.q), len(self.k), len(self.v)])
         gate, up = gate_up.split([len(self.gate), len(self.up)])
@@ -128,12 +128,12 @@ _LAYER_NAMES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-CHUNK_POSITIONS = 64  # that a growing cache grows by
+CHUNK_POSITIONS = 64  # a growing cache grows by this many positions
 
 
 class Place(NamedTuple):
-    """Where `count` rows of each of B streams belong in a layer of a cache, behind `past` positions. new: (2, B, kv
-    heads, count, head_dim), theirs. keys, values: (B, kv heads, past + count, head_dim), theirs included."""
+    """Views of a cache's layer for `count` new rows of each of B streams, after `past` positions. new: keys and values
+    of those, (2, B, kv heads, count, head_dim). keys, values: of all rows, (B, kv heads, past + count, head_dim)."""
 
     past: int
     count: int
@@ -144,15 +144,15 @@ class Place(NamedTuple):
 
 @dataclass
 class KVCache:
-    """Keys (rotated) and values of streams at the same position; `length` are filled, and at most `limit` ever are.
-    memory: keys, then values, (layers, 2, B, kv heads, capacity, head_dim); grows up to the limit as it is needed."""
+    """Keys (rotated) and values of B streams at the same position. length: positions filled. limit: most positions.
+    memory: keys and values, (layers, 2, B, kv heads, capacity, head_dim); reallocated on demand, up to the limit."""
 
     memory: Tensor
     limit: int
     length: int = 0
 
     def places(self, count: int) -> list[Place]:
-        """Where every layer writes `count` more rows of each stream. Raises CapacityError when the cache is full."""
+        """Reserves `count` more rows of each stream in every layer. Raises CapacityError when the cache is full."""
         past, end = self.length, self.length + count
         if end > self.limit:
             raise CapacityError(f"key-value cache holds {self.limit} positions, position {end} was asked for")
@@ -169,11 +169,11 @@ class KVCache:
 
 
 class Stack:
-    """The arithmetic of one decoder stack, wherever its weights are: `layer_weights` gives a layer's, fused, on the
-    device, until the next call."""
+    """The arithmetic of one decoder stack, independent of where its weights are stored. A subclass has `layer_weights`,
+    which returns a layer's fused weights on the device, valid until the next call."""
 
     def __init__(self, config: StackConfig, norm: Tensor) -> None:
-        """`norm` (H,): the weight of the final norm; its device and dtype are the stack's."""
+        """norm: the weight of the final norm, (H,); its device and dtype are the stack's."""
         self.config, self.norm = config, norm
         self.device, self.dtype = norm.device, norm.dtype
         self._inverse_frequency = inverse_frequency(config.head_dim, config.rope_theta).to(norm.device)
@@ -188,7 +188,7 @@ class Stack:
 class Qwen3Stack(Stack):
     """`num_hidden_layers` decoder layers and the final norm, read from `tensors` under `prefix`."""
 
-    exact = True  # whether it rounds as upstream does
+    exact = True  # whether its rounding equals upstream's
     _read = staticmethod(LayerWeights.read)
 
     def __init__(
@@ -202,21 +202,21 @@ class Qwen3Stack(Stack):
         self._table = self._turn_table(NUM_CODEBOOKS)
 
     def layer_weights(self, index: int) -> LayerWeights:
-        """Those of a layer, which is fused in place. Sums may then be ordered otherwise: in fp32 on the CPU
-        results stay within 1e-5 of the separate products'."""
+        """The weights of a layer, fused in place. The order of sums may then differ: in fp32 on the CPU, results stay
+        within 1e-5 of those of separate products."""
         if self.layers[index].qkv is None:
             self.layers[index] = self.layers[index].fused()
         return self.layers[index]
 
     @staticmethod
     def linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """A linear layer (out, in) beside the stack: rows (R, in) -> (R, out)."""
+        """A linear layer outside the stack, weight (out, in): rows (R, in) -> (R, out)."""
         return lambda x: F.linear(x, weight, bias)
 
     def new_cache(self, positions: int, streams: int | None = None, grows: bool = False) -> KVCache:
-        """A cache for `positions` tokens; grows: memory is taken as they come. streams: of a frame of the code
-        predictor, where one cache at a time is in use, until the next is asked for; None: one that stays, of one
-        stream. Raises CapacityError beyond the model's own limit."""
+        """Returns a cache for `positions` tokens. grows: allocate memory on demand. streams: their number in a frame of
+        the code predictor, whose cache is valid until the next one is requested; None: a lasting cache of one stream.
+        Raises CapacityError beyond the model's own limit."""
         c = self.config
         if positions > c.max_position_embeddings:
             asked = f"{positions} positions asked for, the model has {c.max_position_embeddings}"
@@ -225,8 +225,8 @@ class Qwen3Stack(Stack):
         return KVCache(torch.empty(shape, dtype=self.dtype, device=self.device), positions)
 
     def advance(self, x: Tensor, caches: Sequence[KVCache], counts: Sequence[int]) -> Tensor:
-        """Appends rows `x` (R, H) to the caches, in order, `counts[i]` to each stream of cache i -> (R, H), normed;
-        where a frame's cache is of more streams than were asked for, the others' rows come behind.
+        """Appends rows `x` (R, H) to the caches, in order, `counts[i]` to each stream of cache i -> (R, H), normed. If
+        a frame's cache has more streams than were requested, the rows of the extra streams follow.
         Raises CapacityError when a cache is full."""
         by_cache = [cache.places(count) for cache, count in zip(caches, counts, strict=True)]
         positions = [
@@ -241,7 +241,7 @@ class Qwen3Stack(Stack):
         return self.final(x)
 
     def layer(self, w: LayerWeights, x: Tensor, turns: tuple[Tensor, ...], places: Sequence[Place]) -> Tensor:
-        """One decoder layer over rows `x` (R, H). turns: as of `turns`."""
+        """Applies one decoder layer to rows `x` (R, H). turns: as returned by `turns`."""
         c, h = self.config, rms_norm(x, w.input_norm, self.config.rms_norm_eps)
         q, k, v = (F.linear(h, weight).view(x.shape[0], -1, c.head_dim) for weight in (w.q, w.k, w.v))
         q = rotate(rms_norm(q, w.q_norm, c.rms_norm_eps), *turns)
@@ -264,7 +264,7 @@ class Qwen3Stack(Stack):
         return tuple(part.index_select(0, at) for part in self._table)
 
     def _turn_table(self, positions: int) -> tuple[Tensor, ...]:
-        """Cosine and sine (positions, 1, head_dim) of all positions from 0 on."""
+        """Cosine and sine of positions 0 to `positions` - 1, (positions, 1, head_dim) each."""
         return tuple(part[:, None] for part in self.rotary(positions))
 
     def final(self, x: Tensor) -> Tensor:
@@ -272,12 +272,12 @@ class Qwen3Stack(Stack):
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, place: Place, scale: float | None = None) -> Tensor:
-    """Attention of rows (n, heads, head_dim) to themselves and what is before: (n, heads * head_dim). Keys and values
-    go to their place first. scale: of scores; None: 1 / root of head_dim."""
+    """Causal attention of rows (n, heads, head_dim) to the cache and themselves -> (n, heads * head_dim). Writes keys
+    and values to `place` first. scale: factor of the scores; None: 1 / sqrt(head_dim)."""
     shape = place.keys.shape[0], place.count, -1, q.shape[-1]
     q, k, v = q.reshape(shape).transpose(1, 2), k.reshape(shape).transpose(1, 2), v.reshape(shape).transpose(1, 2)
     place.new[0], place.new[1] = k, v
-    mask = None  # several rows behind others: each sees those and itself, which is_causal does not mean
+    mask = None  # needed for several rows after cached ones: is_causal would align the triangle at the top left
     if place.count > 1 and place.past:
         mask = torch.ones(place.count, place.past + place.count, dtype=torch.bool, device=q.device).tril(place.past)
     causal = place.count > 1 and mask is None
@@ -288,16 +288,16 @@ def attended(q: Tensor, k: Tensor, v: Tensor, place: Place, scale: float | None 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension, normalised in at least fp32 and rounded before the weight, as Qwen3RMSNorm."""
-    return weight * F.rms_norm(x, x.shape[-1:], eps=eps)  # with the weight given to it, it would not round before
+    """RMSNorm over the last dimension: normalised in at least fp32, rounded, then weighted, as in Qwen3RMSNorm."""
+    return weight * F.rms_norm(x, x.shape[-1:], eps=eps)  # F.rms_norm with a weight would skip the rounding
 
 
 def inverse_frequency(head_dim: int, theta: float) -> Tensor:
-    """Rotary frequencies theta^(-2 i / head_dim), (head_dim / 2,) fp32; computed on the CPU: the same bits anywhere."""
+    """Rotary frequencies theta^(-2 i / head_dim), (head_dim / 2,) fp32; computed on the CPU for equal bits anywhere."""
     return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding, NeoX halves (i, i + head_dim / 2). `x` (..., heads, T, head_dim)."""
+    """Applies rotary position embedding, NeoX halves (i, i + head_dim / 2), to `x` (..., head_dim)."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin

@@ -1,9 +1,9 @@
-"""From logits to a code, in upstream's order (Hugging Face logits processors as qwen-tts 0.1.1 runs them): repetition
-penalty, minimum length, suppressed ids, temperature, top-k, top-p, draw.
+"""Samples a code from logits, in upstream's order (Hugging Face logits processors as qwen-tts 0.1.1 runs them):
+repetition penalty, minimum length, suppressed ids, temperature, top-k, top-p, draw.
 
-The draws of ours follow from counters alone: the same seed, frame and codebook give the same noise anywhere.
-Philox4x32-10 is from Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). What
-follows it here is the arithmetic of csrc/sampling.cuh, operation by operation, so that both give the same bits."""
+Our draws are counter-based: the same seed, frame and codebook give the same noise on every device. Philox4x32-10 is
+from Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The arithmetic after it is
+that of csrc/sampling.cuh, operation by operation, so that both give the same bits."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ from mktts.errors import CapacityError, PromptError, SamplingError
 from mktts.spec import MIN_NEW_FRAMES, NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig
 
 Rng = Literal["philox", "torch"]
-SEED_BITS = 64  # Philox's key, and what torch's generators take
-MAX_SEED = 2**62  # of an utterance: below 2^64 by far, since every segment after the first adds one
-_DRAWN_SEED_BITS = 32  # short enough to read and type again
-# Above and at most: what scores are divided or multiplied by. Beyond, float32 makes infinities and NaN of them.
+SEED_BITS = 64  # the size of Philox's key and of a seed of torch's generators
+MAX_SEED = 2**62  # for an utterance: far below 2^64, because every segment after the first adds one
+_DRAWN_SEED_BITS = 32  # short enough to read and retype
+# Above and at most: what scores are divided or multiplied by. Beyond these, float32 gives infinities and NaN.
 _SCALES = 1e-9, 1e9
-_MOST_TOP_K = 2**31 - 1
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # fractions of the golden ratio and of the square root of 3
-STREAM = 0  # the fourth counter: draws for another purpose would take another value
+STREAM = 0  # the fourth counter; draws for another purpose would use another value
 _WORD, _HALF_BITS, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(9)
 _UNIT = np.float32(2**-23)
-_IDS = 4  # of one block of words
+_IDS = 4  # ids that share one Philox block of four words
 
-# Polynomial and split ln 2 of logf in the Cephes library (S. Moshier): (log(1 + m) - m + m^2 / 2) / m^3.
+# Polynomial and split ln 2 from logf in the Cephes library (S. Moshier): (log(1 + m) - m + m^2 / 2) / m^3.
 _LOG = np.array(
     [
         7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
@@ -51,7 +50,7 @@ _SQRT_HALF, _HALF, _ONE = np.float32(0.707106781186547524), np.float32(0.5), np.
 
 @dataclass(frozen=True)
 class Choice:
-    """How one code is chosen. `top_k=0` and `top_p=1.0` switch those filters off."""
+    """How one code is chosen. `top_k=0` and `top_p=1.0` disable these filters."""
 
     do_sample: bool = True
     temperature: float = 0.9
@@ -63,20 +62,20 @@ class Choice:
         checked_number("temperature", self.temperature, *_SCALES, SamplingError, "; for greedy set do_sample=False")
         checked_number("top_p", self.top_p, 0, 1, SamplingError)
         top_k = int(self.top_k) if isinstance(self.top_k, float) and self.top_k % 1 == 0 else self.top_k
-        checked_int("top_k", top_k, 0, _MOST_TOP_K, SamplingError)
-        object.__setattr__(self, "top_k", int(top_k))  # JSON files may say 50.0, or a temperature of 1
+        checked_int("top_k", top_k, 0, 2**31 - 1, SamplingError)
+        object.__setattr__(self, "top_k", int(top_k))  # JSON files may hold 50.0, or a temperature of 1
         object.__setattr__(self, "temperature", float(self.temperature))
         object.__setattr__(self, "top_p", float(self.top_p))
 
 
 def _places(predictor: str, **renamed: str) -> dict[str, tuple[str, str]]:
-    """Name of a setting -> (part of `Sampling`, field of `Choice`). predictor: before the names of its settings."""
+    """Name of a setting -> (part of `Sampling`, field of `Choice`). predictor: prefix of the predictor's settings."""
     prefixes = {"talker": "", "predictor": predictor}
     places = {prefix + f.name: (part, f.name) for part, prefix in prefixes.items() for f in fields(Choice)}
     return {renamed.get(name, name): place for name, place in places.items()}
 
 
-# Names in generation_config.json and of qwen-tts; names in a request, where `greedy` is the opposite of `do_sample`.
+# Names in generation_config.json and qwen-tts; names in a request, where `greedy` is the opposite of `do_sample`.
 _UPSTREAM = _places("subtalker_", subtalker_do_sample="subtalker_dosample")
 _FLAT = _places("predictor_", do_sample="greedy", predictor_do_sample="predictor_greedy")
 
@@ -85,9 +84,9 @@ _FLAT = _places("predictor_", do_sample="greedy", predictor_do_sample="predictor
 class Sampling:
     """Settings of one utterance; the defaults are the released checkpoints' generation_config.json.
 
-    rng: "philox" draws by counters (`gumbel`): a draw follows from seed, frame, codebook and logits
-        alone, the same on every device and in every backend of ours. "torch" takes the draws that
-        `torch.manual_seed(seed)` gives upstream: for comparisons with qwen-tts; of our backends only the torch one has
+    rng: "philox" is counter-based (`gumbel`): a draw depends only on seed, frame, codebook and logits,
+        and is the same on every device and in each of our backends. "torch" reproduces the draws that
+        `torch.manual_seed(seed)` gives upstream, for comparisons with qwen-tts; only the torch backend supports
         it. backend="upstream" is qwen-tts itself and always draws that way."""
 
     talker: Choice = Choice()
@@ -112,17 +111,17 @@ class Sampling:
         return self._named(_UPSTREAM)
 
     def with_upstream(self, given: Mapping[str, Any]) -> Sampling:
-        """These settings with those of `given`, by the names of `upstream`; other keys have no effect. Raises
-        SamplingError for a value out of range, TypeError or ValueError for one of another type."""
+        """Returns these settings updated from `given`, by the names of `upstream`; other keys are ignored. Raises
+        SamplingError for a value out of range, TypeError or ValueError for one of the wrong type."""
         return self._changed(_UPSTREAM, given)
 
     def flat(self) -> dict[str, Any]:
-        """The settings under the names of a request: `greedy`, `temperature`, `top_k` and `top_p` of the talker, the
-        same with `predictor_` before them of the code predictor, and `repetition_penalty`. `rng` is not among them."""
+        """The settings under the names of a request: `greedy`, `temperature`, `top_k` and `top_p` for the talker, the
+        same with the prefix `predictor_` for the code predictor, and `repetition_penalty`. `rng` is not among them."""
         return self._named(_FLAT)
 
     def with_flat(self, given: Mapping[str, Any]) -> Sampling:
-        """These settings with those of `given` in their place, by the names of `flat`; None leaves one as it is. Raises
+        """Returns these settings updated from `given`, by the names of `flat`; None leaves a setting unchanged. Raises
         SamplingError for an unknown name or a value out of range."""
         known = ("repetition_penalty", *_FLAT)
         if unknown := [name for name in given if name not in known]:
@@ -147,13 +146,13 @@ class Sampling:
 
 
 def drawn_seed() -> int:
-    """A fresh seed for an utterance or a text."""
+    """Draws a new seed for an utterance or a text."""
     return secrets.randbits(_DRAWN_SEED_BITS)
 
 
 def check_start(embeds: Tensor, width: int, seed: int, max_frames: int) -> None:
-    """What every backend refuses: PromptError for rows that are not (L >= 2, width), SamplingError for a seed outside
-    [0, 2^64), CapacityError for no frames."""
+    """Checks the arguments of `Backend.start`. Raises PromptError for rows that are not (L >= 2, width), SamplingError
+    for a seed outside [0, 2^64), CapacityError if `max_frames` is below 1."""
     if embeds.dim() != 2 or embeds.shape[0] < 2 or embeds.shape[1] != width:
         raise PromptError(f"prompt must be (L >= 2, {width}), got {tuple(embeds.shape)}")
     checked_int("seed", seed, 0, 2**SEED_BITS - 1, SamplingError)
@@ -161,7 +160,7 @@ def check_start(embeds: Tensor, width: int, seed: int, max_frames: int) -> None:
 
 
 def restrict(logits: Tensor, history: Tensor, penalty: float, eos: int) -> Tensor:
-    """`RestrictedRows` of one row `logits` (V,) fp32, copied. `history` (N,) int64: code 0 of every frame so far."""
+    """Applies `RestrictedRows` to a copy of one row `logits` (V,) fp32. history: code 0 of every frame, (N,) int64."""
     seen = torch.zeros(1, len(logits), dtype=torch.bool, device=logits.device)
     seen[0, history] = True
     rows = RestrictedRows(len(logits), eos, logits.device)
@@ -169,22 +168,22 @@ def restrict(logits: Tensor, history: Tensor, penalty: float, eos: int) -> Tenso
 
 
 def choose(logits: Tensor, choice: Choice, randomness: Tensor | torch.Generator | None) -> Tensor:
-    """One id () int64 of `logits` (V,) fp32, -inf marking forbidden ones; the lowest of equals wins. randomness: Gumbel
-    noise (V,) fp32 (`gumbel`), or the generator of rng="torch"; greedy needs neither."""
+    """Chooses one id, () int64, from `logits` (V,) fp32, where -inf marks forbidden ids; ties go to the lowest id.
+    randomness: Gumbel noise (V,) fp32 (`gumbel`), or the generator for rng="torch"; a greedy choice needs neither."""
     return ChoiceRows.of((choice,), logits.device).choose(logits[None], randomness)[0]
 
 
 @dataclass(frozen=True)
 class ChoiceRows:
-    """The choices of B rows of logits; what none of them needs is None. Rows do not change each other's bits."""
+    """The choices of B rows of logits; a field is None if no row needs it. No row affects the bits of another."""
 
     draws: bool  # whether any row needs noise
-    greedy: Tensor | None  # (B,) bool; None where all rows draw
+    greedy: Tensor | None  # (B,) bool; None if all rows sample
     temperature: Tensor  # (B, 1) fp32
-    top_k: Tensor | int | None  # of every row that has one, or (B, 1) int64 where they differ; 0: off
+    top_k: Tensor | int | None  # an int if all rows have the same, otherwise (B, 1) int64; 0 disables it for a row
     most: int  # the largest top_k
-    nucleus: Tensor | None  # indices of the rows that have a top_p
-    drop: Tensor | None  # (lanes of `nucleus`, 1) fp32: 1 - top_p
+    nucleus: Tensor | None  # indices of the rows with top_p below 1
+    drop: Tensor | None  # (rows of `nucleus`, 1) fp32: 1 - top_p
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -206,9 +205,9 @@ class ChoiceRows:
         )
 
     def choose(self, logits: Tensor, noise: Tensor | torch.Generator | None) -> Tensor:
-        """`logits` (B, V) fp32, -inf marking forbidden ids, and Gumbel noise (B, V) -> ids (B,) int64. noise: for one
-        row, also the generator of rng="torch"; None where no row draws."""
-        # `max` gives the lowest of equals, as argmax does, in half its time on the CPU.
+        """Chooses ids (B,) int64 from `logits` (B, V) fp32, where -inf marks forbidden ids. noise: Gumbel noise (B, V),
+        or, for a single row, the generator for rng="torch"; None if no row samples."""
+        # `max` returns the lowest id of a tie, as argmax does, in half the time on a CPU.
         if not self.draws:
             return logits.max(-1).indices
         if isinstance(noise, torch.Generator):
@@ -217,16 +216,16 @@ class ChoiceRows:
         return drawn if self.greedy is None else torch.where(self.greedy, logits.max(-1).indices, drawn)
 
     def kept(self, logits: Tensor, stable: bool = True) -> Tensor:
-        """Scores (B, V) fp32: logits / temperature, and -inf for what top-k and top-p leave out; rows of greedy choices
-        mean nothing. Ties with the k-th stay. Of equal scores at top-p's border a stable sort leaves out the lower ids
-        first, an unstable one, which upstream has, whichever the processor's sorting network put first."""
+        """Scores (B, V) fp32: logits / temperature, with -inf for ids that top-k or top-p exclude; undefined for greedy
+        rows. Ids that tie with the k-th are kept. Among equal scores at the border of top-p, a stable sort excludes
+        lower ids first; with an unstable one, as upstream has it, the choice depends on the sorting routine."""
         scores = logits / self.temperature
         if self.top_k is not None:
-            alike = isinstance(self.top_k, int)  # then nothing need be sorted, a quarter of the time
+            alike = isinstance(self.top_k, int)  # no sorting is needed, which takes a quarter of the time
             best = torch.topk(scores, min(self.most, scores.shape[1]), sorted=not alike).values
             if alike:
                 kth = best.amin(-1, keepdim=True)
-            else:  # a row without one keeps what is at least its lowest score
+            else:  # a row without top_k excludes nothing: its threshold is -inf
                 at = self.top_k.clamp(1, best.shape[1]) - 1
                 kth = best.gather(1, at).masked_fill_(self.top_k == 0, -torch.inf)
             scores.masked_fill_(scores < kth, -torch.inf)
@@ -240,19 +239,19 @@ class ChoiceRows:
 
 
 class RestrictedRows:
-    """What code 0 is chosen from: logits with the penalty of repetition (Keskar et al. 2019, as in transformers), and
-    -inf for ids above the codebook but `eos`, and for that until MIN_NEW_FRAMES frames are made."""
+    """Prepares the logits of code 0: applies the repetition penalty (Keskar et al. 2019, as in transformers), and sets
+    control ids to -inf: all but `eos`, and `eos` too until MIN_NEW_FRAMES frames are made."""
 
     def __init__(self, vocab_size: int, eos: int, device: torch.device) -> None:
-        forbidden = torch.zeros(2, vocab_size, dtype=torch.bool)  # in the first frames, and later
+        forbidden = torch.zeros(2, vocab_size, dtype=torch.bool)  # row 0: in the first frames; row 1: later
         forbidden[:, -SUPPRESSED_TAIL:] = True
         forbidden[:, eos] = torch.tensor([True, False])
         self._forbidden = forbidden.to(device)
 
     def restrict(self, logits: Tensor, seen: Tensor, penalties: Sequence[float], frames: Sequence[int]) -> Tensor:
-        """`logits` (B, V) fp32, overwritten; `seen` (B, V) bool: code 0 of any frame so far. frames: made so far."""
+        """`logits` (B, V) fp32, which may be overwritten. seen: codes 0 so far, (B, V) bool. frames: made so far."""
         if any(penalty != 1 for penalty in penalties):
-            # by a Python number, torch on CUDA would multiply by the rounded reciprocal instead of dividing
+            # a tensor, because for a Python number torch on CUDA multiplies by the rounded reciprocal
             penalty = torch.tensor(penalties, dtype=logits.dtype, device=logits.device)[:, None]
             penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
             logits = torch.where(seen, penalised, logits)
@@ -261,15 +260,15 @@ class RestrictedRows:
 
 
 def distribution(logits: Tensor, choice: Choice) -> Tensor:
-    """What upstream draws from: (V,) fp32, summing to 1. Philox's draws follow it but for ties at top-p's border."""
+    """The distribution upstream draws from, (V,) fp32. Philox draws follow it except for ties at top-p's border."""
     return ChoiceRows.of((choice,), logits.device).kept(logits[None], stable=False)[0].softmax(-1)
 
 
 def philox(
     counters: Sequence[np.ndarray | int], key: tuple[np.ndarray | int, np.ndarray | int]
 ) -> tuple[np.ndarray, ...]:
-    """Philox4x32-10: four counters and the key's two words that broadcast to one shape S -> four words of that shape,
-    all of 32 bits, as uint64."""
+    """Philox4x32-10: four counters and the key's two words, which broadcast to one shape S -> four words of shape S.
+    All are 32-bit values, held as uint64."""
     c0, c1, c2, c3, k0, k1 = (np.asarray(part, dtype=np.uint64) for part in (*counters, *key))
     for turn in range(ROUNDS):
         step0, step1 = (np.uint64(turn * step & 0xFFFFFFFF) for step in KEY_STEPS)
@@ -281,8 +280,8 @@ def philox(
 
 
 def exact_log(x: np.ndarray) -> np.ndarray:
-    """Natural logarithm of positive normal float32, by additions and multiplications that are each rounded once: the
-    same bits on every machine. Its error is below 1e-7, or 1e-7 of the logarithm where that is above 1."""
+    """Natural logarithm of positive normal float32, from additions and multiplications that are each rounded once, so
+    that every machine gives the same bits. The error is below 1e-7: absolute, or relative if the result exceeds 1."""
     bits = x.view(np.uint32)
     m = ((bits & np.uint32(0x007FFFFF)) | np.uint32(0x3F000000)).view(np.float32)  # x = m * 2^exponent, m in [1/2, 1)
     small = m < _SQRT_HALF
@@ -305,16 +304,16 @@ def exact_log(x: np.ndarray) -> np.ndarray:
 
 
 def gumbel(seed: int, frame: int, books: range, size: int) -> np.ndarray:
-    """Gumbel noise of one frame: (len(books), size) float32. The largest score + noise is a draw of softmax(score).
+    """Gumbel noise of one frame: (len(books), size) float32. The argmax of score + noise is a draw from softmax(score).
 
-    `seed` in [0, 2^64) is the key. Counters are (id // 4, codebook, frame, STREAM), and id takes word id % 4. Its top
-    23 bits k give u = (k + 1/2) 2^-23, exact and inside (0, 1), and -log(-log(u))."""
+    The key is `seed`, in [0, 2^64). Counters are (id // 4, codebook, frame, STREAM); an id uses word id % 4. The word's
+    top 23 bits k give u = (k + 1/2) 2^-23, exact and inside (0, 1), and the noise -log(-log(u))."""
     blocks = np.arange(-(-size // _IDS))
     return _gumbel(seed, frame, blocks, np.array(books)[:, None]).reshape(len(books), -1)[:, :size]
 
 
 def _gumbel(seeds: np.ndarray | int, frames: np.ndarray | int, blocks: np.ndarray, books: np.ndarray) -> np.ndarray:
-    """Four ids of every block: arguments that broadcast to a shape S -> (*S, 4) float32."""
+    """Noise for the four ids of every block: arguments that broadcast to a shape S -> (*S, 4) float32."""
     seeds = np.asarray(seeds, dtype=np.uint64)
     words = philox((blocks, books, frames, STREAM), (seeds & _WORD, seeds >> _HALF_BITS))
     u = np.empty((*words[0].shape, _IDS), dtype=np.float32)
@@ -325,11 +324,11 @@ def _gumbel(seeds: np.ndarray | int, frames: np.ndarray | int, blocks: np.ndarra
     return -exact_log(-exact_log(u))
 
 
-_STREAMS_AT_A_TIME = 8  # so that what lies between two operators stays in the cache
+_STREAMS_AT_A_TIME = 8  # few enough to keep intermediate results in the cache
 
 
 class FrameNoise:
-    """`gumbel` of whole frames, of those ids only that may be chosen."""
+    """Gumbel noise (`gumbel`) of complete frames, only for the ids that may be chosen."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._sizes = config.talker.vocab_size, config.predictor.vocab_size
@@ -341,8 +340,8 @@ class FrameNoise:
         self._books = np.concatenate((np.zeros_like(self._of_code0), books))
 
     def draw(self, seeds: Sequence[int], frames: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Noise of frame `frames[i]` of the stream of `seeds[i]`: code 0 (B, V), 0 where it must not be chosen, later
-        codes (B, 15, V), float32."""
+        """Noise of frame `frames[i]` of the stream with `seeds[i]`: for code 0 (B, V), 0 for forbidden ids, and for the
+        later codes (B, 15, V), float32."""
         made = np.empty((len(seeds), len(self._blocks), _IDS), dtype=np.float32)
         for start in range(0, len(seeds), _STREAMS_AT_A_TIME):
             some = slice(start, start + _STREAMS_AT_A_TIME)

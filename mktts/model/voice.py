@@ -1,4 +1,4 @@
-"""A cloned voice: what a Base checkpoint hears in a reference recording (`mktts.synth.cloning`), kept in one file."""
+"""A cloned voice: what a Base checkpoint extracts from a reference recording (`mktts.synth.cloning`), in one file."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _FORMAT = "mktts-voice-1"
 
 @dataclass(frozen=True, eq=False)
 class Voice:
-    """Speaker embedding alone (x-vector), or with the reference's codes and transcript (in-context cloning), which are
-    then part of every prompt."""
+    """A speaker embedding (x-vector), and for in-context cloning also the reference's codes and transcript, which are
+    part of every prompt."""
 
     embedding: Tensor  # (H,) floating, on the CPU; H is the talker's hidden size
     codes: Tensor | None  # (T, 16) int64, on the CPU
     transcript: str | None
-    model_size: str  # of the checkpoint that made it: "0b6" or "1b7"
+    model_size: str  # of the checkpoint that made the voice: "0b6" or "1b7"
 
     def __post_init__(self) -> None:
         embedding, codes = self.embedding, self.codes
@@ -50,7 +50,7 @@ class Voice:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of everything in it but `model_size`, hexadecimal: equal voices, equal digests; computed once."""
+        """Hexadecimal SHA-256 of everything but `model_size`: equal voices have equal digests; computed once."""
         content = hashlib.sha256(repr(self.transcript).encode())
         for tensor in (self.embedding, self.codes):
             if tensor is not None:
@@ -59,7 +59,7 @@ class Voice:
         return content.hexdigest()
 
     def save(self, path: Path | str, notes: str = "", mode: int = 0o644) -> Path:
-        """Writes one safetensors file, whole or not at all. notes: of its keeper. mode: of the file."""
+        """Writes one safetensors file, completely or not at all. notes: free text for the header. mode: permissions."""
         from safetensors.torch import save
 
         tensors = {"embedding": self.embedding.contiguous()}
@@ -73,13 +73,13 @@ class Voice:
 
     @staticmethod
     def notes(path: Path | str) -> str:
-        """What `save` was given to note; "" where that was nothing. Reads the header alone. Raises VoiceError."""
+        """The `notes` passed to `save`, "" if none. Reads only the header. Raises VoiceError."""
         with _opened(path) as file:
             return (file.metadata() or {}).get("notes", "")
 
     @classmethod
     def load(cls, path: Path | str) -> Voice:
-        """Reads what `save` wrote. Raises VoiceError for anything else."""
+        """Reads a file written by `save`. Raises VoiceError for anything else."""
         with _opened(path) as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict

@@ -1,4 +1,4 @@
-"""The text front end: what is written becomes what is spoken. Languages other than English pass as they are."""
+"""The text front end: converts written text to spoken words. Languages other than English are passed through."""
 
 from mktts.text.front_end import FrontEnd, spoken
 

@@ -1,6 +1,6 @@
-"""The front end called "english" in a checkpoint's generation_config.json: English is read, other languages pass. The
-rules of english.json run from the particular to the general, each on what those before it left: an address is no
-number, a date no fraction, a price no measure."""
+"""The front end called "english" in a checkpoint's generation_config.json: it normalises English text and passes other
+languages through. The rules of english.json are applied from the specific to the general, each to the result of those
+before it, so that an address is not read as a number, a date as a fraction, or a price as a measure."""
 
 import re
 import unicodedata
@@ -15,24 +15,24 @@ from mktts.text.readers import LISTS, NO_VOWEL, WORDS, all_capitals, spell_lette
 ENGLISH = "english"
 AUTO = "auto"
 _LATIN = "LATIN"
-_LONGEST_CHARS = 240  # held back at most: a text without a plain word is cut at a space
+_LONGEST_CHARS = 240  # most characters held back; a text without a plain word is then cut at a space
 _ENDS = ".!?"
 _PAUSES = ",;:"
 _MARKS = _ENDS + _PAUSES
-_ITEM = re.compile(r"[-*•]|\d{1,2}[.)]")  # what begins a line of a list
+_ITEM = re.compile(r"[-*•]|\d{1,2}[.)]")  # the beginning of a list item
 _BULLET = re.compile(r"^(?:[-*•>]|#{1,6})(?=\s|$)\s*")
 
-# Also Greek letters that stand as signs; μ and Ω stand in units.
+# Including Greek letters used as signs, but not μ and Ω, which occur in units.
 _CHARACTERS = str.maketrans(
     WORDS["characters"] | {char: f" {name} " for char, name in WORDS["greek"].items() if char not in "μΩ"}
 )
-_VULGAR = re.compile("(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")  # 2½ is two and a half, not 21/2
+_VULGAR = re.compile("(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")  # 2½ means two and a half, not 21/2
 _RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+")
 
 _PLAIN = re.compile(r"[\"'(]*(?P<core>[A-Za-z]?[a-z]*(?:'[a-z]+)?(?:-[a-z]+)*)[,;:.!?\"')]*")
 _SENTENCE_END = re.compile(r"[\"'(]*(?P<core>[A-Za-z]{3,}|[A-Za-z]+'[A-Za-z]+)[.!?]+[\"')]*")
 _TABLES = ("titles", "short_forms", "stopped_short_forms", "before_numbers", "units", "days")
-# They belong to what stands beside them.
+# Words that affect how their neighbours are read.
 _BOUND = LISTS["binders"].union(LISTS["numbered"], *(WORDS[name] for name in _TABLES), {m[:3] for m in WORDS["months"]})
 _NOT_PLAIN = _BOUND.union(LISTS["spelled"], WORDS["respelled"])
 _FRAGMENT = re.compile(r"(?<!P)<(\w+)>")
@@ -40,7 +40,7 @@ _HOLE = re.compile(r"\{(?:([^{}|]*)\|)?([a-z_]+)(\d+)\}")
 
 
 def _whole(pattern: str) -> str:
-    """`pattern` with what "<name>" stands for: a fragment, the words of a list, or the keys of a table."""
+    """Expands each "<name>" in `pattern` to a fragment, the words of a list, or the keys of a table."""
 
     def fragment(match: re.Match[str]) -> str:
         words = LISTS.get(match[1]) or WORDS.get(match[1], ())
@@ -56,8 +56,8 @@ def _rules() -> list[tuple[re.Pattern[str], str]]:
 
 
 def _filled(words: str, match: re.Match[str]) -> str:
-    """A rule's words for what it found. "{s12}" is what the reader "s", else the table of that name, makes of groups 1
-    and 2; "{, |s1}" has a comma before it; both are nothing where the first group has found nothing."""
+    """The words of a rule, filled in for a match. "{s12}" is the result of the reader "s", or else of the table of that
+    name, for groups 1 and 2; "{, |s1}" puts a comma before it. Both are empty if the first group did not match."""
 
     def read(hole: re.Match[str]) -> str:
         before, name, groups = hole.groups("")
@@ -68,7 +68,7 @@ def _filled(words: str, match: re.Match[str]) -> str:
 
 
 def _plain_characters(text: str) -> str:
-    """`text` in ASCII, but for signs that the rules read ($ and its like): one form of each mark, no accents."""
+    """`text` in ASCII, except for signs that the rules read, such as currencies: one form of each mark, no accents."""
     text = re.sub(r"(?<=\d)×(?=\d)", "x", re.sub(r"(?<=[\d\w)])\s?[·⋅]\s?(?=\d)", "*", text))
     text = _RAISED.sub(lambda m: "^" + unicodedata.normalize("NFKC", m[0]).replace("−", "-"), text)
     text = unicodedata.normalize("NFKC", _VULGAR.sub(" ", text.translate(_CHARACTERS))).translate(_CHARACTERS)
@@ -77,7 +77,7 @@ def _plain_characters(text: str) -> str:
 
 
 def _is_plain(token: str) -> bool:
-    """Whether a word is read as it is written, and says nothing about how its neighbours are read."""
+    """Whether a word is read as written and does not affect how its neighbours are read."""
     found = _PLAIN.fullmatch(token)
     core = found["core"].lower() if found else ""
     if len(core) < 2 or token == "in.":
@@ -86,8 +86,8 @@ def _is_plain(token: str) -> bool:
 
 
 def _reading(text: str) -> str:
-    """Some words of a sentence as they are spoken, in lower case but for "I" and single letters, and the marks . , ; :
-    ? !: brackets and dashes become commas, the rest falls away."""
+    """The spoken form of some words of a sentence: lower case, except for "I" and single letters, with the marks . , ;
+    : ? !; brackets and dashes become commas, and all other characters are dropped."""
     if not all(map(_is_plain, text.split())):
         text = _plain_characters(text)
         shouted = all_capitals(text)
@@ -108,7 +108,7 @@ def _reading(text: str) -> str:
 
 @cache
 def _script(char: str) -> str:
-    """Latin also for a sign, and for a letter that every language may use."""
+    """The script of a character; Latin also for signs, and for letters that every language may use."""
     for part in unicodedata.normalize("NFKC", char):
         own = not part.isascii() and part not in WORDS["greek"]
         if own and unicodedata.category(part) in ("Lu", "Ll", "Lt", "Lo", "Nd"):
@@ -117,24 +117,24 @@ def _script(char: str) -> str:
 
 
 class FrontEndFeed:
-    """What is read, joined, is one sentence after another, each begun with a capital and ended by a mark."""
+    """Normalises a text that arrives in pieces; every sentence it returns begins with a capital and ends in a mark."""
 
     def __init__(self, languages: tuple[str, ...], language: str = AUTO) -> None:
-        """languages: that a text in "auto" may be in. English alone is read, other text stays as it is."""
+        """languages: those that a text in "auto" may be in. Only English text is changed."""
         self._languages = languages if language == AUTO else (language,)
         self._scripts = {_LATIN}.union(*(WORDS["scripts"].get(language, ()) for language in self._languages))
         self._reads = self._languages == (ENGLISH,)
-        self._letters = False  # one came, or a digit
-        self._held = ""  # words that may belong together, a space behind each
-        self._word = ""  # the last one, perhaps not complete
-        self._gap = ""  # whitespace after it
-        self._begins_line = False  # the last word
-        self._said = ""  # the last mark or letter that was handed on
-        self._pause = ""  # a mark after it that is handed on only if words follow
+        self._letters = False  # whether a letter or a digit has arrived
+        self._held = ""  # words that may belong together, each followed by a space
+        self._word = ""  # the last word, perhaps incomplete
+        self._gap = ""  # whitespace after the last word
+        self._begins_line = False  # whether the last word begins a line
+        self._said = ""  # the last mark or letter of the output
+        self._pause = ""  # a mark after it that is output only if words follow
 
     def take(self, piece: str, final: bool = False) -> str:
-        """The words that are certain, in front of them the space that joins them to what came before. Raises TextError
-        for letters of another script, the piece is then not taken; at the end where no letter or digit came."""
+        """Returns the words that are now final, preceded by the space that joins them to earlier ones. Raises TextError
+        for letters of another script, without taking the piece, and at the end of a text without letters and digits."""
         for place, char in enumerate("" if piece.isascii() else piece):
             if _script(char) not in self._scripts:
                 raise TextError(
@@ -152,15 +152,15 @@ class FrontEndFeed:
                     said += self._complete()
                 self._word += part
             if final:
-                self._gap = "\n\n"  # as behind a paragraph
+                self._gap = "\n\n"  # as after a paragraph
                 said += self._complete()
         if final and not (self._letters and (self._said or not self._reads)):
             raise TextError("expected text with a letter or a digit, got none of them: marks and signs have no words")
         return said
 
     def _complete(self) -> str:
-        """Books the last word. Returns what is certain then: what was held before it where there is a cut, and the word
-        too where it ends a sentence: no abbreviation does."""
+        """Adds the last word to the held ones. Returns what becomes final: the words held before it if there can be a
+        cut, and the word itself if it ends a sentence, which an abbreviation does not."""
         word, lines, said = self._word, self._gap.count("\n"), ""
         last_two = (*self._held.split()[-1:], word)
         if self._begins_line and _ITEM.match(word):
@@ -175,7 +175,7 @@ class FrontEndFeed:
         return said
 
     def _hand_on(self, ends: bool = False) -> str:
-        """What was held. ends: with the mark that ends it, where it has none."""
+        """Returns the spoken form of the held words. ends: adds a final mark if there is none."""
         text, said, self._held = self._held.strip(), "", ""
         begins = self._said in _ENDS
         text = _reading(_BULLET.sub("", text, count=1) if begins else text)
@@ -196,19 +196,19 @@ class FrontEndFeed:
 
 
 class FrontEnd:
-    """How a checkpoint reads text."""
+    """The front end of one checkpoint."""
 
     def __init__(self, languages: Iterable[str] = (ENGLISH,)) -> None:
-        """languages: those that the checkpoint speaks; where it is one beside "auto", "auto" means it."""
+        """languages: those that the checkpoint speaks; if it is just one besides "auto", "auto" means that one."""
         self.languages = tuple(language for language in languages if language != AUTO)
-        self.read("1", ENGLISH)  # its tables are loaded, so that no text waits for that
+        self.read("1", ENGLISH)  # loads the tables, so that the first text does not wait for them
 
     def read(self, text: str, language: str = AUTO) -> str:
-        """`text` as it is spoken. Raises TextError as `FrontEndFeed.take`."""
+        """The spoken form of `text`. Raises TextError as `FrontEndFeed.take`."""
         return FrontEndFeed(self.languages, language).take(text, final=True)
 
     def word(self, written: str, language: str = AUTO) -> str:
-        """One word of a text as it is spoken, apart from its neighbours; what cannot be spoken stays as it stands."""
+        """The spoken form of one word, without its context; a word that cannot be spoken is returned unchanged."""
         try:
             words = self.read(written, language)
         except TextError:
@@ -217,5 +217,5 @@ class FrontEnd:
 
 
 def spoken(text: str, language: str = ENGLISH) -> str:
-    """`text` without markup, as the front end of `language` reads it, where there is one. Raises TextError."""
+    """The spoken form of `text` in `language`, with markup removed. Raises TextError."""
     return FrontEnd((language,)).read(MarkupFeed().take(text, final=True))

@@ -1,4 +1,4 @@
-"""What is said in place of a word: from a file, a mapping, or a request."""
+"""Replacements for words that are pronounced otherwise than written: from a file, a mapping, or a request."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from mktts.errors import OptionsError
 from mktts.text.readers import WORDS
 from mktts.text.split import check_length, clean_piece, is_wide
 
-MAX_ENTRY_CHARS = 100  # of a word, and of what is said for it
+MAX_ENTRY_CHARS = 100  # of a word, and of its replacement
 _APOSTROPHES = "'’"
-_JOINERS = _APOSTROPHES + ".@"  # between two letters they make one word of them
+_JOINERS = _APOSTROPHES + ".@"  # between two letters they are part of a word
 _IPA = WORDS["ipa"]
 _SOUND = re.compile("|".join(sorted(_IPA, key=len, reverse=True)))
 _SILENT = re.compile(r"[ˈˌ.‿/\[\]\u0329\u0361]")  # stress, syllables, brackets, ties
-_OPEN = re.compile("ɑ(?=[bdfgɡklmnpstvzðŋɾʃθ])")  # of "lot"
-_SHORT = re.compile("(?<![aeɔ])([æɒɛɪʌ])([bdfgɡklmnpstvz])(?=[aeiouæɐɑɒɔəɚɛɜɝɪʊʌ])")  # "dinner" is no "diner"
-_KEPT_CHARS = 2  # of the text before: as far as a word's beginning looks back
+_OPEN = re.compile("ɑ(?=[bdfgɡklmnpstvzðŋɾʃθ])")  # the vowel of "lot"
+_SHORT = re.compile("(?<![aeɔ])([æɒɛɪʌ])([bdfgɡklmnpstvz])(?=[aeiouæɐɑɒɔəɚɛɜɝɪʊʌ])")  # as in "dinner", not "diner"
+_KEPT_CHARS = 2  # context before a word that decides whether a word begins
 
 
 class Lexicon:
-    """What is said in place of whole words, or of several with a space between; the longest counts. A word with a
-    capital stands for this spelling alone. "'s" may follow a word; East Asian words count wherever they are."""
+    """Replaces whole words, or phrases of several words; the longest match is used. A word with a capital letter
+    matches only this spelling. "'s" may follow a word; East Asian words match anywhere in a text."""
 
     def __init__(self, words: Mapping[str, str] | None = None, others: Lexicon | None = None) -> None:
-        """words: what is said by what is written. others: for words that are not among them. Raises OptionsError."""
-        self.tables = [_table(words)] if words else []  # none: nothing is said in place of another
+        """words: word -> replacement. others: used for words that are not among them. Raises OptionsError."""
+        self.tables = [_table(words)] if words else []  # empty: nothing is replaced
         self.tables += others.tables if others else []
 
     @classmethod
     def of(cls, source: Mapping[str, str] | str | Path | None) -> Lexicon:
-        """source: a mapping, or a file in UTF-8: a line is a word, a tab, and what is said. Raises OptionsError."""
+        """Reads a mapping, or a UTF-8 file with a word, a tab and its replacement on each line. Raises OptionsError."""
         if not isinstance(source, str | Path):
             return cls(source)
         if not Path(source).is_file():
@@ -59,11 +59,11 @@ class Lexicon:
         return cls(words)
 
     def say(self, text: str) -> str:
-        """`text` with what is said. Raises TextError where it becomes longer than a text may be."""
+        """Returns `text` with its words replaced. Raises TextError if it becomes longer than MAX_TEXT_CHARS."""
         return LexiconFeed(self).take(text, final=True) if self.tables else text
 
     def find(self, text: str, at: int, final: bool) -> tuple[int, str] | None:
-        """The end of the word at `at` and its words, or of the character there; None where more text decides."""
+        """End and replacement of the word at `at`, or of the single character there; None if more text is needed."""
         found = (at + 1, text[at])
         if at and _goes_on_before(text, at):
             return found
@@ -82,16 +82,16 @@ class Lexicon:
 
 
 class LexiconFeed:
-    """Holds back what may yet become a word of the lexicon, and no more."""
+    """Applies a lexicon to a text that arrives in pieces; holds back only what may become a word of the lexicon."""
 
     def __init__(self, lexicon: Lexicon) -> None:
         self._lexicon = lexicon
-        self._text = ""  # what is held back, behind the last characters before it
-        self._at = 0  # where it begins
-        self._chars = 0  # handed on
+        self._text = ""  # a few characters of context, then the text held back
+        self._at = 0  # where the text held back begins
+        self._chars = 0  # number of characters returned
 
     def take(self, piece: str, final: bool = False) -> str:
-        """Raises TextError where the text has become too long."""
+        """Returns what is now final. Raises TextError if the text has become too long."""
         text, at, said = self._text + piece, self._at, ""
         while at < len(text) and (found := self._lexicon.find(text, at, final)) is not None:
             at, words = found
@@ -104,7 +104,7 @@ class LexiconFeed:
 
 
 def respelled(ipa: str) -> str | None:
-    """What is written in IPA in English letters, as near as they come; None for a sound that English does not have."""
+    """Respells a pronunciation in IPA approximately in English letters; None for a sound that English does not have."""
     sounds = _SILENT.sub("", unicodedata.normalize("NFC", ipa)).strip()
     if not sounds or _SOUND.sub("", sounds).strip():
         return None
@@ -113,7 +113,7 @@ def respelled(ipa: str) -> str | None:
 
 
 def _entry(word: str, said: str) -> tuple[str, str]:
-    """Both cleaned. Raises OptionsError."""
+    """Returns both cleaned. Raises OptionsError if they cannot be an entry."""
     for part in (word, said):
         if not isinstance(part, str) or not 0 < len(part.strip()) <= MAX_ENTRY_CHARS:
             found = f"{len(part)} characters" if isinstance(part, str) else type(part).__name__
@@ -126,7 +126,7 @@ def _entry(word: str, said: str) -> tuple[str, str]:
 
 
 def _table(words: Mapping[str, str]) -> dict[str, str]:
-    """What is said for each word, "" for each beginning of one. Raises OptionsError."""
+    """Word -> replacement, and each proper prefix of a word -> "". Raises OptionsError."""
     if not isinstance(words, Mapping):
         kind = type(words).__name__
         raise OptionsError(f"pronunciations must be a mapping of words to what is said for them, got {kind}")
@@ -145,7 +145,7 @@ def _in_word(char: str) -> bool:
 
 
 def _goes_on_before(text: str, at: int) -> bool:
-    """Whether what begins at `at` is the rest of a word."""
+    """Whether the text at `at` continues a word."""
     before, first = text[at - 1], text[at]
     if _in_word(before):
         return not (is_wide(before) or is_wide(first))
@@ -153,7 +153,7 @@ def _goes_on_before(text: str, at: int) -> bool:
 
 
 def _goes_on_after(text: str, end: int) -> bool | None:
-    """Whether the word goes on behind what ends at `end`; None where the text does not say."""
+    """Whether the word continues after `end`; None if more text is needed to decide."""
     last, after = text[end - 1], text[end : end + 3]
     if after and _in_word(after[0]):
         return unicodedata.category(after[0]).startswith("M") or not (is_wide(last) or is_wide(after[0]))

@@ -1,4 +1,4 @@
-"""Markdown, HTML, TeX and terminal codes taken out of a text: what is left is what a person would read out."""
+"""Removes Markdown, HTML, TeX and terminal codes from a text and leaves what a person would read aloud."""
 
 import html
 import re
@@ -25,13 +25,13 @@ _FOUND = (
     r"(?<![\s(/-])\$(?![\w$])|(?<![\w$])\$\d[^$\s]{0,80}(?<![\s(/.,-])\$(?![\w$])"
     rf"|\\(?:[dt]?frac\s?{_IN_BRACES}\s?{_IN_BRACES}|(?:sqrt|text\w*|math\w+)\s?{_IN_BRACES}|(?:{'|'.join(_TEX)})(?![A-Za-z{{])))"
 )
-# What may yet become one of them when more of the line is there.
+# The end of a line that may become one of them when more of the line arrives.
 _OPEN = (
     rf"\s?!?\[{_IN_BRACKETS}(?:\[[^\]\n]{{0,100}}|\](?:\({_IN_PARENTHESES}(?:\([^)\n]{{0,100}})?|\[[^\]\n]{{0,80}})?)?"
     rf"|<[^>\n]{{0,640}}>?|&[#\w]*|\s?~(?:~[^~\n]{{0,240}}~?)?|\\(?:[(\[][^\n]{{0,244}}|[A-Za-z]{{0,16}}(?:\s?\{{[^\n]{{0,240}})?)"
     rf"|\$(?:\$?[^\d$\n][^$\n]{{0,240}}|[^\s]{{0,82}})\$?|`[^`\n]{{0,240}}|\x1b(?:\[[\d;]*)?|[*_]{{1,4}}|={{1,2}}[\s\w]*|!|\s|\s?[{_EMOJI}]+"
 )
-_NEXT = {True: re.compile(_FOUND), False: re.compile(rf"{_FOUND}|(?:{_OPEN})\Z")}  # by whether the line ends here
+_NEXT = {True: re.compile(_FOUND), False: re.compile(rf"{_FOUND}|(?:{_OPEN})\Z")}  # key: whether the line is complete
 _FENCE = re.compile(r"[\s>]*(```|~~~)")
 _NO_WORDS = re.compile(r"[\s|:*_=-]*(?:-\s?-|\*\s?\*\s?\*|_\s?_\s?_|==)[\s|:*_=-]*|\s*\[[^\]\n]{1,80}\]:\s.*")
 _KIND = re.compile(r"[\s>]*(?P<item>#{1,6}\s+|[-*+•]\s+(?:\[[ xX]\]\s+)?|(?=\d{1,3}[.)]\s))?")
@@ -39,18 +39,18 @@ _KIND_OPEN = re.compile(r"[\s>#*+•=_:|-]*(?:\[[^\]\n]{0,80}(?:\](?::.*)?)?|\d{
 
 
 class MarkupFeed:
-    """What a person would read out of a text with markup."""
+    """Removes markup from a text that arrives in pieces."""
 
     def __init__(self) -> None:
-        self._rest = ""  # of the present line, not handed on
+        self._rest = ""  # the part of the current line that is held back
         self._last = "\n"  # the character before it
-        self._begun = self._item = False  # the line's kind is known; it is a sentence of its own
-        self._fence = ""  # what ends the present block of code
-        self._said = "\n"  # the last visible character of the line that was handed on
-        self._spoken = False  # something visible was handed on
+        self._begun = self._item = False  # whether the line's kind is known; whether it is a sentence of its own
+        self._fence = ""  # the marker that ends the current code block
+        self._said = "\n"  # the last visible character of the line that was returned
+        self._spoken = False  # whether anything visible was returned
 
     def take(self, piece: str, final: bool = False) -> str:
-        """Raises TextError where the whole text was markup."""
+        """Returns the words that are now final. Raises TextError at the end of a text that was all markup."""
         *lines, last = (self._rest + piece).split("\n")
         words = "".join(f"{self._line(line)}\n" for line in lines)
         self._rest = last
@@ -64,14 +64,14 @@ class MarkupFeed:
         return words
 
     def _line(self, line: str) -> str:
-        """What remains of a line to its end."""
+        """The rest of a complete line, without markup."""
         if not self._begun:
             fence = _FENCE.match(line)
             if fence and self._fence in ("", fence[1]):
                 self._fence = "" if self._fence else fence[1]
             if fence or self._fence or _NO_WORDS.fullmatch(line):
                 return ""
-            if line.lstrip().startswith("|"):  # a row of a table, read as a heading
+            if line.lstrip().startswith("|"):  # a row of a table is treated as a heading
                 line = "# " + ", ".join(cell.strip() for cell in line.split("|") if cell.strip())
         self._rest = line
         said = self._words(final=True)
@@ -82,7 +82,7 @@ class MarkupFeed:
         return said
 
     def _words(self, final: bool) -> str:
-        """The words of the present line that are certain; all of them when it is final."""
+        """The words of the current line that are final, without markup; all of them if `final`."""
         begun = ""
         if not self._begun:
             kind = _KIND.match(self._rest)
@@ -97,7 +97,7 @@ class MarkupFeed:
 
 
 def _without(text: str, final: bool) -> tuple[str, int]:
-    """What remains of `text` behind its first character, and where that begins which may yet become markup."""
+    """`text` after its first character, without markup, and the start of the part that may still become markup."""
     said, at = "", 1
     while (found := _NEXT[final].search(text, at)) is not None:
         said, at = said + text[at : found.start()], found.end()

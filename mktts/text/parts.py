@@ -1,4 +1,4 @@
-"""What a text may ask for beside its words: pauses, changes of speaker, and a few elements of SSML."""
+"""Instructions inside a text: pauses, changes of speaker, and a few elements of SSML."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -10,47 +10,47 @@ from mktts.spec import SAMPLE_RATE_HZ
 
 DEFAULT_PAUSE_S = 0.5
 MAX_PAUSE_S = 10.0
-MAX_PAUSES_S = 300.0  # of one text: silence costs no frames, which bound what is made ahead of its reader
+MAX_PAUSES_S = 300.0  # total of one text: silence takes no frames, so the limit on frames made ahead does not bound it
 
 _SPEAK = re.compile(r"<speak[\s/>]")
 _LENGTH = r"(?P<number>\d{0,12}(?:\.\d{1,12})?(?<=\d))\s?(?P<unit>ms|s)"
-_MARK = re.compile(r"\A\s*[.,;:!?…]+(?=\s)")  # of a sentence that ended with the pause before it
+_MARK = re.compile(r"\A\s*[.,;:!?…]+(?=\s)")  # the mark of a sentence that was ended by the pause before it
 _BREAK = r"<break(?P<attributes>[\s/][^<>]{0,100})?>"
 _PAUSE = rf"\[(?P<pause>pause(?:[^\S\n]{{1,40}}{_LENGTH})?)\]"
 _OPEN = r"(?P<open>(?:\[[^\[\]\n]{0,64}\]?|<(?:b|br|bre|brea|break(?:[\s/][^<>]{0,100})?)?)\Z)"
-_NAME = r"\[(?P<name>[^\[\]\n]{1,64})\](?!\()"  # else a link
-# By whether the text ends here.
+_NAME = r"\[(?P<name>[^\[\]\n]{1,64})\](?!\()"  # with a parenthesis it is a link
+# Index: whether the text is complete.
 _TAG = [re.compile(f"{_BREAK}|{_PAUSE}|{begun}{_NAME}", re.IGNORECASE) for begun in (f"{_OPEN}|", "")]
 _TIME = re.compile(rf"(?:time\s*=\s*[\"']\s*{_LENGTH}\s*[\"'])?", re.IGNORECASE)
-_MOST_DIGITS = 15  # of a number that has a name
+_MOST_DIGITS = 15  # of a number that is read as a whole
 _SAY_AS = ("characters", "date", "telephone", "cardinal", "ordinal")
 
 
 class Pause(NamedTuple):
-    """Ends a segment; the sound begins anew with the next one. samples: of silence between them, perhaps 0."""
+    """Ends a segment; the next one starts with a new generation. samples: of silence between them, perhaps 0."""
 
     samples: int
 
 
 class TextFeed:
-    """A text as what is to be made of it: words, a `Pause`, and what `named` gives. What begins with <speak is SSML."""
+    """Splits a text into words, `Pause`s and the results of `named`. A text that begins with <speak is SSML."""
 
     def __init__(self, named: Callable[[str], Any | None], new_readers: Iterable[Callable[[], Any]] = ()) -> None:
-        """named: what stands for a name in brackets, None for text. new_readers: what each part between tags goes
-        through, one behind another: each makes an object whose `take` gives the words that are certain."""
+        """named: returns the object for a name in brackets, or None if it is text. new_readers: factories of the
+        readers for a part between tags, applied in order; a reader's `take` returns the words that are now final."""
         self._named, self._new_readers = named, tuple(new_readers)
         self._ssml: _Ssml | None = None
-        self._begun = False  # whether the text is SSML is known
-        self._rest = ""  # what may yet become a tag
-        self._signs = ""  # of the present part, before its first letter or digit
-        self._readers: list[Any] | None = None  # of the present part, once it has a letter or a digit
+        self._begun = False  # whether it is known if the text is SSML
+        self._rest = ""  # the end of the text, which may become a tag
+        self._signs = ""  # of the current part, before its first letter or digit
+        self._readers: list[Any] | None = None  # of the current part, once it has a letter or a digit
         self._silent_s = 0.0
-        self._said = False  # something is to be heard
+        self._said = False  # whether there is anything to be heard
 
     def take(self, piece: str, final: bool = False) -> list[Any]:
-        """What `piece` makes certain; where it is the last one, all that is left. Raises TextError for a pause that is
-        too long, an element of SSML that is not known here, and what a reader raises, the piece is then not spoken; at
-        the end where nothing is to be heard or an element is open."""
+        """Returns what is now final; with `final`, all that is left. Raises TextError for a pause that is too long, for
+        an unsupported element of SSML, and as a reader does, without taking the piece; also at the end of a text
+        without anything to be heard, or with an open element."""
         rest = self._rest
         if not self._begun:
             piece, rest = (rest + piece).lstrip(), ""
@@ -85,7 +85,7 @@ class TextFeed:
         return [part for part in made if part != ""]
 
     def _meant(self, tag: re.Match[str]) -> list[Any]:
-        """What stands for it; nothing where it is text."""
+        """The parts that a tag stands for; [] if it is ordinary text."""
         if tag.lastgroup == "name":
             named = self._named(tag["name"].strip())
             return [] if named is None else [Pause(0), named]
@@ -97,11 +97,11 @@ class TextFeed:
         return [Pause(round(seconds * SAMPLE_RATE_HZ))]
 
     def _words(self, text: str, ends: bool = False, last: bool = False) -> str:
-        """What is spoken of more of the present part: signs before its first letter or digit wait for that. ends: the
-        part has no more. last: nor has the text."""
+        """Adds text to the current part and returns the words that are now final; signs before its first letter or
+        digit are held until that arrives. ends: the part is complete. last: so is the whole text."""
         if self._readers is None:
             signs = self._signs + text
-            alone = last and signs and not self._said  # the readers say what becomes of signs alone
+            alone = last and signs and not self._said  # a text of signs only: left to the readers
             if not (alone or any(map(str.isalnum, text))):
                 self._signs = "" if ends else signs
                 return ""
@@ -114,13 +114,13 @@ class TextFeed:
         except TextError:
             if not ends or (last and not self._said):
                 raise
-            text = ""  # its markup was all that it had
+            text = ""  # the part was all markup
         self._readers = None if ends else self._readers
         return text
 
 
 def _time(attributes: str) -> tuple[str | None, str | None]:
-    """Number and unit of a break's time, or None for each."""
+    """Number and unit of the time of a <break>, or None for each. Raises TextError for other attributes."""
     found = _TIME.fullmatch(attributes)
     if found is None:
         raise TextError(f'expected <break/> or <break time="500ms"/>, got <break {attributes}>')
@@ -128,17 +128,17 @@ def _time(attributes: str) -> tuple[str | None, str | None]:
 
 
 class _Ssml:
-    """SSML as text with pauses in brackets. A document type, and so an entity, cannot stand inside <speak>."""
+    """Converts SSML to text with pauses in brackets. Inside <speak> there can be no DTD, and so no entity."""
 
     def __init__(self) -> None:
         self._parser = expat.ParserCreate()
         self._parser.StartElementHandler, self._parser.EndElementHandler = self._begin, self._end
         self._parser.CharacterDataHandler = self._text
-        self._found, self._subs = "", 0  # sub elements that are open
-        self._kind, self._held = "", ""  # of the present say-as
+        self._found, self._subs = "", 0  # text found; number of open sub elements
+        self._kind, self._held = "", ""  # of the open say-as element
 
     def push(self, piece: str, final: bool) -> str:
-        """Raises TextError for what is no SSML, or not known here."""
+        """Returns the text of more SSML. Raises TextError if it is malformed or unsupported."""
         self._found = ""
         try:
             self._parser.Parse(piece, final)
@@ -181,7 +181,7 @@ class _Ssml:
 
 
 def said_as(kind: str, written: str) -> str:
-    """`written` so that a front end reads it as one of _SAY_AS; a date it reads as it stands."""
+    """Rewrites `written` so that a front end reads it as `kind`, one of _SAY_AS; a date is left unchanged."""
     if kind == "characters":
         return ", ".join(written.upper().replace(" ", ""))
     if kind == "telephone":

@@ -1,42 +1,42 @@
-"""Tables of words, and readers of digits and letters: what a rule of english.json asks for by name."""
+"""Tables of words, and readers of digits and letters, which the rules of english.json use by name."""
 
 import json
 import re
 from functools import partial
 from pathlib import Path
 
-# Tables of words that the rules read and write, of English and of signs in any language, such as Greek letters.
+# Tables for the rules: English words, and signs of any language, such as Greek letters.
 WORDS = json.loads(Path(__file__).with_name("english.json").read_text(encoding="utf-8"))
 LISTS = {name: frozenset(words.split()) for name, words in WORDS["lists"].items()}
 
 _AS_WORDS = LISTS["acronyms_as_words"]
-_SPELLED = LISTS["spelled"]  # letter by letter in any case; none of them is a word otherwise
-_RAISED = LISTS["raised"]  # common enough to be meant as words where capitals raise the voice
+_SPELLED = LISTS["spelled"]  # read letter by letter in any case; none of them is also a word
+_RAISED = LISTS["raised"]  # common words, which capitals emphasise instead of marking an acronym
 _WORD = re.compile(r"([A-Za-z]+)((?:'[A-Za-z]+)?)")
 _LONGEST_SPELLED = 5
-# Consonants and vowels do not take turns as in a word: three consonants at an end, four anywhere, three vowels.
+# Not pronounceable as a word: three consonants at an end, four anywhere, three vowels.
 _NO_WORD = re.compile(r"^[^aeiouy]{3}|[^aeiouy]{3}$|[^aeiouy]{4}|[aeiou]{3}|^[^aeiouy]*$")
-# But for a few, such as "shh".
+# With a few exceptions, such as "shh".
 NO_VOWEL = re.compile(rf"(?!(?:{'|'.join(LISTS['sounds'])})\Z)[b-df-hj-np-tv-xz]{{2,}}")
 _ONES = "oh one two three four five six seven eight nine".split()
-_MOST_DIGITS = 15  # more have no name that a listener would know: they are read one by one
+_MOST_DIGITS = 15  # longer numbers have no name that a listener would know and are read digit by digit
 _YEARS = range(1_100, 2_100)  # four digits without a comma that are read in pairs
-_WHOLE_PARTS = (2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64)  # of an inch, a cup, a class; others are scores and names
+_WHOLE_PARTS = (2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64)  # denominators of real fractions; others are scores and names
 _PIECE = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+|[^\w\s]|_", re.ASCII)
 
 
 def letters(word: str) -> str:
-    """ "usa" and "U.S.A." -> "U S A"."""
+    """Spells a word: "usa" and "U.S.A." -> "U S A"."""
     return " ".join(re.sub("[^A-Z]", "", word.upper()))
 
 
 def read_alone(word: str) -> str:
-    """A word in lower case as it is read in any case: letter by letter where it has no vowel, but for a few."""
+    """Reads a lower-case word regardless of its case: letter by letter if it has no vowel, with a few exceptions."""
     return letters(word) if word in _SPELLED or NO_VOWEL.fullmatch(word) else WORDS["respelled"].get(word, word)
 
 
 def all_capitals(text: str) -> bool:
-    """Whether every word is in capitals, and one at least is no acronym."""
+    """Whether every word is in capitals and at least one of them is not an acronym."""
     words = [word for word in re.findall(r"[A-Za-z']{2,}", text) if len(word.replace("'", "")) > 1]
     if any(word != word.upper() for word in words):
         return False
@@ -45,7 +45,7 @@ def all_capitals(text: str) -> bool:
 
 
 def spell_letters(text: str, shouted: bool) -> str:
-    """`text` with its acronyms as they are read. shouted: all words are in capitals, so that capitals say nothing."""
+    """Spells the acronyms of `text`. shouted: all words are in capitals, so that capitals mean nothing."""
 
     def read(match: re.Match[str]) -> str:
         written, tail = match.groups()
@@ -66,8 +66,8 @@ def spell_letters(text: str, shouted: bool) -> str:
 
 
 def cardinal(written: str, to: str = "cardinal") -> str:
-    """21 -> "twenty-one", "twenty-first", as is said in America."""
-    from num2words import num2words  # here, because no other text needs it
+    """21 -> "twenty-one", or with to="ordinal" "twenty-first", in American usage."""
+    from num2words import num2words  # imported only for texts with numbers
 
     return num2words(int(written.replace(",", "")), to=to).replace(",", "").replace(" and ", " ")
 
@@ -82,12 +82,12 @@ def year(written: str) -> str:
 
 
 def singly(digits: str, zero: str = "oh") -> str:
-    """Digit by digit; what is no digit is left out."""
+    """Reads digit by digit and skips other characters."""
     return " ".join(zero if digit == "0" else _ONES[int(digit)] for digit in digits if digit.isdigit())
 
 
 def in_pairs(digits: str) -> str:
-    """How rooms, flights and models are called: 305 "three oh five", 747 "seven forty-seven", 1200 "twelve hundred"."""
+    """Reads a number of a room or flight: 305 "three oh five", 747 "seven forty-seven", 1200 "twelve hundred"."""
     if digits.startswith("0") or len(digits) > 4:
         return singly(digits)
     if len(digits) < 3 or digits.endswith("000"):
@@ -97,14 +97,14 @@ def in_pairs(digits: str) -> str:
 
 
 def number(written: str) -> str:
-    """What `NUMBER` matches, as an amount: "1,234.5" -> "one thousand two hundred thirty-four point five"."""
+    """Reads an amount: "1,234.5" -> "one thousand two hundred thirty-four point five"."""
     whole, point, part = written.replace(",", "").partition(".")
     words = [] if not whole else [singly(whole, "zero") if len(whole) > _MOST_DIGITS else cardinal(whole)]
     return " ".join([*words, "point", singly(part, "zero")] if point else words)
 
 
 def bare(written: str) -> str:
-    """A number that nothing around it explains: a year, an amount, or a code that is read digit by digit."""
+    """Reads a number without context: as a year, as an amount, or as a code, digit by digit."""
     if not written.isdigit():
         return number(written)
     if len(written) == 4 and int(written) in _YEARS:
@@ -115,19 +115,19 @@ def bare(written: str) -> str:
 
 
 def years(written: str) -> str:
-    """A decade: 1990 -> "nineteen nineties", 00 -> "two thousands"."""
+    """Reads a decade: 1990 -> "nineteen nineties", 00 -> "two thousands"."""
     words = cardinal("2000") if written == "00" else year(written) if len(written) == 4 else cardinal(written)
     return re.sub(r"y$", "ie", words) + ("es" if words.endswith("x") else "s")
 
 
 def groups(written: str) -> str:
-    """A telephone number and its like, a pause between groups: "1-800-555" -> "one, eight hundred, five five five"."""
+    """Reads a telephone number with pauses between groups: "1-800-555" -> "one, eight hundred, five five five"."""
     said = (in_pairs(group) if group in ("800", "900") else singly(group) for group in re.findall(r"\d+", written))
     return ("plus " if written[0] == "+" else "") + ", ".join(said)
 
 
 def dotted(written: str) -> str:
-    """3.2.1 -> "three point two point one"; of four numbers an address, with "dot"."""
+    """Reads 3.2.1 as "three point two point one"; four numbers as an address, with "dot"."""
     return (" dot " if written.count(".") == 3 else " point ").join(map(bare, written.split(".")))
 
 
@@ -138,7 +138,7 @@ def roman(written: str) -> str:
 
 
 def typed(address: str) -> str:
-    """An address or a path: "bob.smith99@mail.org" -> "bob dot smith ninety-nine at mail dot org"."""
+    """Reads an address or a path: "bob.smith99@mail.org" -> "bob dot smith ninety-nine at mail dot org"."""
     words = []
     for piece in map(str.lower, _PIECE.findall(address)):
         said = bare(piece) if piece.isdigit() else read_alone(piece) if piece.isalpha() else ""
@@ -147,7 +147,7 @@ def typed(address: str) -> str:
 
 
 def money(sign: str, written: str, scale: str | None, thing: str | None) -> str:
-    """scale: such as "million". thing: what costs that much, "a $5 bill", or the rest of "a $20-a-day habit"."""
+    """Reads a price. scale: a word such as "million". thing: the noun in "a $5 bill", or "a-day" of "$20-a-day"."""
     one, many, cent, cents = WORDS["money"][sign].split()
     whole, _, part = written.replace(",", "").partition(".")
     if scale or thing is not None or len(part) not in (0, 2):
@@ -162,14 +162,14 @@ def money(sign: str, written: str, scale: str | None, thing: str | None) -> str:
 
 
 def measure(amount: str, gap: str, unit: str) -> str:
-    """A unit in words, and the amount where it is no fraction."""
+    """Reads an amount, unless it is a fraction, with its unit."""
     one, _, many = WORDS["units"][unit.lower()].partition("|")
     single = amount == "1" or gap == "-" or ("/" in amount and " " not in amount)
     return f"{amount if '/' in amount else number(amount)} {one if single else many or one + 's'}"
 
 
 def fraction(above: str, below: str, whole: str | None) -> str:
-    """3/4 -> "three quarters", 2 1/2 -> "two and a half", 7/10 -> "seven out of ten", 24/7 -> "24 7"."""
+    """Reads 3/4 as "three quarters", 2 1/2 as "two and a half"; leaves numbers in 7/10 ("7 out of 10") and 24/7."""
     part, parts = int(above), int(below)
     fits = parts in (*_WHOLE_PARTS, 10) if whole else parts in _WHOLE_PARTS or (part == 1 and parts in (9, 10, 100))
     if fits and 0 < part < parts:
@@ -182,6 +182,6 @@ def fraction(above: str, below: str, whole: str | None) -> str:
 
 
 def look_up(table: str, written: str) -> str:
-    """What a table of english.json has for what is written, in any case; itself where it has nothing."""
+    """The entry of a table of english.json for `written`, in any case; `written` in lower case if there is none."""
     words, lower = WORDS[table], written.lower()
     return words.get(written) or words.get(lower) or words.get(lower.lstrip("0"), lower)

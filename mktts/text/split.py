@@ -1,5 +1,5 @@
-"""Text before it becomes tokens: what is removed, what is refused, and where long text is cut: of a whole text at the
-best place that fits, of text that is still written, whose beginning is already spoken, at the next good one."""
+"""Cleans and validates text before tokenization, and splits long text into segments: a complete text at the best place
+that fits; an arriving text, whose beginning is already spoken, at the next good place."""
 
 import re
 import unicodedata
@@ -8,13 +8,13 @@ from enum import IntEnum
 from mktts.errors import TextError
 from mktts.text.readers import LISTS
 
-SEGMENT_CHARS = 300  # of one generation, where nothing says otherwise: about 20 s of speech
-MAX_TEXT_CHARS = 100_000  # about two hours of speech; a limit against mistakes, not one of the model
+SEGMENT_CHARS = 300  # default length of one generation: about 20 s of speech
+MAX_TEXT_CHARS = 100_000  # about two hours of speech; guards against mistakes and is not a limit of the model
 _TOO_LONG = f"{{}} may have {MAX_TEXT_CHARS} characters, got {{}}: send it in several requests"
 
 # Invisible characters the model was not trained to speak: C0/C1 controls, soft hyphen, zero-width space and direction
-# marks, invisible operators, byte-order mark, interlinear marks, lone surrogates. Joiners (U+200C, U+200D) stay:
-# Persian, Hindi and emoji are written with them.
+# marks, invisible operators, byte-order mark, interlinear marks, lone surrogates. Joiners (U+200C, U+200D) are kept,
+# because Persian, Hindi and emoji need them.
 _REMOVED = re.compile(
     "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff]"
@@ -27,30 +27,30 @@ _WIDE_SENTENCE = "。！？｡．"
 _SENTENCE = ".!?…"
 _WIDE_CLAUSE = "，、；："
 _CLAUSE = ",;:—–"
-_SKIN_TONES = "\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"  # of the character before
-_FIRST_WIDE = 0x2E80  # East Asian scripts start here; they put no space after a mark
+_SKIN_TONES = "\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"  # these modify the character before
+_FIRST_WIDE = 0x2E80  # first code point of East Asian scripts
 _LOOK_BACK_CHARS = 24  # enough for the longest abbreviation and its closers
 
 _STOPPED = re.compile(r"(?:\w\.)*\w|\d{1,2}")  # "J" in "J. R. R. Tolkien", "U.S" in "U.S.", "10" in "10. Mai"
-# How good a place is for a cut; a larger value is a better place. INSIDE: it would part one visible character.
+# Quality of a place for a cut; larger is better. INSIDE: the cut would split one visible character.
 Cut = IntEnum("Cut", "INSIDE NONE SPACE CLAUSE SENTENCE", start=-1)
 
 
 def is_wide(char: str) -> bool:
-    """Whether no space need stand beside this character."""
+    """Whether a character is from an East Asian script, where no space is needed after a mark or around a word."""
     return ord(char) >= _FIRST_WIDE
 
 
 def clean_piece(piece: str, what: str = "text") -> str:
-    """Removes what cannot be spoken, character by character, so that clean(a) + clean(b) == clean(a + b). Tabs and
-    their like become a space, line and paragraph ends a newline. Raises TextError when `piece` is not a str."""
+    """Removes characters that cannot be spoken, one by one, so that clean(a) + clean(b) == clean(a + b). Tabs and the
+    like become a space, line and paragraph separators a newline. Raises TextError if `piece` is not a str."""
     if not isinstance(piece, str):
         raise TextError(f"{what} must be a str, got {type(piece).__name__}")
     return _REMOVED.sub("", piece.translate(_SPACES))
 
 
 def clean_text(text: str, what: str = "text") -> str:
-    """`clean_piece` of a whole text, stripped. Raises TextError when nothing is left, or over MAX_TEXT_CHARS."""
+    """Cleans and strips a complete text. Raises TextError if nothing is left, or if it exceeds MAX_TEXT_CHARS."""
     cleaned = clean_piece(text, what).strip()
     if not cleaned:
         found = "an empty string" if not text else f"{len(text)} characters, none of them visible: {text[:20]!r}"
@@ -61,21 +61,21 @@ def clean_text(text: str, what: str = "text") -> str:
 
 
 def check_length(chars: int) -> None:
-    """Raises TextError when a text has over MAX_TEXT_CHARS."""
+    """Raises TextError if a text of `chars` characters exceeds MAX_TEXT_CHARS."""
     if chars > MAX_TEXT_CHARS:
         raise TextError(_TOO_LONG.format("text", chars))
 
 
 def segment_chars(longest: int | None, fed: bool) -> int:
-    """Characters that one generation is given. longest: `Checkpoint.longest_text_chars`. fed: for `FeedSplitter`."""
+    """The `max_chars` for splitting. longest: `Checkpoint.longest_text_chars`. fed: for `FeedSplitter`."""
     if longest is None:
         return SEGMENT_CHARS
     return min(SEGMENT_CHARS, int(longest / FeedSplitter.LONGEST) if fed else longest)
 
 
 def split_text(text: str, max_chars: int) -> list[str]:
-    """Cuts a cleaned text into pieces of at most `max_chars`, at the last sentence end that fits, else the last clause
-    mark, else the last space, else anywhere. Only whitespace at the cuts is lost."""
+    """Splits a cleaned text into pieces of at most `max_chars`: at the last sentence end that fits, else at the last
+    clause mark, else at the last space, else anywhere. Only whitespace at the cuts is dropped."""
     pieces, start = [], 0
     while len(text) - start > max_chars:
         end, best = start + max_chars, Cut.INSIDE
@@ -93,25 +93,25 @@ def split_text(text: str, max_chars: int) -> list[str]:
 
 
 class FeedSplitter:
-    """Cuts text that arrives in pieces; where it cuts depends on the text alone, not on the pieces. From `max_chars`
-    on, a segment ends at the next sentence end, from 1.5 times that at the next clause mark, from twice that at the
-    next space, and at `LONGEST` times that anywhere."""
+    """Splits text that arrives in pieces; the cuts depend only on the text, not on the pieces. A segment ends at the
+    first sentence end after `max_chars`, at a clause mark after 1.5 times as many, at a space after twice as many, and
+    anywhere at `LONGEST` times as many."""
 
     LONGEST = 2.5
 
     def __init__(self, max_chars: int) -> None:
         self._max_chars = max_chars
-        self._segment = ""  # the present one
-        self._gap = ""  # whitespace held back until the next visible character decides what it separates
+        self._segment = ""  # the current segment
+        self._gap = ""  # whitespace held back until the next visible character decides whether there is a cut
 
     def push(self, piece: str) -> list[str]:
-        """Returns texts: the first belongs to the present segment (it may be ""), every other one starts a new one."""
+        """Returns texts: the first, perhaps "", continues the current segment; each of the others starts a new one."""
         texts = [""]
         for char in piece:
             if char.isspace():
                 self._gap += char
                 continue
-            # One grade less for each half of `max_chars` over it.
+            # The required grade drops by one for each half of `max_chars` beyond it.
             needed = max(Cut.NONE, 5 - 2 * len(self._segment) // self._max_chars)
             if needed <= Cut.SENTENCE and boundary(self._segment, self._gap, char) >= needed:
                 texts.append("")
@@ -124,14 +124,14 @@ class FeedSplitter:
 
 
 def boundary(before: str, gap: str, after: str) -> Cut:
-    """How well a text can be cut between `before` and the character `after`. gap: the whitespace between the two."""
+    """Grades a cut between `before` and the character `after`. gap: the whitespace between the two."""
     if gap.count("\n") > 1:
         return Cut.SENTENCE
     before = before[-_LOOK_BACK_CHARS:]
     core = before.rstrip(_CLOSERS)
     mark = core[-1:]
     if not gap and after in _CLOSERS + _WIDE_SENTENCE + _WIDE_CLAUSE + _SENTENCE + _CLAUSE:
-        return Cut.NONE  # a mark stays with what it closes
+        return Cut.NONE  # a mark stays with the text before it
     if mark and mark in _WIDE_SENTENCE:
         return Cut.SENTENCE
     if before[-1:] in _WIDE_CLAUSE:
@@ -146,10 +146,10 @@ def boundary(before: str, gap: str, after: str) -> Cut:
 
 
 def _goes_on(core: str, after: str, quoted: bool) -> bool:
-    """Whether the mark at the end of `core` is inside a sentence: an abbreviation, an ordinal, a quotation."""
+    """Whether the sentence continues after the mark at the end of `core`: an abbreviation, an ordinal, a quotation."""
     if after.islower():
         return quoted or core[-1] not in "!?"
     if core[-1] != "." or core.endswith(".."):
         return False
     word = (core[:-1].split() or [""])[-1].lstrip("(\"'“‘«[").lower()
-    return word in LISTS["abbreviations"] or bool(_STOPPED.fullmatch(word))  # of the model's European languages
+    return word in LISTS["abbreviations"] or bool(_STOPPED.fullmatch(word))  # for the model's European languages

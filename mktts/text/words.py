@@ -1,16 +1,16 @@
-"""The words of a text, and the sounds that their letters stand for, as far as a waveform shows them."""
+"""Splits a text into words, and classifies the sounds of their letters, as far as a waveform can show them."""
 
 import re
 import unicodedata
 
-# Written without spaces, and a syllable or more a character: kana, ideographs, and the marks that go with them.
+# Characters written without spaces, each a syllable or more: kana, ideographs, and their punctuation.
 _WIDE = re.compile(r"[\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef]")
 _WORD = re.compile(rf"{_WIDE.pattern}|(?:(?!{_WIDE.pattern})\S)+")
-PAUSED = re.compile(r"[.,;:?!…—–。，、；：？！]\W*\Z")  # by the marks behind a word, a pause is likely there
+PAUSED = re.compile(r"[.,;:?!…—–。，、；：？！]\W*\Z")  # marks after a word that make a pause likely
 
 _VOWELS = "aeiouyæœøıаеиоуыэюяαεηιουω"
 _SILENT_E = re.compile(rf"(?<=[{_VOWELS}])(?<!\Ay)([^{_VOWELS}]+)e(?=[sd]?\Z)")
-# In English letters, which the others of the model's languages share mostly, and in Cyrillic ones.
+# For English letters, whose sounds the model's other languages mostly share, and for Cyrillic ones.
 _SOUNDS = re.compile(
     rf"(?P<vowel>(?!\Ay.)[{_VOWELS}]+)|(?P<sibilant>t?s?ch|sh|dge|[szjß]+|c(?=[eiy])|[жшщцчсз])"
     r"|(?P<fricative>th|ph|gh|[fvhфхв])|(?P<nasal>ng|[mnмн]+)|(?P<liquid>\Ay|wh|wr|[wlrлрй]+)"
@@ -19,9 +19,9 @@ _SOUNDS = re.compile(
 
 
 def split_words(text: str) -> list[str]:
-    """The words of `text`, each with the marks after it and the opening ones before it."""
+    """The words of `text`, each with the marks after it and opening marks before it."""
     spans: list[tuple[int, int]] = []
-    opening: int | None = None  # where marks began that wait for their word
+    opening: int | None = None  # start of opening marks whose word has not come yet
     for match in _WORD.finditer(text):
         begin, end = match.start() if opening is None else opening, match.end()
         if any(map(str.isalnum, match.group())):
@@ -31,18 +31,18 @@ def split_words(text: str) -> list[str]:
             spans[-1] = (spans[-1][0], end)
         else:
             opening = begin
-    if opening is not None:  # no word came any more
+    if opening is not None:  # no word followed
         spans[-1:] = [(spans[-1][0] if spans else opening, len(text.rstrip()))]
     return [text[begin:end] for begin, end in spans]
 
 
 def is_wide(word: str) -> bool:
-    """Whether no space separates it from a neighbour that is wide too."""
+    """Whether a word is in a script without spaces between words."""
     return bool(_WIDE.match(word[-1:]))
 
 
 def sounds(said: str) -> list[str]:
-    """The kinds of sounds of words as they are spoken, "stopped" -> sibilant, stop, vowel, stop, voiced."""
+    """The kinds of sounds of spoken words: "stopped" -> sibilant, stop, vowel, stop, voiced."""
     found: list[str] = []
     said = unicodedata.normalize("NFC", said).lower()
     # Latin letters without their accents; Hangul and kana stay whole.
@@ -50,7 +50,7 @@ def sounds(said: str) -> list[str]:
     for word in re.findall(r"[^\W_]+", plain):
         for part in _SOUNDS.finditer(_SILENT_E.sub(r"\1", word)):
             letter = part.group()
-            if letter.isdigit():  # no front end reads it: about a syllable a digit
+            if letter.isdigit():  # not converted by a front end: about a syllable for each digit
                 found += "any", "vowel", "any"
             elif part.lastgroup == "any" and unicodedata.category(letter) == "Lo":
                 found += "any", "vowel"  # a syllable of a script without capitals

@@ -1,7 +1,7 @@
-"""Training that stops and goes on exactly where it was.
+"""Training that can be stopped and resumed exactly where it was.
 
-About once a minute all that the next step depends on is written: weights, optimizers, averaged weights, curves. Beside
-it, in LIGHT, lies what another session begins with: weights alone in 16 bits, averaged where there are such."""
+About once a minute everything that the next step depends on is saved: weights, optimizers, averaged weights, curves.
+In addition, LIGHT holds a small state to start another session from: 16-bit weights only, averaged if available."""
 
 import argparse
 import io
@@ -25,38 +25,38 @@ from mktts.errors import CheckpointError
 from mktts.model.cuda_graph import Recorded, record
 
 STATE, LIGHT = "state.pt", "light"
-_AHEAD = ("steps", "joint_steps", "pitch")  # of a recipe: what may change on the way
-_SAVE_S = 60.0  # between writings: what a run that is killed loses at most
+_AHEAD = ("steps", "joint_steps", "pitch")  # fields of a recipe that may change when a run is resumed
+_SAVE_S = 60.0  # between saves; a killed run loses at most about this
 
 
 class Trainer(ABC):
-    """What is trained, and its step. recipe: a dataclass with at least `seed`, `steps`, `warmup_steps` and `block`."""
+    """Trains modules step by step. recipe: a dataclass with at least `seed`, `steps`, `warmup_steps` and `block`."""
 
     def __init__(self, recipe: Any, sizes: Any, device: torch.device | str = "cpu", graphs: bool = False) -> None:
-        """graphs: steps as CUDA graphs (`StepGraphs`)."""
+        """graphs: whether to run steps as CUDA graphs (`StepGraphs`)."""
         self.recipe, self.sizes, self.device = recipe, sizes, torch.device(device)
         self.steps = StepGraphs(self.device, graphs)
         self.modules: dict[str, nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        self.average: dict[str, Tensor] = {}  # name in `modules`' state, with the module's name before it
-        self.step = self.begun = 0  # begun: the step that had no moments yet
-        self.curves: list[dict[str, float]] = []  # a line for each block
+        self.average: dict[str, Tensor] = {}  # by module name and name in the module's state
+        self.step = self.begun = 0  # begun: the step at which the optimizers had no moments
+        self.curves: list[dict[str, float]] = []  # one entry for each block
 
     @abstractmethod
     def train_step(self) -> dict[str, Tensor]:
-        """One step; its losses, on the device."""
+        """Makes one step and returns its losses, on the device."""
 
     def measured(self) -> dict[str, float]:
-        """What is measured after a block, on what is not learnt from."""
+        """Metrics to measure after a block, on data that is not trained on."""
         return {}
 
     def weights(self) -> dict[str, Tensor]:
-        """Weights of all modules, with the module's name before their own."""
+        """Weights of all modules, by module name and name in the module."""
         return {f"{name}.{key}": t for name, module in self.modules.items() for key, t in module.state_dict().items()}
 
     def state(self, light: bool = False) -> dict[str, Any]:
-        """All that the next step depends on. light: weights alone in 16 bits, averaged ones as a checkpoint has them,
-        others finer, as codes depend on them."""
+        """Everything that the next step depends on. light: only weights, in 16 bits: averaged ones in bfloat16, as in a
+        checkpoint, others in fp16, which is finer, because codes depend on them."""
         about = {"step": self.step, "begun": self.begun, "curves": self.curves}
         about |= {"recipe": asdict(self.recipe), "sizes": asdict(self.sizes), "weights": self.weights()}
         if not light:
@@ -66,7 +66,7 @@ class Trainer(ABC):
         return about | {"weights": live | {k: t.bfloat16() for k, t in self.average.items()}}
 
     def write(self, out: Path) -> None:
-        """Puts the state into `out`, and the light one into its folder; each of them whole or not at all."""
+        """Writes the state to `out`, and the light state to its subfolder; each file completely or not at all."""
         for folder, light in ((out, False), (out / LIGHT, True)):
             data = io.BytesIO()
             torch.save(self.state(light), data)
@@ -74,8 +74,8 @@ class Trainer(ABC):
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Goes on where `write` was; from light weights with a warm-up. What is ahead may be planned otherwise. Raises
-        CheckpointError for a file that is missing or of another recipe or sizes."""
+        """Resumes from what `write` saved; from light weights with a new warm-up. The fields in _AHEAD may differ.
+        Raises CheckpointError for a missing file, or one of another recipe or other sizes."""
         stored = read_state(folder)
         for key, ours in (("recipe", asdict(self.recipe)), ("sizes", asdict(self.sizes))):
             found = {k: v for k, v in stored[key].items() if ours.get(k, v) != v and k not in _AHEAD}
@@ -90,13 +90,13 @@ class Trainer(ABC):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
 
     def schedule(self) -> float:
-        """Share of the learning rate at this step: a linear warm-up, then a cosine down to a twentieth."""
+        """Factor of the learning rate at this step: a linear warm-up, then a cosine down to a twentieth."""
         done = min(1.0, self.step / self.recipe.steps)
         warm = min(1.0, (self.step + 1 - self.begun) / self.recipe.warmup_steps)
         return warm * (0.525 + 0.475 * math.cos(math.pi * done))
 
     def begin_step(self, *rates: float) -> None:
-        """Seeds what the step draws, as a resumed run will; sets the optimizers' rates, which a recorded step reads."""
+        """Seeds the random numbers of the step, and sets the optimizers' rates, which a recorded step reads."""
         torch.manual_seed(1_000_003 * self.recipe.seed + self.step)
         for optimizer, rate in zip(self.optimizers.values(), rates, strict=True):
             for group in optimizer.param_groups:
@@ -104,16 +104,16 @@ class Trainer(ABC):
 
     @torch.no_grad()
     def follow(self, share: float | Tensor) -> None:
-        """Moves the averaged weights this share of the way to the live ones."""
+        """Moves the averaged weights towards the live ones by this fraction of the difference."""
         live = self.weights()
         kept = list(self.average.values())
         change = torch._foreach_sub([live[name] for name in self.average], kept)
-        torch._foreach_mul_(change, share)  # not lerp, which looks at the value: a recorded step must not
+        torch._foreach_mul_(change, share)  # not lerp, which reads the value on the host: a recorded step must not
         torch._foreach_add_(kept, change)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The state in `folder`, on the CPU. Raises CheckpointError for a file that is missing or damaged."""
+    """Reads the state in `folder` to the CPU. Raises CheckpointError for a missing or damaged file."""
     try:
         return torch.load(folder / STATE, "cpu", weights_only=True)
     except (OSError, RuntimeError, UnpicklingError) as error:
@@ -123,9 +123,9 @@ def read_state(folder: Path) -> dict[str, Any]:
 def train(
     trainer: Trainer, out: Path, minutes: float, clock: Callable[[], float] = time.monotonic, plan_minutes: float = 0
 ) -> None:
-    """Trains block by block until the recipe's steps are done, or the next block would not end within the minutes.
-    clock: gives seconds. plan_minutes: where given, the recipe's steps become what fits into them at the last block's
-    pace. Raises CheckpointError for a loss that is no number, before it is written."""
+    """Trains block by block until the recipe's steps are done, or the next block would not finish within `minutes`.
+    clock: returns seconds. plan_minutes: if not 0, sets the recipe's steps to what fits into this time at the speed of
+    the last block. Raises CheckpointError for a loss that is not finite, before anything is saved."""
     begun = saved = clock()
     while trainer.step < trainer.recipe.steps:
         start, first = clock(), trainer.step
@@ -152,7 +152,7 @@ def train(
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, recipe: object) -> None:
-    """What codec and talker have in common, and a flag for each of a recipe's figures."""
+    """Adds the arguments common to codec and talker, and an option for each field of a recipe."""
     parser.add_argument("--data", type=Path, required=True, metavar="AUDIO", help="folder of audio shards")
     parser.add_argument("--out", type=Path, required=True, help="folder for state and result")
     parser.add_argument("--size", choices=("voice", "tiny"), default="voice", help="tiny is for tests (default: voice)")
@@ -168,7 +168,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, recipe: object) -> N
 
 
 def train_as_asked(trainer: Trainer, arguments: argparse.Namespace, hours: float) -> None:
-    """Trains for --minutes, and prints what was reached. hours: of speech. Raises as `train` and `Trainer.load` do."""
+    """Trains for --minutes and prints the result as JSON. hours: of speech. Raises as `train` and `Trainer.load`."""
     if arguments.resume and (arguments.out / STATE).is_file():
         trainer.load(arguments.out)
     print(f"{hours:.2f} h of speech, from step {trainer.step}", flush=True)
@@ -176,20 +176,20 @@ def train_as_asked(trainer: Trainer, arguments: argparse.Namespace, hours: float
     print(json.dumps({**trainer.curves[-1], "of_steps": trainer.recipe.steps}))
 
 
-_ORDINARY_RUNS = 3  # before recording: libraries' handles, autotuning, the optimizer's state
+_ORDINARY_RUNS = 3  # before recording, to create libraries' handles and the optimizer's state, and for autotuning
 
 
 def adam(parameters: Iterable, device: torch.device, **choices: Any) -> torch.optim.AdamW:
-    """An optimizer whose rate `Trainer.begin_step` sets, and whose steps a graph can hold."""
+    """Returns an optimizer whose rate is set by `Trainer.begin_step` and whose steps a CUDA graph can record."""
     cuda = device.type == "cuda"
     rate = torch.zeros((), dtype=torch.float32 if cuda else torch.float64, device=device)
     return torch.optim.AdamW(parameters, rate, fused=cuda, capturable=cuda, **choices)
 
 
 class StepGraphs:
-    """Runs whole steps (forward, backward, optimizer), on CUDA the fourth of a kind and shape and later ones as a graph
-    of static copies of their inputs. A step must not look at the values of its tensors; what changes between steps is
-    among its inputs or in tensors it reads. The device's default generator may be seeded between steps."""
+    """Runs complete steps (forward, backward, optimizer); on CUDA, from the fourth step of a kind and shape on, as a
+    graph with static copies of the inputs. A step must not read values of tensors on the host; whatever changes between
+    steps must be an input or in tensors it reads. The device's default generator may be seeded between steps."""
 
     def __init__(self, device: torch.device, graphs: bool) -> None:
         self._device = device
@@ -200,12 +200,12 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle() if self.recording else None  # shared: steps do not overlap
 
     def cast(self) -> torch.autocast:
-        """Products in bf16 on CUDA. Casts are not kept in a recorded step, which would not make them again."""
+        """Autocast to bf16 on CUDA. Casts are not cached in a recorded step, which would not repeat them."""
         cuda = self._device.type == "cuda"
         return torch.autocast(self._device.type, torch.bfloat16, enabled=cuda, cache_enabled=not self.recording)
 
     def run(self, kind: Hashable, work: Callable[..., dict[str, Tensor]], *inputs: Tensor) -> dict[str, Tensor]:
-        """What `work(*inputs)` returns; its tensors hold until the next step."""
+        """Runs `work(*inputs)` and returns its result, whose tensors are valid until the next step."""
         if not self.recording:
             return work(*inputs)
         key = (kind, *(tuple(tensor.shape) for tensor in inputs))

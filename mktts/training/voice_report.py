@@ -1,5 +1,5 @@
-"""The evidence of a training run in outputs/reference/voice (curves, the evaluation, pairs to listen to), for 09_voice
-and the card; and `python -m mktts train ship`, which puts it there, and the voice into the package."""
+"""The results of a training run in outputs/reference/voice (curves, evaluation, pairs of clips), for 09_voice and the
+card; and `python -m mktts train ship`, which writes them there and copies the voice into the package."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ NOT_MEASURED = "not measured yet: python -m mktts train evaluate"
 
 
 class Evidence(NamedTuple):
-    """pairs: a sentence each, `text`, `speaker` and `clips`: files by who speaks. missing: a line for each thing."""
+    """Results of a run. pairs: a sentence's `text`, `speaker` and `clips`, files by source. missing: lines of text."""
 
     curves: Mapping[str, list[dict[str, Any]]]
     evaluation: Mapping[str, Any] | None
@@ -34,14 +34,14 @@ class Evidence(NamedTuple):
 
 
 def reference() -> Path:
-    """Where the committed evidence lies."""
+    """The folder of the committed results."""
     from mktts.notebook.nb import repository
 
     return repository() / "outputs" / "reference" / "voice"
 
 
 def evidence(folder: Path | None = None) -> Evidence:
-    """Reads `folder`, or the committed one. Raises CheckpointError for a file that is there and cannot be read."""
+    """Reads the results in `folder`, or the committed ones. Raises CheckpointError for an unreadable file."""
     folder = folder or reference()
     found = {n: read_json(folder / n) if (folder / n).is_file() else None for n in (CURVES, EVALUATION, INDEX)}
     pairs = []
@@ -53,7 +53,7 @@ def evidence(folder: Path | None = None) -> Evidence:
 
 
 def figures(evaluation: Mapping[str, Any] | None, required: bool) -> list[dict[str, Any]]:
-    """Rows of a table: what is required, was measured and is met; or the figures without a limit."""
+    """Rows of a table: the figures with a requirement and whether it is met, or else those without one."""
     if evaluation is None:
         return [{"figure": NOT_MEASURED}]
     rows = []
@@ -71,12 +71,12 @@ def figures(evaluation: Mapping[str, Any] | None, required: bool) -> list[dict[s
     return rows
 
 
-MAX_POINTS = 300  # of a stage's curves
+MAX_POINTS = 300  # of the curves of a stage
 PAIRS = 5  # sentences to listen to
 
 
 def card(voice: Path, evaluation: Mapping[str, Any]) -> str:
-    """The checkpoint's README.md. Raises CheckpointError where `voice` is no checkpoint."""
+    """The text of the checkpoint's README.md. Raises CheckpointError if `voice` is not a checkpoint."""
     opened, rows = open_checkpoint(voice), figures(evaluation, required=True)
     talker, decoder = (sum(s.params for s in f.tensors.values()) / 1e6 for f in (opened.files, opened.codec_files))
     speakers = list(opened.config.speakers)
@@ -89,7 +89,7 @@ def card(voice: Path, evaluation: Mapping[str, Any]) -> str:
 
 
 def keep_clips(folder: Path, keep: Path, teacher: Sequence[Path], codec: Codec) -> None:
-    """Puts the first PAIRS sentences into `folder`: of the student, of the teacher, and the codec's copy of that."""
+    """Writes clips of the first PAIRS sentences to `folder`: the student, the teacher, and the codec's copy of it."""
     for old in folder.glob("*.ogg"):
         old.unlink()
     rows: list[dict[str, str]] = []
@@ -122,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Replaces voice and evidence. Raises CheckpointError for what cannot be shipped."""
+    """Replaces the voice and its results. Raises CheckpointError if a file is missing or invalid."""
     evaluation, stages = read_json(arguments.evaluation), arguments.curves
     folder = arguments.reference or reference()
     lines = {stage: read_state(path)["curves"] for stage, path in zip(("codec", "talker"), stages, strict=True)}

@@ -1,4 +1,4 @@
-"""Trainable tensors by the Hub's names, and the layers that both models have, for whole sequences at once."""
+"""Trainable tensors by Hub name, and the layers that both models share, for complete sequences at once."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from mktts.model.qwen3 import inverse_frequency, rotate
 
-_SIGN = "|"  # in place of the dots, which a module's own names may not have
+_SIGN = "|"  # replaces dots, which parameter names of a module must not contain
 
 
 class Weights(nn.Module):
     """Parameters by Hub name."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], initial: Callable[[str, Tensor], None]) -> None:
-        """initial: fills a parameter of this name in place."""
+        """initial: initialises a parameter, given its name, in place."""
         super().__init__()
         for name, shape in shapes.items():
             parameter = nn.Parameter(torch.empty(shape))
@@ -32,20 +32,20 @@ class Weights(nn.Module):
         return name.replace(".", _SIGN) in self._parameters
 
     def hub(self) -> dict[str, Tensor]:
-        """Hub name -> tensor."""
+        """All tensors by Hub name."""
         return {name.replace(_SIGN, "."): p.detach() for name, p in self.named_parameters(recurse=False)}
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        """Through NAME.weight, and NAME.bias where there is one."""
+        """Applies NAME.weight to `x`, and NAME.bias if there is one."""
         return F.linear(x, self[f"{name}.weight"], self[f"{name}.bias"] if f"{name}.bias" in self else None)
 
     def norm(self, name: str, x: Tensor, eps: float) -> Tensor:
-        """RMS norm; the fused kernel wants weights of the input's dtype."""
+        """RMSNorm; the fused kernel needs weights of the input's dtype."""
         return F.rms_norm(x, x.shape[-1:], self[f"{name}.weight"].to(x.dtype), eps)
 
     def stack(self, name: str, c: Any, x: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
-        """A decoder stack over rows (B, T, H) from position 0, and its final norm. c: StackConfig or CodecConfig. mask:
-        (T, T), causal without it. dropout: of what a layer adds."""
+        """Applies a decoder stack and its final norm to rows (B, T, H) from position 0. c: StackConfig or CodecConfig.
+        mask: (T, T), or None for causal attention. dropout: on the outputs that a layer adds."""
         angle = torch.outer(torch.arange(x.shape[1], device=x.device).float(), _frequency(c, x.device))
         angle = torch.cat((angle, angle), -1)
         turned, eps = (angle.cos(), angle.sin()), c.rms_norm_eps
@@ -69,13 +69,13 @@ class Weights(nn.Module):
         if f"{name}.q_norm.weight" in self:
             q, k = self.norm(f"{name}.q_norm", q, c.rms_norm_eps), self.norm(f"{name}.k_norm", k, c.rms_norm_eps)
         q, k = (rotate(part.to(v.dtype), *(r.to(v.dtype) for r in turned)) for part in (q, k))
-        # repeated by hand: the fused kernels take equal head counts on every torch version
+        # repeated explicitly, because fused kernels support equal numbers of heads in every torch version
         k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.linear(f"{name}.o_proj", seen.transpose(1, 2).flatten(2))
 
 
-@cache  # on its device: a copy to it waits for all that was launched before
+@cache  # on its device, because a copy to the device waits for all work launched before
 @torch.inference_mode(False)
 def _frequency(c: Any, device: torch.device) -> Tensor:
     return inverse_frequency(c.head_dim, c.rope_theta).to(device)
@@ -83,12 +83,12 @@ def _frequency(c: Any, device: torch.device) -> Tensor:
 
 @cache
 def fused(work: Callable[..., Tensor], cuda: bool) -> Callable[..., Tensor]:
-    """`work`, on a GPU in one pass over memory: elementwise passes are what a training step waits for."""
+    """Returns `work`, on a GPU compiled to a single pass over memory: elementwise passes limit a training step."""
     if not cuda:
         return work
     import torch._dynamo
     import torch._functorch.config
 
-    torch._dynamo.config.recompile_limit = 64  # kinds of input: dtypes, layouts, with gradients or without
-    torch._functorch.config.donated_buffer = False  # a graph may be gone through twice
+    torch._dynamo.config.recompile_limit = 64  # for all kinds of inputs: dtypes, layouts, with and without gradients
+    torch._functorch.config.donated_buffer = False  # backward may run twice over a graph
     return torch.compile(work, dynamic=True)

@@ -1,3 +1,3 @@
-"""Makes checkpoints of random weights in the layout of the Hub."""
+"""Generates checkpoints with random weights in the Hub layout."""
 
-RANDOM_WEIGHTS = "random weights: the output is noise; timing and parity are real"  # said wherever one is used
+RANDOM_WEIGHTS = "random weights: the output is noise; timing and parity are real"  # shown wherever one is used

@@ -1,6 +1,6 @@
-"""Makes random checkpoints in exactly the Hub layout, for timing and parity where no weights are. `released/` holds the
-small files of Qwen3-TTS-12Hz-0.6B-CustomVoice (Apache-2.0), with Base's speaker encoder; `sizes.json` what the other
-sizes change in them."""
+"""Generates random checkpoints in exactly the Hub layout, for timing and parity without the released weights.
+`released/` holds the small files of Qwen3-TTS-12Hz-0.6B-CustomVoice (Apache-2.0), with the speaker encoder's
+configuration from Base; `sizes.json` holds the changes for other sizes."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from mktts.errors import CheckpointError
 from mktts.model.tokenizer import byte_symbols
 from mktts.spec import MODEL_TYPES, ModelConfig
 
-RECIPE = 4  # raise it whenever the same arguments give other bytes: cached checkpoints are then made again
+RECIPE = 4  # increase it whenever the same arguments give different bytes, so that cached checkpoints are regenerated
 FLAGS = ("full-codec", "margin")
 SIZES = ("tiny", "tiny-projected", "0.6b", "1.7b")
 _FOLDER = Path(__file__).resolve().parent
@@ -33,14 +33,14 @@ _RELEASED = _FOLDER / "released"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _MERGES = _FOLDER / "merges.bpe"
 SPECIAL_START = 151_643  # first special id = number of entries in the released vocab.json
-# The ids that upstream's prompt layout depends on, in byte symbols: roles and a blank line are one token each.
+# Tokens that upstream's prompt layout depends on, in byte symbols: roles and a blank line, one token each.
 FIXED_IDS = {"user": 872, "assistant": 77_091, "ĊĊ": 271}
 
 Json = dict[str, Any]
 
 
 def small_files(size: str, model_type: str, full_codec: bool) -> dict[str, Json]:
-    """Relative path -> content of every JSON file but the tokenizer's. Raises CheckpointError for an unknown word."""
+    """Relative path -> content of every JSON file but the tokenizer's. Raises CheckpointError for unknown words."""
     one_of("size", size, SIZES, CheckpointError)
     one_of("type", model_type, MODEL_TYPES, CheckpointError)
     names = sorted(path.relative_to(_RELEASED).as_posix() for path in _RELEASED.rglob("*.json"))
@@ -64,7 +64,7 @@ def small_files(size: str, model_type: str, full_codec: bool) -> dict[str, Json]
 
 
 def _changed(content: Json, changes: Json) -> Json:
-    """`content` with the values of `changes` in their place, in the objects inside it too."""
+    """A copy of `content`, recursively updated with `changes`."""
     nested = {key: _changed(content[key], value) for key, value in changes.items() if isinstance(value, dict)}
     return {**content, **changes, **nested}
 
@@ -78,12 +78,12 @@ def make(
     eos_after: int | None = None,
     full_codec: bool = False,
 ) -> Path:
-    """Writes a random checkpoint, bfloat16 with a float32 codec, to `folder` (all of it or nothing) and returns that.
+    """Writes a random checkpoint, bfloat16 with a float32 codec, to `folder` (completely or not at all); returns it.
 
     size: one of SIZES; in "tiny-projected" the talker is wider than the predictor.
-    margin: widely separated logits, so that greedy runs agree code for code between backends.
-    eos_after: with `margin`, end-of-speech after that many frames; otherwise end-of-speech is left to chance.
-    full_codec: the released codec's size for a tiny model too. Raises CheckpointError, also as `whole_folder` does."""
+    margin: separate the logits widely, so that greedy runs agree code for code between backends.
+    eos_after: with `margin`, the number of frames before end-of-speech; None leaves end-of-speech to chance.
+    full_codec: use the released codec's size for a tiny model too. Raises CheckpointError, also as `whole_folder`."""
     if eos_after is not None and not margin:
         why = "with plain random weights the end of speech is left to chance"
         raise CheckpointError(f"eos_after needs margin=True: {why}")
@@ -106,8 +106,8 @@ def make(
 
 
 def ensure_named(name: str, cache: str | Path | None = None) -> Path:
-    """The folder of "random:SIZE[:TYPE][:full-codec][:margin[:eosN]]", made in the cache on first use. Raises
-    CheckpointError listing the allowed words, or where the cache cannot be written."""
+    """The folder of "random:SIZE[:TYPE][:full-codec][:margin[:eosN]]", generated in the cache on first use. Raises
+    CheckpointError listing the allowed words, or if the cache cannot be written."""
     size, *rest = name.split(":")[1:] or [""]
     types = [word for word in rest if word in MODEL_TYPES]
     ends = [word for word in rest if re.fullmatch(r"eos[1-9]\d*", word)]
@@ -125,20 +125,20 @@ def ensure_named(name: str, cache: str | Path | None = None) -> Path:
 
 
 def made_once(folder: Path, make_it: Callable[[], object]) -> Path:
-    """`folder`, made by whichever process is first. Raises CheckpointError as `make_it` does."""
+    """Returns `folder`, made by whichever process finishes first. Raises CheckpointError as `make_it`."""
     if not (folder / MARKER).is_file():
         try:
             make_it()
         except CheckpointError:
-            if not (folder / MARKER).is_file():  # otherwise another process made the same one first
+            if not (folder / MARKER).is_file():  # otherwise another process has made it in the meantime
                 raise
     return folder
 
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A work folder that becomes `folder` when the block ends, and leaves nothing behind when it fails. Raises
-    CheckpointError where `folder` has content, or cannot be written."""
+    """Yields a temporary folder that becomes `folder` when the block ends, and is removed if the block fails. Raises
+    CheckpointError if `folder` has content or cannot be written."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder}: expected no folder or an empty one to write a checkpoint to, found content")
     work: Path | None = None
@@ -146,21 +146,21 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         yield work
-        work.chmod(0o755)  # mkdtemp makes it private
+        work.chmod(0o755)  # mkdtemp creates private folders
         os.rename(work, folder)
     except (OSError, SafetensorError) as error:
         hint = "Free some space, or choose another place with $MKTTS_CACHE."
         raise CheckpointError(f"{folder}: expected to write a random checkpoint there, but: {error}. {hint}") from None
     finally:
         if work is not None:
-            shutil.rmtree(work, ignore_errors=True)  # gone already where the rename succeeded
+            shutil.rmtree(work, ignore_errors=True)  # no longer there if the rename succeeded
 
 
 @cache
 def vocabulary() -> dict[str, int]:
     """Token -> id, without gaps below SPECIAL_START: the byte symbols, the pairs of merges.bpe, unreachable fillers.
-    The pairs make some two hundred words one token each, iPhone, JavaScript and Thai ones among them, which tell the
-    Qwen pre-tokenizer from the Mistral one that upstream swaps in for local folders."""
+    The pairs give some two hundred words a token of their own, among them iPhone, JavaScript and Thai words, which
+    distinguish the Qwen pre-tokenizer from the Mistral one that upstream uses for local folders."""
     vocab = {symbol: i for i, symbol in enumerate(byte_symbols().values())}
     free = (i for i in range(len(vocab), SPECIAL_START) if i not in FIXED_IDS.values())
     for line in _MERGES.read_text(encoding="utf-8").splitlines()[1:]:
@@ -172,16 +172,16 @@ def vocabulary() -> dict[str, int]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """The small tokenizer's vocab.json, merges.txt and tokenizer_config.json."""
+    """Writes vocab.json, merges.txt and tokenizer_config.json of the small tokenizer."""
     write_json(folder / _TOKENIZER_CONFIG, read_object(_RELEASED / _TOKENIZER_CONFIG), sort_keys=False)
     (folder / "vocab.json").write_text(json.dumps(vocabulary(), ensure_ascii=False), encoding="utf-8")
     shutil.copyfile(_MERGES, folder / "merges.txt")
 
 
 def write_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """`folder/model.safetensors`."""
+    """Writes `folder/model.safetensors`."""
     from safetensors.torch import save_file
 
     path = folder / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors makes its files private
+    path.chmod(0o644)  # safetensors creates private files

@@ -1,4 +1,4 @@
-"""Seeded random tensors for any layout: well-conditioned, never silent, never clipped."""
+"""Seeded random tensors for any layout, well-conditioned, so that the audio is neither silent nor clipped."""
 
 import math
 import zlib
@@ -12,16 +12,16 @@ from mktts.errors import CheckpointError
 from mktts.spec import NUM_CODEBOOKS, ModelConfig, StackConfig
 
 HEAD_LOGIT_STD = 3.0
-PEAK_LOGIT = 16.0  # of each of the two factors of a code; see `widen_margins`
+PEAK_LOGIT = 16.0  # for each of the two factors of a code; see `widen_margins`
 TEXT_CLASSES = 8
-GROUP_RMS = 0.1  # of the later codes' embeddings, next to 1 for the talker's own
+GROUP_RMS = 0.1  # of the embeddings of codes 1-15, compared with 1 for those of code 0
 LAST_CODEC_CONV = "decoder.decoder.6.conv.weight"
-WAVEFORM_GAIN = 0.025  # keeps the waveform near 0.06 RMS, off the clamp at 1
-RESIDUAL_GAIN = 0.25  # of the codec's twelve residual units: at 1 they amplify rounding a hundredfold
+WAVEFORM_GAIN = 0.025  # keeps the waveform near 0.06 RMS, well below the clamp at 1
+RESIDUAL_GAIN = 0.25  # for the codec's twelve residual units; with 1 they would amplify rounding a hundredfold
 
 
 def random_tensors(specs: TensorSpecs, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """One tensor per entry of `specs`, CPU, `dtype`; each depends on `seed` and its own name and shape only."""
+    """One CPU tensor for each of `specs`, in `dtype`; it depends on `seed` and on its own name and shape only."""
     made = {}
     for name, spec in specs.items():
         centre, spread = _distribution(name, spec.shape)
@@ -30,7 +30,7 @@ def random_tensors(specs: TensorSpecs, seed: int, dtype: torch.dtype) -> dict[st
 
 
 def _generator(name: str, seed: int) -> torch.Generator:
-    """torch's CPU generator looks at the low 32 bits of a seed only, so name and seed are hashed into those."""
+    """A generator seeded with a 32-bit hash of name and seed, since torch's CPU generator ignores the higher bits."""
     return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
@@ -40,7 +40,7 @@ def _distribution(name: str, shape: Shape) -> tuple[float, float]:
     if leaf == "initialized":
         return 1.0, 0.0
     if leaf == "cluster_usage":
-        return 1.0, 0.1  # not 1 exactly: a reader that forgets to divide by it is wrong
+        return 1.0, 0.1  # not exactly 1, so that a reader that forgets to divide by it gives wrong results
     if leaf in ("embed_sum", "embedding_sum"):
         return 0.0, 2 / math.sqrt(shape[-1])
     if leaf in ("gamma", "scale"):
@@ -62,7 +62,7 @@ def _distribution(name: str, shape: Shape) -> tuple[float, float]:
 
 
 def _fan_in(name: str, shape: Shape) -> int:
-    """Inputs summed into one output value, so that 1/sqrt of it keeps the variance."""
+    """The number of inputs summed into one output value; weights of deviation 1/sqrt(number) keep the variance."""
     if len(shape) == 3 and ".upsample." in name and "dwconv" not in name:
         return shape[0]  # transposed, kernel = stride: one tap reaches each output
     if len(shape) == 3 and name.startswith("decoder.decoder.") and ".block.1." in name:
@@ -73,11 +73,11 @@ def _fan_in(name: str, shape: Shape) -> int:
 def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, eos_after: int | None = None) -> None:
     """Rewrites talker and predictor in place so that every greedy choice wins by a wide margin.
 
-    A talker code is a pair (step, word): the next step follows the present one in a fixed cycle, the word follows the
-    text embedding of this frame, which takes one of TEXT_CLASSES values (token id modulo that). Each later code is a
-    permutation of the one before it. Attention and MLPs still add their part, but a small one. Runs that differ in
-    summation order therefore agree code for code, and runs fed other text do not. eos_after: end-of-speech wins once
-    that many steps of the cycle have passed since the prompt. Raises CheckpointError for less than 2."""
+    A talker code is a pair (step, word): the step follows the previous one in a fixed cycle; the word follows the
+    text embedding of this frame, which has one of TEXT_CLASSES values (token id modulo that). Each later code is a
+    permutation of the previous one. Attention and MLPs still contribute, but little. Runs that differ in summation
+    order therefore agree code for code, and runs with different text do not. eos_after: end-of-speech wins after
+    that many steps of the cycle since the prompt. Raises CheckpointError for less than 2."""
     if eos_after is not None and eos_after < 2:
         raise CheckpointError(f"eos_after must be at least 2 frames (upstream forbids earlier ends), found {eos_after}")
     generator = _generator("margins", 0)
@@ -88,7 +88,7 @@ def widen_margins(tensors: dict[str, Tensor], config: ModelConfig, eos_after: in
 
 
 def shrink_branches(tensors: dict[str, Tensor], prefix: str, stack: StackConfig, input_rms: float) -> None:
-    """Attention and MLPs of one stack add up to about 0.15 of its residual stream, whatever its depth."""
+    """Scales attention and MLPs of one stack to about 0.15 of its residual stream in total, at any depth."""
     gain = 0.15 * input_rms / math.sqrt(2 * stack.num_hidden_layers)
     for i in range(stack.num_hidden_layers):
         for leaf in ("self_attn.o_proj", "mlp.down_proj"):
@@ -98,7 +98,7 @@ def shrink_branches(tensors: dict[str, Tensor], prefix: str, stack: StackConfig,
 def _rewrite_talker(
     tensors: dict[str, Tensor], config: ModelConfig, generator: torch.Generator, eos_after: int | None
 ) -> None:
-    """Code c is the pair (step, word) = (c // TEXT_CLASSES, c % TEXT_CLASSES)."""
+    """Rewrites the talker, where code c is the pair (step, word) = (c // TEXT_CLASSES, c % TEXT_CLASSES)."""
     width, size = config.talker.hidden_size, config.predictor.vocab_size
     count = size // TEXT_CLASSES
     classes = torch.randn(TEXT_CLASSES, config.text_hidden_size, generator=generator)
@@ -113,9 +113,9 @@ def _rewrite_talker(
     order, before = torch.empty_like(cycle), torch.empty_like(cycle)  # step s is followed by order[s]
     order[cycle] = cycle.roll(-1)
     before[order] = torch.arange(count)
-    words = F.normalize(projected - projected.mean(0), dim=-1)  # where the projected text points
-    # One orthonormal basis for words and marks, which tell the word of a code in its embedding: neither disturbs the
-    # choice of the step.
+    words = F.normalize(projected - projected.mean(0), dim=-1)  # directions of the projected text
+    # One orthonormal basis for words and for marks, which encode a code's word in its embedding, so that neither
+    # affects the choice of the step.
     basis = torch.linalg.qr(torch.cat([words, torch.randn(TEXT_CLASSES + 1, width, generator=generator)]).T).Q
     marks = basis[:, TEXT_CLASSES : 2 * TEXT_CLASSES].T
     rows = torch.randn(count, width, generator=generator)
@@ -144,7 +144,7 @@ def _rewrite_predictor(tensors: dict[str, Tensor], config: ModelConfig, generato
         successor = torch.randperm(size, generator=generator)
         head[successor] = (2 * PEAK_LOGIT / math.sqrt(width) * F.normalize(seen, dim=-1)).to(head.dtype)
         source = tensors[f"{root}model.codec_embedding.{group}.weight"]
-        # small, so that the sum of sixteen embeddings still points where the talker's own code does
+        # small, so that the sum of sixteen embeddings keeps the direction of the embedding of code 0
         source.copy_(GROUP_RMS * torch.randn(source.shape, generator=generator))
 
 

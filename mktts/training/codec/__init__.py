@@ -1,1 +1,1 @@
-"""The codec: encoder and quantiser, which only training needs, and the decoder of a checkpoint."""
+"""Training of the codec: encoder and quantiser, which only training needs, and the decoder of a checkpoint."""

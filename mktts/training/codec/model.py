@@ -1,5 +1,5 @@
-"""The codec: an encoder that training alone needs, sixteen codebooks, and the decoder that `mktts.codec.decoder`
-streams, by its Hub names."""
+"""The codec to train: an encoder that only training needs, sixteen codebooks, and the decoder that
+`mktts.codec.decoder` streams, with Hub names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME, CodecConfig
 from mktts.training.state import read_state
 from mktts.training.weights import Weights, fused
 
-_LAYER_SCALE = 0.1  # at the start; the released 0.01 suits longer training
+_LAYER_SCALE = 0.1  # initial value; the released models' 0.01 suits longer training
 
 
 class Decoder(nn.Module):
@@ -41,20 +41,20 @@ class Decoder(nn.Module):
         rates = self.config.upsample_rates
         for i, rate in enumerate(rates[:-1], start=1):
             x = self._block(f"decoder.decoder.{i}.block", x, rate)
-        with torch.autocast(x.device.type, enabled=False):  # at 24 kHz bf16's rounding would be heard as noise
+        with torch.autocast(x.device.type, enabled=False):  # at 24 kHz the rounding of bf16 is audible as noise
             last = len(rates)
             x = self._block(f"decoder.decoder.{last}.block", x.float(), rates[-1])
             x = self._conv(f"decoder.decoder.{last + 2}", self._snake(f"decoder.decoder.{last + 1}", x))
         return x[:, 0]
 
     def _conv(self, name: str, x: Tensor, dilation: int = 1, groups: int = 1) -> Tensor:
-        """Padded on the left only."""
+        """A causal convolution: padded on the left only."""
         weight = self.w[f"{name}.conv.weight"]
         left = (weight.shape[2] - 1) * dilation
         return F.conv1d(F.pad(x, (left, 0)), weight, self.w[f"{name}.conv.bias"], dilation=dilation, groups=groups)
 
     def _wider(self, name: str, x: Tensor, stride: int) -> Tensor:
-        """Transposed convolution whose right overhang is cut off."""
+        """A transposed convolution, trimmed on the right."""
         y = F.conv_transpose1d(x, self.w[f"{name}.conv.weight"], self.w[f"{name}.conv.bias"], stride)
         return y[..., : x.shape[-1] * stride]
 
@@ -62,7 +62,7 @@ class Decoder(nn.Module):
         return fused(snake, x.is_cuda)(x, self.w[f"{name}.alpha"], self.w[f"{name}.beta"])
 
     def _block(self, name: str, x: Tensor, rate: int) -> Tensor:
-        """Snake, up-sampling by `rate` into half the channels, three residual units."""
+        """A waveform block: Snake, upsampling by `rate` to half the channels, three residual units."""
         x = self._wider(f"{name}.1", self._snake(f"{name}.0", x), rate)
         for i, dilation in enumerate(self.config.dilations, start=2):
             y = self._conv(f"{name}.{i}.conv1", self._snake(f"{name}.{i}.act1", x), dilation)
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
 
 
 def snake(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
-    """`mktts.codec.layers.SnakeBeta` of x (B, channels, time); in fp32, as the phase does not survive bf16."""
+    """`mktts.codec.layers.SnakeBeta` of x (B, channels, time); in fp32, because bf16 is too coarse for the phase."""
     wide = x.float()
     return (wide + torch.sin(wide * alpha.exp()[:, None]).square() / (beta.exp()[:, None] + 1e-9)).to(x.dtype)
 
@@ -98,19 +98,19 @@ def _initial(name: str, parameter: Tensor) -> None:
     elif parameter.dim() == 1:
         parameter.fill_(1.0)
     else:
-        nn.init.kaiming_uniform_(parameter, 5**0.5)  # torch's own for convolutions and linear layers
+        nn.init.kaiming_uniform_(parameter, 5**0.5)  # torch's default for convolutions and linear layers
 
 
 _WINDOW, _HOP = 960, 240  # samples of the encoder's spectra
 _STRIDES = (2, 2, 2)  # from 100 spectra a second to 12.5 frames
-_KEPT = 0.99  # of a codebook's sums at a step
-_AFTER = 14  # frames of silence behind a clip: as far as the encoder looks ahead
-_LEAST_USED = 0.03  # of an even share: an entry that is chosen less begins anew
+_KEPT = 0.99  # fraction of a codebook's sums kept in a step
+_AFTER = 14  # frames of silence after a clip: the encoder's lookahead
+_LEAST_USED = 0.03  # of an even share; entries chosen less often are reinitialised
 
 
 @dataclass(frozen=True)
 class CodecSizes:
-    """Widths and depths; the decoder's by the names of speech_tokenizer/config.json, with the released kernels."""
+    """Widths and depths; the decoder's are named as in speech_tokenizer/config.json; kernel sizes as released."""
 
     codebook_size: int = 256
     vector: int = 64  # dimensions of a codebook's entries
@@ -120,10 +120,10 @@ class CodecSizes:
     num_attention_heads: int = 8
     head_dim: int = 32
     num_hidden_layers: int = 3
-    sliding_window: int = 24  # frames; shorter than a training crop: no distance is first met at inference
-    decoder_dim: int = 256  # channels behind `upsampling_ratios`, halved by each of the up-sampling blocks
-    upsampling_ratios: tuple[int, ...] = (2, 2)  # from frames to 50 Hz, with a ConvNeXt each
-    upsample_rates: tuple[int, ...] = (8, 5, 4, 3)  # from there to samples
+    sliding_window: int = 24  # frames; shorter than a training crop, so that every distance occurs in training
+    decoder_dim: int = 256  # channels after `upsampling_ratios`, halved by each upsampling block
+    upsampling_ratios: tuple[int, ...] = (2, 2)  # from frames to 50 Hz, each with a ConvNeXt
+    upsample_rates: tuple[int, ...] = (8, 5, 4, 3)  # from 50 Hz to samples
     encoder: int = 192  # channels
     encoder_layers: int = 2  # ConvNeXts at each of four rates
     judges: int = 32  # channels of a discriminator's first layer
@@ -135,7 +135,7 @@ SIZES = {"voice": VOICE, "tiny": TINY}
 
 
 def config_json(sizes: CodecSizes) -> Json:
-    """speech_tokenizer/config.json of these sizes; of the encoder, which the file lacks, the least upstream builds."""
+    """speech_tokenizer/config.json for these sizes; with the smallest encoder that upstream builds, as it has none."""
     released = small_files("0.6b", "custom_voice", full_codec=True)["speech_tokenizer/config.json"]
     outer, decoder = 2 * sizes.vector, released["decoder_config"]
     given = json.loads(json.dumps(asdict(sizes)))
@@ -150,12 +150,12 @@ def config_json(sizes: CodecSizes) -> Json:
 
 
 def decoder_config(sizes: CodecSizes) -> CodecConfig:
-    """The decoder's dimensions as inference reads them from the file."""
+    """The decoder's dimensions, as inference reads them from the file."""
     return CodecConfig.of(config_json(sizes)["decoder_config"], "the codec's sizes")
 
 
 class _EncoderBlock(nn.Module):
-    """The decoder's block, but looking ahead as far as back."""
+    """The decoder's ConvNeXt block, but not causal: it looks ahead as far as back."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -170,9 +170,9 @@ class _EncoderBlock(nn.Module):
 
 
 class CodecEncoder(nn.Module):
-    """PCM (B, T * samples per frame) -> (B, T, vector). Spectra are complex, with magnitudes to the power of 0.3: a
-    decoder that hears nothing of phases makes the same samples in each of its steps while the codes stand still, a comb
-    of lines that ignores the pitch."""
+    """PCM (B, T * samples per frame) -> (B, T, vector). The input spectra are complex, with magnitudes to the power of
+    0.3: without phases, the decoder repeats the same samples in each of its steps while the codes are constant, which
+    gives a comb of spectral lines unrelated to the pitch."""
 
     def __init__(self, sizes: CodecSizes) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class CodecEncoder(nn.Module):
             layers += [_EncoderBlock(width) for _ in range(sizes.encoder_layers)]
         self.layers = nn.Sequential(*layers)
         self.norm, self.last = nn.LayerNorm(width), nn.Linear(width, sizes.vector)
-        for layer in self.modules():  # with torch's own, what frames share hides what differs between them
+        for layer in self.modules():  # with torch's default, the frames' common part hides their differences
             if isinstance(layer, nn.Conv1d | nn.Linear):
                 nn.init.kaiming_uniform_(layer.weight, nonlinearity="linear")
                 nn.init.zeros_(layer.bias)
@@ -200,8 +200,8 @@ class CodecEncoder(nn.Module):
 
 
 class Quantizer(nn.Module):
-    """Residual vector quantisation: each book holds what the books before it leave over, as means that follow slowly.
-    The released layout gives the first book a projection of its own; here both are the same."""
+    """Residual vector quantisation: each codebook quantises the residual of those before it, with entries that are
+    moving averages. The released layout has a separate projection for the first codebook; here both are the same."""
 
     def __init__(self, sizes: CodecSizes) -> None:
         super().__init__()
@@ -212,12 +212,12 @@ class Quantizer(nn.Module):
         self.register_buffer("usage", torch.zeros(shape))
 
     def summed(self, codes: Tensor) -> Tensor:
-        """Entries' sum, (B, T, vector)."""
+        """The sum of the codes' entries, (B, T, vector)."""
         return sum(F.embedding(code, book) for code, book in zip(codes.unbind(-1), self.books, strict=True))
 
     @torch.no_grad()
     def encode(self, rows: Tensor) -> Tensor:
-        """Rows (B, T, vector) -> codes (B, T, 16): of each book the entry nearest to what is left."""
+        """Rows (B, T, vector) -> codes (B, T, 16): in each codebook the entry nearest to the residual."""
         left, codes = rows.flatten(0, 1), []
         for book in self.books:
             codes.append(_nearest(left, book))
@@ -226,7 +226,7 @@ class Quantizer(nn.Module):
 
     @torch.no_grad()
     def begin(self, rows: Tensor) -> None:
-        """Sets all entries to rows (B, T, vector) of a first batch, and to what the books before leave of them."""
+        """Initialises all entries with rows (B, T, vector) of a first batch, or with their residuals."""
         left = rows.flatten(0, 1)
         self.usage.fill_(len(left) / self.books.shape[1])
         for number, book in enumerate(self.books):
@@ -235,8 +235,8 @@ class Quantizer(nn.Module):
             left = left - book[_nearest(left, book)]
 
     def learn(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """What stands for rows (B, T, vector), with their gradient, and how far rows are from their entries. Entries
-        move towards the rows that chose them; one that hardly any row chooses begins anew with a row at random."""
+        """Returns the quantised rows (B, T, vector), with the gradient of the rows, and the mean squared residual.
+        Moves entries towards the rows that chose them, and replaces entries that are rarely chosen by random rows."""
         left, missed = rows.flatten(0, 1), rows.new_zeros(())
         for number, book in enumerate(self.books.clone()):
             code = _nearest(left.detach(), book)
@@ -285,7 +285,7 @@ class Codec(nn.Module):
 
 
 def load_codec(folder: Path, device: torch.device | str = "cpu") -> Codec:
-    """The codec of `train codec`, averaged where it is. Raises CheckpointError for a folder without a state."""
+    """The codec of `train codec`, with averaged weights where available. Raises CheckpointError without a state."""
     state = read_state(folder)
     codec, weights = Codec(CodecSizes(**state["sizes"])), state["weights"] | state.get("average", {})
     codec.load_state_dict({name: weights[f"codec.{name}"] for name in codec.state_dict()})
@@ -293,7 +293,7 @@ def load_codec(folder: Path, device: torch.device | str = "cpu") -> Codec:
 
 
 def encoded(codec: Codec, clips: list[np.ndarray], batch_frames: int = 8_000) -> list[Tensor]:
-    """Clips int16 (n,), each followed by silence -> codes (ceil(n / samples per frame), 16) uint8, on the CPU."""
+    """Encodes int16 clips (n,), each followed by silence -> codes (ceil(n / samples per frame), 16) uint8, CPU."""
     device = next(codec.parameters()).device
     frames = [-(-len(clip) // SAMPLES_PER_FRAME) for clip in clips]
     order = sorted(range(len(clips)), key=lambda i: frames[i])
@@ -310,8 +310,8 @@ def encoded(codec: Codec, clips: list[np.ndarray], batch_frames: int = 8_000) ->
 
 
 def hub_tensors(codec: Codec, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """The decoder's half of speech_tokenizer/model.safetensors, by Hub name. Codebooks have a usage of 1, which is
-    exact in any dtype; input projections, which serve encoding only, are zero."""
+    """The decoder's tensors of speech_tokenizer/model.safetensors, by Hub name. Codebooks have a usage of 1, which is
+    exact in any dtype; input projections, which only encoding needs, are zero."""
     tensors = codec.decoder.w.hub()
     projection = codec.quantizer.output_proj.weight
     for name, books in (("rvq_first", codec.quantizer.books[:1]), ("rvq_rest", codec.quantizer.books[1:])):
@@ -325,6 +325,6 @@ def hub_tensors(codec: Codec, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
 
 
 def write_codec(folder: Path, codec: Codec, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes configuration and weights of a checkpoint's speech_tokenizer/ into `folder`."""
+    """Writes configuration and weights of a checkpoint's speech_tokenizer/ to `folder`."""
     write_json(folder / "config.json", config_json(codec.sizes), sort_keys=False)
     write_weights(folder, hub_tensors(codec, dtype))

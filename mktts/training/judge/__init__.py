@@ -1,1 +1,1 @@
-"""The voice measured beside its teacher."""
+"""Evaluation of the voice in comparison with its teacher."""

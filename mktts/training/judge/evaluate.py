@@ -1,7 +1,7 @@
-"""The voice beside its teacher: `python -m mktts train evaluate`.
+"""Compares the voice with its teacher: `python -m mktts train evaluate`.
 
-Both say the held-out sentences of everyday speech, of the teacher as audio shards, and are measured as 16-bit audio
-alike. `figures`: name -> value, n, 95 % interval (percentile bootstrap over sentences), and what must be reached."""
+Both speak the held-out sentences of everyday speech, the teacher's as audio shards, and are measured as 16-bit audio.
+`figures`: name -> value, n, 95 % interval (percentile bootstrap over sentences), and the requirement."""
 
 import argparse
 import hashlib
@@ -27,7 +27,7 @@ from mktts.training.data.audio import clips_in
 from mktts.training.data.kokoro import package
 from mktts.training.judge import signal
 
-WHISPER = "whisper-base"  # folder of a model of faster-whisper, in the folder that it is run in
+WHISPER = "whisper-base"  # folder of a faster-whisper model, in the working folder
 AT_MOST, AT_LEAST = "at most", "at least"
 MUST: Mapping[str, tuple[str, float]] = {
     "distillmos_best": (AT_LEAST, 3.6),
@@ -49,7 +49,7 @@ MUST: Mapping[str, tuple[str, float]] = {
     "weights_mb": (AT_MOST, 48.0),
 }
 VOICES = ("student", "teacher")
-BETWEEN = (0.8, 1.25)  # of the teacher's length
+BETWEEN = (0.8, 1.25)  # acceptable durations relative to the teacher's
 _DRAWS = 2_000
 _SPEED_STREAMS = 24
 
@@ -57,13 +57,13 @@ Record = dict[str, Any]
 
 
 class Spoken(NamedTuple):
-    """A sentence by both, float32 (n,) at 24 kHz as 16 bits hold it."""
+    """A sentence by both, float32 (n,) at 24 kHz, rounded to 16 bits."""
 
     text: str
     speaker: str
     student: np.ndarray
     teacher: np.ndarray
-    ended: bool  # the student, by itself
+    ended: bool  # whether the student ended by itself
 
     def row(self) -> Record:
         seconds = {who: round(len(getattr(self, who)) / SAMPLE_RATE_HZ, 3) for who in VOICES}
@@ -71,12 +71,12 @@ class Spoken(NamedTuple):
 
 
 def both(utterances: list[Spoken], measure: Callable[[np.ndarray], Any]) -> tuple[np.ndarray, np.ndarray]:
-    """What `measure` finds in every sentence: the student's, and the teacher's."""
+    """Applies `measure` to every sentence: the student's values, and the teacher's."""
     return tuple(np.array([measure(getattr(u, who)) for u in utterances]) for who in VOICES)
 
 
 def put(record: Record, name: str, value: float, n: int, interval: tuple[float, float] = (np.nan, np.nan)) -> None:
-    """Puts a figure into a record, beside what must be reached."""
+    """Adds a figure to a record, together with its requirement."""
     number, low, high = (float(v) if np.isfinite(v) else None for v in (value, *interval))
     row: Record = {"value": number, "n": n, "low": low, "high": high}
     if name in MUST:
@@ -87,19 +87,19 @@ def put(record: Record, name: str, value: float, n: int, interval: tuple[float, 
 
 
 def put_rows(record: Record, name: str, rows: np.ndarray, figure: Callable[[np.ndarray], float] = np.nanmean) -> None:
-    """Puts a figure of rows (n, ...), one for a sentence, into a record with its interval; by default their mean."""
+    """Adds a figure of rows (n, ...), one for each sentence, to a record, with its interval; by default the mean."""
     drawn = np.random.default_rng(0).integers(len(rows), size=(_DRAWS, len(rows)))
     interval = np.nanpercentile([figure(rows[at]) for at in drawn], (2.5, 97.5))
     put(record, name, figure(rows), len(rows), tuple(interval))
 
 
 def quality(utterances: list[Spoken], record: Record) -> None:
-    """DistillMOS, and DNSMOS beside it."""
+    """Measures DistillMOS and DNSMOS."""
     import torch
 
     try:
         importlib.import_module("torchaudio")
-    except (ImportError, OSError):  # of another torch; distillmos reads files with it, and is given none here
+    except (ImportError, OSError):  # built for another torch; distillmos only needs it to read files
         sys.modules["torchaudio"] = ModuleType("torchaudio")
     model, dnsmos = package("distillmos").ConvTransformerSQAModel().eval(), package("speechmos.dnsmos")
 
@@ -119,7 +119,7 @@ def quality(utterances: list[Spoken], record: Record) -> None:
 
 
 def words(utterances: list[Spoken], record: Record) -> None:
-    """Word errors by Whisper, after its own normaliser, and by pocketsphinx as a second ear."""
+    """Measures word errors with Whisper and its own normaliser, and with pocketsphinx as a second recogniser."""
     jiwer, second = package("jiwer"), Recogniser()
     normal = package("whisper_normalizer.english").EnglishTextNormalizer()
     model = package("faster_whisper").WhisperModel(WHISPER, device="cpu")
@@ -141,7 +141,7 @@ def words(utterances: list[Spoken], record: Record) -> None:
 
 
 def sound(utterances: list[Spoken], record: Record) -> None:
-    """What repeats after 20 ms in every band, what keeps to the pitch, energy above 8 kHz, clicks, lead."""
+    """Measures repetition after 20 ms in every band, repetition at the pitch, energy above 8 kHz, clicks, lead."""
     combs = np.stack(both(utterances, signal.comb), 1)  # (sentences, student and teacher, bands)
     put_rows(record, "comb_worst_band", combs, lambda drawn: np.subtract(*np.nan_to_num(np.nanmean(drawn, 0))).max())
     kept = np.stack(both(utterances, signal.pitch_band), 1)
@@ -154,7 +154,7 @@ def sound(utterances: list[Spoken], record: Record) -> None:
 
 
 def ends(utterances: list[Spoken], record: Record) -> None:
-    """Whether utterances end by themselves, and their lengths beside the teacher's."""
+    """Measures whether utterances end by themselves, and their durations relative to the teacher's."""
     missed = sum(not u.ended for u in utterances)
     put(record, "ends_missed", missed, len(utterances))
     ratio = np.array([len(u.student) / len(u.teacher) for u in utterances])
@@ -163,7 +163,7 @@ def ends(utterances: list[Spoken], record: Record) -> None:
 
 
 def levels(utterances: list[Spoken], record: Record) -> None:
-    """How far the student's speakers are apart in loudness, LUFS (ITU-R BS.1770-4)."""
+    """Measures the difference in loudness between the student's speakers, LUFS (ITU-R BS.1770-4)."""
     meter = package("pyloudnorm").Meter(SAMPLE_RATE_HZ)
     said: dict[str, list[np.ndarray]] = {}
     for u in utterances:
@@ -173,7 +173,7 @@ def levels(utterances: list[Spoken], record: Record) -> None:
 
 
 def pitch(utterances: list[Spoken], record: Record) -> None:
-    """Pitch and voicing errors along the best alignment; reported only."""
+    """Measures pitch and voicing errors along the best alignment, for information only."""
     package("librosa")
     cents, voicing = np.array([signal.pitch_errors(u.student, u.teacher) for u in utterances]).T
     put_rows(record, "pitch_error_cents", cents)
@@ -181,14 +181,14 @@ def pitch(utterances: list[Spoken], record: Record) -> None:
 
 
 def likeness(utterances: list[Spoken], record: Record) -> None:
-    """Cosine of resemblyzer's embeddings of both."""
+    """Measures the cosine similarity of resemblyzer's embeddings of both."""
     encoder = package("resemblyzer").VoiceEncoder("cpu", verbose=False)
     student, teacher = both(utterances, lambda pcm: encoder.embed_utterance(to_16_khz(pcm)))
     put_rows(record, "similarity", (student * teacher).sum(1))
 
 
 def speed(utterances: list[Spoken], record: Record) -> None:
-    """Real-time factor and time to first PCM of streams one at a time, on one thread."""
+    """Measures real-time factor and time to first PCM of one stream at a time, on one thread."""
     import torch
 
     from mktts.engine.metrics import summarise
@@ -215,7 +215,7 @@ SECTIONS = {
 
 
 def spoken(checkpoint: str, teacher: Sequence[Path], keep: Path) -> list[Spoken]:
-    """Every sentence of the teacher's shards by both; what `keep` has of these weights is not spoken again."""
+    """Every sentence of the teacher's shards by both; clips of the same weights in `keep` are reused."""
     from mktts.synth import Synthesizer
 
     found: list[Spoken] = []
@@ -253,14 +253,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Measures. Raises BackendUnavailable for a package that is missing."""
+    """Runs the measurements. Raises BackendUnavailable for a missing package."""
     utterances = spoken(arguments.checkpoint, arguments.teacher, arguments.keep)
     again = bool(arguments.only) and arguments.output.is_file()
     record: Record = read_json(arguments.output) if again else {"utterances": [u.row() for u in utterances]}
     record["environment"], record["checkpoint"] = environment(), arguments.checkpoint
     for name in tqdm(arguments.only or list(SECTIONS)):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # means of what has no value
+            warnings.simplefilter("ignore", RuntimeWarning)  # for means of empty sets
             SECTIONS[name](utterances, record)
         if arguments.listeners:
             put(record, "listeners_cpu", arguments.listeners, 1)

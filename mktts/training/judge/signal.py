@@ -1,18 +1,18 @@
-"""What the ear minds and a recogniser does not, of audio float (n,) mono at 24 kHz, full scale 1."""
+"""Measures of artefacts that are audible but do not disturb a recogniser; audio is float (n,), 24 kHz, full scale 1."""
 
 import numpy as np
 
 from mktts.spec import SAMPLE_RATE_HZ
 
-STEP_SAMPLES = 480  # 20 ms: a decoder's step before its last up-samplings
+STEP_SAMPLES = 480  # 20 ms: a decoder's step before its last upsamplings
 CENTRES_HZ = tuple(1_000 * 2 ** (k / 3) for k in range(-5, 10))  # third-octave bands from 0.3 to 8 kHz
-PITCH_BAND_HZ = (1_000.0, 3_400.0)  # where the ear is keenest and a comb hides the pitch
+PITCH_BAND_HZ = (1_000.0, 3_400.0)  # where hearing is most sensitive and a comb masks the pitch
 _WINDOW, _HOP = 1_440, 240  # 60 ms, 10 ms
-_WINDOW_OF_PITCH, _NEAR = 600, 4  # samples: 25 ms, in which a pitch hardly glides; around the period
-_LOUD_DB = 30.0  # a window counts if its band is at most so far below the loudest of the utterance
-_FAINT = 10 ** (-70 / 20)  # of full scale: and not fainter than this
-_LOWEST_HZ, _HIGHEST_HZ = 70.0, 400.0  # of voices
-_VOICED = 0.5  # of the autocorrelation at lag 0, at least
+_WINDOW_OF_PITCH, _NEAR = 600, 4  # samples: 25 ms, in which pitch hardly changes; range around the period
+_LOUD_DB = 30.0  # a window counts if its band is at most this far below the loudest one of the utterance
+_FAINT = 10 ** (-70 / 20)  # of full scale: the least level of a window that counts
+_LOWEST_HZ, _HIGHEST_HZ = 70.0, 400.0  # pitch of voices
+_VOICED = 0.5  # least autocorrelation of a voiced window, relative to lag 0
 
 
 def band_passed(pcm: np.ndarray, low_hz: float, high_hz: float) -> np.ndarray:
@@ -23,8 +23,8 @@ def band_passed(pcm: np.ndarray, low_hz: float, high_hz: float) -> np.ndarray:
 
 
 def repeated(band: np.ndarray, lags: np.ndarray | int, window: int = _WINDOW) -> np.ndarray:
-    """Normalised correlation of each window, every 10 ms, with that a lag of samples later; nan where it is quiet.
-    lags: one for all windows, or one for each (0: nan). Of noise the values scatter around 0."""
+    """Normalised correlation of windows, every 10 ms, with those `lags` samples later; nan for quiet ones. lags: one
+    for all windows, or one for each (0: nan). For noise the values scatter around 0."""
     count = max(0, (len(band) - window - int(np.max(lags))) // _HOP + 1)
     lag = np.full(count, lags) if np.ndim(lags) == 0 else np.asarray(lags)[:count]
     starts = _HOP * np.arange(len(lag))
@@ -41,7 +41,7 @@ def repeated(band: np.ndarray, lags: np.ndarray | int, window: int = _WINDOW) ->
 
 
 def comb(pcm: np.ndarray) -> np.ndarray:
-    """(bands,): how much of each third-octave band repeats after 20 ms, the mean over its loud windows; nan: none."""
+    """Correlation of each third-octave band after 20 ms, (bands,), the mean over its loud windows; nan if none."""
     bands = (band_passed(pcm, centre * 2 ** (-1 / 6), centre * 2 ** (1 / 6)) for centre in CENTRES_HZ)
     return np.array([_mean(repeated(band, STEP_SAMPLES)) for band in bands])
 
@@ -51,8 +51,8 @@ def _mean(values: np.ndarray) -> float:
 
 
 def pitch_periods(pcm: np.ndarray) -> np.ndarray:
-    """Samples of the pitch's period in each 60 ms, every 10 ms; 0 where it is unvoiced. By the autocorrelation below 1
-    kHz less the window's own (Boersma 1993): the first of the peaks that are nearly as high as the highest."""
+    """The pitch's period in samples, in windows of 60 ms every 10 ms; 0 if unvoiced. Uses the autocorrelation below 1
+    kHz over the window's own (Boersma 1993), and the first of the peaks that are nearly as high as the highest."""
     if len(pcm) < _WINDOW:
         return np.zeros(0, int)
     windows = np.lib.stride_tricks.sliding_window_view(band_passed(pcm, 0, PITCH_BAND_HZ[0]), _WINDOW)[::_HOP]
@@ -70,8 +70,8 @@ def pitch_periods(pcm: np.ndarray) -> np.ndarray:
 
 
 def pitch_band(pcm: np.ndarray) -> float:
-    """How much of 1 to 3.4 kHz repeats after the pitch's own period, the mean over voiced windows of 25 ms; nan for
-    none. Of the lags near the period the best counts: there a sample is a tenth of a wave."""
+    """Correlation of 1 to 3.4 kHz after the pitch's period, the mean over voiced windows of 25 ms; nan if none. The
+    best lag near the period is used, because one sample is a tenth of a wave there."""
     periods, band = pitch_periods(pcm), band_passed(pcm, *PITCH_BAND_HZ)
     if not periods.any():
         return float("nan")
@@ -80,15 +80,15 @@ def pitch_band(pcm: np.ndarray) -> float:
 
 
 def high_band_db(pcm: np.ndarray) -> float:
-    """Energy above 8 kHz relative to all, dB."""
+    """Energy above 8 kHz relative to the total, dB."""
     power = np.abs(np.fft.rfft(pcm.astype(np.float64))) ** 2
     hz = np.fft.rfftfreq(len(pcm), 1 / SAMPLE_RATE_HZ)
     return float(10 * np.log10((power[hz >= 8_000].sum() + 1e-12) / (power.sum() + 1e-9)))
 
 
 def pitch_errors(student: np.ndarray, teacher: np.ndarray) -> tuple[float, float]:
-    """Root mean square error in cents where both are voiced, and share of frames that one alone voices, along the
-    cheapest path between log mel spectra (dynamic time warping)."""
+    """Root mean square error in cents where both are voiced, and the fraction of frames voiced in only one of them,
+    along the best path between log-mel spectra (dynamic time warping)."""
     from librosa import feature, sequence
 
     sizes = {"sr": SAMPLE_RATE_HZ, "n_fft": _WINDOW, "hop_length": _HOP, "n_mels": 32, "center": False}

@@ -1,1 +1,1 @@
-"""Talker and code predictor: sequences of text and codes, and what learns them."""
+"""Training of talker and code predictor: sequences of text and codes, and the models."""

@@ -1,5 +1,5 @@
-"""Talker and code predictor to train, whole sequences at once, with the logits that `mktts.model.oracle` gives row by
-row; and the voice's folder in the Hub's layout."""
+"""Talker and code predictor to train, on complete sequences, with the same logits as `mktts.model.oracle` gives row by
+row; and the voice's folder in the Hub layout."""
 
 import shutil
 from collections.abc import Mapping
@@ -19,34 +19,34 @@ from mktts.spec import NUM_CODEBOOKS, SUPPRESSED_TAIL, ModelConfig, StackConfig
 from mktts.training.codec.model import Codec, write_codec
 from mktts.training.weights import Weights
 
-_MADE_ANEW = ("README.md", "*.safetensors")  # of the voice in the box; its other files are taken, but for the sizes
+_MADE_ANEW = ("README.md", "*.safetensors")  # files of the included voice that are not copied; sizes are changed
 
 
 @dataclass(frozen=True)
 class TalkerSizes:
-    """What config.json needs that is not fixed by the architecture or the tokenizer; of the stacks by its names."""
+    """Values in config.json not fixed by the architecture or the tokenizer; those of the stacks by their names."""
 
     talker: dict[str, int]
     predictor: dict[str, int]
     codebook_size: int
     text_hidden: int
-    speakers: tuple[str, ...] = ()  # the first one speaks where none is named
+    speakers: tuple[str, ...] = ()  # the first one is the default
 
 
 def _stack(*sizes: int) -> dict[str, int]:
-    """The first fields of `StackConfig`, which say how large its matrices are."""
+    """The first fields of `StackConfig`, which determine the sizes of its matrices."""
     return {field.name: size for field, size in zip(fields(StackConfig), sizes, strict=False)}
 
 
-# 8.5 million parameters. A layer more, or a wider predictor, costs two CPU cores more than its share of 0.30 of real
-# time: a frame took 13.8 ms of one core's time where the smaller voice took 11.9 (torch 2.13, one thread, medians).
+# 8.5 million parameters. Another layer, or a wider predictor, would cost two CPU cores more than 0.30 of real time: a
+# frame took 13.8 ms of one core's time, and of a smaller voice 11.9 ms (torch 2.13, one thread, medians).
 VOICE = TalkerSizes(_stack(256, 768, 6, 4, 2, 64), _stack(256, 384, 2, 4, 2, 64), 256, 128)
 TINY = TalkerSizes(_stack(64, 128, 2, 4, 2, 32), _stack(64, 64, 1, 4, 2, 32), 32, 32)  # for tests
 SIZES = {"voice": VOICE, "tiny": TINY}
 
 
 def config_json(sizes: TalkerSizes) -> Json:
-    """config.json of a voice of these sizes, which has the tokenizer of the voice in the box."""
+    """config.json of a voice of these sizes, with the tokenizer of the included voice."""
     config = read_object(SMALL_FOLDER / "config.json")
     talker = config["talker_config"]
     shift = talker["code_predictor_config"]["vocab_size"] - sizes.codebook_size  # control ids follow the codes
@@ -73,15 +73,15 @@ def config_json(sizes: TalkerSizes) -> Json:
 
 
 def model_config(sizes: TalkerSizes) -> ModelConfig:
-    """The dimensions as inference reads them from the file."""
+    """The dimensions, as inference reads them from the file."""
     return ModelConfig.of(config_json(sizes), "the talker's sizes")
 
 
 def write_checkpoint(
     folder: Path, sizes: TalkerSizes, tensors: Mapping[str, Tensor], codec: Codec, dtype: torch.dtype = torch.bfloat16
 ) -> Path:
-    """Writes `folder`, whole or not at all: a checkpoint in the Hub's layout. tensors: by Hub name. Raises
-    CheckpointError where `folder` has content already."""
+    """Writes a checkpoint in the Hub layout to `folder`, completely or not at all. tensors: by Hub name. Raises
+    CheckpointError if `folder` already has content."""
     with whole_folder(folder) as work:
         shutil.copytree(SMALL_FOLDER, work, ignore=shutil.ignore_patterns(*_MADE_ANEW), dirs_exist_ok=True)
         write_json(work / "config.json", config_json(sizes), sort_keys=False)
@@ -95,7 +95,7 @@ _PREDICTOR = "talker.code_predictor"
 
 
 class TalkerModel(nn.Module):
-    """`w` holds exactly the tensors of model.safetensors."""
+    """Talker and code predictor; `w` holds exactly the tensors of model.safetensors."""
 
     def __init__(self, config: ModelConfig, seed: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class TalkerModel(nn.Module):
             if p.dim() == 1:
                 p.fill_(1.0) if "norm" in name else p.zero_()
                 return
-            std = _INIT_STD  # the text side passes two more layers than codes do, and would start 1 000 times quieter
+            std = _INIT_STD  # text passes through two more layers than codes and would start 1,000 times smaller
             if "text_embedding" in name:
                 std = 1.0
             elif "text_projection" in name:
@@ -116,7 +116,7 @@ class TalkerModel(nn.Module):
         self.w = Weights({name: spec.shape for name, spec in expected_tensors(config).items()}, initial)
 
     def hidden(self, text: Tensor, control: Tensor, previous: Tensor) -> Tensor:
-        """Normed hidden states (B, T, H) of whole sequences, of what a `Batch` says of their rows."""
+        """Normed hidden states (B, T, H) of complete sequences. text, control, previous: as in `Batch`."""
         x = F.embedding(text, self.w["talker.model.text_embedding.weight"])
         x = F.silu(self.w.linear("talker.text_projection.linear_fc1", x))
         x = self.w.linear("talker.text_projection.linear_fc2", x)
@@ -126,7 +126,7 @@ class TalkerModel(nn.Module):
         return self.w.stack("talker.model", self.config.talker, x, dropout=self.dropout)
 
     def predictor_logits(self, hidden: Tensor, codes: Tensor) -> Tensor:
-        """Logits (N, 15, codebook) of codes 1 to 15, given the talker's hidden (N, H) and codes (N, 16)."""
+        """Logits (N, 15, codebook) of codes 1 to 15, given the talker's hidden state (N, H) and codes (N, 16)."""
         books = NUM_CODEBOOKS - 1
         known = F.embedding(codes[:, :books] + self._offsets(codes)[:books], torch.cat(self._tables()[:books]))
         x = torch.cat((hidden.unsqueeze(1), known.to(hidden.dtype)), 1)
@@ -137,8 +137,8 @@ class TalkerModel(nn.Module):
         return torch.bmm(rows.transpose(0, 1), heads.transpose(1, 2).to(rows.dtype)).transpose(0, 1)
 
     def code_rows(self, codes: Tensor) -> Tensor:
-        """Sum of the sixteen embeddings: codes (N, 16), -1 for none, -> (N, H). As one product with a row of zeros and
-        ones: gradients of sixteen look-ups would be sorted sixteen times."""
+        """Sum of the sixteen embeddings: codes (N, 16), -1 for none, -> (N, H). Computed as one product with rows of
+        zeros and ones, because the gradients of sixteen look-ups would need sixteen sorts."""
         tables = torch.cat(self._tables())
         index = torch.where(codes >= 0, codes + self._offsets(codes), len(tables))
         chosen = torch.zeros(len(codes), len(tables) + 1, dtype=tables.dtype, device=codes.device)

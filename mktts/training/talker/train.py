@@ -1,8 +1,8 @@
 """Trains talker and code predictor: `python -m mktts train talker`.
 
-Speech is encoded when a run begins: codes need not travel. Sequences follow the rules of `mktts.model.prompt`; every
-text, in the words of the text front end, is learnt in several forms: people leave out commas, and a long sentence is
-said in segments, of which later ones begin small. Batches, noise and dropout follow from seed and step."""
+Speech is encoded at the start of a run, so codes need not be stored. Sequences follow the rules of
+`mktts.model.prompt`; every text, in the words of the text front end, is trained in several forms, because people omit
+commas, and later segments of a sentence begin in lower case. Batches, noise and dropout depend on seed and step."""
 
 import argparse
 import re
@@ -33,18 +33,18 @@ from mktts.training.state import Trainer, adam, add_training_arguments, train_as
 from mktts.training.talker.model import SIZES, TalkerModel, TalkerSizes, model_config, write_checkpoint
 
 LANGUAGE = "english"
-NO_TARGET = -100  # what cross_entropy ignores
-_PROMPT_ROWS = 12  # at most, beside text and frames
-_STEP = 16  # batches are padded to multiples of it
-_HELD_OUT_ONE_IN = 100  # texts, by the checksum of their words: all clips of a text are on one side
+NO_TARGET = -100  # ignored by cross_entropy
+_PROMPT_ROWS = 12  # most rows besides text and frames
+_STEP = 16  # batches are padded to multiples of this
+_HELD_OUT_ONE_IN = 100  # texts, by the checksum of their words, so that all clips of a text are held out together
 
 
 def _small(text: str) -> str:
-    """With a small letter first, as the rest of a sentence begins; a letter that is said by itself stays."""
+    """Puts the first letter in lower case, as in the rest of a sentence; a single letter is kept."""
     return re.sub(r"^[A-Z](?=[a-z])|^A(?= )", lambda match: match[0].lower(), text)
 
 
-# Form and how often it is drawn: as the front end gives it, without its end, later in a sentence, without commas, bare.
+# Form and its probability: unchanged, without final mark, as the rest of a sentence, without commas, without any marks.
 FORMS: tuple[tuple[Callable[[str], str], float], ...] = (
     (str, 0.84),
     (lambda text: text.rstrip(".!?,;: ") or text, 0.05),
@@ -57,25 +57,25 @@ FORMS: tuple[tuple[Callable[[str], str], float], ...] = (
 class Clips(NamedTuple):
     """Texts, speakers (names) and codes of all clips; clip i is codes[starts[i] : starts[i + 1]]."""
 
-    texts: list[str]  # as the front end gives them
+    texts: list[str]  # in the words of the front end
     speakers: list[str]
     codes: Tensor  # (frames, 16) uint8
     starts: np.ndarray  # (clips + 1,) int64
 
 
 class Batch(NamedTuple):
-    """Sequences padded on the right, on one device. Shapes depend on the number and the longest of the clips only."""
+    """Sequences padded on the right, on one device. Shapes depend only on the number of clips and the longest one."""
 
     text: Tensor  # (B, T) int64
     control: Tensor  # (B, T) int64, -1 for none
-    previous: Tensor  # (B, T, 16) int64: the frame that a row carries, -1 for none
-    target: Tensor  # (B * T,) int64: code 0 that comes after a row, or end of speech; NO_TARGET for none
-    rows: Tensor  # (P,) int64: rows of (B * T) whose next frame the predictor is trained on, drawn at random
+    previous: Tensor  # (B, T, 16) int64: the frame that is the input of a row, -1 for none
+    target: Tensor  # (B * T,) int64: code 0 after a row, or end of speech; NO_TARGET for none
+    rows: Tensor  # (P,) int64: random rows of (B * T) on whose next frame the predictor is trained
     codes: Tensor  # (P, 16) int64: those frames
 
 
 def read_clips(folder: Path, codec: Codec) -> Clips:
-    """All of a folder's audio shards as codes. Raises AudioError for a folder without any."""
+    """Reads all of a folder's audio shards as codes. Raises AudioError for a folder without shards."""
     clips = list(clips_in(folder))
     codes = encoded(codec, [clip.pcm for clip in clips])
     starts = np.concatenate(([0], np.cumsum([len(clip) for clip in codes], dtype=np.int64)))
@@ -83,12 +83,12 @@ def read_clips(folder: Path, codec: Codec) -> Clips:
 
 
 def held_out(text: str) -> bool:
-    """Whether a text is kept for the evaluation loss; what the voice is judged by always is."""
+    """Whether a text is held out for the evaluation loss; evaluation sentences always are."""
     return is_held_out(text) or zlib.crc32(normal(text).encode()) % _HELD_OUT_ONE_IN == 0
 
 
 class Sequences:
-    """Clips as training sequences, each a pair of numbers: of the clip, and of the form of its text (in FORMS)."""
+    """Clips as training sequences; each is given by the index of the clip and of the form of its text in FORMS."""
 
     def __init__(self, clips: Clips, config: ModelConfig, tokenizer: TextTokenizer, device: torch.device | str) -> None:
         self.clips, self.config, self.device = clips, config, torch.device(device)
@@ -114,14 +114,14 @@ class Sequences:
         return words, control + [-1] * frames
 
     def batch(self, clips: np.ndarray, generator: np.random.Generator, share: float = 0.5) -> Batch:
-        """Layout and language tag of every clip are drawn evenly. clips: (n, 2) clips and forms, as `epoch` deals them.
-        share: of the padded rows, so many frames for the predictor."""
+        """Makes a batch; layout and language tag of every clip are drawn with equal probability. clips: clips and forms
+        (n, 2), from `epoch`. share: number of frames for the predictor relative to the padded rows."""
         clips, forms = clips.T
         cases = zip(clips, forms, generator.integers(0, 2, (len(clips), 2)), strict=True)
         rows = [self.rows(int(c), bool(whole), bool(tag), int(form)) for c, form, (whole, tag) in cases]
         longest = int(self._steps(clips, forms).max()) * _STEP
         text = np.full((len(rows), longest), self.config.text_ids.tts_pad, np.int64)
-        control, frame = np.full((2, len(rows), longest), -1, np.int64)  # frame: which one a row carries
+        control, frame = np.full((2, len(rows), longest), -1, np.int64)  # frame: index of the input frame of a row
         ends = []
         for i, (words, tags) in enumerate(rows):
             text[i, : len(words)], control[i, : len(words)] = words, tags
@@ -141,8 +141,8 @@ class Sequences:
         return Batch(self._put(text), self._put(control), previous, target, chosen - 1, codes)
 
     def epoch(self, clips: np.ndarray, rows: int, generator: np.random.Generator) -> list[np.ndarray]:
-        """`clips` (n,) dealt out to batches of like lengths, at random: (clips of a batch, 2), clip and form. So many
-        as `rows` padded rows hold; the last of a length is filled up with others again, so that few shapes occur."""
+        """Divides `clips` (n,) at random into batches of similar lengths, (clips of a batch, 2), clip and form, each of
+        at most `rows` padded rows; a length's last batch is filled with repeated clips, so that few shapes occur."""
         forms = generator.choice(len(FORMS), len(clips), p=[share for _, share in FORMS])
         steps, pairs, batches = self._steps(clips, forms), np.stack((clips, forms), 1), []
         for step in np.unique(steps):
@@ -154,7 +154,7 @@ class Sequences:
         return [batches[i] for i in generator.permutation(len(batches))]
 
     def _steps(self, clips: np.ndarray, forms: np.ndarray) -> np.ndarray:
-        """Rows of whole sequences, in steps of 16."""
+        """The number of rows of sequences, in units of 16."""
         return -(-(self._said[forms, clips] + self.frames[clips] + _PROMPT_ROWS) // _STEP)
 
     def _put(self, array: np.ndarray) -> Tensor:
@@ -166,27 +166,27 @@ _MEASURED_BATCHES = 8
 
 @dataclass(frozen=True)
 class TalkerRecipe:
-    """Everything that decides the result, apart from the data."""
+    """Everything that determines the result, except the data."""
 
     seed: int = 0
-    steps: int = 40_000  # the learning rate falls to a twentieth over these
-    block: int = 250  # steps, after which it is measured
+    steps: int = 40_000  # over which the learning rate falls to a twentieth
+    block: int = 250  # steps between measurements
     warmup_steps: int = 300
     learning_rate: float = 1.2e-3
     weight_decay: float = 0.02
     batch_rows: int = 16_384  # padded
-    predictor_share: float = 0.375  # of the padded rows: so many frames the predictor is trained on in a step
+    predictor_share: float = 0.375  # frames that the predictor is trained on in a step, relative to padded rows
     dropout: float = 0.05
-    code_noise: float = 0.05  # previous codes replaced at random: the model must recover from its own slips
-    frame_noise: float = 0.05  # previous frames replaced altogether
+    code_noise: float = 0.05  # fraction of input codes replaced at random, so that the model recovers from its errors
+    frame_noise: float = 0.05  # fraction of input frames replaced completely
     ema: float = 0.9995
 
 
 class TalkerTrainer(Trainer):
-    """Talker and code predictor, and the place in the data."""
+    """Trains talker and code predictor, and keeps the position in the data."""
 
     def __init__(self, recipe: TalkerRecipe, sizes: TalkerSizes, data: Sequences, graphs: bool = False) -> None:
-        """Raises CheckpointError where all texts are held out."""
+        """Raises CheckpointError if all texts are held out."""
         super().__init__(recipe, sizes, data.device, graphs)
         self.data = data
         self.model = TalkerModel(data.config, recipe.seed, recipe.dropout).to(data.device)
@@ -201,11 +201,11 @@ class TalkerTrainer(Trainer):
         self.training, self.kept = np.flatnonzero(~apart), np.flatnonzero(apart)
         if not len(self.training):
             raise CheckpointError("expected clips to train on, found none outside the held-out texts")
-        self._batches, self._ends = list[np.ndarray](), [0]  # of this epoch; the step that each epoch ends at
+        self._batches, self._ends = list[np.ndarray](), [0]  # batches of this epoch; the last step of each epoch
 
     def train_step(self) -> dict[str, Tensor]:
         recipe = self.recipe
-        while self.step >= self._ends[-1]:  # epochs are dealt one after the other, each by its number
+        while self.step >= self._ends[-1]:  # epochs follow each other, each seeded by its number
             generator = np.random.default_rng((recipe.seed, 0, len(self._ends) - 1))
             self._batches = self.data.epoch(self.training, recipe.batch_rows, generator)
             self._ends.append(self._ends[-1] + len(self._batches))
@@ -215,11 +215,11 @@ class TalkerTrainer(Trainer):
         self.begin_step(recipe.learning_rate)
         found = self.steps.run("step", self._step, *batch)
         self.step += 1
-        self.follow(1 - min(recipe.ema, self.step / (self.step + 10)))  # a young average forgets the start quickly
+        self.follow(1 - min(recipe.ema, self.step / (self.step + 10)))  # faster at first, to forget the start
         return found
 
     def _step(self, *parts: Tensor) -> dict[str, Tensor]:
-        """On the tensors of a `Batch`."""
+        """One step on the tensors of a `Batch`."""
         first, rest = self.losses(self.model, Batch(*parts))
         optimizer = self.optimizers["adam"]
         optimizer.zero_grad(set_to_none=True)
@@ -229,7 +229,7 @@ class TalkerTrainer(Trainer):
         return {"code0": first.detach(), "codes": rest.detach()}
 
     def losses(self, model: TalkerModel, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Cross entropy of code 0 (end of speech included), and mean of codes 1-15; with noise where `model` trains."""
+        """Cross entropy of code 0 (with end of speech), and the mean of codes 1-15; adds noise if `model` trains."""
         recipe, size, previous = self.recipe, self.data.config.predictor.vocab_size, batch.previous
         if model.training:
             odds = torch.rand(*previous.shape[:-1], NUM_CODEBOOKS + 1, device=previous.device)
@@ -238,14 +238,14 @@ class TalkerTrainer(Trainer):
         with self.steps.cast():
             hidden = model.hidden(batch.text, batch.control, previous).flatten(0, 1)
             first = model.w.linear("talker.codec_head", hidden)
-            # not hidden[rows], whose gradient is sorted
+            # not hidden[rows], whose gradient needs a sort
             rest = model.predictor_logits(torch.index_select(hidden, 0, batch.rows), batch.codes)
         code0 = F.cross_entropy(first.float(), batch.target, ignore_index=NO_TARGET)
         return code0, F.cross_entropy(rest.float().flatten(0, 1), batch.codes[:, 1:].flatten())
 
     @torch.no_grad()
     def measured(self) -> dict[str, float]:
-        """Losses of the averaged weights on held-out texts (on training ones where none are held out)."""
+        """Losses of the averaged weights on held-out texts, or on training texts if none are held out."""
         generator = np.random.default_rng(self.recipe.seed)
         chosen = self.kept if len(self.kept) else self.training
         batches = self.data.epoch(chosen, self.recipe.batch_rows, generator)[:_MEASURED_BATCHES]
@@ -255,14 +255,14 @@ class TalkerTrainer(Trainer):
 
     @torch.no_grad()
     def begin_from(self, voice: Checkpoint) -> None:
-        """Weights of another voice but those of its codes. Raises CheckpointError for weights of other sizes."""
+        """Copies another voice's weights, except those of its codes. Raises CheckpointError for other sizes."""
         weights, size = voice.files.map(), self.data.config.predictor.vocab_size
         for name, p in self.model.w.hub().items():
             given = weights.get(name, p[:0])
             if given.shape != p.shape:
                 raise CheckpointError(f"{voice.folder}: expected {name} of shape {p.shape}, found {given.shape}")
             first = size if any(part in name for part in ("codec_embedding", "codec_head", "lm_head")) else 0
-            p[first:] = given[first:].to(p)  # what comes behind the codes are control ids
+            p[first:] = given[first:].to(p)  # control ids follow the codes
         self.averaged.load_state_dict(self.model.state_dict())
 
 
@@ -280,7 +280,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Trains for a while and writes the checkpoint. Raises CheckpointError and AudioError for what does not fit."""
+    """Trains for --minutes and writes the checkpoint. Raises CheckpointError and AudioError for invalid inputs."""
     out, device, begun = arguments.out, device_named(arguments.device), open_checkpoint(SMALL)
     recipe = TalkerRecipe(**{name: getattr(arguments, name) for name in asdict(TalkerRecipe())})
     codec = load_codec(arguments.codec, device)
