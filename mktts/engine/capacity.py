@@ -80,11 +80,11 @@ def measure(runner: Runner, prompt: Any, before: Capacity | None) -> Capacity:
     return Capacity(round(measured_streams(frame_s, fit.model.row_s, settings.margin), 2), basis)
 
 
-def measure_single(runner: Runner, speak: Callable[[], None]) -> Capacity:
-    """Measures warm lanes of width 1. speak: makes one stream of FRAMES frames."""
+def measure_single(runner: Runner, speak: Callable[[], int]) -> Capacity:
+    """Measures warm lanes of width 1. speak: makes one stream of FRAMES frames at most; returns how many it has."""
     begun_s = time.perf_counter()
-    speak()
-    frame_s = (time.perf_counter() - begun_s) / FRAMES
+    frames = speak()
+    frame_s = (time.perf_counter() - begun_s) / frames
     runner.reference_model = runner.steps.model
     basis = f"measured {date.today().isoformat()}: a frame in {1e3 * frame_s:.3g} ms"
     return Capacity(round(measured_streams(frame_s, 0.0, runner.lanes.settings.margin), 2), basis)

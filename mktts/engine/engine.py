@@ -209,13 +209,14 @@ class Engine:
                 raise EngineError("the engine was closed, or was too busy, before this could be measured")
         return done.result()
 
-    def _make_stream(self, runner: Runner, request: Request, frames: int) -> None:
+    def _make_stream(self, runner: Runner, request: Request, frames: int) -> int:
         """Makes an unpaced stream of up to `frames` frames on these lanes, and waits for its end."""
         plan = Plan(Sampling(), 0, frames, StreamOptions(guard=Guard.off()), paced=False)
         utterance = self.reserve(plan)
         self.begin(utterance, partial(Script, [request], started_s=0.0), runner.name)
         while utterance.take() is not None:
             pass
+        return len(utterance.codes)
 
     def forget(self, voice: Voice) -> None:
         """Drops what caches hold of `voice`, soon, in the worker's thread. Raises EngineError after `close`."""

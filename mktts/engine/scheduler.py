@@ -233,14 +233,6 @@ class TickSettings:
         """Whether a larger chunk follows, for each of a stream's frames in order; the last holds for all after it."""
         return np.append(np.repeat(np.diff(self.chunks) > 0, self.chunks[:-1]), False)
 
-    def most_lanes(self, model: TickModel, context_rows: float) -> int:
-        """The most lanes, each at `context_rows`, with which a tick keeps to `max_tick_s`. Where the constant part of a
-        tick is nearly as long, 1.5 times that part is allowed, since fewer lanes would hardly shorten it."""
-        lane_s = model.predict(1, 0, context_rows) - model.constant_s
-        time_s = max(self.max_tick_s, min(1.5 * model.constant_s, self.margin * FRAME_S))
-        fitting = (time_s - model.constant_s) / lane_s if lane_s else np.inf
-        return max((size for size in self.sizes if size <= fitting), default=self.sizes[0])
-
     def size(self, lanes: int) -> int:
         """The smallest number of lanes that can be run and is at least this; `max_lanes` if there is none."""
         return next((size for size in self.sizes if size >= lanes), self.max_lanes)
@@ -404,7 +396,12 @@ def _of_many(table: StreamTable, able: np.ndarray, now_s: float, model: TickMode
     arrivals = bool(waiting.any())
     speaking = np.flatnonzero(~waiting)
     context_rows = float(table.context_rows[able].mean())
-    most = settings.most_lanes(model, context_rows)
+    # The most lanes with which a tick keeps to `max_tick_s`. Where its constant part is nearly as long, 1.5 times that
+    # part is allowed, since fewer lanes would hardly shorten it.
+    lane_s = model.predict(1, 0, context_rows) - model.constant_s
+    time_s = max(settings.max_tick_s, min(1.5 * model.constant_s, settings.margin * FRAME_S))
+    fitting = (time_s - model.constant_s) / lane_s if lane_s else np.inf
+    most = max((size for size in settings.sizes if size <= fitting), default=settings.sizes[0])
     # With as many listeners as the capacity allows, even a tick of all of them ends in time.
     everyone = max(most, settings.size(len(speaking)))
     longest_s = model.predict(everyone, settings.max_rows if arrivals else 0, len(able) * context_rows)
@@ -426,8 +423,7 @@ def _of_many(table: StreamTable, able: np.ndarray, now_s: float, model: TickMode
         time_s = min(settings.max_tick_s, max(shares_s.min(initial=np.inf), leads_s.min(initial=np.inf)))
         budget = _row_budget(min(due + int(waiting.sum()), most), time_s, context_rows, model, settings)
         entering = waiting & (lead_s < limit_s)
-        order = _order(table, able[entering], lead_s[entering], now_s, settings)
-        pieces = _pieces(table, order, budget, max(most - pressed, 1), settings.whole_prompts)
+        pieces = _pieces(table, able[entering], lead_s[entering], now_s, budget, max(most - pressed, 1), settings)
     new = [piece.slot for piece in pieces if piece.last]
     if len(new) >= _MANY_NEW:
         due = min(due, pressed)  # the others can wait until the new streams have been heard
@@ -435,8 +431,7 @@ def _of_many(table: StreamTable, able: np.ndarray, now_s: float, model: TickMode
     if not count and not pieces:
         if not settings.idle_lanes:
             return Tick(wake_s=_wake_s(table, able, now_s, longest_s, settings))
-        order = _order(table, able[waiting], lead_s[waiting], now_s, settings)
-        pieces = _pieces(table, order[:1], settings.min_rows, 1, settings.whole_prompts)
+        pieces = _pieces(table, able[waiting], lead_s[waiting], now_s, settings.min_rows, 1, settings)
         new = [piece.slot for piece in pieces if piece.last]
         count = min(settings.idle_lanes, most, len(speaking)) if not pieces else 0
     rows = sum(piece.rows for piece in pieces)
@@ -467,24 +462,27 @@ def _row_budget(lanes: int, time_s: float, context_rows: float, model: TickModel
     return int(np.clip(rows, settings.min_rows, settings.max_rows))
 
 
-def _order(
-    table: StreamTable, slots: np.ndarray, lead_s: np.ndarray, now_s: float, settings: TickSettings
-) -> np.ndarray:
-    """Slots with waiting prompts in the order in which they became due: a new stream when it arrived, the next segment
-    of a playing one when its lead fell below the limit, and before all of them those that waited for text."""
+def _pieces(
+    table: StreamTable,
+    slots: np.ndarray,
+    lead_s: np.ndarray,
+    now_s: float,
+    rows: int,
+    most_prompts: int,
+    settings: TickSettings,
+) -> list[Piece]:
+    """Pieces of the prompts in these slots, up to `rows` rows and `most_prompts` ends, in the order in which they fell
+    due: a new stream when it arrived, the next segment of a playing one when its lead fell below the limit, and before
+    all of them those that waited for text. With whole prompts none is cut, and one enters."""
     fresh = table.frames_made[slots] == 0
     arrived_s = table.arrived_s[slots] + np.where(table.paced[slots], 0.0, _PATIENCE_S)
     since_s = np.where(fresh, arrived_s, now_s + lead_s - settings.lead_s)
-    return slots[np.argsort(np.where(table.resumed[slots], -np.inf, since_s), kind="stable")]
-
-
-def _pieces(table: StreamTable, order: np.ndarray, rows: int, most_prompts: int, whole: bool) -> list[Piece]:
-    """Pieces of prompts in `order`, up to `rows` rows and `most_prompts` ends. whole: none is cut, and one enters."""
+    order = np.argsort(np.where(table.resumed[slots], -np.inf, since_s), kind="stable")
     pieces: list[Piece] = []
-    for slot in order.tolist():
+    for slot in slots[order].tolist():
         left = int(table.prompt_rows[slot])
         taken = min(left, rows)
-        if whole and taken < left:
+        if settings.whole_prompts and taken < left:
             taken = 0 if pieces else left
         last = taken == left
         if not taken or (last and not most_prompts):

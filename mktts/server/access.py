@@ -120,7 +120,7 @@ class AccessMiddleware:
     origins: web pages that may use the server, as browsers write Origin. Without a key, pages served from loopback may
         use it too and all others are refused, because browsers send WebSockets and simple POSTs without asking CORS.
     hosts: accepted besides IP addresses and localhost. A server with a key checks Host only if hosts are given.
-    body_s: seconds allowed for a body, plus its size limit at 64 KiB/s. is_open: whether a path needs no key.
+    body_s: seconds allowed for a body, plus its announced size at 64 KiB/s. is_open: whether a path needs no key.
     key_in_query: whether HTTP accepts ?key=. WebSockets always do, since a page cannot set their headers."""
 
     app: Any
@@ -193,8 +193,9 @@ class AccessMiddleware:
         at_most = self.max_body_bytes(connection.scope["path"])
         length = connection.headers.get("content-length", "")
         found_bytes, body, more = int(length) if length.isdigit() else 0, bytearray(), True
+        most_s = self.body_s + min(found_bytes or at_most, at_most) / _SLOWEST_BYTES_PER_S
         try:
-            async with asyncio.timeout(self.body_s + at_most / _SLOWEST_BYTES_PER_S):
+            async with asyncio.timeout(most_s):
                 while more and found_bytes <= at_most:
                     message = await receive()
                     if message["type"] == "http.disconnect":

@@ -10,7 +10,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from mktts.audio.encoding import UNCODED, Encoder, StreamFormat
 from mktts.audio.untrusted import decode_untrusted
-from mktts.engine.options import Chunk, WordTime
+from mktts.engine.options import Chunk
 from mktts.errors import BackendUnavailable, MkttsError
 from mktts.model.voice import Voice
 from mktts.server.access import REQUEST_ID_HEADER, ApiError
@@ -236,17 +236,15 @@ class AudioResponse(StreamingResponse):
             data = _event("speech.audio.delta", audio=base64.b64encode(data).decode())
         if words := (stream.state.words or [])[self._words :] if chunk is None else chunk.words:
             self._words += len(words)
-            data += _event("speech.audio.words", words=[self._as_played(word) for word in words])
+            times, speed = ("start_s", "end_s"), encoder.speed
+            told = [asdict(word) | {key: round(getattr(word, key) / speed, 3) for key in times} for word in words]
+            data += _event("speech.audio.words", words=told)
         if chunk is None:
             tokenizer, frames = stream.service.tokenizer, stream.state.frames
             tokens = len(await asyncio.to_thread(lambda: tokenizer().encode(self._events_of)))
             usage = {"input_tokens": tokens, "output_tokens": frames, "total_tokens": tokens + frames}
             data += _event("speech.audio.done", usage=usage)
         return data
-
-    def _as_played(self, word: WordTime) -> dict[str, Any]:
-        start_s, end_s = (round(time_s / self._encoder.speed, 3) for time_s in (word.start_s, word.end_s))
-        return asdict(replace(word, start_s=start_s, end_s=end_s))
 
 
 class KeptSounds:

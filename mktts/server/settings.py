@@ -39,7 +39,7 @@ class Limits:
     buffer_frames: frames generated ahead of a client that does not read, before its generation pauses.
     socket_bytes: the kernel's send buffer per connection. It is small so that little audio is in flight when a listener
         interrupts, and so that a slow client is noticed.
-    body_s: time for a body, plus the path's size limit at 64 KiB/s. kept_states: ended streams that
+    body_s: time for a body, plus its announced size at 64 KiB/s. kept_states: ended streams that
         GET /tts/stream/{id} still knows.
     max_reference_bytes, max_reference_s, reference_decode_s: of a recording to clone: size, duration, decoding time.
     kept_voices: cached voices of such recordings. max_voices: uploaded voices per key."""
