@@ -27,7 +27,7 @@ SCALE_ROWS = (
     ("1.7B, of 620 offered", "H200", LOAD, 620, "playing_mean", "{:,.0f}"),
     ("0.6B over sockets, of 1,200 offered", "H200", SERVED, 1_200, "playing_mean", "{:,.0f}"),
     ("its first byte, p99", "H200", SERVED, 1_200, "ttfb_p99_ms", "{:.0f} ms"),
-    ("the voice in the box, of 20 offered", "two CPU cores", "load_cpu.json", 20, "playing_mean", "{:.0f}"),
+    ("the included voice, of 20 offered", "two CPU cores", "load_cpu.json", 20, "playing_mean", "{:.0f}"),
 )
 
 # Row of the table -> suffix of the three engines' figures in the bench's document.
