@@ -62,7 +62,7 @@ class Choice:
         checked_number("temperature", self.temperature, *_SCALES, SamplingError, "; for greedy set do_sample=False")
         checked_number("top_p", self.top_p, 0, 1, SamplingError)
         top_k = int(self.top_k) if isinstance(self.top_k, float) and self.top_k % 1 == 0 else self.top_k
-        checked_int("top_k", top_k, 0, 2**31 - 1, SamplingError)
+        checked_int("top_k", top_k, 0, 2**62, SamplingError)
         object.__setattr__(self, "top_k", int(top_k))  # JSON files may hold 50.0, or a temperature of 1
         object.__setattr__(self, "temperature", float(self.temperature))
         object.__setattr__(self, "top_p", float(self.top_p))

@@ -75,7 +75,7 @@ def _samples(audio: np.ndarray | Path | str, sample_rate_hz: int | None) -> tupl
         full_scale = -float(np.iinfo(audio.dtype).min) if audio.dtype.kind == "i" else 1.0
         pcm = audio.astype(np.float32) if full_scale == 1 else (audio / full_scale).astype(np.float32)
         pcm, rate_hz = pcm if pcm.ndim == 1 else pcm.mean(1, dtype=np.float32), sample_rate_hz
-    checked_int("sample_rate_hz", rate_hz, _LOWEST_RATE_HZ, error=VoiceError)
+    checked_int(f"the rate, sample_rate_hz={rate_hz!r},", rate_hz, _LOWEST_RATE_HZ, error=VoiceError)
     if not np.isfinite(pcm).all():
         raise VoiceError("audio must be finite, found NaN or infinity")
     if len(pcm) * SAMPLE_RATE_HZ < SAMPLES_PER_FRAME * rate_hz:
