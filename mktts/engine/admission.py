@@ -91,15 +91,16 @@ class Admission:
         most, limits, measured = self.most, self.limits, self.measured
         if measured is None:
             return Capacity(most, "not measured" if math.isinf(most) else "max_streams")
+        why = ""
         if measured.streams < 1:
-            return Capacity(most, f"slower than real time: {measured.streams:.2g} streams; {measured.basis}")
-        if most == limits.max_streams:
-            return Capacity(most, f"max_streams; {measured.basis}")
-        if most == limits.min_streams and int(measured.streams / self.slowdown) < most:
-            return Capacity(most, f"min_streams; {measured.basis}")
-        if self.slowdown > 1:
-            return Capacity(most, f"lowered: ticks take {self.slowdown:.1f} times what was measured; {measured.basis}")
-        return Capacity(most, measured.basis)
+            why = f"slower than real time: {measured.streams:.2g} streams; "
+        elif most == limits.max_streams:
+            why = "max_streams; "
+        elif most == limits.min_streams and int(measured.streams / self.slowdown) < most:
+            why = "min_streams; "
+        elif self.slowdown > 1:
+            why = f"lowered: ticks take {self.slowdown:.1f} times what was measured; "
+        return Capacity(most, why + measured.basis)
 
     def tick(self, ended_s: float, took_s: float, expected_s: float, late: int, frames: int) -> None:
         """Records a tick of `frames` frames, `late` of them late. expected_s: its duration by the measured model."""

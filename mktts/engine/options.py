@@ -33,8 +33,8 @@ TOGETHER_SCHEDULE = (1, 1, 2, 2, 4)
 class Guard:
     """Ends a segment whose talker does not find its end: about 0.4 % of real requests never say end-of-speech.
 
-    repeat_frames: ends it once so many frames in a row have the same code 0; None: never. In real speech they are
-        fewer than 35 (measured by others on released checkpoints).
+    repeat_frames: ends it once so many frames in a row have the same code 0; None: never. Real speech has
+        less than 35 (measured by others on released checkpoints).
     frames_per_text_token, slack_frames: end it at slack_frames + frames_per_text_token * text tokens so far, in
         frames; frames_per_text_token None: never. At 150 words a minute and 1.3 tokens a word, speech takes 3.8 frames
         a token; the defaults allow a second a token and six seconds for pauses."""

@@ -24,8 +24,7 @@ _CONTEXT_UNIT_ROWS = 100
 
 
 class Piece(NamedTuple):
-    """Rows of the prompt in `slot`, from position `start` on, that enter in one tick. last: a frame is made after
-    it."""
+    """Rows of the prompt in `slot`, from position `start` on, that enter in a tick. last: a frame is made after it."""
 
     slot: int
     start: int

@@ -74,8 +74,7 @@ class Segment:
     """What the frames of one segment are made from, and how far they are. prompt: a `Prompt`, or a `FedPrompt` that is
     ready. stream: whose segment it is; None in measurements and tests of lanes. reference: codes (R, 16) that the codec
     hears first, or None. guard: counts the frames that were read. begun: it has memory, and `Lanes.begin` was called.
-    launched: frames in ticks that were launched. row: the text row (H,) of the frame after those, None if it is not
-    known."""
+    launched: frames in ticks that were launched. row: the text row (H,) of the frame after those, None if not known."""
 
     prompt: Any
     sampling: Sampling

@@ -236,9 +236,9 @@ class AudioResponse(StreamingResponse):
             data = _event("speech.audio.delta", audio=base64.b64encode(data).decode())
         if words := (stream.state.words or [])[self._words :] if chunk is None else chunk.words:
             self._words += len(words)
-            times, speed = ("start_s", "end_s"), encoder.speed
-            told = [asdict(word) | {key: round(getattr(word, key) / speed, 3) for key in times} for word in words]
-            data += _event("speech.audio.words", words=told)
+            times = ("start_s", "end_s")
+            told = (asdict(one) | {key: round(getattr(one, key) / encoder.speed, 3) for key in times} for one in words)
+            data += _event("speech.audio.words", words=[*told])
         if chunk is None:
             tokenizer, frames = stream.service.tokenizer, stream.state.frames
             tokens = len(await asyncio.to_thread(lambda: tokenizer().encode(self._events_of)))

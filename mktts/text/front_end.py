@@ -16,6 +16,7 @@ ENGLISH = "english"
 AUTO = "auto"
 _LATIN = "LATIN"
 _LONGEST_CHARS = 240  # most characters held back; a text without a plain word is then cut at a space
+_LONGEST_WORD_CHARS = 1_000  # a longer one is read in parts: the rules take the square of its length
 _ENDS = ".!?"
 _PAUSES = ",;:"
 _MARKS = _ENDS + _PAUSES
@@ -146,9 +147,9 @@ class FrontEndFeed:
         said = piece
         if self._reads:
             said = ""
-            for gap, part in re.findall(r"(\s*)(\S*)", piece):
+            for gap, part in re.findall(rf"(\s*)(\S{{0,{_LONGEST_WORD_CHARS}}})", piece):
                 self._gap += gap
-                if self._gap and part:
+                if part and (self._gap or len(self._word) >= _LONGEST_WORD_CHARS):
                     said += self._complete()
                 self._word += part
             if final:
