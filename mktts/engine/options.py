@@ -115,9 +115,9 @@ class StreamOptions:
             if not schedule:
                 raise OptionsError(f"schedule must name chunk sizes in frames, as (1, 1, 2), got {self.schedule!r}")
             object.__setattr__(self, "schedule", schedule)
+            for frames in schedule:
+                checked_int("every entry of schedule", frames, at_least=1)
         one_of("markup", self.markup, get_args(Markup))
-        for frames in self.schedule or ():
-            checked_int("every entry of schedule", frames, at_least=1)
         if self.max_chars_per_segment is not None:
             checked_int("max_chars_per_segment", self.max_chars_per_segment, at_least=MIN_SEGMENT_CHARS)
         checked_int("buffer_frames", self.buffer_frames, max(self.schedule or SCHEDULE), _MOST_FRAMES)
@@ -279,5 +279,4 @@ class Chunker:
             self._lead = whole[-(KEPT_LEAD_SAMPLES + len(whole) % AUDIBLE_WINDOW_SAMPLES) :]  # begins at a window
             return whole[:0]
         self._trimming = False
-        self._lead = whole[:0]
         return whole[max(0, audible - KEPT_LEAD_SAMPLES) :]

@@ -18,10 +18,10 @@ from torch import Tensor
 from mktts.checkpoint import files as weight_files
 from mktts.checkpoint.files import MARKER, WeightFiles
 from mktts.checkpoint.open import resolve
-from mktts.checkpoint.random.make import made_once, whole_folder, write_tokenizer, write_weights
+from mktts.checkpoint.random.make import made_once, whole_folder, write_files, write_weights
 from mktts.checkpoint.random.weights import HEAD_LOGIT_STD, PEAK_LOGIT, random_tensors, shrink_branches
 from mktts.checkpoint.tensors import TensorSpecs, check, stack_shapes, tensor_specs
-from mktts.common import cache_folder, read_object, write_json
+from mktts.common import cache_folder, read_object
 from mktts.errors import CheckpointError, SamplingError
 from mktts.llm.tokens import TextVocabulary
 from mktts.model.sampling import Choice
@@ -193,9 +193,7 @@ def _make(folder: Path, size: str, margin: bool) -> None:
         MARKER: {"random": True, "recipe": RECIPE, "size": size, "margin": margin},
     }
     with whole_folder(folder) as work:
-        for file, content in files.items():
-            write_json(work / file, content, sort_keys=False)
-        write_tokenizer(work)
+        write_files(work, files)
         config = TextConfig.load(work)
         tensors = random_tensors(expected_text_tensors(config), 0, torch.bfloat16)
         if margin:

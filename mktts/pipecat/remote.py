@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
+import time
 import urllib.error
 import urllib.request
 from http.client import HTTPException
+from itertools import chain, repeat
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,7 +30,7 @@ from mktts.spec import SAMPLE_RATE_HZ, language_named
 from mktts.text.markup import MarkupFeed
 from mktts.text.split import clean_piece
 
-PATIENCE_S = (0.1, 0.4, 1.0)  # delays between attempts at an utterance that has produced no audio yet
+PATIENCE_S = (0.1, 0.4, 1.0)  # delays between attempts at an utterance that has produced no audio yet; the last repeats
 _KEPT_MESSAGES = 16  # read ahead of the consumer, half of them audio; more stays in the sockets and then in the server
 _CLOSE_S = 1.0
 _MAX_HEALTH_BYTES = 1 << 20
@@ -47,9 +50,9 @@ class RemoteSource(SpeechSource):
     """Speech from a server: `MkttsTTSService(source=RemoteSource("http://127.0.0.1:8000"))`.
 
     Each utterance has its own WebSocket, and one is kept open in advance per service. If the connection is lost or the
-    server is busy before any audio arrived, the utterance is retried on a new connection; a connection lost later ends
-    it with ConnectionLost, which leaves the service usable. Errors are those of a `LocalSource`, and also BusyError,
-    ConnectionLost and AccessError. Use it on one event loop at a time.
+    server is busy before any audio arrived, the utterance is retried on new connections for `retry_s`, in which a
+    server can restart; a connection lost later ends it with ConnectionLost, which leaves the service usable. Errors are
+    those of a `LocalSource`, and also BusyError, ConnectionLost and AccessError. Use it on one event loop at a time.
 
     name: the server's checkpoint, once connected; before that, its address."""
 
@@ -64,19 +67,21 @@ class RemoteSource(SpeechSource):
         trim_lead: bool = False,
         connect_s: float = 5.0,
         silence_s: float = 5.0,
+        retry_s: float = 9.0,
     ) -> None:
         """Does not connect yet. Raises OptionsError for an invalid url or key.
 
         url: the address that the server prints; may have a path, to which /tts/ws is appended.
         max_frames, trim_lead: of every utterance, as in a request.
         connect_s: time limit of a handshake.
-        silence_s: time without a message until a ping is sent, and then until the server counts as gone."""
+        silence_s: time without a message until a ping is sent, and then until the server counts as gone.
+        retry_s: how long an utterance without audio is retried. Pipecat ends it after 10 s without audio."""
         self._http, self._ws = _addresses(url)
-        if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable() and api_key.strip()):
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
             raise OptionsError("api_key must be printable ASCII and not empty; leave it out for a server without one")
         self.name = urlsplit(self._http).netloc
         self.sample_rate_hz = SAMPLE_RATE_HZ
-        self.silence_s = silence_s
+        self.silence_s, self.retry_s = silence_s, retry_s
         self._api_key = api_key
         self._limits = {"max_frames": max_frames, "trim_lead": trim_lead or None, "markup": "strip"}
         self._connect_s = connect_s
@@ -234,7 +239,7 @@ class RemoteSpeech(Speech):
         self._writing: asyncio.Task[None] | None = None
         self._fed = ""
         self._finished = False  # the text is complete
-        self._waits_s = iter(PATIENCE_S)
+        self._waits_s, self._retries_until_s = chain(PATIENCE_S, repeat(PATIENCE_S[-1])), math.inf
         self._heard = self._over = False
         self._error: MkttsError | None = None  # the error that ended it
         self._send("start", **start)
@@ -285,8 +290,9 @@ class RemoteSpeech(Speech):
                     piece = await self._next()
                 except (ConnectionLost, BusyError) as error:
                     self._release_socket()
-                    wait_s = None if self._heard else next(self._waits_s, None)
-                    if wait_s is None:
+                    now_s, wait_s = time.monotonic(), next(self._waits_s)
+                    self._retries_until_s = min(self._retries_until_s, now_s + self._source.retry_s)
+                    if self._heard or now_s + wait_s > self._retries_until_s:
                         raise
                     logger.warning(f"{error}; nothing was heard yet: trying again in {wait_s:g} s")
                     await asyncio.sleep(wait_s)
@@ -323,10 +329,10 @@ class RemoteSpeech(Speech):
                         self._end(said["finish_reason"])
         except ConnectionClosed as error:
             if not self._over and self._error is None:
-                closed = error.rcvd
-                why = f"{closed.code} {closed.reason}".strip() if closed is not None else "without a word"
-                self._error = ConnectionLost(f"the connection to the server was lost ({why}): this utterance ends here")
-                if closed is not None and closed.code == CloseCode.MESSAGE_TOO_BIG:
+                self._error = ConnectionLost(
+                    f"the connection to the server was lost: {error}; this utterance ends here"
+                )
+                if error.rcvd is not None and error.rcvd.code == CloseCode.MESSAGE_TOO_BIG:
                     self._error = TextError("the text is too long for one message to the server: speak it in parts")
         except TimeoutError:
             self._error = ConnectionLost(f"the server has not answered for {2 * silence_s:g} s: it is gone or hangs")

@@ -361,8 +361,7 @@ class MkttsTTSService(TTSService):
                     await self.stop_ttfb_metrics()
                     yield self._frame(rest, context_id)
                 if speech.finish_reason not in ("eos", None):
-                    made_s = utterance.made_s
-                    logger.warning(f"{self}: an utterance was ended after {made_s:.1f} s: {speech.finish_reason}")
+                    logger.warning(f"{self}: an utterance ended after {utterance.made_s:.1f} s: {speech.finish_reason}")
                 if not utterance.finished:  # a limit ended it before its text was complete
                     utterance.cut_short = True
                     self._cut_short.add(context_id)

@@ -278,7 +278,8 @@ async def test_every_name_that_the_server_may_know_is_left_to_it(server):
 
 async def test_a_server_with_no_place_free_costs_the_sentence_and_not_the_service(server, tiny, monkeypatch):
     monkeypatch.setattr(scheduler, "ABSENT_S", math.inf)  # the other one listens, although it reads nothing
-    tts = MkttsTTSService(source=RemoteSource(server.url, KEY, max_frames=4), stop_frame_timeout_s=TOO_LATE_S)
+    source = RemoteSource(server.url, KEY, max_frames=4, retry_s=1.0)
+    tts = MkttsTTSService(source=source, stop_frame_timeout_s=TOO_LATE_S)
     headers = {"Authorization": f"Bearer {KEY}"}
     async with Talk(tts) as talk:
         # Its farewell would wait ten seconds behind what it has not read.
@@ -349,11 +350,12 @@ async def test_tries_have_an_end_and_a_cancel_ends_them():
         client.socket.transport.abort()
 
     async with fake_server(lost) as server:
+        server.source.retry_s = sum(PATIENCE_S) + 1.5 * PATIENCE_S[-1]
         with pytest.raises(errors.ConnectionLost):
             await taken(await server.source.speak("Hello.", Style()))
-        assert len(server.clients) == 1 + len(PATIENCE_S)
+        assert len(server.clients) == 2 + len(PATIENCE_S)  # the last delay twice
         speech = await server.source.speak("Hello.", Style())
         waiting = asyncio.create_task(taken(speech))
-        await until(lambda: len(server.clients) > 2 + len(PATIENCE_S))
+        await until(lambda: len(server.clients) > 3 + len(PATIENCE_S))
         speech.cancel()
         assert await waiting == b"" and speech.finish_reason == "cancelled"

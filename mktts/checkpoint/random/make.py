@@ -85,16 +85,12 @@ def make(
     eos_after: with `margin`, the number of frames before end-of-speech; None leaves end-of-speech to chance.
     full_codec: use the released codec's size for a tiny model too. Raises CheckpointError, also as `whole_folder`."""
     if eos_after is not None and not margin:
-        why = "with plain random weights the end of speech is left to chance"
-        raise CheckpointError(f"eos_after needs margin=True: {why}")
+        raise CheckpointError("eos_after needs margin=True: plain random weights leave the end of speech to chance")
     files = small_files(size, model_type, full_codec or not size.startswith("tiny"))
     marker = {"random": True, "recipe": RECIPE, "size": size, "type": model_type, "margin": margin}
     files[MARKER] = marker | {"eos_after": eos_after}
     with whole_folder(folder) as work:
-        (work / "speech_tokenizer").mkdir()
-        for name, content in files.items():
-            write_json(work / name, content, sort_keys=False)
-        write_tokenizer(work)
+        write_files(work, files)
         config = ModelConfig.load(work)
         tensors = random_tensors(expected_tensors(config), 0, torch.bfloat16)
         if margin:
@@ -171,9 +167,10 @@ def vocabulary() -> dict[str, int]:
     return dict(sorted(vocab.items(), key=lambda item: item[1]))
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Writes vocab.json, merges.txt and tokenizer_config.json of the small tokenizer."""
-    write_json(folder / _TOKENIZER_CONFIG, read_object(_RELEASED / _TOKENIZER_CONFIG), sort_keys=False)
+def write_files(folder: Path, files: dict[str, Json]) -> None:
+    """Writes JSON files by their paths, and vocab.json, merges.txt and tokenizer_config.json of the small tokenizer."""
+    for name, content in {**files, _TOKENIZER_CONFIG: read_object(_RELEASED / _TOKENIZER_CONFIG)}.items():
+        write_json(folder / name, content, sort_keys=False)
     (folder / "vocab.json").write_text(json.dumps(vocabulary(), ensure_ascii=False), encoding="utf-8")
     shutil.copyfile(_MERGES, folder / "merges.txt")
 
