@@ -87,7 +87,7 @@ class LatencyObserver(BaseObserver):
         elif downstream and isinstance(frame, frames.BotStoppedSpeakingFrame):
             self.speaking = False
             if self._onset_s is not None:
-                self._turn.silence_ms = _ms(now_s - self._onset_s)
+                self._turn.silence_ms = round(1_000 * (now_s - self._onset_s), 1)
                 self._onset_s = None
         elif downstream and self._turn is not None:
             self._note(frame, now_s)
@@ -136,11 +136,7 @@ class LatencyObserver(BaseObserver):
         self._at_s["speaking_ms"] = now_s
         if self._end_s is not None:
             for name, at_s in self._at_s.items():
-                setattr(self._turn, name, _ms(at_s - self._end_s))
+                setattr(self._turn, name, round(1_000 * (at_s - self._end_s), 1))
         self.turns.append(self._turn)
         if self.on_turn is not None:
             await self.on_turn(self._turn)
-
-
-def _ms(seconds: float) -> float:
-    return round(1_000 * seconds, 1)

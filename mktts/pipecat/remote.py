@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import time
 import urllib.error
 import urllib.request
@@ -75,7 +74,7 @@ class RemoteSource(SpeechSource):
         max_frames, trim_lead: of every utterance, as in a request.
         connect_s: time limit of a handshake.
         silence_s: time without a message until a ping is sent, and then until the server counts as gone.
-        retry_s: how long an utterance without audio is retried. Pipecat ends it after 10 s without audio."""
+        retry_s: how long after its start an utterance without audio is retried; Pipecat gives it up after 10 s."""
         self._http, self._ws = _addresses(url)
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
             raise OptionsError("api_key must be printable ASCII and not empty; leave it out for a server without one")
@@ -239,7 +238,8 @@ class RemoteSpeech(Speech):
         self._writing: asyncio.Task[None] | None = None
         self._fed = ""
         self._finished = False  # the text is complete
-        self._waits_s, self._retries_until_s = chain(PATIENCE_S, repeat(PATIENCE_S[-1])), math.inf
+        self._waits_s = chain(PATIENCE_S, repeat(PATIENCE_S[-1]))
+        self._retries_until_s = time.monotonic() + source.retry_s
         self._heard = self._over = False
         self._error: MkttsError | None = None  # the error that ended it
         self._send("start", **start)
@@ -290,9 +290,8 @@ class RemoteSpeech(Speech):
                     piece = await self._next()
                 except (ConnectionLost, BusyError) as error:
                     self._release_socket()
-                    now_s, wait_s = time.monotonic(), next(self._waits_s)
-                    self._retries_until_s = min(self._retries_until_s, now_s + self._source.retry_s)
-                    if self._heard or now_s + wait_s > self._retries_until_s:
+                    wait_s = next(self._waits_s)
+                    if self._heard or time.monotonic() + wait_s > self._retries_until_s:
                         raise
                     logger.warning(f"{error}; nothing was heard yet: trying again in {wait_s:g} s")
                     await asyncio.sleep(wait_s)

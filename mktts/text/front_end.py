@@ -5,7 +5,7 @@ before it, so that an address is not read as a number, a date as a fraction, or 
 import re
 import unicodedata
 from collections.abc import Iterable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 from mktts.errors import TextError
 from mktts.text import readers
@@ -77,6 +77,7 @@ def _plain_characters(text: str) -> str:
     return re.sub(r"(?<=\S) {2,}", " ", plain)
 
 
+@lru_cache(4_096)
 def _is_plain(token: str) -> bool:
     """Whether a word is read as written and does not affect how its neighbours are read."""
     found = _PLAIN.fullmatch(token)
@@ -95,6 +96,8 @@ def _reading(text: str) -> str:
         for pattern, words in _rules():
             text = pattern.sub(partial(_filled, words), text)
         text = spell_letters(text, shouted)
+    elif re.fullmatch("[a-z]{2,}", text):  # most words: nothing below changes one
+        return text
     text = re.sub(r"\s+-+\s+|—|--+|[()\[\]{}|]", ", ", text)
     text = re.sub(r"(?<!\.)\.{2,}(?=\s+[a-z])", ",", text)
     text = re.sub(r"[^A-Za-z0-9\s.,;:?!'-]", " ", text)
@@ -189,10 +192,10 @@ class FrontEndFeed:
             words = text.rstrip(_PAUSES)
             said = joined + words if words else ""
             self._said, self._pause = words[-1:] or self._said, text[len(words) :]
-        if ends and self._said not in _ENDS:
-            self._said, said = ".", said + "."
         if ends:
             self._pause = ""
+            if self._said not in _ENDS:
+                self._said, said = ".", said + "."
         return said
 
 
