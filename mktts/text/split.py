@@ -10,7 +10,6 @@ from mktts.text.readers import LISTS
 
 SEGMENT_CHARS = 300  # default length of one generation: about 20 s of speech
 MAX_TEXT_CHARS = 100_000  # about two hours of speech; guards against mistakes and is not a limit of the model
-_TOO_LONG = f"{{}} may have {MAX_TEXT_CHARS} characters, got {{}}: send it in several requests"
 
 # Invisible characters the model was not trained to speak: C0/C1 controls, soft hyphen, zero-width space and direction
 # marks, invisible operators, byte-order mark, interlinear marks, lone surrogates. Joiners (U+200C, U+200D) are kept,
@@ -27,6 +26,7 @@ _WIDE_SENTENCE = "。！？｡．"
 _SENTENCE = ".!?…"
 _WIDE_CLAUSE = "，、；："
 _CLAUSE = ",;:—–"
+_MARKS = _CLOSERS + _WIDE_SENTENCE + _WIDE_CLAUSE + _SENTENCE + _CLAUSE
 _SKIN_TONES = "\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"  # these modify the character before
 _FIRST_WIDE = 0x2E80  # first code point of East Asian scripts
 _LOOK_BACK_CHARS = 24  # enough for the longest abbreviation and its closers
@@ -55,15 +55,14 @@ def clean_text(text: str, what: str = "text") -> str:
     if not cleaned:
         found = "an empty string" if not text else f"{len(text)} characters, none of them visible: {text[:20]!r}"
         raise TextError(f"expected {what} to speak, got {found}")
-    if len(cleaned) > MAX_TEXT_CHARS:
-        raise TextError(_TOO_LONG.format(what, len(cleaned)))
+    check_length(len(cleaned), what)
     return cleaned
 
 
-def check_length(chars: int) -> None:
+def check_length(chars: int, what: str = "text") -> None:
     """Raises TextError if a text of `chars` characters exceeds MAX_TEXT_CHARS."""
     if chars > MAX_TEXT_CHARS:
-        raise TextError(_TOO_LONG.format("text", chars))
+        raise TextError(f"{what} may have {MAX_TEXT_CHARS} characters, got {chars}: send it in several requests")
 
 
 def segment_chars(longest: int | None, fed: bool) -> int:
@@ -130,8 +129,8 @@ def boundary(before: str, gap: str, after: str) -> Cut:
     before = before[-_LOOK_BACK_CHARS:]
     core = before.rstrip(_CLOSERS)
     mark = core[-1:]
-    if not gap and after in _CLOSERS + _WIDE_SENTENCE + _WIDE_CLAUSE + _SENTENCE + _CLAUSE:
-        return Cut.NONE  # a mark stays with the text before it
+    if not gap and (after in _MARKS or (after.isascii() and mark.isalnum())):
+        return Cut.NONE  # a mark stays with the text before it, and a word, where most places are, is not cut
     if mark and mark in _WIDE_SENTENCE:
         return Cut.SENTENCE
     if before[-1:] in _WIDE_CLAUSE:
