@@ -76,7 +76,7 @@ def test_a_text_with_pauses_is_its_parts_with_zeros_between(synthesizer, case):
     assert max(len(chunk.pcm) for chunk in chunks) <= 8 * SAMPLES_PER_FRAME
     assert all(chunk.pcm16 == to_pcm16(chunk.pcm) for chunk in chunks)
     with synthesizer.open(seed=SEED, options=OFF, voices={"Anna": ANNA}) as session:
-        assert len(fed(session, text)) == len(expected)  # tests/text/test_pieces.py: pieces give what the whole gives
+        assert len(fed(session, text)) == len(expected)  # tests/text: pieces give what the whole gives
 
 
 def test_a_fed_pause_is_heard_before_more_text_comes(synthesizer):
