@@ -87,7 +87,7 @@ ALL_IDS = st.one_of(st.integers(0, 700), st.integers(0, 151_935), st.integers(15
 @settings(max_examples=60, deadline=None)
 @given(ids=st.lists(ALL_IDS, max_size=12))
 def test_any_ids_are_the_text_of_transformers(tokenizers, ids):
-    """Broken UTF-8, special, added and unused ids included. Ids of texts: tests/model/test_tokenizer.py."""
+    """Broken UTF-8, special, added and unused ids included. Ids of texts: tests/model."""
     ours, theirs = tokenizers
     upstream = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert b"".join(map(ours.data, ids)).decode(errors="replace") == upstream
