@@ -315,7 +315,7 @@ def test_words_are_read_as_they_were_written_also_where_the_clock_turns_over():
 
 
 def test_marks_that_do_not_fit_or_differ_of_other_frames_or_of_fewer_than_three_are_refused():
-    """What is made of whole ones: tests/measure/test_trace_document.py."""
+    """What is made of whole ones: tests/measure/test_bench.py."""
     cycles = np.arange(1, 19).reshape(2, 9)
     words = encode(np.arange(1, 10), cycles, cycles, 12)
     with pytest.raises(EngineError, match="fewer than 9"):

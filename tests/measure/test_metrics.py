@@ -1,4 +1,4 @@
-"""The definitions in mktts.measure.metrics, on made-up chunks whose answers are worked out by hand."""
+"""Metrics worked out by hand, the table of components against published sizes, the words that a recogniser hears."""
 
 import json
 import subprocess
@@ -7,13 +7,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from absent import needs
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mktts.agent.user_speech import load
+from mktts.checkpoint import Checkpoint
 from mktts.engine.metrics import play, summarise
 from mktts.errors import MetricsError
-from mktts.measure import metrics
+from mktts.measure import inspection, metrics
 from mktts.measure.environment import head, provided_by, versions
+from mktts.measure.recogniser import Aligner, Recogniser, loop_model, word_errors, words
 from mktts.spec import AUDIBLE_DBFS, FRAME_MS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 FRAME = SAMPLES_PER_FRAME
@@ -123,3 +127,97 @@ def test_peak_rss_counts_what_a_process_touched_and_not_its_parent():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
     assert before + 32 * 2**20 <= after <= 3 * before + 64 * 2**20
+
+
+# ---- components of a checkpoint
+
+
+@pytest.mark.parametrize(
+    ("size", "talker_bytes", "projection_bytes", "width", "published_gb"),
+    [
+        ("0.6b", 880_932_864 + 2_048 + 6_291_456, 0, 1024, 3.31),
+        ("1.7b", 2_818_816_000 + 4_096 + 12_582_912, 4_196_352, 2048, 5.32),
+    ],
+)
+def test_bytes_per_frame_are_the_sum_of_what_a_frame_reads(size, talker_bytes, projection_bytes, width, published_gb):
+    rows = inspection.components_at(size)
+    predictor_layers, heads, embedding_row = 157_309_440 + 2_048, 62_914_560, 2 * width
+    want = talker_bytes + 15 * (predictor_layers + projection_bytes) + heads + 16 * embedding_row
+    assert inspection.bytes_per_frame(rows) == want
+    assert round(want / 1e9, 2) == published_gb
+
+
+def test_every_tensor_is_in_exactly_one_component(tiny_base: Checkpoint) -> None:
+    rows = inspection.components(tiny_base)
+    files = [tiny_base.folder / "model.safetensors", tiny_base.folder / "speech_tokenizer" / "model.safetensors"]
+    assert sum(row.tensors for row in rows) == len(tiny_base.files.tensors) + len(tiny_base.codec_files.tensors)
+    assert 0 < sum(f.stat().st_size for f in files) - sum(row.bytes for row in rows) < 100_000  # the headers
+    names = [row.name for row in rows]
+    assert len(set(names)) == len(names) and "speaker_encoder" in names and "small_to_mtp_projection" not in names
+
+
+def test_the_codec_reads_its_decoder_and_sixteen_rows(tiny: Checkpoint) -> None:
+    rows = {row.name: row for row in inspection.components(tiny)}
+    decoder = sum(t.nbytes for name, t in tiny.codec_tensors().items() if ".vq." not in name)
+    row_bytes = tiny.codec_config.codebook_dim // 2 * 4
+    assert rows["codec decoder"].bytes_per_frame == decoder
+    assert rows["codec codebooks"].bytes_per_frame == 16 * row_bytes
+    assert rows["codec encoder"].bytes_per_frame == rows["text_embedding"].bytes_per_frame == 0
+
+
+def test_a_size_without_weights_has_the_same_components_as_with_them(tiny: Checkpoint) -> None:
+    both = (inspection.components_at("tiny"), inspection.components(tiny))
+    plain, made = ([row for row in rows if not row.name.startswith(("codec ", "text_emb"))] for rows in both)
+    assert plain == made
+
+
+# ---- a recogniser
+
+
+@pytest.mark.parametrize(
+    ("said", "heard", "errors"),
+    [("a b c", "a b c", 0), ("a b c", "a c", 1), ("a b c", "a x c d", 2), ("a", "", 1), ("", "a b", 2)],
+)
+def test_word_errors(said, heard, errors):
+    assert word_errors(said.split(), heard.split()) == errors
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Hello, world - it's Twenty-one dogs'!", "hello world it's twenty one dogs"),
+        ("Dr. Brown, 1984; 1,250 birds", "doctor brown nineteen eighty four one thousand two hundred fifty birds"),
+        (" ... ", ""),
+    ],
+)
+def test_words_are_those_that_the_front_end_reads(text, said):
+    assert words(text) == said.split()
+
+
+def test_the_loop_is_a_distribution():
+    shares = [line.split() for line in loop_model(["b", "a", "b"]).splitlines() if line.startswith("-")]
+    assert [word for _, word in shares] == ["<s>", "</s>", "a", "b"]
+    assert sum(10 ** float(share) for share, _ in shares) == pytest.approx(1, abs=1e-3)
+
+
+@needs("pocketsphinx")
+def test_the_aligner_finds_a_word_where_its_sound_is():
+    speech, aligner = load("hello") / np.float32(32768), Aligner()
+    (start_s, end_s), *others = aligner.align(speech, ["hello"])
+    assert others == [] and 0 <= start_s < end_s <= len(speech) / 24_000 + 0.05
+    later = aligner.align(np.concatenate((np.zeros(12_000, np.float32), speech)), ["hello"])
+    assert np.subtract(later[0], (start_s, end_s)) == pytest.approx(0.5, abs=0.05)
+    assert aligner.align(speech, ["zzyzxq"]) is None and aligner.align(speech, []) is None
+
+
+@needs("pocketsphinx")
+def test_the_recogniser_names_what_it_lacks_and_hears_the_same_again():
+    closed = Recogniser(words("Yes, the kettle is two. Zzyzxq"))
+    assert closed.knows("kettle") and not closed.knows("zzyzxq")
+    assert closed.sound("two") == closed.sound("to") != closed.sound("kettle") and closed.sound("zzyzxq") == "zzyzxq"
+    speech, noise = load("hello") / np.float32(32768), np.random.default_rng(0).normal(0, 0.1, 9_000)
+    first = closed.hear(speech)
+    closed.hear(noise)
+    assert closed.hear(speech) == first
+    assert set(first.split()) <= {"yes", "the", "kettle", "is", "two"}
+    assert closed.hear(np.zeros(0, np.float32)) == ""

@@ -1,12 +1,18 @@
-"""The kernel's parity check, with torch in the kernel's place: right ones pass, wrong ones are caught and located."""
+"""The kernel's parity check, with torch in the kernel's place: right ones pass, wrong ones are caught and located. On a
+CUDA device the kernel itself, and the batched frame, whose error to fp32 is no larger than bf16 PyTorch's."""
+
+from typing import Any
 
 import pytest
 import torch
+from lane_player import CountingCodec, Player, exact_buckets, pages_for
+from torch import Tensor
 
-from mktts.checkpoint import Checkpoint
+from mktts.checkpoint import Checkpoint, open_checkpoint
 from mktts.measure.parity import kernel
 from mktts.model.backend import PromptRows
 from mktts.model.oracle import TorchBackend
+from mktts.spec import NUM_CODEBOOKS
 
 
 def backend_of(checkpoint: Checkpoint, dtype: torch.dtype, *changed: str) -> TorchBackend:
@@ -118,3 +124,76 @@ def test_the_megakernels_errors_are_upstreams_beyond_the_rows_its_prefill_takes_
     found = kernel.parity_of(source, kernel.Scope((16, 200, 1_100), 60, 100), "megakernel", "cuda")
     assert found["passed"], found
     assert found["exact"]["frames"] == 100
+
+
+# ---- the batched frame
+
+SIZES, CONTEXTS, FRAMES, COMPARED = (8, 64), (16, 63, 700), 5, 2  # COMPARED: of each context
+DEVICE = torch.device("cuda")
+
+
+class FrameInside:
+    """What the newest tick of lanes did inside: methods of their frames are wrapped from outside."""
+
+    def __init__(self, lanes: Any) -> None:
+        from mktts.kernel.triton_kernels import compiling
+
+        self._logits: list[Tensor] = [torch.empty(0)] * NUM_CODEBOOKS  # (lanes, vocabulary) each
+        self._hidden: list[Tensor] = [torch.empty(0)] * lanes.config.talker.num_hidden_layers  # (lanes, H) each
+        frames = [lanes._buckets[size] for size in sorted(lanes._buckets, reverse=True)]
+        with torch.cuda.stream(lanes._stream), compiling():  # one by one they would take minutes
+            for frame in frames:
+                frame.run()
+        for frame in frames:
+            self._watch(frame)
+
+    def _watch(self, frame: Any) -> None:
+        draw, layer = frame._draw, frame._layer
+
+        def watched_draw(logits: Tensor, book: int) -> None:
+            self._logits[book] = logits.to(torch.float32, copy=True)
+            draw(logits, book)
+
+        def watched_layer(stack: Any, index: int, x: Tensor, *more: Any) -> None:
+            layer(stack, index, x, *more)
+            if stack is frame._weights.talker:
+                self._hidden[index] = x[: frame.lane_count].to(torch.float32, copy=True)
+
+        frame._draw, frame._layer = watched_draw, watched_layer
+
+    def observed(self, lane: int, codes: Tensor, first: bool) -> kernel.Observed:
+        """first: its frame came from the prompt, so it has no hidden states of its own."""
+        hidden = None if first else torch.stack([of_layer[lane] for of_layer in self._hidden])
+        return kernel.Observed(codes, [of_head[lane].clone() for of_head in self._logits], hidden)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("source", ["random:tiny", "random:tiny-projected"])
+def test_errors_are_those_of_bf16_with_and_without_one_order_of_sums(source, deterministic):
+    from mktts.batch.cuda.lanes import CudaLanes
+
+    checkpoint = open_checkpoint(source)
+    oracles = kernel.oracles_of(checkpoint, "cuda")
+    compared = [one for rows in CONTEXTS for one in kernel.random_streams(oracles[1], rows, COMPARED, FRAMES)]
+    others = kernel.random_streams(oracles[1], 2, max(SIZES) - len(compared), FRAMES)
+    lanes = CudaLanes(
+        checkpoint.config, checkpoint.tensors(), DEVICE, torch.bfloat16, slots=max(SIZES),
+        positions=max(one.positions for one in compared), pages=pages_for([*others, *compared]),
+        settings=exact_buckets(SIZES), graphs=False, deterministic=deterministic,
+        codec=CountingCodec(max(SIZES) + 1, DEVICE),
+    )  # fmt: skip
+    inside, loads = FrameInside(lanes), {}
+    for size in SIZES:
+        streams = [*others[: size - len(compared)], *compared]
+        first, seen = size - len(compared), {number: [] for number in range(size)}
+
+        def watch(lane: int, number: int, frame: int, codes: Tensor, first=first, seen=seen) -> None:
+            if number >= first:
+                seen[number].append(inside.observed(lane, codes, frame == 0))
+
+        one_each = [[stream] for stream in streams]
+        Player(lanes, one_each, sounds=False, seed=size, size=size, plain=True, each=watch).play()
+        loads[size] = [(streams[number], seen[number]) for number in range(first, size)]
+    found = kernel.forced_frames(loads, oracles)
+    assert found["forced"]["passed"] and found["divergence"]["passed"], found
