@@ -1,4 +1,4 @@
-"""The kernel as other cards would run it, on the card that is here: what test_architectures.py runs.
+"""The kernel as other cards would run it, on the card that is here: what test_build.py runs.
 
 For each of CASES the kernel is compiled to PTX of that card's architecture, which the driver translates for this one,
 with its blocks and no more shared memory than it has. `equal`: greedy codes on wide-margin random weights are an fp32

@@ -55,7 +55,7 @@ def test_codes_are_upstreams(small, sampled, sentences, max_frames):
 def test_the_megakernel_is_as_near_to_fp32_as_bf16_is(small):
     """Of a trained voice single frames weigh much: on one H100 the kernel's error over bf16 PyTorch's was 0.94 to 1.18
     for code 0 and 1.02 to 1.11 for the others in five runs of 24 to 480 frames, 1.00 to 1.04 for hidden states. Rows in
-    the wrong place give more than 1.5 (tests/kernel/test_architectures.py)."""
+    the wrong place give more than 1.5 (tests/kernel/test_build.py)."""
     found = parity_of(str(small.folder), Scope((16, 200), 60, 0), "megakernel", "cuda")
     ratios = {name: value["ratio"] for name, value in found["forced"]["pooled"].items()}
     assert ratios["hidden"] <= 1.1 and max(ratios.values()) <= 1.3, ratios

@@ -1,13 +1,22 @@
-"""The frame kernel compiles for every target, without a GPU, in grids of any size."""
+"""The frame kernel compiles for every target, without a GPU, in grids of any size. On a GPU the paths of older and
+smaller cards, as PTX on the card at hand: their blocks and shared memory, the same codes.
+
+With $MKTTS_CARDS=outputs/reference/h100/architectures.json every such case that ran is put into that record."""
 
 import ctypes
+import os
 import re
 import struct
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
+import other_cards as cards
 import pytest
+import torch
 from absent import needs_nvrtc
 from csrc_on_cpu import RINGS
+from other_cards import CASES, FRAMES, Model, case_of, record_case, run
 
 from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.open import SMALL
@@ -18,6 +27,8 @@ from mktts.kernel.grid import EPS, FRAGMENTS, WARPS, choose_shape, choose_text_s
 from mktts.kernel.launch import FRAME_WORDS, STATUS_WORDS, Params
 from mktts.kernel.tape import MOST_POSITIONS, ROWS, RowsParams, UnpackParams
 from mktts.measure.inspection import config_at
+from mktts.measure.parity.kernel import KernelUnderTest
+from mktts.model.oracle import TorchBackend
 from mktts.spec import ModelConfig
 
 SLOW = pytest.mark.slow
@@ -276,3 +287,48 @@ def test_no_block_of_a_grid_is_without_rows():
 def test_a_device_too_small_and_dimensions_that_fit_no_grid_are_named(multiprocessors, changes, said):
     with pytest.raises(BackendUnavailable, match=said):
         choose_text_shape(replace(config_at("0.6b").talker, **changes), multiprocessors)
+
+
+# ---- other cards
+
+model_of = cache(Model.make)  # the fp32 run is the slowest part
+
+
+def test_the_small_voices_shapes_have_margins_wider_than_bf16s_rounding_that_hide_rows_in_the_wrong_place():
+    """Which show in the error."""
+    model = Model.make("small", "cpu")
+    assert model.codes.shape == (FRAMES, 16) and len(model.codes[:, 0].unique()) > FRAMES // 2
+    codes, steps_ms = run(model.oracles[0], model.prompt)
+    assert torch.equal(codes, model.codes) and len(steps_ms) == FRAMES
+    assert 1e-4 < cards.errors_of(model, KernelUnderTest(model.oracles[0]).frames(model.first))[1] < 0.05
+    name = "talker.model.layers.2.self_attn.o_proj.weight"
+    rows = model.tensors[name].roll(64, 0)  # as if sums went to other owners
+    wrong = TorchBackend(model.config, model.tensors | {name: rows}, "cpu", torch.bfloat16)
+    assert torch.equal(run(wrong, model.prompt, cards.FORCED_FRAMES)[0], model.codes[: cards.FORCED_FRAMES])
+    assert cards.error_ratio(model, KernelUnderTest(wrong).frames(model.first)) > 1.5
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        pytest.param(name, card, id=f"{name}-{card}")
+        for name in cards.MODELS
+        for card in CASES
+        if name != "1.7b" or card in cards.CARDS_OF_1P7B
+    ],
+)
+def test_another_cards_code_and_grid_give_the_oracles_codes(name, card):
+    model, chosen = model_of(name), CASES[card]
+    blocks = choose_shape(model.config, chosen.multiprocessors).blocks
+    if blocks > torch.cuda.get_device_properties().multi_processor_count:
+        pytest.skip(f"needs {blocks} multiprocessors")
+    if path := os.environ.get("MKTTS_CARDS"):
+        record_case(Path(path), name, card, {"equal": False, "error": "it failed, or did not end"})
+    found = case_of(model, chosen)
+    if path:
+        record_case(Path(path), name, card, found)
+    assert found["equal"] and found["frames"] == FRAMES, found
+    assert found["error_ratio"] <= 1.25, found
+    assert found["blocks"] <= chosen.multiprocessors and found["shared_bytes"] <= chosen.shared_bytes
