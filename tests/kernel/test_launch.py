@@ -1,6 +1,5 @@
-"""What the CUDA driver is given for a launch, without one, and what one frame's hand-over leaves behind for the next: a
-stand-in reads a launch as the driver would. Behind it, the frame kernel's own source, run on the CPU in grids that do
-not divide: codes and errors are the oracles'."""
+"""What the CUDA driver is given for a launch, as a stand-in reads it, and what a frame leaves behind for the next. Then
+the frame kernel's own source, run on the CPU in grids that do not divide: codes and errors are the oracles'."""
 
 import ctypes
 import gc
@@ -23,19 +22,7 @@ from mktts.kernel import grid, launch
 from mktts.kernel.backend import Debug, MegakernelBackend, MegakernelStream
 from mktts.kernel.build import source
 from mktts.kernel.grid import MOST_ROWS, Shape, choose_shape
-from mktts.kernel.launch import (
-    _TAG_LIMIT,
-    ENDED,
-    FRAME_WORDS,
-    MADE,
-    STATUS_WORDS,
-    STOP,
-    WAITS,
-    Launcher,
-    Params,
-    StreamParams,
-    params_of,
-)
+from mktts.kernel.launch import FRAME_WORDS, STATUS_WORDS, STOP, Launcher, Params, StreamParams
 from mktts.kernel.tape import model_weights
 from mktts.llm.backend import TextKernelBackend, TextKernelState
 from mktts.measure.parity.kernel import Observed, vocabularies
@@ -83,7 +70,7 @@ class StandIn:
         for index in range(made):
             first = STATUS_WORDS + index * FRAME_WORDS
             words[first : first + 18] = [*range(params.stream.frame + index, params.stream.frame + index + 16), 2, 1]
-        words[MADE], words[ENDED] = made, self.ends
+        words[launch.MADE], words[launch.ENDED] = made, self.ends
 
 
 class Event:
@@ -184,7 +171,10 @@ def test_launches_are_on_the_models_device_and_torchs_stream_of_it_and_a_refused
 
 def test_tags_go_on_from_launch_to_launch_and_begin_anew_over_a_cleared_exchange(driver, launcher, monkeypatch):
     monkeypatch.setattr("mktts.kernel.launch._TIMEOUT_NS", 3)
-    params, tags = Params(exchange=1, status=1, timeout_ns=1), _TAG_LIMIT // 3 - 1  # as another launcher left them
+    params, tags = (
+        Params(exchange=1, status=1, timeout_ns=1),
+        launch._TAG_LIMIT // 3 - 1,
+    )  # as another launcher left them
     launcher._exchange.fill_(9)
     for _ in range(3):
         launcher.launch(params, tags)
@@ -292,7 +282,9 @@ def test_a_texts_launches_go_on_by_a_token_and_its_debug_memory_is_that_of_its_o
     backend = object.__new__(TextKernelBackend)
     backend._launcher, backend._tags_per_token = launcher, TAGS
     kv, out = torch.zeros(2, 2, 2, 4, 2, 8), torch.zeros(STATUS_WORDS + FRAME_WORDS, dtype=torch.int32)
-    state = TextKernelState(kv, torch.zeros(8), out, params_of(Params(frames=1), 5, kv, out=out), prompt_tokens=10)
+    state = TextKernelState(
+        kv, torch.zeros(8), out, launch.params_of(Params(frames=1), 5, kv, out=out), prompt_tokens=10
+    )
     debug = torch.zeros(8, dtype=torch.bfloat16)
     assert [backend.step(state, asked) for asked in (None, debug, None)] == [0, 1, 2]
     seen = [(p.debug_logits, p.tag, p.stream.frame, p.stream.position, p.stream.token) for p in driver.params]
@@ -317,11 +309,8 @@ def on_a_cpu(test: Callable) -> Callable:
 
 
 def build(shape: Shape, folder: Path, most_rows: int = MOST_ROWS, ring: int = 4, talker_copies: int = 1) -> ctypes.CDLL:
-    """Compiles into `folder`, otherwise than for a card, so that a small shape meets what a large one has.
-
-    most_rows: a block multiplies at once: with fewer, small shares come in several matrices. ring: stages.
-    talker_copies: under way at once, before the ring's stages bound them.
-    """
+    """Compiles so that a small shape meets what a large one has: `most_rows` that a block multiplies at once, with
+    fewer of which small shares come in several matrices; stages of the ring; copies at once before they bound them."""
     changes = [
         (r"Talker::LAYER_BYTES \* CTAS > 50 << 20 \? 2 : 1", str(talker_copies)),
         (r"MOST_NAPS = 1 << 23", "MOST_NAPS = 1 << 10"),
@@ -336,7 +325,7 @@ def run(library: ctypes.CDLL, params: Params, seed: int) -> None:
     library.host_launch.restype = ctypes.c_char_p
     why = library.host_launch(ctypes.byref(params), ctypes.c_ulonglong(seed))
     error, block, thread, wait, _ = (ctypes.c_int * 5).from_address(params.status)
-    named = f"block {block}, thread {thread} waited too long for {WAITS.get(wait, wait)}" if error else ""
+    named = f"block {block}, thread {thread} waited too long for {launch.WAITS.get(wait, wait)}" if error else ""
     assert not (why or error), "; ".join(filter(None, (named, why and why.decode())))
 
 

@@ -1,6 +1,5 @@
-"""The megakernel backend on a GPU: against the oracle, at its borders, and for long. The chooser of
-`mktts.model.sampling`, given a backend's own logits, against the codes it drew from them. Marks: read back from the
-kernel's words, in the order in which csrc leaves them, and laid on one clock."""
+"""The megakernel backend on a GPU: against the oracle, at its borders, and for long. The chooser of codes, given a
+backend's own logits, against what it drew from them. Marks: read from the kernel's words, and laid on one clock."""
 
 import os
 import re

@@ -1,8 +1,6 @@
-"""Prefill in padded pieces against the oracle's one pass, by operators and by kernels between products; its keys and
-values in the frame kernel's layout. With TRITON_INTERPRET=1 the kernels run on the CPU, for a minute.
-
-The weight tape: unpacked into layers again, and multiplied as it lies by csrc/rows.cu, on the CPU lane by lane, by the
-definition of the tensor core's A operand, and on a GPU."""
+"""Prefill in padded pieces against the oracle's one pass, by operators and by kernels between products, which run on
+the CPU with TRITON_INTERPRET=1; keys and values in the frame kernel's layout. The weight tape: unpacked into layers
+again, and multiplied as it lies by csrc/rows.cu, on the CPU by the tensor core's definition, and on a GPU."""
 
 import os
 import sys
@@ -71,10 +69,6 @@ def in_two_pieces(prefill: Prefill, x: Tensor) -> tuple[Tensor, ...]:
     return prefill.run(x[9:], 9), prefill.keys_values
 
 
-def small(dtype: torch.dtype = torch.float32) -> Prefill:
-    return Prefill(stack(dtype))
-
-
 @torch.inference_mode()
 def oracle(rows: Tensor, of: Qwen3Stack) -> tuple[Tensor, Tensor]:
     """Hidden state of the last row; keys and values."""
@@ -91,7 +85,7 @@ LENGTHS = (1, 2, 16, 17, 64, 65, 127, 129, 256, 300, 512, 513, 1024)
     [*((0, rows) for rows in LENGTHS), *((past, rows) for past in (1, 9, 63, 64, 130) for rows in (1, 2, 70))],
 )
 def test_a_prompt_of_any_length_and_one_in_two_pieces_give_the_oracles_single_pass(past, rows):
-    prefill, x = small(), prompt(past + rows)
+    prefill, x = Prefill(stack()), prompt(past + rows)
     if past:
         prefill.run(x[:past])
     hidden = prefill.run(x[past:], past)
@@ -103,7 +97,7 @@ def test_in_bf16_it_is_no_further_from_fp64_than_the_oracle():
     for rows in (12, 40, 90):
         x = prompt(rows, dtype=torch.bfloat16)
         exact = oracle(x.double(), stack(torch.float64))
-        prefill = small(torch.bfloat16)
+        prefill = Prefill(stack(torch.bfloat16))
         ours = (prefill.run(x), prefill.keys_values)
         theirs = oracle(x, stack(torch.bfloat16))
         for found in (ours, theirs):
@@ -117,7 +111,7 @@ def test_in_bf16_it_is_no_further_from_fp64_than_the_oracle():
 def test_a_restored_prefix_gives_the_bits_of_one_just_made_whatever_was_prefilled_before(dtype, rest):
     # oneDNN with AMX multiplies what lies behind a row of 80 by zero, so that NaN of padding reaches its result
     before = torch.full((333, SMALL.hidden_size), torch.nan if dtype == torch.float32 else 1e4, dtype=dtype)
-    x, prefill = prompt(9 + rest, dtype=dtype), small(dtype)
+    x, prefill = prompt(9 + rest, dtype=dtype), Prefill(stack(dtype))
     prefill.run(x[:9])
     kept = prefill.keys_values.clone()
     expected = (prefill.run(x[9:], 9), prefill.keys_values.clone())
@@ -127,11 +121,11 @@ def test_a_restored_prefix_gives_the_bits_of_one_just_made_whatever_was_prefille
     found = (prefill.run(x[9:], 9), prefill.keys_values)
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
     prefill.run(before)
-    assert torch.equal(prefill.run(x), small(dtype).run(x))
+    assert torch.equal(prefill.run(x), Prefill(stack(dtype)).run(x))
 
 
 def test_warm_up_makes_every_pass_that_a_prompt_needs():
-    prefill = small()
+    prefill = Prefill(stack())
     assert prefill.length == 0
     made = set(prefill._passes)
     for past in (0, 1, 63, 64, 112, 127, 128, 129, 300, 511, 512, 1023):
@@ -309,10 +303,6 @@ def exact(shape: Shape, weights: dict[str, Tensor]) -> Prefill:
     return Prefill(stack_of(shape, weights, torch.float32))
 
 
-def on_cpu(shape: Shape, weights: dict[str, Tensor], folder: Path, most_rows: int = grid.MOST_ROWS) -> Prefill:
-    return Prefill(tape_of(shape, weights, row_launches(shape, folder, most_rows)))
-
-
 # Blocks; rows that come at once. A share in several matrices; a remainder; released sizes on two cards.
 @NEEDS_COMPILER
 @pytest.mark.parametrize(
@@ -327,7 +317,7 @@ def test_few_rows_are_no_further_from_fp32_than_the_stack_in_bf16(size, blocks, 
     monkeypatch.setattr(grid, "MOST_ROWS", most_rows)
     shape = replace(shape_of(size, 2 if size.startswith("tiny") else 1), blocks=blocks)
     weights = weights_of(shape.talker)
-    found = on_cpu(shape, weights, tmp_path, most_rows)
+    found = Prefill(tape_of(shape, weights, row_launches(shape, tmp_path, most_rows)))
     found._kv.fill_(torch.nan)  # what nobody has filled is not read
     found._input.fill_(torch.nan)  # nor is what pads few rows
     for rows in (10, 25):
@@ -342,17 +332,18 @@ def test_few_rows_are_no_further_from_fp32_than_the_stack_in_bf16(size, blocks, 
 def test_many_rows_go_on_where_few_ended_and_few_where_many_did(tmp_path):
     shape = shape_of("tiny", 1, multiprocessors=12)
     weights = weights_of(shape.talker)
-    found, plain = on_cpu(shape, weights, tmp_path), Prefill(stack_of(shape, weights))
+    found = Prefill(tape_of(shape, weights, row_launches(shape, tmp_path, grid.MOST_ROWS)))
+    plain = Prefill(stack_of(shape, weights))
     x = rows_of(shape, 40)
     for cuts in ((5, 35), (30, 10), (16, 17, 7)):
-        hidden = {}
+        results = []
         for prefill in (found, plain):
             past = 0
             for piece in x.split(cuts):
-                hidden[prefill] = prefill.run(piece, past)
+                hidden = prefill.run(piece, past)
                 past += len(piece)
-        ours, theirs = ((hidden[prefill], prefill.keys_values) for prefill in (found, plain))
-        assert rms_error(ours, theirs) < 0.02
+            results.append((hidden, prefill.keys_values))
+        assert rms_error(*results) < 0.02
 
 
 @NEEDS_COMPILER

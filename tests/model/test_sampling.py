@@ -9,14 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import pad
-from transformers.generation.logits_process import (
-    MinNewTokensLengthLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as theirs
 
 from mktts.errors import SamplingError
 from mktts.model import sampling
@@ -43,9 +36,9 @@ def kept(logits: torch.Tensor, choice: Choice) -> torch.Tensor:
 
 
 def warpers(choice: Choice) -> list:
-    made = [TemperatureLogitsWarper(choice.temperature)]
-    made += [TopKLogitsWarper(choice.top_k)] if choice.top_k else []
-    return made + ([TopPLogitsWarper(choice.top_p)] if choice.top_p < 1 else [])
+    made = [theirs.TemperatureLogitsWarper(choice.temperature)]
+    made += [theirs.TopKLogitsWarper(choice.top_k)] if choice.top_k else []
+    return made + ([theirs.TopPLogitsWarper(choice.top_p)] if choice.top_p < 1 else [])
 
 
 ANY_CHOICE = st.builds(
@@ -78,9 +71,9 @@ def test_code_0_is_drawn_after_all_of_transformers_processors_in_upstreams_order
     suppressed = [token for token in range(CODEBOOK_SIZE, size) if token != eos]
     # The prompt went in as embeddings, so transformers' input_ids are the codes so far.
     processors = [
-        RepetitionPenaltyLogitsProcessor(penalty),
-        MinNewTokensLengthLogitsProcessor(0, MIN_NEW_FRAMES, eos),
-        SuppressTokensLogitsProcessor(suppressed),
+        theirs.RepetitionPenaltyLogitsProcessor(penalty),
+        theirs.MinNewTokensLengthLogitsProcessor(0, MIN_NEW_FRAMES, eos),
+        theirs.SuppressTokensLogitsProcessor(suppressed),
     ]
     scores = logits[None].clone()
     for processor in (*processors, *warpers(choice)):
