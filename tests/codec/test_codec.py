@@ -31,6 +31,7 @@ from mktts.model.cuda_graph import Recorded
 from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, CodecConfig
 
 TOLERANCE = 1e-5  # of full scale, fp32
+CODES = random_codes(40, 0)  # more than twice the frames that the attention window of the tiny codec holds
 
 
 def upstream_decoder(raw: dict, tensors: dict, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -45,12 +46,7 @@ def upstream_decoder(raw: dict, tensors: dict, dtype: torch.dtype = torch.float3
     decoder.load_state_dict(tensors, assign=True)
     rope = decoder.pre_transformer.rotary_emb  # not in the state dict, so still on the meta device
     rope.inv_freq, _ = rope.rope_init_fn(config, torch.device("cpu"))
-    return decoder.to(dtype).eval()
-
-
-@torch.inference_mode()
-def upstream_pcm(decoder: torch.nn.Module, codes: torch.Tensor) -> torch.Tensor:
-    return decoder(codes.t()[None])[0, 0]
+    return decoder.to(dtype).eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +54,7 @@ def decoder(tiny) -> CodecDecoder:
     return CodecDecoder(tiny.codec_config, tiny.codec_tensors())
 
 
-@pytest.fixture(scope="module")
-def codes(tiny) -> torch.Tensor:
-    """More frames than the attention window holds."""
-    return random_codes(2 * tiny.codec_config.sliding_window + 9, 0)
-
-
-def test_in_float64_frame_by_frame_is_upstreams_one_pass(tiny, codes, monkeypatch):
+def test_in_float64_frame_by_frame_is_upstreams_one_pass(tiny, monkeypatch):
     raw = json.loads((tiny.folder / "speech_tokenizer" / "config.json").read_text())
     decoder = upstream_decoder(raw, tiny.codec_tensors(), torch.float64)
     norm = type(decoder.pre_transformer.norm)
@@ -73,27 +63,27 @@ def test_in_float64_frame_by_frame_is_upstreams_one_pass(tiny, codes, monkeypatc
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
 
     monkeypatch.setattr(norm, "forward", in_float64)
-    expected = upstream_pcm(decoder, codes).float()
+    expected = decoder(CODES.t()[None])[0, 0].float()
     assert 0.02 < expected.std() < 0.2 and expected.abs().max() < 0.9  # silence and clipping would hide errors
     codec = CodecDecoder(tiny.codec_config, tiny.codec_tensors(), dtype=torch.float64)
-    torch.testing.assert_close(decode_streamed(codec, codes, [1]), expected, atol=1e-9, rtol=1e-6)  # PCM is float32
+    torch.testing.assert_close(decode_streamed(codec, CODES, [1]), expected, atol=1e-9, rtol=1e-6)  # PCM is float32
 
 
 @settings(max_examples=15, deadline=None)
 @given(schedule=st.lists(st.integers(1, 20), min_size=1, max_size=12))
-def test_any_schedule_gives_the_samples_of_one_pass(decoder, codes, schedule):
-    whole = decoder.decode_all(codes)
-    torch.testing.assert_close(decode_streamed(decoder, codes, schedule), whole, atol=TOLERANCE, rtol=0)
+def test_any_schedule_gives_the_samples_of_one_pass(decoder, schedule):
+    whole = decoder.decode_all(CODES)
+    torch.testing.assert_close(decode_streamed(decoder, CODES, schedule), whole, atol=TOLERANCE, rtol=0)
 
 
-def test_samples_are_float32_clamped_to_full_scale_and_alike_for_every_type_of_integers(tiny, decoder, codes):
+def test_samples_are_float32_clamped_to_full_scale_and_alike_for_every_type_of_integers(tiny, decoder):
     tensors = tiny.codec_tensors()
     name = f"decoder.{len(tiny.codec_config.upsample_rates) + 2}.conv.weight"
     loud = CodecDecoder(tiny.codec_config, tensors | {name: 100 * tensors[name]})
-    pcm = loud.decode_all(codes[:10])
+    pcm = loud.decode_all(CODES[:10])
     assert pcm.dtype == torch.float32 and (pcm.min(), pcm.max()) == (-1, 1)
     for dtype in (torch.int32, torch.int16):
-        assert torch.equal(decoder.decode_all(codes[:3].to(dtype)), decoder.decode_all(codes[:3]))
+        assert torch.equal(decoder.decode_all(CODES[:3].to(dtype)), decoder.decode_all(CODES[:3]))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +112,7 @@ def test_full_size_decoder_equals_upstream_and_itself_under_the_default_schedule
     tensors = {n.removeprefix("decoder."): t for n, t in random_tensors(layout, 0, torch.float32).items()}
     codec, codes = CodecDecoder(CodecConfig.load(tmp_path), tensors), random_codes(20, 0)
     assert codec.start().flat.nbytes == 4 * 1_298_496 + 8  # spec: 5.19 MB of values, and the position
-    expected = upstream_pcm(upstream_decoder(raw, tensors), codes)
+    expected = upstream_decoder(raw, tensors)(codes.t()[None])[0, 0]
     whole = codec.decode_all(codes)
     assert expected.std() > 0.01
     torch.testing.assert_close(decode_streamed(codec, codes, [1, 1, 2, 4, 8]), whole, atol=TOLERANCE, rtol=0)
@@ -174,7 +164,6 @@ def test_the_parts_of_a_product_cover_its_depth_once(rows, outs, channels, taps,
 
 # ---- graphs, and the one buffer of a state
 
-CODES = random_codes(40, 0)
 FULL = "random:tiny:custom_voice:full-codec"
 LEAST_SNR_DB = 80.0
 
