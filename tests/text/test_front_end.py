@@ -223,17 +223,13 @@ def test_ipa_in_english_letters():
 
 # ---- markup, and texts in pieces
 
-HALF = Pause(12_000)
-CUT = Pause(0)
-
-
-def voice_named(name: str) -> tuple[str] | None:
-    return (name.lower(),) if name.lower() in ("ryan", "uncle_fu") else None
+HALF, CUT = Pause(12_000), Pause(0)
+VOICES = {"Ryan": ("ryan",), "UNCLE_FU": ("uncle_fu",)}
 
 
 def parts(pieces: list[str], *new_readers: Callable[[], Any]) -> list:
     """Words that follow each other are one part, without the space around them."""
-    feed = TextFeed(voice_named, new_readers)
+    feed = TextFeed(VOICES.get, new_readers)
     joined: list = []
     for part in (part for made in (*map(feed.take, pieces), feed.take("", final=True)) for part in made):
         if isinstance(part, str) and joined and isinstance(joined[-1], str):
