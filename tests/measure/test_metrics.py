@@ -18,9 +18,9 @@ from mktts.errors import MetricsError
 from mktts.measure import inspection, metrics
 from mktts.measure.environment import head, provided_by, versions
 from mktts.measure.recogniser import Aligner, Recogniser, loop_model, word_errors, words
-from mktts.spec import AUDIBLE_DBFS, FRAME_MS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
+from mktts.spec import AUDIBLE_DBFS, FRAME_MS, SAMPLE_RATE_HZ
+from mktts.spec import SAMPLES_PER_FRAME as FRAME
 
-FRAME = SAMPLES_PER_FRAME
 LOUD = 2 * 10 ** (AUDIBLE_DBFS / 20)
 QUIET = LOUD / 4
 
@@ -28,7 +28,7 @@ QUIET = LOUD / 4
 def chunk(ready_ms: float, frames: int = 1, pcm: np.ndarray | None = None, **stages: float) -> SimpleNamespace:
     none = dict.fromkeys(("prefill_ms", "talker_ms", "predictor_ms", "codec_ms"), 0.0)
     timings = SimpleNamespace(ready_ms=ready_ms, **none | stages)
-    pcm = np.full(frames * SAMPLES_PER_FRAME, LOUD, dtype=np.float32) if pcm is None else pcm
+    pcm = np.full(frames * FRAME, LOUD, dtype=np.float32) if pcm is None else pcm
     return SimpleNamespace(pcm=pcm, frames=frames, timings=timings, start_s=0.0)
 
 
@@ -103,13 +103,10 @@ def test_record_merges_and_refuses_what_is_no_scalar_by_name_and_then_writes_not
     assert json.loads((tmp_path / "run" / "metrics.json").read_text()) == recorded
 
 
-def test_a_documents_head_names_the_device_that_was_measured_on(monkeypatch):
+def test_a_document_names_the_device_the_versions_of_packages_and_the_one_that_provides_a_module(tmp_path, monkeypatch):
     facts = {"gpu": "Card", "cpu": "Cores", "gpu_driver": "1", "torch": "2", "git_revision": "abc", "date_utc": "now"}
     monkeypatch.setattr("mktts.measure.environment.environment", lambda: facts)
     assert [head(device)["device"] for device in ("cuda", "cuda:1", "cpu")] == ["Card", "Card", "Cores"]
-
-
-def test_packages_have_their_versions_and_a_module_is_named_by_the_one_that_provides_it(tmp_path, monkeypatch):
     found = versions(("torch", "a-package-that-is-not-there"))
     assert found["torch"] and found["a-package-that-is-not-there"] is None
     folder = tmp_path / "qwen_tts_hf-0.1.1.post1.dist-info"

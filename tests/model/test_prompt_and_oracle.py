@@ -86,14 +86,11 @@ def test_what_is_not_text_is_refused(tokenizer, bad):
         IncrementalTokenizer(tokenizer).push(bad)
 
 
-def test_broken_tokenizer_files_are_named(tmp_path):
+def test_broken_tokenizer_files_and_the_vocabulary_of_another_model_are_named(tiny, tmp_path):
     (tmp_path / "vocab.json").write_text("{")
     (tmp_path / "merges.txt").write_text("")
     with pytest.raises(CheckpointError, match=r"vocab.json: expected a BPE vocabulary"):
         TextTokenizer.load(tmp_path)
-
-
-def test_a_vocabulary_of_another_model_is_refused(tiny, tmp_path):
     folder = Path(shutil.copytree(tiny.folder, tmp_path / "copy"))
     vocab = json.loads((folder / "vocab.json").read_text())
     vocab["assistant"], vocab["user"] = vocab["user"], vocab["assistant"]
@@ -275,11 +272,8 @@ def made(checkpoint, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
 
 
 def run(backend: TorchBackend, prompt: Prompt, state: TorchStream, frames: int) -> torch.Tensor:
-    made_frames = []
-    for _ in range(frames):
-        text = prompt.row(state.frames - 1) if state.frames else None
-        made_frames.append(backend.step(state, text).codes)
-    return torch.stack(made_frames)
+    codes = [backend.step(state, prompt.row(state.frames - 1) if state.frames else None).codes for _ in range(frames)]
+    return torch.stack(codes)
 
 
 @pytest.mark.parametrize("rng", ["philox", "torch"])

@@ -49,16 +49,13 @@ def test_a_file_gives_the_voice_upstream_makes_of_that_file(upstream, tiny_base,
     assert torch.equal(voice.embedding, expected.ref_spk_embedding) and torch.equal(voice.codes, expected.ref_code)
 
 
-def same(a: Voice, b: Voice) -> bool:
-    return (a.digest, a.model_size) == (b.digest, b.model_size)
-
-
 def test_stereo_integers_and_float64_are_the_same_recording_and_one_frame_is_enough(tiny_base):
     pcm = np.round(hum(9600) * 2**15) / 2**15
     voice = clone_voice(tiny_base, pcm.astype(np.float32), SAMPLE_RATE_HZ, TEXT)
     integers = (pcm * 2**15).astype(np.int16)
     for audio in (pcm, np.stack((pcm, pcm), 1), integers, integers[:, None], (integers.astype(np.int32) << 16)):
-        assert same(clone_voice(tiny_base, audio, np.int64(SAMPLE_RATE_HZ), TEXT), voice)
+        found = clone_voice(tiny_base, audio, np.int64(SAMPLE_RATE_HZ), TEXT)
+        assert (found.digest, found.model_size) == (voice.digest, voice.model_size)
     assert len(clone_voice(tiny_base, hum(SAMPLES_PER_FRAME), SAMPLE_RATE_HZ, TEXT).codes) == 1
 
 
@@ -107,7 +104,8 @@ CODES = torch.arange(3 * NUM_CODEBOOKS).view(3, NUM_CODEBOOKS)
 def test_a_voice_is_saved_to_one_file_and_loaded_back_equal(tmp_path):
     for embedding, *rest in ((torch.randn(64).bfloat16(), None, None), (torch.randn(8), CODES, "naïve 你好\n")):
         voice = Voice(embedding, *rest, "1b7")
-        assert same(Voice.load(voice.save(tmp_path / "new" / "v.safetensors")), voice)
+        found = Voice.load(voice.save(tmp_path / "new" / "v.safetensors"))
+        assert (found.digest, found.model_size) == (voice.digest, "1b7")
         assert [p.name for p in (tmp_path / "new").iterdir()] == ["v.safetensors"]
 
 

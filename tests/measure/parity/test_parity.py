@@ -1,11 +1,10 @@
 """The checks of parity: of kernels, of which wrong ones are caught and located; of prompts and codes, which are those
 of upstream in every mode it has; and their command, whose file holds nobody's paths."""
 
-import itertools
 import json
 import shutil
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -217,6 +216,7 @@ def test_errors_are_those_of_bf16_with_and_without_one_order_of_sums(source, det
 
 # ---- prompts and codes
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 SOURCES = ["random:tiny", "random:tiny-projected", "random:tiny:base", "random:tiny:voice_design"]
 
 
@@ -274,14 +274,11 @@ def test_surrounding_space_default_layouts_and_words_that_another_pre_tokenizer_
     assert unequal("random:tiny:base", "bf16", [Request("\tHello.", voice=made_up_voice(tiny_base, 2))]) == []
 
 
-def crossed() -> list:
-    """Every source with every choice and type; greedy in fp32 and drawn in bf16 are enough for every run."""
-    quick = {("greedy", "fp32"), ("sampled", "bf16")}
-    rows = itertools.product(SOURCES, ("greedy", "sampled"), DTYPES)
-    return [pytest.param(*row, marks=() if row[1:] in quick else pytest.mark.slow) for row in rows]
-
-
-@pytest.mark.parametrize(("source", "choice", "dtype"), crossed())
+# Every source with every choice and type; greedy in fp32 and drawn in bf16 are enough for every run.
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    ("choice", "dtype"), [("greedy", "fp32"), ("sampled", "bf16"), slow("greedy", "bf16"), slow("sampled", "fp32")]
+)
 def test_codes_are_equal_frame_for_frame_in_every_mode(source, choice, dtype, tiny):
     checkpoint, upstream = loaded(source, DTYPES[dtype])
     sampling = checkpoint.sampling() if choice == "sampled" else checkpoint.sampling().greedy()
@@ -428,7 +425,7 @@ def test_time_that_is_short_makes_less_and_says_how_much(tiny, quick, monkeypatc
     assert codec.codec_section(tiny, upstream, "cpu", 0.0)["frames"] == 8
 
 
-def test_a_checkpoint_is_named_without_its_place(tiny: Checkpoint, tmp_path, run):
+def test_a_checkpoint_is_named_without_its_place_and_other_words_with_strokes_stay(tiny: Checkpoint, tmp_path, run):
     folder = tmp_path / "somebody" / "my voice"
     shutil.copytree(tiny.folder, folder)
     assert name_of(str(folder)) == "my voice"
@@ -436,9 +433,6 @@ def test_a_checkpoint_is_named_without_its_place(tiny: Checkpoint, tmp_path, run
     _, document, _ = run(str(folder), "--parts", "prompt")
     assert list(document["checkpoints"]) == ["my voice"]
     assert str(tmp_path) not in json.dumps(document) and "somebody" not in json.dumps(document)
-
-
-def test_paths_go_and_other_words_with_strokes_stay():
     cleaned = without_paths({"a": ["read /at/me/config.json: expected", "~/voices/a.bin", "C:\\Users\\me\\b.bin"]})
     assert cleaned == {"a": ["read config.json: expected", "a.bin", "b.bin"]}
     kept = "Qwen/Qwen3-TTS https://example.org/a/b and/or 16/32/64 speech_tokenizer/config.json"
