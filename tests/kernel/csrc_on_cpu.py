@@ -1,5 +1,4 @@
-"""csrc/frame.cu, rows.cu and unpack.cu compiled for the CPU and launched there, lane by lane: host/ stands in for
-csrc/ptx.cuh."""
+"""csrc/frame.cu, rows.cu and unpack.cu, compiled for the CPU and run lane by lane: host/ stands in for csrc/ptx.cuh."""
 
 import ctypes
 import itertools

@@ -1,7 +1,6 @@
 """The frame kernel compiles for every target, without a GPU, in grids of any size. On a GPU the paths of older and
-smaller cards, as PTX on the card at hand: their blocks and shared memory, the same codes.
-
-With $MKTTS_CARDS=outputs/reference/h100/architectures.json every such case that ran is put into that record."""
+smaller cards, as PTX on the card at hand: their blocks and shared memory, the same codes; with
+$MKTTS_CARDS=outputs/reference/h100/architectures.json every such case that ran is put into that record."""
 
 import ctypes
 import os
@@ -16,7 +15,6 @@ import pytest
 import torch
 from absent import needs_nvrtc
 from csrc_on_cpu import RINGS
-from other_cards import CASES, FRAMES, Model, case_of, record_case, run
 
 from mktts.checkpoint import open_checkpoint
 from mktts.checkpoint.open import SMALL
@@ -35,6 +33,11 @@ SLOW = pytest.mark.slow
 # The sources have three branches: below sm_90, sm_90a, above. In every run each kernel is compiled for one target of
 # each, at a size that has a bound of its own; all targets and sizes, 5 to 15 s each, are slow.
 EVERY_RUN = ("sm_80", "sm_90a", "sm_120")
+GRIDS = {  # of smaller cards
+    "0.6b": [("sm_86", 16), ("sm_86", 46), ("sm_86", 84), ("sm_89", 24), ("sm_89", 58), ("sm_87", 16), ("sm_121", 48)],
+    "1.7b": [("sm_87", 16), ("sm_89", 24), ("sm_89", 58), ("sm_86", 84), ("sm_80", 108), ("sm_121", 48)],
+}
+model_of = cache(cards.Model.make)  # the fp32 run is the slowest part
 
 
 def targets(*rest):
@@ -81,12 +84,6 @@ def config_of(size: str) -> ModelConfig:
 
 def numbers_said(pattern: str, build: Build) -> list[int]:
     return [int(number) for number in re.findall(pattern, build.log)]
-
-
-GRIDS = {  # of smaller cards
-    "0.6b": [("sm_86", 16), ("sm_86", 46), ("sm_86", 84), ("sm_89", 24), ("sm_89", 58), ("sm_87", 16), ("sm_121", 48)],
-    "1.7b": [("sm_87", 16), ("sm_89", 24), ("sm_89", 58), ("sm_86", 84), ("sm_80", 108), ("sm_121", 48)],
-}
 
 
 @pytest.mark.parametrize(
@@ -185,16 +182,12 @@ def test_a_target_without_room_for_two_stages_is_named_with_what_lacks():
 
 
 @needs_nvrtc
-def test_a_cache_that_cannot_be_written_does_not_stop_a_build(monkeypatch, tmp_path, capsys):
+def test_a_build_comes_from_the_cache_is_made_anew_where_that_is_damaged_and_needs_none(monkeypatch, tmp_path, capsys):
     (tmp_path / "kernels").write_text("a file where the folder would be")
     monkeypatch.setenv("MKTTS_CACHE", str(tmp_path))
     assert compile_kernel(defines("tiny"), "sm_90a", "unpack.cu").image
     assert "could not be kept" in capsys.readouterr().err
-
-
-@needs_nvrtc
-def test_a_second_build_comes_from_the_cache_and_what_is_damaged_there_is_made_anew(monkeypatch, tmp_path):
-    monkeypatch.setenv("MKTTS_CACHE", str(tmp_path))
+    (tmp_path / "kernels").unlink()
     assert compile_kernel(defines("tiny"), "sm_90a", "unpack.cu")
     (about,) = tmp_path.glob("kernels/*.json")
     for content in ('{"log": "", "registers": 255}', "{"):  # of another version, and cut off
@@ -291,20 +284,18 @@ def test_a_device_too_small_and_dimensions_that_fit_no_grid_are_named(multiproce
 
 # ---- other cards
 
-model_of = cache(Model.make)  # the fp32 run is the slowest part
-
 
 def test_the_small_voices_shapes_have_margins_wider_than_bf16s_rounding_that_hide_rows_in_the_wrong_place():
     """Which show in the error."""
-    model = Model.make("small", "cpu")
-    assert model.codes.shape == (FRAMES, 16) and len(model.codes[:, 0].unique()) > FRAMES // 2
-    codes, steps_ms = run(model.oracles[0], model.prompt)
-    assert torch.equal(codes, model.codes) and len(steps_ms) == FRAMES
+    model = cards.Model.make("small", "cpu")
+    assert model.codes.shape == (cards.FRAMES, 16) and len(model.codes[:, 0].unique()) > cards.FRAMES // 2
+    codes, steps_ms = cards.run(model.oracles[0], model.prompt)
+    assert torch.equal(codes, model.codes) and len(steps_ms) == cards.FRAMES
     assert 1e-4 < cards.errors_of(model, KernelUnderTest(model.oracles[0]).frames(model.first))[1] < 0.05
     name = "talker.model.layers.2.self_attn.o_proj.weight"
     rows = model.tensors[name].roll(64, 0)  # as if sums went to other owners
     wrong = TorchBackend(model.config, model.tensors | {name: rows}, "cpu", torch.bfloat16)
-    assert torch.equal(run(wrong, model.prompt, cards.FORCED_FRAMES)[0], model.codes[: cards.FORCED_FRAMES])
+    assert torch.equal(cards.run(wrong, model.prompt, cards.FORCED_FRAMES)[0], model.codes[: cards.FORCED_FRAMES])
     assert cards.error_ratio(model, KernelUnderTest(wrong).frames(model.first)) > 1.5
 
 
@@ -315,20 +306,20 @@ def test_the_small_voices_shapes_have_margins_wider_than_bf16s_rounding_that_hid
     [
         pytest.param(name, card, id=f"{name}-{card}")
         for name in cards.MODELS
-        for card in CASES
+        for card in cards.CASES
         if name != "1.7b" or card in cards.CARDS_OF_1P7B
     ],
 )
 def test_another_cards_code_and_grid_give_the_oracles_codes(name, card):
-    model, chosen = model_of(name), CASES[card]
+    model, chosen = model_of(name), cards.CASES[card]
     blocks = choose_shape(model.config, chosen.multiprocessors).blocks
     if blocks > torch.cuda.get_device_properties().multi_processor_count:
         pytest.skip(f"needs {blocks} multiprocessors")
     if path := os.environ.get("MKTTS_CARDS"):
-        record_case(Path(path), name, card, {"equal": False, "error": "it failed, or did not end"})
-    found = case_of(model, chosen)
+        cards.record_case(Path(path), name, card, {"equal": False, "error": "it failed, or did not end"})
+    found = cards.case_of(model, chosen)
     if path:
-        record_case(Path(path), name, card, found)
-    assert found["equal"] and found["frames"] == FRAMES, found
+        cards.record_case(Path(path), name, card, found)
+    assert found["equal"] and found["frames"] == cards.FRAMES, found
     assert found["error_ratio"] <= 1.25, found
     assert found["blocks"] <= chosen.multiprocessors and found["shared_bytes"] <= chosen.shared_bytes

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,12 +34,12 @@ from mktts.spec import NUM_CODEBOOKS, ModelConfig
 
 HERE, ELSEWHERE = torch.device("cpu"), torch.device("meta")  # in the place of the model's GPU and of another
 TAGS = 100  # a frame's
+model_of = cache(lambda name: Model.make(name, "cpu", FORCED_FRAMES))
 
 
 @dataclass
 class StandIn:
-    """The driver. Takes launches down as (grid, block, shared bytes, stream, the parameters' bytes), and writes what a
-    kernel would."""
+    """The driver: notes (grid, block, shared bytes, stream, parameters' bytes) and writes what a kernel would."""
 
     status: int = 0
     makes: int | None = None  # frames that a launch makes; None: all that are asked for
@@ -93,20 +94,9 @@ class Event:
 def driver(monkeypatch) -> StandIn:
     """In the place of the driver, and of what launching takes of torch.cuda."""
     stand_in = StandIn()
-
-    class Guard:
-        def __init__(self, device: torch.device) -> None:
-            self.device = device
-
-        def __enter__(self) -> None:
-            self.before, stand_in.current = stand_in.current, self.device
-
-        def __exit__(self, *_: object) -> None:
-            stand_in.current = self.before
-
     monkeypatch.setattr(launch, "_driver", lambda: stand_in)
     monkeypatch.setattr("mktts.kernel.backend.pinned_words", lambda frames: torch.zeros(1_000, dtype=torch.int32))
-    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: patch.object(stand_in, "current", device))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=5))
     return stand_in
@@ -300,8 +290,6 @@ def test_launch_parameters_stand_in_the_order_of_the_kernels_struct(name, struct
 
 
 # ---- the frame kernel's source, on the CPU
-
-model_of = cache(lambda name: Model.make(name, "cpu", FORCED_FRAMES))
 
 
 def on_a_cpu(test: Callable) -> Callable:

@@ -55,6 +55,17 @@ for choice in (Choice(), Choice(top_p=0.8)):
     list(backend.frames(state, [None, *rows[:2].cuda()]))
 print("made", state.frames)
 """
+NUCLEUS, HOT = Choice(top_p=0.8), Choice(temperature=1.3, top_k=0)
+SETTINGS = {
+    "greedy": Sampling().greedy(),
+    "released": Sampling(),
+    "top-p": Sampling(NUCLEUS, NUCLEUS),
+    "top-p of all": Sampling(replace(NUCLEUS, top_k=0), replace(NUCLEUS, top_k=0)),
+    "hot, no filter": Sampling(HOT, HOT),
+    "penalty": Sampling(repetition_penalty=1.2),
+    "greedy with a penalty": Sampling(repetition_penalty=1.2).greedy(),
+    "greedy talker": Sampling(Choice(do_sample=False), Choice(temperature=0.5, top_k=7)),
+}
 
 
 def prompt_of(checkpoint: Checkpoint) -> Prompt:
@@ -193,18 +204,6 @@ def test_the_sanitizer_has_nothing_to_say(tool):
 
 # ---- the chooser
 
-NUCLEUS, HOT = Choice(top_p=0.8), Choice(temperature=1.3, top_k=0)
-SETTINGS = {
-    "greedy": Sampling().greedy(),
-    "released": Sampling(),
-    "top-p": Sampling(NUCLEUS, NUCLEUS),
-    "top-p of all": Sampling(replace(NUCLEUS, top_k=0), replace(NUCLEUS, top_k=0)),
-    "hot, no filter": Sampling(HOT, HOT),
-    "penalty": Sampling(repetition_penalty=1.2),
-    "greedy with a penalty": Sampling(repetition_penalty=1.2).greedy(),
-    "greedy talker": Sampling(Choice(do_sample=False), Choice(temperature=0.5, top_k=7)),
-}
-
 
 def chosen(logits: Tensor, history: Tensor, config: ModelConfig, sampling: Sampling, seed: int) -> list[int]:
     """The sixteen codes, on the CPU, of the raw logits (16, vocabulary) of the frame after `history` (N,)."""
@@ -304,17 +303,14 @@ def encode(points: np.ndarray, cycles: np.ndarray, starved: np.ndarray, room: in
     return words.view(np.uint64)
 
 
-def test_words_are_read_as_they_were_written_also_where_the_clock_turns_over():
+def test_words_are_read_as_written_where_the_clock_turns_over_too_and_those_of_other_frames_or_too_few_are_refused():
+    """What is made of whole ones: tests/measure/test_bench.py."""
     cycles = (1 << 40) - 500 + np.cumsum(np.full((4, 9), 100), axis=1) + np.arange(4)[:, None]
     starved = np.arange(36).reshape(4, 9) * 3_000
     found = decode(encode(np.arange(1, 10), cycles, starved, 12))
     assert found.points.tolist() == list(range(1, 10))
     assert np.array_equal(np.diff(found.cycles), np.diff(cycles))
     assert np.array_equal(found.starved, np.minimum(starved, 65_535))
-
-
-def test_marks_that_do_not_fit_or_differ_of_other_frames_or_of_fewer_than_three_are_refused():
-    """What is made of whole ones: tests/measure/test_bench.py."""
     cycles = np.arange(1, 19).reshape(2, 9)
     words = encode(np.arange(1, 10), cycles, cycles, 12)
     with pytest.raises(EngineError, match="fewer than 9"):

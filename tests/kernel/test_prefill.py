@@ -36,6 +36,9 @@ LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1.5e-2}  # f
 WIDE = replace(SMALL, hidden_size=64)  # of widths that the kernels take
 MHA = replace(WIDE, num_attention_heads=3, num_key_value_heads=3, head_dim=32)
 MANY = replace(WIDE, num_attention_heads=8, num_key_value_heads=8, head_dim=8, intermediate_size=1_100)
+LENGTHS = (1, 2, 16, 17, 64, 65, 127, 129, 256, 300, 512, 513, 1024)
+NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+SIZES = ("tiny", "tiny-projected", "0.6b", "1.7b")
 
 
 def weights_of(c: StackConfig, device: str = "cpu") -> dict[str, Tensor]:
@@ -75,9 +78,6 @@ def oracle(rows: Tensor, of: Qwen3Stack) -> tuple[Tensor, Tensor]:
     cache = of.new_cache(len(rows))
     hidden = of.advance(rows, [cache], [len(rows)])[-1]
     return hidden, cache.memory[:, :, 0].transpose(0, 1)
-
-
-LENGTHS = (1, 2, 16, 17, 64, 65, 127, 129, 256, 300, 512, 513, 1024)
 
 
 @pytest.mark.parametrize(
@@ -222,9 +222,6 @@ def test_the_kernels_give_what_operators_give(config, dtype):
 
 
 # ---- the weight tape
-
-NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-SIZES = ("tiny", "tiny-projected", "0.6b", "1.7b")
 
 
 def shape_of(size: str, layers: int, multiprocessors: int = 132) -> Shape:
