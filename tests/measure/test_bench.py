@@ -29,10 +29,10 @@ from mktts.model.prompt import Prompt
 from mktts.model.sampling import Sampling
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
-MODELS = dict.fromkeys(("checkpoint", "large", "text_model"), "random:tiny")
-FEW = dict(frames=24, context=16, around=2, samples=4, utterances=1, peer_utterances=1)
-TINY = BenchSettings(**MODELS, **FEW, device="cpu")
+FEW = dict(frames=24, context=16, around=2, samples=4, utterances=1, peer_utterances=1, device="cpu")
+TINY = BenchSettings(**dict.fromkeys(("checkpoint", "large", "text_model"), "random:tiny"), **FEW)
 PROMPT_ROWS = 9
+LAYERS = (4, 2)  # of the trace
 
 
 class Counter(FakeBackend):
@@ -179,8 +179,6 @@ def test_the_command_measures_this_checkpoint_or_all_with_peers_and_names_an_abs
 
 
 # ---- the trace's document
-
-LAYERS = (4, 2)
 
 
 @pytest.fixture(scope="module")

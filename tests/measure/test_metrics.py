@@ -153,16 +153,15 @@ def test_every_tensor_is_in_exactly_one_component(tiny_base: Checkpoint) -> None
     assert len(set(names)) == len(names) and "speaker_encoder" in names and "small_to_mtp_projection" not in names
 
 
-def test_the_codec_reads_its_decoder_and_sixteen_rows(tiny: Checkpoint) -> None:
+def test_the_codec_reads_its_decoder_and_sixteen_rows_and_a_size_has_the_components_of_a_checkpoint(
+    tiny: Checkpoint,
+) -> None:
     rows = {row.name: row for row in inspection.components(tiny)}
     decoder = sum(t.nbytes for name, t in tiny.codec_tensors().items() if ".vq." not in name)
     row_bytes = tiny.codec_config.codebook_dim // 2 * 4
     assert rows["codec decoder"].bytes_per_frame == decoder
     assert rows["codec codebooks"].bytes_per_frame == 16 * row_bytes
     assert rows["codec encoder"].bytes_per_frame == rows["text_embedding"].bytes_per_frame == 0
-
-
-def test_a_size_without_weights_has_the_same_components_as_with_them(tiny: Checkpoint) -> None:
     both = (inspection.components_at("tiny"), inspection.components(tiny))
     plain, made = ([row for row in rows if not row.name.startswith(("codec ", "text_emb"))] for rows in both)
     assert plain == made

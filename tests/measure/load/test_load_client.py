@@ -29,6 +29,14 @@ from mktts.spec import FRAME_RATE_HZ, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 FRAME_S = 1 / FRAME_RATE_HZ
 FRAME = np.full(SAMPLES_PER_FRAME, 0.1, np.float32)
 MINUTE = LoadSettings("x")
+SAID = LoadTexts(32, "a few words", {})
+SOUND = to_pcm16(np.repeat(np.float32([0.0, 0.1]), SAMPLE_RATE_HZ // 10))
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: audio/pcm;rate=24000\r\nTransfer-Encoding: chunked\r\n\r\n"
+SIZED = b"HTTP/1.1 200 OK\r\nContent-Type: audio/pcm\r\nContent-Length: %d\r\n\r\n"
+BUSY = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\nRetry-After: 1\r\n\r\n{}"
+QUICK = ["bench", "--load", "--checkpoint", "random:tiny", "--device", "cpu", "--warm-seconds", "0.4"]
+UNCLEAN = [{"underruns": 1}, {"refused": 1}, {"unanswered": 1}, {"errors": 1}, {"held": False}]
+SERVER = {"engine": "server", "codec": "the server's", "context_rows": 0}
 
 
 def played(planned_s: float, chunks: list[tuple[float, int]], ended_s: float = math.inf, **more: object) -> Listener:
@@ -104,9 +112,6 @@ def test_a_run_that_was_short_or_cut_or_hangs_is_not_held_and_one_that_failed_is
         measured(LoadRun([failed], Moment(0.0, 0, 0.0, 0.0)), MINUTE)
 
 
-SAID = LoadTexts(32, "a few words", {})
-
-
 class Script:
     """Opens in order: an exception at once, or so many chunks and then an exception, "never" or None."""
 
@@ -165,7 +170,7 @@ def test_another_thread_can_stop_a_load(monkeypatch):
     assert script.cancelled == 1
 
 
-def test_arrivals_make_the_offered_load_and_go_on_behind_the_held_time():
+def test_arrivals_make_the_offered_load_and_go_on_behind_the_held_time_and_settings_have_bounds():
     settings = LoadSettings("x", seconds=200.0, seed=3)
     plan = settings.arrivals(64)
     assert plan == sorted(plan) == settings.arrivals(64) != LoadSettings("x", seconds=200.0).arrivals(64)
@@ -173,6 +178,9 @@ def test_arrivals_make_the_offered_load_and_go_on_behind_the_held_time():
     assert sum(frames for _, frames in held_s) * FRAME_S / 200.0 == pytest.approx(64, rel=0.1)
     assert sum(at_s < 4.0 for at_s, _ in plan) >= 64 and 208.0 < plan[-1][0] < 210.0
     assert all(25 <= frames <= 150 for _, frames in held_s)
+    for wrong in ({"seconds": 0}, {"warm_s": 0}, {"codec": "fast"}):
+        with pytest.raises(OptionsError):
+            LoadSettings("x", **wrong)
 
 
 @pytest.mark.parametrize("fixture", ["tiny", "tiny_base"])
@@ -196,18 +204,6 @@ def test_trained_weights_get_texts_as_long_as_their_utterances():
     speech = texts_for(open_checkpoint("small"), None)
     short, long = (speech.of(0, frames)[0] for frames in (25, 150))
     assert speech.text is None and len(short) < 60 and 200 < len(long) < 280
-
-
-@pytest.mark.parametrize("wrong", [{"seconds": 0}, {"warm_s": 0}, {"codec": "fast"}])
-def test_settings_that_mean_nothing_are_refused(wrong):
-    with pytest.raises(OptionsError):
-        LoadSettings("x", **wrong)
-
-
-SOUND = to_pcm16(np.repeat(np.float32([0.0, 0.1]), SAMPLE_RATE_HZ // 10))
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: audio/pcm;rate=24000\r\nTransfer-Encoding: chunked\r\n\r\n"
-SIZED = b"HTTP/1.1 200 OK\r\nContent-Type: audio/pcm\r\nContent-Length: %d\r\n\r\n"
-BUSY = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\nRetry-After: 1\r\n\r\n{}"
 
 
 def chunked(data: bytes) -> bytes:
@@ -288,9 +284,6 @@ async def test_what_is_no_speech_has_its_name(sent, error, said):
     async with serving(answer) as url:
         with pytest.raises(error, match=said):
             await heard(HttpSource(endpoint(url)))
-
-
-QUICK = ["bench", "--load", "--checkpoint", "random:tiny", "--device", "cpu", "--warm-seconds", "0.4"]
 
 
 async def test_a_run_over_sockets_prints_a_table_and_counts_the_refused(capsys):
@@ -383,10 +376,6 @@ def test_what_may_not_be_recorded_is_refused_and_the_file_stays(tmp_path, wrong,
         merge(path, BESIDE, True, [recorded(512)])
 
 
-UNCLEAN = [{"underruns": 1}, {"refused": 1}, {"unanswered": 1}, {"errors": 1}, {"held": False}]
-SERVER = {"engine": "server", "codec": "the server's", "context_rows": 0}
-
-
 @pytest.mark.parametrize("wrong", [*UNCLEAN, {"ttfc_p99_ms": 100.1}, {"ttfc_p99_ms": None}])
 def test_a_load_counts_only_where_every_listener_was_in_time_for_all_of_it(wrong):
     assert values([recorded(512), recorded(1_024), recorded(1_100, **wrong)])["listeners"] == 1_024
@@ -402,14 +391,11 @@ def test_of_a_server_the_first_byte_decides_and_those_count_that_played(wrong):
     assert (few["value"], few["offered"]) == (700.7, 768)  # their speech was shorter than planned
 
 
-def test_precisions_and_models_have_their_own_capacity_and_on_a_cpu_the_audible_time_decides():
+def test_precisions_and_models_have_a_capacity_each_the_worst_of_contexts_and_on_a_cpu_the_audible_time_decides():
     found = values([recorded(1_000), recorded(900, codec="full"), recorded(600, model_size="1b7", codec="full")])
     assert [value for name, value in found.items() if name.startswith("listeners")] == [1_000, 900, 600]
     on_cpu = [recorded(8, codec="full", ttfc_p99_ms=300.0), recorded(16, codec="full", audible_p95_ms=501.0)]
     assert values(on_cpu, gpu=False) == {"listeners": 8}  # its codec has one precision
-
-
-def test_of_several_contexts_the_worst_counts_and_one_that_carries_nothing_leaves_no_figure():
     short, long = [recorded(1_024), recorded(1_100)], recorded(900, context_rows=332)
     found = carried([*short, long], gpu=True)["listeners"]
     assert found["value"] == 900 and found["by_context"] == {"32": 1_100.0, "332": 900.0}

@@ -30,6 +30,10 @@ from mktts.model.prompt import Request
 from mktts.model.sampling import Choice, Sampling
 from mktts.spec import NUM_CODEBOOKS, SAMPLES_PER_FRAME
 
+SIZES, CONTEXTS, FRAMES, COMPARED = (8, 64), (16, 63, 700), 5, 2  # of a batched frame; COMPARED: of each context
+slow = partial(pytest.param, marks=pytest.mark.slow)
+SOURCES = ["random:tiny", "random:tiny-projected", "random:tiny:base", "random:tiny:voice_design"]
+
 
 def backend_of(checkpoint: Checkpoint, dtype: torch.dtype, *changed: str) -> TorchBackend:
     tensors = checkpoint.tensors()
@@ -144,8 +148,6 @@ def test_the_megakernels_errors_are_upstreams_beyond_the_rows_its_prefill_takes_
 
 # ---- the batched frame
 
-SIZES, CONTEXTS, FRAMES, COMPARED = (8, 64), (16, 63, 700), 5, 2  # COMPARED: of each context
-
 
 class FrameInside:
     """What the newest tick of lanes did inside: methods of their frames are wrapped from outside."""
@@ -215,9 +217,6 @@ def test_errors_are_those_of_bf16_with_and_without_one_order_of_sums(source, det
 
 
 # ---- prompts and codes
-
-slow = partial(pytest.param, marks=pytest.mark.slow)
-SOURCES = ["random:tiny", "random:tiny-projected", "random:tiny:base", "random:tiny:voice_design"]
 
 
 def test_the_requests_below_are_twenty_texts_over_all_modes(tiny):
