@@ -8,6 +8,7 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,6 +31,14 @@ from mktts.model.sampling import Sampling
 from mktts.spec import ModelConfig
 from mktts.text.split import SEGMENT_CHARS, segment_chars
 
+PT = {"format": "pt"}
+HEAD = "talker.codec_head.weight"
+_SMALL = ("config.json", "configuration.json", "preprocessor_config.json", "model.safetensors")
+HUB_FILES = {"generation_config.json", "merges.txt", "tokenizer_config.json", "vocab.json", *_SMALL}
+HUB_FILES |= {f"speech_tokenizer/{name}" for name in _SMALL}
+TEXT = "Hello world, this is speech."
+WORDS_ALLOWED = "tiny, tiny-projected, 0.6b, 1.7b.*base, custom_voice, voice_design"
+
 
 def speech(size: str, model_type: str) -> Callable[[Path], TensorSpecs]:
     def layout(folder: Path) -> TensorSpecs:
@@ -48,9 +57,6 @@ def text_model(folder: Path) -> TensorSpecs:
     (folder / "config.json").write_text(json.dumps(text.config_json("0.6b")))
     layout = text.expected_text_tensors(text.TextConfig.load(folder))
     return layout | {text.HEAD: layout[text.EMBEDDING]}
-
-
-PT = {"format": "pt"}
 
 
 @pytest.mark.parametrize(
@@ -87,9 +93,6 @@ def edit_json(path: Path, change: Callable[[dict], object]) -> None:
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
-
-
-HEAD = "talker.codec_head.weight"
 
 
 def talker(**values: int) -> Callable[[Path], object]:
@@ -173,38 +176,36 @@ def test_a_checkpoint_may_name_the_longest_text_it_takes_at_once_and_the_front_e
     assert open_checkpoint(broken).text_front_end() == "english"
 
 
-def test_shards_hold_the_tensors_of_one_file_and_a_missing_or_wrong_one_is_named(tiny, tmp_path):
+def test_shards_hold_the_tensors_of_one_file_and_a_missing_or_wrong_one_is_named(tiny, broken):
     """Divided as the Hub's own library does it."""
-    folder = Path(shutil.copytree(tiny.folder, tmp_path / "sharded"))
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    save_torch_state_dict(tensors, folder, max_shard_size=sum(t.nbytes for t in tensors.values()) // 3)
-    assert len(list(folder.glob("model-*.safetensors"))) == 3
-    one, three = tiny.tensors(), open_checkpoint(folder).tensors()
+    tensors = load_file(broken / "model.safetensors")
+    (broken / "model.safetensors").unlink()
+    save_torch_state_dict(tensors, broken, max_shard_size=sum(t.nbytes for t in tensors.values()) // 3)
+    assert len(list(broken.glob("model-*.safetensors"))) == 3
+    one, three = tiny.tensors(), open_checkpoint(broken).tensors()
     assert one.keys() == three.keys()
     assert all(torch.equal(one[name], three[name]) for name in one)
-    index, last = folder / "model.safetensors.index.json", "model-00003-of-00003.safetensors"
+    index, last = broken / "model.safetensors.index.json", "model-00003-of-00003.safetensors"
     name = next(n for n, shard in json.loads(index.read_text())["weight_map"].items() if shard == last)
     edit_json(index, lambda c: c["weight_map"].update({name: "model-00001-of-00003.safetensors"}))
     with pytest.raises(CheckpointError, match=f"model-00001-of-00003.safetensors: tensor {name}"):
-        open_checkpoint(folder)
+        open_checkpoint(broken)
     edit_json(index, lambda c: c["weight_map"].update({name: last}))
-    (folder / last).unlink()
+    (broken / last).unlink()
     with pytest.raises(CheckpointError, match=f"tensor {name}.*{last}.*no such file"):
-        open_checkpoint(folder)
+        open_checkpoint(broken)
     edit_json(index, lambda c: c["weight_map"].update({name: "../" + last}))
     with pytest.raises(CheckpointError, match="file names beside the index"):
-        open_checkpoint(folder)
+        open_checkpoint(broken)
 
 
-def test_tensors_are_the_files_bytes_and_outlive_everything_else(tiny, tmp_path):
-    folder = Path(shutil.copytree(tiny.folder, tmp_path / "copy"))
-    want = load_file(folder / "model.safetensors")
-    want_codec = load_file(folder / "speech_tokenizer" / "model.safetensors")
-    opened = open_checkpoint(folder)
+def test_tensors_are_the_files_bytes_and_outlive_everything_else(broken):
+    want = load_file(broken / "model.safetensors")
+    want_codec = load_file(broken / "speech_tokenizer" / "model.safetensors")
+    opened = open_checkpoint(broken)
     tensors, codec = opened.tensors(), opened.codec_tensors()
     del opened
-    shutil.rmtree(folder)
+    shutil.rmtree(broken)
     assert tensors.keys() == want.keys()
     assert all(torch.equal(tensors[name], want[name]) and tensors[name].dtype == torch.bfloat16 for name in want)
     decoder = {name: tensor for name, tensor in want_codec.items() if name.startswith("decoder.")}
@@ -232,16 +233,12 @@ def test_sampling_comes_from_the_file_then_from_upstreams_defaults(tiny, broken)
 
 
 def test_a_hub_id_is_fetched_at_its_pinned_commit(tiny, monkeypatch):
-    asked = {}
-
-    def snapshot_download(repo_id: str, **options: object) -> str:
-        asked.update(options, repo_id=repo_id)
-        return str(tiny.folder)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    download = Mock(return_value=str(tiny.folder))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     name = "Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice"
     opened = open_checkpoint(name)
-    assert asked["repo_id"] == name and asked["revision"] == opened.revision == checkpoint_module.PINNED[name]
+    (repo_id,), asked = download.call_args
+    assert repo_id == name and asked["revision"] == opened.revision == checkpoint_module.PINNED[name]
     assert len(opened.revision) == 40
     files = [path.relative_to(tiny.folder).as_posix() for path in tiny.folder.rglob("*") if path.is_file()]
     assert list(filter_repo_objects(files, allow_patterns=asked["allow_patterns"])) == files
@@ -255,26 +252,17 @@ def test_offline_a_network_failure_and_a_source_that_is_nothing_are_said_by_name
     for source in ("", "nowhere", "/no/such/folder", "a/b/c", "./missing"):
         with pytest.raises(CheckpointError, match="expected"):
             open_checkpoint(source)
-
-    def snapshot_download(*_: object, **__: object) -> str:
-        raise RuntimeError("name resolution failed")
-
     with monkeypatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         with pytest.raises(CheckpointError, match=r"Qwen/Qwen3-TTS-12Hz-1.7B-Base.*offline.*pass that folder"):
             open_checkpoint("Qwen/Qwen3-TTS-12Hz-1.7B-Base")
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=RuntimeError("name resolution failed")))
     with pytest.raises(CheckpointError, match="offline.*RuntimeError: name resolution failed.*pass that folder"):
         open_checkpoint("Qwen/Qwen3-TTS-12Hz-0.6B-Base")
 
 
 # ---- made checkpoints
-
-_SMALL = ("config.json", "configuration.json", "preprocessor_config.json", "model.safetensors")
-HUB_FILES = {"generation_config.json", "merges.txt", "tokenizer_config.json", "vocab.json", *_SMALL}
-HUB_FILES |= {f"speech_tokenizer/{name}" for name in _SMALL}
-TEXT = "Hello world, this is speech."
 
 
 def test_the_files_are_the_hubs_and_a_marker_that_says_they_are_random(tiny, tmp_path):
@@ -365,11 +353,8 @@ def test_the_cache_is_at_home_or_a_private_temporary_folder_of_ones_own(tmp_path
 
 
 def test_a_failed_make_leaves_nothing_and_a_folder_with_content_as_it_is(tmp_path, monkeypatch):
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("disk full")
-
     with monkeypatch.context() as patch:
-        patch.setattr("safetensors.torch.save_file", fail)
+        patch.setattr("safetensors.torch.save_file", Mock(side_effect=OSError("disk full")))
         with pytest.raises(CheckpointError, match="disk full.*MKTTS_CACHE"):
             random_checkpoint.ensure_named("random:tiny", tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -377,9 +362,6 @@ def test_a_failed_make_leaves_nothing_and_a_folder_with_content_as_it_is(tmp_pat
     with pytest.raises(CheckpointError, match="found content"):
         random_checkpoint.make(tmp_path)
     assert (tmp_path / "precious").read_text() == "x"
-
-
-WORDS_ALLOWED = "tiny, tiny-projected, 0.6b, 1.7b.*base, custom_voice, voice_design"
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ from mktts.spec import CODEBOOK_SIZE, NUM_CODEBOOKS, CodecConfig
 
 TOLERANCE = 1e-5  # of full scale, fp32
 CODES = random_codes(40, 0)  # more than twice the frames that the attention window of the tiny codec holds
+FULL = "random:tiny:custom_voice:full-codec"
+LEAST_SNR_DB = 80.0
 
 
 def upstream_decoder(raw: dict, tensors: dict, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -138,11 +140,17 @@ def test_every_chunk_size_gives_the_plain_decoders_samples_and_state(decoder, fu
         torch.testing.assert_close(*(s.flat.view(torch.float32) for s in (ours, theirs)), atol=1e-4, rtol=0)
 
 
-def test_a_longer_pass_and_the_kernels_without_a_gpu_are_refused_by_name(tiny, fused_on_cpu):
+def test_a_longer_pass_and_kernels_without_a_gpu_are_refused_by_name_and_there_the_plain_decoder_is_chosen(
+    tiny, fused_on_cpu
+):
     with pytest.raises(CodecError, match="at most 8 frames, got 9"):
         fused_on_cpu.decode(random_codes(MAX_FUSED_FRAMES + 1, seed=6), fused_on_cpu.start())
     with pytest.raises(BackendUnavailable, match="the fused codec needs"):
         FusedCodec(partial(CodecDecoder, tiny.codec_config, tiny.codec_tensors()))
+    chosen = codec_for(tiny.codec_config, tiny.codec_tensors(), "cpu")
+    assert isinstance(chosen, CodecDecoder) and chosen.dtype == torch.float32
+    with pytest.raises(BackendUnavailable, match="on a CUDA device, this one is on cpu: use CodecDecoder"):
+        GraphedCodec(chosen)
 
 
 @given(
@@ -163,9 +171,6 @@ def test_the_parts_of_a_product_cover_its_depth_once(rows, outs, channels, taps,
 
 
 # ---- graphs, and the one buffer of a state
-
-FULL = "random:tiny:custom_voice:full-codec"
-LEAST_SNR_DB = 80.0
 
 
 def eager(decoder: CodecDecoder, codes: torch.Tensor, state: CodecState) -> torch.Tensor:
@@ -260,13 +265,6 @@ def test_codes_and_states_are_refused_as_by_the_eager_decoder(tiny, codec, graph
             codec.submit(codes, target)
         assert str(ours.value) == str(theirs.value)
         assert target.frames == int(target.views[-1]) == 0
-
-
-def test_without_a_cuda_device_the_plain_decoder_is_chosen_and_graphs_are_refused(tiny):
-    decoder = codec_for(tiny.codec_config, tiny.codec_tensors(), "cpu")
-    assert isinstance(decoder, CodecDecoder) and decoder.dtype == torch.float32
-    with pytest.raises(BackendUnavailable, match="on a CUDA device, this one is on cpu: use CodecDecoder"):
-        GraphedCodec(decoder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

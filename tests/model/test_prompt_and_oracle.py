@@ -38,6 +38,21 @@ TEXTS = [
     "assistant user assistants\n\nuser",
     "\x00 \x07 \x1c \x7f \u200b \u2028 \ufeff",
 ]
+# every kind of character whose neighbours can change how it is cut, composed or stripped
+PARTS = st.sampled_from(
+    [" ", "  ", "\n", "\r\n", "\t", "\u3000", "\x1c", "\x85", "'", "'s", "'t", "re", "ll", "a", "Z", "the", "iPhone"]
+    + ["1", "²", ".", "!", "...", "-", "/", "e", "\u0301", "\u0316", "\u030a", "A", "か", "\u3099", "\u1100", "\u1161"]
+    + ["\u11a8", "각", "ส", "\u0e35", "\u09c7", "\u09be", "好", "，", "😀", "\u200d", "\ufe0f", "=", "\u0338", "\x00"]
+)
+REQUESTS = [
+    Request("Some words.", speaker="ryan"),
+    Request("Other words, and more of them.", speaker="ryan", language="english", layout="streaming"),
+]
+SPOKEN = {
+    "random:tiny": [Request("Hello there, you."), Request("Yes", language="english"), Request("No " * 40)],
+    "random:tiny:voice_design": [Request("Hello you.", instruct="A low voice, slowly."), Request("Hello you.")],
+}
+TEXT = Request("Some words, spoken in the streaming layout.", speaker="ryan", layout="streaming")
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +114,6 @@ def test_broken_tokenizer_files_and_the_vocabulary_of_another_model_are_named(ti
         open_checkpoint(folder).tokenizer()
 
 
-# every kind of character whose neighbours can change how it is cut, composed or stripped
-PARTS = st.sampled_from(
-    [" ", "  ", "\n", "\r\n", "\t", "\u3000", "\x1c", "\x85", "'", "'s", "'t", "re", "ll", "a", "Z", "the", "iPhone"]
-    + ["1", "²", ".", "!", "...", "-", "/", "e", "\u0301", "\u0316", "\u030a", "A", "か", "\u3099", "\u1100", "\u1161"]
-    + ["\u11a8", "각", "ส", "\u0e35", "\u09c7", "\u09be", "好", "，", "😀", "\u200d", "\ufe0f", "=", "\u0338", "\x00"]
-)
-
-
 @settings(max_examples=250, deadline=None)
 @given(parts=st.lists(PARTS | st.text(max_size=4), max_size=25))
 def test_any_split_of_a_text_gives_the_ids_of_the_whole(tokenizer, parts):
@@ -132,11 +139,6 @@ def test_ids_come_as_soon_as_nothing_can_change_them(tokenizer):
 
 
 # ---- rows: kept ones stay as they were made, and those at addresses are those that are computed
-
-REQUESTS = [
-    Request("Some words.", speaker="ryan"),
-    Request("Other words, and more of them.", speaker="ryan", language="english", layout="streaming"),
-]
 
 
 def builder_of(checkpoint: Checkpoint, device: str = "cpu", tensors=None, dtype=torch.bfloat16) -> PromptBuilder:
@@ -220,12 +222,6 @@ def read(rows: AddressedRows) -> torch.Tensor:
     return torch.tensor(np.array([(ctypes.c_float * width).from_address(at) for at in rows.addresses.tolist()]))
 
 
-SPOKEN = {
-    "random:tiny": [Request("Hello there, you."), Request("Yes", language="english"), Request("No " * 40)],
-    "random:tiny:voice_design": [Request("Hello you.", instruct="A low voice, slowly."), Request("Hello you.")],
-}
-
-
 @pytest.mark.parametrize("source", SPOKEN)
 def test_rows_at_addresses_are_those_of_the_prompt_that_is_computed_and_a_streaming_one_always_is(source):
     prompts = builder_of(open_checkpoint(source), dtype=torch.float32)
@@ -262,8 +258,6 @@ def test_the_text_table_takes_no_memory_of_the_device(tiny):
 
 
 # ---- the oracle
-
-TEXT = Request("Some words, spoken in the streaming layout.", speaker="ryan", layout="streaming")
 
 
 def made(checkpoint, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[TorchBackend, Prompt]:

@@ -25,6 +25,30 @@ CHOICES = {
     "top-k and top-p": Choice(temperature=0.7, top_k=20, top_p=0.9),
     "cold": Choice(temperature=0.3, top_k=5),
 }
+ANY_CHOICE = st.builds(
+    Choice,
+    temperature=st.sampled_from([0.3, 0.9, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 5, 50, 1_000]),
+    top_p=st.sampled_from([0.1, 0.8, 0.95, 1.0]),
+)
+# Random123's known answers (kat_vectors, philox4x32 10): counter, key, output.
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
+     (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+]  # fmt: skip
+# Seed, frame, codebook, id -> the bits that csrc/sampling.cuh gives, one rounding an operation.
+NOISE = [
+    (0, 0, 1, 0, "0x1.13a3d8p-3"),
+    (7, 3, 1, 1, "-0x1.031860p-1"),
+    (7, 3, 2, 2, "-0x1.1bfabep+0"),
+    (2**32 - 1, 8191, 3, 3, "0x1.98008cp+0"),
+    (2**64 - 1, 1, 15, 2047, "0x1.a6c538p+1"),
+    (2**64 - 1, 1, 8, 1001, "0x1.ed69c6p+0"),
+    (0x123456789ABCDEF0, 500, 9, 64, "0x1.09745ep+1"),
+    (0x123456789ABCDEF0, 500, 4, 513, "0x1.4a4b2ap-5"),
+]
 
 
 def logits_of(seed: int) -> torch.Tensor:
@@ -40,14 +64,6 @@ def warpers(choice: Choice) -> list:
     made = [theirs.TemperatureLogitsWarper(choice.temperature)]
     made += [theirs.TopKLogitsWarper(choice.top_k)] if choice.top_k else []
     return made + ([theirs.TopPLogitsWarper(choice.top_p)] if choice.top_p < 1 else [])
-
-
-ANY_CHOICE = st.builds(
-    Choice,
-    temperature=st.sampled_from([0.3, 0.9, 1.0, 1.7]),
-    top_k=st.sampled_from([0, 1, 5, 50, 1_000]),
-    top_p=st.sampled_from([0.1, 0.8, 0.95, 1.0]),
-)
 
 
 @settings(max_examples=60, deadline=None)
@@ -172,30 +188,8 @@ def test_greedy_keeps_the_rest_and_flat_names_say_all_settings_and_give_them_bac
     assert changed == Sampling(predictor=Choice(top_k=3), rng="torch")
 
 
-# Random123's known answers (kat_vectors, philox4x32 10): counter, key, output.
-KNOWN = [
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-     (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
-]  # fmt: skip
-
-
 def test_known_answers():
     assert [tuple(sampling.philox(counter, key)) for counter, key, _ in KNOWN] == [words for *_, words in KNOWN]
-
-
-# Seed, frame, codebook, id -> the bits that csrc/sampling.cuh gives, one rounding an operation.
-NOISE = [
-    (0, 0, 1, 0, "0x1.13a3d8p-3"),
-    (7, 3, 1, 1, "-0x1.031860p-1"),
-    (7, 3, 2, 2, "-0x1.1bfabep+0"),
-    (2**32 - 1, 8191, 3, 3, "0x1.98008cp+0"),
-    (2**64 - 1, 1, 15, 2047, "0x1.a6c538p+1"),
-    (2**64 - 1, 1, 8, 1001, "0x1.ed69c6p+0"),
-    (0x123456789ABCDEF0, 500, 9, 64, "0x1.09745ep+1"),
-    (0x123456789ABCDEF0, 500, 4, 513, "0x1.4a4b2ap-5"),
-]
 
 
 @pytest.mark.parametrize(("seed", "frame", "book", "token", "bits"), NOISE)

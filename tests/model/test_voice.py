@@ -13,6 +13,7 @@ from mktts.spec import NUM_CODEBOOKS, SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 from mktts.synth.cloning import clone_voice
 
 TEXT = "What the reference says."
+CODES = torch.arange(3 * NUM_CODEBOOKS).view(3, NUM_CODEBOOKS)
 
 
 def hum(samples: int, rate_hz: int = SAMPLE_RATE_HZ) -> np.ndarray:
@@ -96,9 +97,6 @@ def test_other_mistakes_are_refused_by_name(tiny_base, tiny, tmp_path):
     path = write_audio(tmp_path / "r.wav", hum(9600))
     with pytest.raises(VoiceError, match="the file says 24000 Hz, the call 8000"):
         clone_voice(tiny_base, path, 8000)
-
-
-CODES = torch.arange(3 * NUM_CODEBOOKS).view(3, NUM_CODEBOOKS)
 
 
 def test_a_voice_is_saved_to_one_file_and_loaded_back_equal(tmp_path):

@@ -1,7 +1,5 @@
-"""How many written forms of cases.tsv are read as listed (`python tests/text/record_cases.py` writes text.json).
-
-A line is `written<TAB>read`, with "|" between readings that are all right; \\n and \\x1b stand for those characters.
-"""
+"""How many written forms of cases.tsv are read as listed: `python tests/text/record_cases.py` writes text.json. A line
+is `written<TAB>read`, with "|" between readings that are all right; \\n and \\x1b stand for those characters."""
 
 import json
 import re
@@ -9,16 +7,11 @@ from pathlib import Path
 
 from mktts.text import spoken
 
-RECORD = Path(__file__).resolve().parents[2] / "outputs" / "reference" / "text.json"
-
 
 def cases(name: str = "cases.tsv") -> list[tuple[str, list[str]]]:
-    rows = [line.split("\t") for line in Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()]
-    return [(unescaped(written), right.split("|")) for written, right in rows]
-
-
-def unescaped(written: str) -> str:
-    return written.replace("\\n", "\n").replace("\\x1b", "\x1b").replace("\\\\", "\\")
+    lines = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()
+    rows = [line.replace("\\n", "\n").replace("\\x1b", "\x1b").replace("\\\\", "\\").split("\t") for line in lines]
+    return [(written, right.split("|")) for written, right in rows]
 
 
 def words(text: str) -> str:
@@ -31,6 +24,6 @@ def wrong(rows: list[tuple[str, list[str]]]) -> list[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    total = len(cases())
-    right = total - len(wrong(cases()))
-    RECORD.write_text(json.dumps({"cases": total, "right": right, "outside": None}, indent=1) + "\n")
+    found = {"cases": len(cases()), "right": len(cases()) - len(wrong(cases())), "outside": None}
+    path = Path(__file__).resolve().parents[2] / "outputs" / "reference" / "text.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")

@@ -26,6 +26,21 @@ READ = partial(FrontEndFeed, ("english",))
 SEEN, TABLE = cases("written_numbers.tsv"), cases()
 SENTENCES = [text for text, _ in SEEN + TABLE[:40]]
 PLAIN = files("mktts.training.data").joinpath("held_out.txt").read_text(encoding="utf-8").splitlines()
+HALF, CUT = Pause(12_000), Pause(0)
+VOICES = {"Ryan": ("ryan",), "UNCLE_FU": ("uncle_fu",)}
+LISTED = {
+    "nginx": "engine X",
+    "GIF": "jif",
+    "SQL": "sequel",
+    "SQL Server": "sequel server",
+    "C++": "see plus plus",
+    ".NET": "dot net",
+    "Nguyen": "Win",
+    "straße": "shtrahsuh",
+    "重庆": "崇庆",
+    "New York": "Noo Yawk",
+}
+LEXICON = Lexicon(LISTED)
 
 
 def title(text: str) -> str:
@@ -133,20 +148,6 @@ def test_words_that_look_like_short_forms_signs_accents_and_lists(text, said):
 
 # ---- a lexicon
 
-LISTED = {
-    "nginx": "engine X",
-    "GIF": "jif",
-    "SQL": "sequel",
-    "SQL Server": "sequel server",
-    "C++": "see plus plus",
-    ".NET": "dot net",
-    "Nguyen": "Win",
-    "straße": "shtrahsuh",
-    "重庆": "崇庆",
-    "New York": "Noo Yawk",
-}
-LEXICON = Lexicon(LISTED)
-
 
 @pytest.mark.parametrize(
     ("text", "said"),
@@ -222,9 +223,6 @@ def test_ipa_in_english_letters():
 
 
 # ---- markup, and texts in pieces
-
-HALF, CUT = Pause(12_000), Pause(0)
-VOICES = {"Ryan": ("ryan",), "UNCLE_FU": ("uncle_fu",)}
 
 
 def parts(pieces: list[str], *new_readers: Callable[[], Any]) -> list:
