@@ -1,7 +1,7 @@
 """How large the package is: lines, Python tokens and files by folder, and what `stream("Hello.")` enters (`make size`).
 
 `python tests/size.py` prints the table and writes outputs/reference/size.json, unless a total grew: its figures are
-ceilings for test_budget.py."""
+ceilings for test_hygiene.py."""
 
 import io
 import json

@@ -1,17 +1,28 @@
-"""The rules of the repository that a program can check."""
+"""The rules of the repository that a program can check, those of imports among them; and the tools of its tests."""
 
 import ast
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import gpu_record
 import pytest
+from size import RECORD, exceeded, measured
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "mktts"
+GROUND = ["errors", "spec", "common", "arguments"]
+TREE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\nmktts/\n")[2]
+FOLDERS = re.findall(r"^  (\w+)/ ", TREE.partition("```")[0], re.MULTILINE)
+NAMED = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+MODULES = {name.removesuffix(".__init__"): path for name, path in sorted(NAMED.items())}
 MAX_REFERENCE_BYTES = 4 * 2**20  # a quarter is for pairs of voices to listen to
 
 
@@ -108,6 +119,60 @@ def test_ruff_has_nothing_to_say_and_kernel_lines_fit_the_line_length_of_python(
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_no_total_and_no_folder_is_larger_than_recorded():
+    """`make size` lowers the ceilings."""
+    now, ceilings = measured(), json.loads(RECORD.read_text(encoding="utf-8"))
+    assert exceeded(now) == []
+    for kind in ("folders", "folder_tokens"):
+        over = {name: count for name, count in now[kind].items() if count > ceilings[kind].get(name, 0)}
+        assert over == {}, f"{kind}: delete or merge as much as came, then `make size`"
+
+
+# ---- a folder imports itself and those above it in the tree of CONTRIBUTING.md
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules of this package that `path` names in an import: in functions and for types too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "mktts")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            if node.module and node.module.split(".")[0] == "mktts":
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                yield from (name if name in MODULES else node.module for name in names)
+
+
+def folder(name: str) -> str:
+    return name.split(".")[1] if "." in name else ""
+
+
+def test_the_tree_has_the_packages_folders():
+    assert sorted(FOLDERS) == sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
+
+
+@pytest.mark.parametrize("name", [*GROUND, *FOLDERS])
+def test_a_folder_imports_itself_and_those_above_it(name):
+    allowed = {name, *GROUND, *FOLDERS[: FOLDERS.index(name) if name in FOLDERS else 0]}
+    for module_of in (of for of in MODULES if folder(of) == name):
+        assert [found for found in imports(MODULES[module_of]) if folder(found) not in allowed] == [], module_of
+
+
+def test_only_the_command_line_names_training_and_that_by_its_modules_names():
+    named = {name for name, path in MODULES.items() if "mktts.training" in path.read_text(encoding="utf-8")}
+    assert {name for name in named if folder(name) != "training"} == {"mktts.cli"}
+
+
+def test_no_two_files_import_each_other():
+    try:
+        TopologicalSorter({name: set(imports(path)) - {name} for name, path in MODULES.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+# ---- tools of the tests
+
+
 def hang(folder: Path, command: list[str], test: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs `command` in `folder`, whose `make test` is `test` on a file of three tests, one of which hangs."""
     hangs = "import time\ndef test_first(): pass\ndef test_that_hangs(): time.sleep(300)\ndef test_last(): pass\n"
@@ -136,3 +201,44 @@ def test_a_test_that_hangs_fails_by_its_name_and_prints_where_it_stands(tmp_path
     assert re.search(r'test_hangs\.py", line 3 in test_that_hangs', done.stderr), done.stderr
     assert "crashed while running 'test_hangs.py::test_that_hangs'" in done.stdout
     assert "1 failed, 2 passed" in done.stdout
+
+
+TESTS = """
+import pytest
+@pytest.mark.gpu
+def test_good(): pass
+@pytest.mark.gpu
+@pytest.mark.parametrize("x", [1, 2])
+def test_bad(x): assert x == 1
+@pytest.mark.gpu
+def test_absent(): pytest.skip("no such GPU")
+def test_without_a_gpu(): assert False
+class TestMore:
+    @pytest.mark.gpu
+    def test_good(self): pass
+"""
+
+
+def test_outcomes_are_counted_by_file_and_other_files_stay_where_they_are_of_the_same_revision(tmp_path, monkeypatch):
+    def record(*words: object) -> tuple[int, dict]:
+        status = gpu_record.main([*map(str, (file, *words)), f"--rootdir={tmp_path}", "-p", "no:cacheprovider"])
+        return status, json.loads(file.read_text())
+
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    facts = {"device": "H100", "driver": "1", "torch": "2", "revision": "abc"}
+    monkeypatch.setattr(gpu_record, "head", lambda device: facts)
+    folder, file = tmp_path / "group", tmp_path / "gpu_tests.json"
+    folder.mkdir()
+    (folder / "test_it.py").write_text(TESTS)
+    (folder / "test_broken.py").write_text("import no_such_module")
+    status, found = record(folder, "--continue-on-collection-errors", "-o", "markers=gpu")
+    assert status == 1 and [found[outcome] for outcome in gpu_record.OUTCOMES] == [3, 2, 1]
+    by_file = {name: (row["passed"], row["failed"]) for name, row in found["files"].items()}
+    assert by_file == {"group/test_it.py": (3, 1), "group/test_broken.py": (0, 1)} and facts.items() <= found.items()
+    (tmp_path / "test_none.py").write_text("")
+    assert record(tmp_path / "test_none.py") == (5, found)
+    (tmp_path / "test_more.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_more(): pass")
+    status, more = record(tmp_path / "test_more.py")
+    assert (status, more["passed"]) == (0, 4) and set(more["files"]) == {"test_more.py", *found["files"]}
+    facts["revision"] = "abd"
+    assert set(record(tmp_path / "test_more.py")[1]["files"]) == {"test_more.py"}
