@@ -1,12 +1,16 @@
-"""Notebook helpers: run folders, clips, tables, widgets; parameters as arguments of an utterance, lists of texts."""
+"""Notebook helpers: run folders, clips, tables, widgets; parameters as arguments of an utterance; player; figures."""
 
 import asyncio
 import base64
 import io
 import json
 import re
+import shutil
 import signal
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +22,8 @@ from mktts.checkpoint import DEFAULT_CHECKPOINT, open_checkpoint
 from mktts.checkpoint.random import RANDOM_WEIGHTS
 from mktts.errors import MkttsError, OptionsError
 from mktts.measure import metrics
-from mktts.notebook import nb, speaking
-from mktts.spec import SAMPLE_RATE_HZ
+from mktts.notebook import nb, player, plots, speaking
+from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
 
 @pytest.fixture
@@ -254,3 +258,109 @@ def test_texts_are_read_and_what_is_none_is_named_by_its_parameter():
         speaking.texts("Yes. |")
     with pytest.raises(OptionsError, match="REPEATS must be a whole number .* at least 1, got 0"):
         speaking.at_least(1, FRAMES=3, REPEATS=0)
+
+
+# ---- the live player without a front end: what it sends to the page, and the page's script
+
+
+@pytest.fixture
+def live():
+    """A player that keeps what it would have sent to the page."""
+    widget = player.LivePlayer()
+    sent = []
+    widget.send = lambda content, buffers=None: sent.append((content["kind"], b"".join(buffers or [])))
+    return widget, sent
+
+
+class FakeStream:
+    """Chunks of these samples, and then silence where it is `endless`."""
+
+    def __init__(self, *chunks: np.ndarray, endless: bool = False) -> None:
+        self.chunks = chunks or [np.zeros(4, np.float32)] * 5
+        self.endless, self.cancelled = endless, False
+
+    def cancel(self):
+        self.cancelled = True
+
+    async def __aiter__(self):
+        for pcm in self.chunks:
+            if self.cancelled:
+                return
+            yield SimpleNamespace(pcm=pcm)
+        await asyncio.sleep(60 if self.endless else 0)
+
+
+async def test_every_chunk_is_passed_on_and_sent_as_one_buffer_and_a_stop_cancels_the_stream(live):
+    widget, sent = live
+    stream = FakeStream(*(np.full(3, value, np.float32) for value in (0.0, 0.25, 0.5)), np.zeros(0, np.float32))
+    chunks = [chunk async for chunk in widget.play(stream)]
+    assert [float(c.pcm.sum()) for c in chunks] == [0.0, 0.75, 1.5, 0.0]
+    assert [kind for kind, _ in sent] == ["begin", *["pcm"] * 3, "end"]
+    assert [np.frombuffer(data, "<i2").tolist() for _, data in sent[1:4]] == [[0] * 3, [8192] * 3, [16384] * 3]
+    with pytest.raises(MkttsError, match="int16"):
+        [chunk async for chunk in widget.play(FakeStream(np.zeros(3, np.int16)))]
+    stream, heard = FakeStream(), 0
+    async for _ in widget.play(stream):
+        heard += 1
+        stop = widget.set_trait, "stop_requested", True
+        asyncio.get_running_loop().call_soon(*stop)  # as a button's message: seen when the loop yields
+    assert stream.cancelled and heard < 5 and sent[-1][0] == "end"
+
+
+async def test_an_interrupt_or_a_loop_left_early_silences_the_page_and_ends_the_stream(live):
+    widget, sent = live
+    stream = FakeStream(endless=True)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):  # a timeout cancels the task, as an interrupt does
+            async for _ in widget.play(stream):
+                pass
+    assert widget.stop_requested and stream.cancelled and sent[-1][0] == "end"
+    stream = FakeStream()
+    playing = widget.play(stream)
+    await anext(playing)
+    assert not widget.stop_requested
+    await playing.aclose()
+    assert widget.stop_requested and stream.cancelled and sent[-1][0] == "end"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_script_schedules_chunks_back_to_back_and_counts_underruns():
+    command = ["node", Path(__file__).with_name("player_harness.mjs"), Path(player.__file__).with_name("player.js")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- figures
+
+READY_MS = [50.0, 100.0, 400.0]  # the third chunk is needed at 50 + 2 * 80 = 210 ms and comes 190 ms late
+CHUNKS = [
+    SimpleNamespace(timings=SimpleNamespace(ready_ms=ms), pcm=np.zeros(frames * SAMPLES_PER_FRAME))
+    for ms, frames in zip(READY_MS, (1, 1, 2), strict=True)
+]
+
+
+def test_the_timeline_shows_what_was_generated_what_was_needed_and_the_late_chunk(tmp_path):
+    top, bottom = plots.chunk_timeline(CHUNKS, tmp_path).axes
+    lines = {line.get_label(): line for line in top.lines}
+    np.testing.assert_allclose(lines["generated"].get_xydata(), [[0, 0], [0.05, 0.08], [0.1, 0.16], [0.4, 0.32]])
+    needed = lines["needed by real-time playback"]
+    np.testing.assert_allclose(needed.get_xdata(), [0.05, 0.13, 0.13, 0.21, 0.4, 0.56])
+    np.testing.assert_allclose(needed.get_ydata(), [0, 0.08, 0.08, 0.16, 0.16, 0.32])
+    np.testing.assert_allclose(lines["underrun"].get_xydata(), [[0.4, 0.16]])
+    assert "underruns: 1" in top.get_title(loc="left") and "after 50 ms" in top.get_title(loc="left")
+    unplayed_ms = bottom.containers[0].markerline.get_ydata()
+    np.testing.assert_allclose(unplayed_ms, [0, 30, 0], atol=1e-9)  # at 100 ms, 50 of the first 80 ms had been played
+
+
+def test_stacked_bars_add_up(tmp_path):
+    stages = {"tiny": {"talker": 2.0, "predictor": 5.0, "codec": 4.0}}
+    (axes,) = plots.bars(stages, "ms", "Stages", tmp_path, "stages", real_time=True).axes
+    assert [(bar.get_x(), bar.get_width()) for group in axes.containers for bar in group] == [(0, 2), (2, 5), (7, 4)]
+    assert "11" in [text.get_text() for text in axes.texts] and (tmp_path / "stages.png").is_file()
+
+
+def test_two_numbers_that_lie_close_on_an_axis_are_not_written_over_each_other():
+    _, axes = plots.new(2.0)
+    axes.set_xscale("log")
+    plots.plain_ticks(axes.xaxis, [64, 1_400, 1_600])
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["64", "1,400", ""]

@@ -1,22 +1,27 @@
-"""Grids of notebook runs, on small notebooks written here and executed for real."""
+"""Grids of notebook runs, executed for real; what is on record of runs, and the site of executed notebooks."""
 
-import contextlib
+import base64
 import io
 import json
 import os
 import re
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
 import numpy as np
 import pytest
-from absent import python_without
+from absent import needs, python_without
 from commands import run
+from load_document import load_file
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from mktts.audio import write_audio
 from mktts.checkpoint.random import RANDOM_WEIGHTS
-from mktts.common import read_json
-from mktts.errors import BatchError
+from mktts.cli import main
+from mktts.common import read_json, write_json
+from mktts.errors import BatchError, MetricsError
 from mktts.measure.metrics import record
 from mktts.notebook import records, runs
 from mktts.spec import SAMPLE_RATE_HZ
@@ -33,10 +38,10 @@ RUN_DIR: str = ""
 
 
 def notebook(path: Path, *cells: str, parameters: str = PARAMETERS) -> Path:
-    nodes = [nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]})]
-    nodes += [nbformat.v4.new_code_cell(source) for source in cells]
-    nodes.append(nbformat.v4.new_markdown_cell("After this: [02_weights](02_weights.ipynb), [h](03_h.ipynb)"))
-    nbformat.write(nbformat.v4.new_notebook(cells=nodes), path)
+    nodes = [new_code_cell(parameters, metadata={"tags": ["parameters"]})]
+    nodes += [new_code_cell(source) for source in cells]
+    nodes.append(new_markdown_cell("After this: [02_weights](02_weights.ipynb), [h](03_h.ipynb)"))
+    nbformat.write(new_notebook(cells=nodes), path)
     return path
 
 
@@ -135,7 +140,7 @@ display(IFrame("http://127.0.0.1:1/?key=secret", 100, 100, extras=['a="b"']), ip
 def grid(tmp_path_factory):
     """Four runs in kernels, which cost seconds each: one succeeds, one fails, one dies, one needs what is not there."""
     home = tmp_path_factory.mktemp("grid")
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
         patch.chdir(home)
         Path("books").mkdir()
         path = notebook(Path("books/n.ipynb"), CELL)
@@ -203,3 +208,134 @@ def test_a_missing_package_is_named_before_anything_runs(tmp_path):
     done = python_without(["papermill"], f"from mktts.cli import main; raise SystemExit(main({words}))")
     assert done.returncode == 2 and "mktts: this needs the package papermill" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+# ---- measurements on record: where a document comes from, and verdicts
+
+
+def test_provenance_names_machine_day_revision_and_random_weights_whichever_way_a_document_keeps_them(tmp_path):
+    about = {"device": "Some GPU", "date": "2026-01-02T03:04:05+00:00", "revision": "0123456789abcdef+changes"}
+    line = "measured on Some GPU, 2026-01-02, at revision 01234567+changes, random weights"
+    assert records.provenance({**about, "settings": {"random_weights": True}}) == line
+    environment = {"gpu": "G", "date_utc": "2026-05-06T00", "git_revision": "f" * 40}
+    assert records.provenance(environment) == "measured on G, 2026-05-06, at revision ffffffff"
+    assert records.provenance(None) == ""
+    merged = json.loads(load_file(tmp_path).read_text())  # of several runs
+    assert records.provenance(merged) == "measured on NVIDIA H200, 2026-11-22, at revision abc"
+    merged["points"][0] |= {"revision": "def+changes", "date": "2026-11-20T10", "random_weights": True}
+    line = "measured on NVIDIA H200, 2026-11-20 to 2026-11-22, at revisions def, abc+changes, random weights"
+    assert records.provenance(merged) == line
+    assert records.provenance({"points": [], "figures": {}}) == "nothing measured yet"
+
+
+def test_every_recorded_document_says_where_it_comes_from():
+    paths = list(records.FOLDER.glob("*.json"))
+    assert {"bench", "ladder"} <= {path.stem for path in paths}
+    for path in paths:
+        line = records.provenance(records.stored(path.stem))
+        assert "measured on NVIDIA H200, 20" in line and "at revision" in line, path
+
+
+def test_a_document_that_is_not_there_is_named_with_the_command_that_makes_it(tmp_path):
+    assert records.stored("parity", tmp_path) is None
+    with pytest.raises(MetricsError, match=r"parity\.json.*python -m mktts parity .* --output"):
+        records.reference("parity", tmp_path)
+    (tmp_path / "bench.json").write_text("{torn")
+    with pytest.raises(MetricsError, match="could not read"):
+        records.reference("bench", tmp_path)
+    for name, command in records.COMMANDS.items():
+        assert command.split()[-1] == "/".join([*records.FOLDER.parts[-3:], f"{name}.json"])
+
+
+@pytest.mark.parametrize(("bound", "checked"), [({"equal": 2}, "= 2"), ({"at_most": 1}, None), ({"at_least": 3}, None)])
+def test_a_figure_states_what_was_checked_of_it_or_is_none(bound, checked):
+    with nullcontext() if checked else pytest.raises(MetricsError, match="wait: expected [≤≥] . ms, found 2"):
+        assert records.figure("wait", 2, "ms", 1, "here", **bound)["checked"] == checked
+
+
+def test_verdicts_of_many_runs_are_one_record_in_the_notebooks_order(tmp_path):
+    figure = records.figure("frames", 3, "", 1, records.here(), equal=3)
+    for stem in ("10_report", "01_one_frame", "01_one_frame-SEED=1", "02_weights-SEED=1", "h200"):
+        (tmp_path / stem).mkdir()
+        records.verdict(tmp_path / stem, "Why?", stem, [figure], "Once.")
+    found = {"01_one_frame": "01_one_frame", "02_weights": "02_weights-SEED=1", "10_report": "10_report"}
+    expected = {"question": "Why?", "figures": [figure], "limit": "Once."}
+    assert records.verdicts(tmp_path) == [{"notebook": n, **expected, "answer": run} for n, run in found.items()]
+
+
+# ---- the site: links, sound, figures, and nothing from elsewhere
+
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+
+
+def write_run(folder, question, html, prose, status="ok"):
+    """A run's folder as `mktts run` leaves it: a notebook with a picture and `html` as outputs, and its verdict."""
+    folder.mkdir(parents=True)
+    outputs = [new_output("display_data", data=data) for data in ({"image/png": PNG}, {"text/html": html})]
+    code = new_code_cell("print('not <prose>')", outputs=outputs)
+    cells = [new_markdown_cell(f"# {folder.name[:2]} · {question}\n\n{prose}"), new_markdown_cell("## Listen"), code]
+    nbformat.write(new_notebook(cells=cells), folder / "executed.ipynb")
+    figure = {"name": "frames <made>", "value": 2 / 3, "unit": "ms", "n": 5, "machine": "2 cores", "checked": "≤ 1"}
+    verdict = {"question": question, "answer": "Yes & no.", "figures": [figure], "limit": "none"}
+    write_json(folder / "verdict.json", verdict)
+    write_json(folder / "metrics.json", {"status": status})
+
+
+@needs("nbconvert", "latex2mathml")
+def test_two_executed_notebooks_become_a_site_that_needs_nothing_from_elsewhere(tmp_path, capsys):
+    made, reference, out = tmp_path / "runs", tmp_path / "reference", tmp_path / "site"
+    data = base64.b64encode(b"RIFF").decode()
+    heard = f'<audio controls title="said.wav" src="data:audio/wav;base64,{data}"></audio>'
+    heard += '<iframe src="http://127.0.0.1:1/?key=k"></iframe>'
+    prose = r"After it: [05_next](05_next.ipynb), [file](../README.md). $\arg x_1$. ![A badge](https://elsewhere/b.svg)"
+    write_run(made / "04_first", "Can it be heard?", heard, prose)
+    write_audio(made / "04_first" / "said.wav", np.zeros(2_400, np.float32))
+    (made / "04_first-SEED=1").mkdir()
+    (made / "04_first-SEED=1" / "executed.ipynb").write_text("not read")
+    write_run(made / "05_next", "How did it fail?", "", "", "error")
+    link = '<a href="spoken.mp3">spoken.mp3</a>'
+    write_run(reference / "05_next", "How fast?", link, "See [first](../04_first/executed.ipynb).\n\n$$y = x^2$$")
+    (reference / "05_next" / "spoken.mp3").write_bytes(b"sound")
+    write_run(reference / "04_first", "An older one?", "", "")
+    write_run(reference / "h200" / "04_first", "Elsewhere?", "", "See [next](05_next.ipynb).")
+    assert run("lab site", made, reference, "--out", out) == 0
+    assert capsys.readouterr().out == f"3 notebooks: {out / 'index.html'}\n"
+    texts = {path.name: path.read_text(encoding="utf-8") for path in out.glob("*.*")}
+    pages = {name: text for name, text in texts.items() if name.endswith(".html")}
+    assert set(pages) == {"index.html", "04_first.html", "04_first_h200.html", "05_next.html"}
+    assert not re.search("https?:|//[a-z]+[.]|@import|url\\(", "".join(texts.values()))
+    for name, text in pages.items():
+        for address, anchor in re.findall(r'(?:href|src)="(?!data:)([^"#]*)(#[^"]*)?"', text):
+            assert not address or (out / address).is_file(), (name, address)
+            assert not anchor or f'id="{anchor[1:]}"' in pages[address or name], (name, anchor)
+
+    first, following = pages["04_first.html"], pages["05_next.html"]
+    assert "An older one?" not in first and PNG in first and "<math" in first and "arg</mo>" in first
+    assert '<a href="05_next.html">05_next</a>, file.' in first and "A badge" in first
+    assert '<a href="04_first.html">first</a>' in following
+    assert '<a href="#listen">Listen</a>' in first and '<h2 id="listen">' in first
+    along = [re.findall(r'rel="(\w+)"[^>]*>[← ]*(.+?)[→ ]*</a>', text) for text in (first, following)]
+    assert along == [[("next", "04_first on H200")], [("prev", "04_first on H200")]]
+    sounds = [re.search(r'<audio controls[^>]* src="([^"]*)"', text)[1] for text in (first, following)]
+    assert sounds == ["files/04_first/said.mp3", "files/05_next/spoken.mp3"]
+    assert (out / sounds[1]).read_bytes() == b"sound" and (out / sounds[0]).stat().st_size > 100
+
+    rows = re.findall(r"<tr>(.*?)</tr>", pages["index.html"], re.DOTALL)
+    cells = [re.findall(r"<td>(.*?)</td>", row) for row in rows]
+    assert [row for row in cells if row] == 3 * [["frames &lt;made&gt;", "0.667", "ms", "5", "≤ 1", "2 cores"]]
+    index = pages["index.html"]
+    assert index.count("Yes &amp; no.") == 6 and index.index("Can it be heard?") < index.index("How fast?")
+
+    assert run("lab site", reference, "--out", out) == 0  # an older site is replaced
+    assert "An older one?" in (out / "04_first.html").read_text(encoding="utf-8")
+
+
+@needs("nbconvert", "latex2mathml")
+def test_a_site_of_nothing_and_a_folder_of_something_else_are_refused(tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("keep")
+    for expected in ("expected executed notebooks", "expected a folder that is empty"):
+        assert main(["lab", "site", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 2
+        assert expected in capsys.readouterr().err
+        write_run(tmp_path / "runs" / f"04_{expected[9]}", "Can it be heard?", "", "")
+    assert (tmp_path / "out" / "mine.txt").read_text() == "keep"
