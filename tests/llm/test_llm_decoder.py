@@ -13,10 +13,12 @@ from transformers import Qwen3ForCausalLM
 
 from mktts.errors import BackendUnavailable, CapacityError, EngineError, OptionsError, PromptError, TextError
 from mktts.kernel.grid import choose_text_shape
+from mktts.kernel.prefill import Prefill, kept_of_cache
 from mktts.kernel.tape import pack_wide_head
 from mktts.llm.backend import TextKernelBackend, TorchTextBackend
 from mktts.llm.checkpoint import TextCheckpoint, open_text_checkpoint
 from mktts.llm.decoder import TextDecoder
+from mktts.model.qwen3 import Qwen3Stack
 from mktts.model.sampling import Choice, choose, distribution, gumbel
 
 GREEDY = Choice(do_sample=False)
@@ -268,6 +270,19 @@ def test_a_wide_head_gives_every_row_to_one_block(tiny):
     packed = pack_wide_head(choose_text_shape(tiny.config.stack, 132), weight)
     counts = torch.bincount(packed.flatten().long(), minlength=rows + 1)
     assert torch.equal(counts[1:], torch.full((rows,), width))
+
+
+@pytest.mark.parametrize("keep", [1, 7, 8, 31])
+def test_the_kernels_prefill_goes_on_from_a_cache(tiny, keep):
+    """On the CPU."""
+    c, tensors = tiny.config.stack, tiny.tensors()
+    prefill = Prefill(Qwen3Stack(c, tensors, "model.", torch.device("cpu"), torch.float32))
+    rows = tensors["model.embed_tokens.weight"][:40].float()
+    before, whole, resumed = torch.zeros(3, c.num_hidden_layers, c.num_key_value_heads, 4, 12, 2, c.head_dim)
+    prefill.fill(rows[:32], before)
+    wanted = prefill.fill(rows, whole)
+    found = prefill.go_on(rows, resumed, kept_of_cache(before, keep))
+    torch.testing.assert_close((found, resumed), (wanted, whole), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
