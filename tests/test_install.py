@@ -98,13 +98,11 @@ def test_a_file_imports_nothing_but_what_is_installed_for_it_and_no_message_inst
 
 
 def test_the_makefile_takes_the_pythons_that_the_package_takes():
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    fits = re.search(r"^FITS := (.*)$", makefile, re.MULTILINE)[1]
+    fits = re.search(r"^FITS := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1]
     takes = SpecifierSet(PROJECT["requires-python"])
     for minor in range(8, 20):
-        code = fits.replace("sys.version_info", f"(3, {minor}, 1)")
         with pytest.raises(SystemExit) as ended:
-            exec(code, {})
+            exec(fits.replace("sys.version_info", f"(3, {minor}, 1)"), {})
         assert (not ended.value.code) is takes.contains(f"3.{minor}.1") is (f"3.{minor}" in PYTHONS)
 
 

@@ -87,8 +87,7 @@ def test_every_line_for_a_shell_is_one_that_is_checked_and_the_command_line_unde
 @pytest.mark.parametrize("code", PYTHON)
 def test_python_example_runs(code, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "samples after" in done.stdout or "samples after" not in code
     assert all((tmp_path / name).stat().st_size for name in re.findall(r'write_audio\("([^"]+)"', code))

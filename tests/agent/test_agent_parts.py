@@ -44,14 +44,17 @@ from mktts.spec import SAMPLE_RATE_HZ
 NOON = datetime(2026, 1, 1, 12, 0)
 OFFLINE_STT = needs("pocketsphinx")  # the speech to text that the agent has without a key
 PAST_TWELVE = "forty-five minutes past twelve"
-PAUSE = bytes(user_speech.USER_RATE_HZ)  # half a second
+with_whisper = partial(AgentSettings, stt="whisper", device="cpu")
+DEEPGRAM = {"DEEPGRAM_API_KEY": "secret"}
+OPENAI = {"OPENAI_API_KEY": "secret", **DEEPGRAM}
+OLLAMA = {"OPENAI_BASE_URL": "http://localhost:1/v1", "OPENAI_MODEL": "mine", **DEEPGRAM}
 
 
 @OFFLINE_STT
 def test_the_grammar_recognises_every_recording_and_nothing_in_noise():
     decoder = make_decoder(user_speech.USER_RATE_HZ)
     for text in user_speech.TEXTS:
-        assert decode(decoder, user_speech.load(text).tobytes() + PAUSE) == text
+        assert decode(decoder, user_speech.load(text).tobytes() + bytes(user_speech.USER_RATE_HZ)) == text  # and 0.5 s
     for level in (0, 3_000):
         noise = np.random.default_rng(0).normal(0, level, user_speech.USER_RATE_HZ).astype("<i2")
         assert decode(decoder, noise.tobytes()) == ""
@@ -80,8 +83,7 @@ def test_the_story_goes_on_where_the_context_says_the_listener_was():
     cut = STORY[: STORY.index("singing")].strip()  # in the second sentence
     go_on = intents.answer("go on", ["Hello.", cut, "All right."], NOON)
     assert STORY.endswith(go_on) and go_on.startswith("It lived under a desk")
-    second_cut = go_on[: go_on.index("scales")].strip()
-    assert intents.answer("go on", [cut, second_cut], NOON).startswith("Every night")
+    assert intents.answer("go on", [cut, go_on[: go_on.index("scales")].strip()], NOON).startswith("Every night")
     assert "story" in intents.answer("go on", [STORY], NOON)
     assert "story" in intents.answer("go on", ["Hello."], NOON)
 
@@ -109,11 +111,6 @@ async def test_the_script_streams_tokens_between_start_and_end(messages, words):
     assert said == words or (words is None and "did not understand" in "".join(said))
 
 
-DEEPGRAM = {"DEEPGRAM_API_KEY": "secret"}
-OPENAI = {"OPENAI_API_KEY": "secret", **DEEPGRAM}
-OLLAMA = {"OPENAI_BASE_URL": "http://localhost:1/v1", "OPENAI_MODEL": "mine", **DEEPGRAM}
-
-
 @pytest.mark.parametrize(
     ("environment", "stt", "llm", "words"),
     [
@@ -126,8 +123,7 @@ OLLAMA = {"OPENAI_BASE_URL": "http://localhost:1/v1", "OPENAI_MODEL": "mine", **
 def test_the_environment_chooses_the_services_where_no_argument_does(environment, stt, llm, words):
     assert from_environment(environment, llm="scripted", voice="vivian").llm == "scripted"
     settings = from_environment(environment)
-    assert type(create_stt(settings)) is stt
-    assert type(create_llm(settings)) is llm
+    assert type(create_stt(settings)) is stt and type(create_llm(settings)) is llm
     assert words in settings.parts()["llm"]
     assert "secret" not in repr(settings) + "".join(settings.describe())
 
@@ -175,9 +171,6 @@ async def test_only_what_leaves_the_voice_behind_an_interruption_is_stale():
 
 
 # ---- Whisper, over a stand-in for faster-whisper
-
-
-with_whisper = partial(AgentSettings, stt="whisper", device="cpu")
 
 
 @pytest.fixture
@@ -371,23 +364,17 @@ async def test_a_conversation_with_an_interruption(checkpoint_cache):
     script = (UserTurn("tell me a story"), UserTurn("stop please", after_s=1.0))
     settings = from_environment({}, checkpoint="random:tiny", turn_end="timeout", greeting="", seed=1)
     talk = await converse(settings, script)
-
     story, stop = talk.turns
     assert [turn.user for turn in talk.turns] == [turn.text for turn in script]
     for turn in talk.turns:
         assert 0 < turn.transcript_ms <= turn.first_token_ms <= turn.first_audio_ms <= turn.speaking_ms
-    assert story.silence_ms is None and stop.silence_ms > 0
-    assert story.interrupted and not stop.interrupted
-
+    assert story.silence_ms is None and stop.silence_ms > 0 and story.interrupted and not stop.interrupted
     # The context holds what was heard of the story, and all of the answer to the interruption.
     roles = [(message["role"], message["content"]) for message in talk.messages]
     assert roles[0] == ("user", "tell me a story") and roles[2] == ("user", "stop please")
     heard = roles[1][1]
-    assert STORY.startswith(heard) and 0 < len(heard) < len(STORY) / 2
-    assert heard == story.heard
+    assert STORY.startswith(heard) and 0 < len(heard) < len(STORY) / 2 and heard == story.heard
     assert roles[3] == ("assistant", stop.reply) and stop.reply == stop.heard
-
     assert talk.stale_frames == 0
     assert len(talk.user) == len(talk.bot) > SAMPLE_RATE_HZ
-    assert np.abs(talk.user).max() > 0.3 and np.abs(talk.bot).max() > 0.05
-    assert talk.random_weights
+    assert np.abs(talk.user).max() > 0.3 and np.abs(talk.bot).max() > 0.05 and talk.random_weights

@@ -39,6 +39,7 @@ KEY = "let-me-in"
 PIECE_S = 0.02
 PIECE_BYTES = 2 * round(PIECE_S * user_speech.USER_RATE_HZ)
 WAIT_S = 60.0
+BARE_SDP = "v=0\r\no=- 1 1 IN IP4 0.0.0.0\r\ns=-\r\nt=0 0\r\nm=audio 9 UDP/TLS/RTP/SAVPF 0\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -170,9 +171,6 @@ async def test_the_page_is_guarded_as_a_server_is_and_takes_its_key_in_the_addre
         assert await is_ready(locked, f"?key={KEY}")
 
 
-BARE_SDP = "v=0\r\no=- 1 1 IN IP4 0.0.0.0\r\ns=-\r\nt=0 0\r\nm=audio 9 UDP/TLS/RTP/SAVPF 0\r\n"
-
-
 async def test_an_offer_that_cannot_be_answered_or_that_nobody_follows_keeps_no_place(checkpoint_cache, monkeypatch):
     monkeypatch.setattr("mktts.agent.web.MAX_SESSIONS", 1)
     monkeypatch.setattr("mktts.agent.web.CONNECT_S", 0.5)
@@ -264,8 +262,7 @@ sys.stdin.read()
 
 def a_child() -> live.LiveAgent:
     """Any child that ends with its standard input, as the agent does."""
-    code = [sys.executable, "-Sc", "import sys; sys.stdin.read()"]
-    process = subprocess.Popen(code, **PIPES)
+    process = subprocess.Popen([sys.executable, "-Sc", "import sys; sys.stdin.read()"], **PIPES)
     return live.LiveAgent(process, io.StringIO("its last words"), "http://127.0.0.1:1/?key=a")
 
 

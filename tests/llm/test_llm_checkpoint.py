@@ -18,6 +18,8 @@ from mktts.errors import CheckpointError, TextError
 from mktts.llm.checkpoint import EMBEDDING, HEAD, TextCheckpoint, ensure_named, open_text_checkpoint
 from mktts.llm.tokens import ChatTemplate, Message, TextVocabulary
 
+ALL_IDS = st.one_of(st.integers(0, 700), st.integers(0, 151_935), st.integers(151_640, 151_680))
+
 
 @pytest.fixture(scope="module")
 def tiny(checkpoint_cache: None) -> TextCheckpoint:
@@ -79,9 +81,6 @@ def test_configuration_choice_and_ends_are_what_transformers_reads_and_its_relea
     bare = open_text_checkpoint(copied)
     assert all(getattr(GenerationConfig(), name) == value for name, value in vars(bare.config.choice).items())
     assert bare.config.eos_ids == (AutoConfig.from_pretrained(copied).eos_token_id,)
-
-
-ALL_IDS = st.one_of(st.integers(0, 700), st.integers(0, 151_935), st.integers(151_640, 151_680))
 
 
 @settings(max_examples=60, deadline=None)
@@ -154,7 +153,6 @@ TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-UNTHINKING = TURNS + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 SYSTEM, HELLO = Message("system", "Be brief.\nAlways."), Message("user", "Hello there, what is 3 + 4?")
 CONVERSATIONS = [
     [HELLO],
@@ -166,7 +164,7 @@ CONVERSATIONS = [
 
 def test_prompts_are_those_of_transformers_for_the_template_beside_a_checkpoint_or_none(tiny, tokenizers, tmp_path):
     vocabulary, upstream = tokenizers
-    for template in (UNTHINKING, TURNS):
+    for template in (TURNS + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}", TURNS):
         (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
         ours = ChatTemplate.of(tmp_path, vocabulary)
         for messages in CONVERSATIONS:
@@ -186,9 +184,8 @@ def test_control_tokens_are_text_a_thought_is_said_once_and_unknown_roles_and_vo
     assert template.ids(with_thought) == template.ids([HELLO, Message("assistant", "Seven."), after])
     with pytest.raises(TextError, match="tool"):
         template.ids([Message("tool", "x")])
-    bare = type("Bare", (), {"added": {}, "encode": None})()
     with pytest.raises(CheckpointError, match="im_start"):
-        ChatTemplate(bare, True)
+        ChatTemplate(type("Bare", (), {"added": {}, "encode": None})(), True)
 
 
 def test_the_oldest_messages_give_way_and_the_instructions_stay(tokenizers):

@@ -22,6 +22,13 @@ from mktts.model.qwen3 import Qwen3Stack
 from mktts.model.sampling import Choice, choose, distribution, gumbel
 
 GREEDY = Choice(do_sample=False)
+CHOICES = {
+    "greedy": GREEDY,
+    "released": Choice(temperature=0.6, top_k=20, top_p=0.95),
+    "top-k": Choice(temperature=0.9, top_k=20),
+    "hot, no filter": Choice(temperature=1.5, top_k=0),
+    "top-p of all": Choice(temperature=1.0, top_k=0, top_p=0.5),
+}
 PROMPT = "Hello world, this is the weather today: user question, please answer."
 
 
@@ -97,8 +104,7 @@ def test_a_seed_repeats_also_for_streams_that_take_turns(tiny):
     interleaved = [[token.id for token in group] for group in zip(*streams, strict=True)]
     first, same, other = ([row[i] for row in interleaved] for i in range(3))
     assert first == same != other
-    drawn = {decoder.generate(PROMPT, max_tokens=1).seed for _ in range(3)}
-    assert len(drawn) == 3
+    assert len({decoder.generate(PROMPT, max_tokens=1).seed for _ in range(3)}) == 3
 
 
 @dataclass
@@ -251,15 +257,6 @@ def test_tokens_on_cuda_are_those_of_the_cpu_where_margins_are_wide(choice, dtyp
 # ---- the kernel
 
 
-CHOICES = {
-    "greedy": GREEDY,
-    "released": Choice(temperature=0.6, top_k=20, top_p=0.95),
-    "top-k": Choice(temperature=0.9, top_k=20),
-    "hot, no filter": Choice(temperature=1.5, top_k=0),
-    "top-p of all": Choice(temperature=1.0, top_k=0, top_p=0.5),
-}
-
-
 def kernel_of(checkpoint: TextCheckpoint) -> TextKernelBackend:
     return TextKernelBackend(checkpoint.config, checkpoint.tensors(), "cuda", torch.bfloat16)
 
@@ -268,8 +265,7 @@ def test_a_wide_head_gives_every_row_to_one_block(tiny):
     rows, width = 5_000, 64
     weight = torch.arange(1, rows + 1, dtype=torch.float32)[:, None].expand(rows, width)  # a row is its number
     packed = pack_wide_head(choose_text_shape(tiny.config.stack, 132), weight)
-    counts = torch.bincount(packed.flatten().long(), minlength=rows + 1)
-    assert torch.equal(counts[1:], torch.full((rows,), width))
+    assert torch.equal(torch.bincount(packed.flatten().long(), minlength=rows + 1)[1:], torch.full((rows,), width))
 
 
 @pytest.mark.parametrize("keep", [1, 7, 8, 31])
@@ -305,9 +301,8 @@ def test_tokens_are_the_choosers_on_the_kernels_own_logits(name, source):
     debug = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
     for index in range(60):
         token = kernel.step(state, debug)
-        logits = debug.float().cpu()
         (noise,) = torch.from_numpy(gumbel(11, index, range(1), size))
-        assert token == int(choose(logits, choice, noise)), index
+        assert token == int(choose(debug.float().cpu(), choice, noise)), index
 
 
 @pytest.mark.gpu

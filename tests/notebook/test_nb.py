@@ -25,6 +25,8 @@ from mktts.measure import metrics
 from mktts.notebook import nb, player, plots, speaking
 from mktts.spec import SAMPLE_RATE_HZ, SAMPLES_PER_FRAME
 
+SETTINGS = {"INSTRUCT": "", "VOICE": "", "MAX_FRAMES": 80, "GREEDY": False, "SCHEDULE": "1,2", "LANGUAGE": "auto"}
+
 
 @pytest.fixture
 def shown():
@@ -101,8 +103,7 @@ def test_a_table_has_every_key_as_a_column_escapes_its_cells_and_folds_what_is_l
         ["n", "0.235", *(f"{n}.23" for n in range(1, 9))],
     ]
     escaped, _, long = (one.data["text/html"] for one in shown.outputs)
-    assert "&lt;b&gt;" in escaped and "<b>" not in escaped
-    assert re.search(r"7\.23.*1 more.*8\.23", long)
+    assert "&lt;b&gt;" in escaped and "<b>" not in escaped and re.search(r"7\.23.*1 more.*8\.23", long)
 
 
 def test_controls_start_with_the_parameters_values_and_follow_the_widgets():
@@ -188,8 +189,7 @@ async def test_an_interrupt_of_the_kernel_and_stop_end_a_run_that_a_button_began
             assert panel.start_button.disabled and not panel.stop_button.disabled
             signal.raise_signal(signal.SIGINT) if how == "interrupt" else panel.stop_button.click()
             await until(lambda: panel.message.value == "stopped" and not panel.start_button.disabled)
-            assert panel.stop_button.disabled
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            assert panel.stop_button.disabled and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended == [True] * 2
@@ -217,13 +217,9 @@ def test_sampling_parameters_hold_for_all_codes_of_a_frame(small):
     changed = speaking.stream_arguments(small, TEMPERATURE=1.25, TOP_K=0)["sampling"]
     for choice in (changed.talker, changed.predictor):
         assert (choice.temperature, choice.top_k, choice.do_sample) == (1.25, 0, True)
-    greedy = speaking.stream_arguments(small, TEMPERATURE=0.0, GREEDY=True)["sampling"]
-    assert greedy == small.sampling().greedy()
+    assert speaking.stream_arguments(small, TEMPERATURE=0.0, GREEDY=True)["sampling"] == small.sampling().greedy()
     with pytest.raises(MkttsError, match="temperature.*-1"):
         speaking.stream_arguments(small, TEMPERATURE=-1.0)
-
-
-SETTINGS = {"INSTRUCT": "", "VOICE": "", "MAX_FRAMES": 80, "GREEDY": False, "SCHEDULE": "1,2", "LANGUAGE": "auto"}
 
 
 def test_a_panel_shows_the_checkpoints_own_values(small):
@@ -246,8 +242,7 @@ def test_a_panel_shows_the_checkpoints_own_values(small):
     ],
 )
 def test_a_panel_folds_away_what_the_checkpoint_does_not_take(source, seen):
-    checkpoint = open_checkpoint(source)
-    panel = speaking.panel(checkpoint, TEXT="Hi", SPEAKER="", **SETTINGS, TEMPERATURE=0.7, TOP_K=-1)
+    panel = speaking.panel(open_checkpoint(source), TEXT="Hi", SPEAKER="", **SETTINGS, TEMPERATURE=0.7, TOP_K=-1)
     *lines, folded, _ = panel.panel.children
     assert sorted(line.description for line in lines) == sorted(seen) and folded.titles == ("more",)
 

@@ -30,8 +30,34 @@ COMPILING = re.compile(r"mktts: (?:compiling|loading) .*? \.\.\. [\d.]+ s\n")  #
 PAGE_CHARS = 110  # of JupyterLab's column at its usual size
 STREAMS = {"stream", "astream", "open", "play"}  # calls that give audio while it is made
 MAX_COLUMNS = 6  # of a table
-
-each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+SMALL = {  # settings, what is recorded that others read
+    "00_machine": ("", "missing"),
+    "01_one_frame": ("CHECKPOINT=random:tiny MAX_FRAMES=3 LAYOUT=streaming TEXT='One two.'", "frames_equal"),
+    "02_weights": ("SECTIONS=none", "bytes_per_frame"),
+    "03_parity": (
+        "CHECKPOINT=random:tiny FRAMES=2 CODEC_FRAMES=16 CHUNK_FRAMES=8 CONTEXT_FRAMES=4 KERNEL=torch KERNEL_FRAMES=2 "
+        "PITFALL_FRAMES=8",
+        "codec_error_streamed codec_error_upstream frames_compared kernel_error_ratio prompts_compared",
+    ),
+    "04_streaming": ("MAX_FRAMES=12 PIECE_DELAY_S=0.005 TEXT='One two three.'", "fed_equals_whole"),
+    "05_metrics": (
+        "MAX_FRAMES=6 REPEATS=2 TEMPERATURE=0.5",
+        "ttfc_ms_median ttfc_ms_p95 rtf_median underruns repeats schedule threads talker_ms_per_frame "
+        "predictor_ms_per_frame codec_ms_per_frame other_ms_per_frame",
+    ),
+    "06_pipecat_live": ("SEED=1 SCRIPT='tell me a story; 1.0: stop please'", "stale_frames"),
+    "07_many_voices": ("LISTENERS=3 IN_TURNS=2 SECONDS=1.0 MAX_FRAMES=4 LOAD={load}", "listeners"),
+    "08_megakernel": ("SIZE=tiny TRACE={trace}", "frame_us frame_alone_us"),
+    "09_voice": ("MAX_FRAMES=4", "missing"),
+    "10_report": ("", "missing runs_read runs_measured"),
+}
+EXERCISES = {  # what the reader is to change, and what the folded answer says of it
+    "01_one_frame": ("EMBEDDINGS = 16", "EMBEDDINGS = 1", "the first frame that differs is 1."),
+    "04_streaming": ("PIECE = 0", "PIECE = 3", "the same codes: True."),
+    "05_metrics": ("MADE_MS = 60", "MADE_MS = 100", "prebuffer 380 ms, 19 underruns."),
+    "07_many_voices": ("SAME_SEED = False", "SAME_SEED = True", "the same codes: True."),
+    "08_megakernel": ("SILENT_BLOCKS = 0", "SILENT_BLOCKS = 1", "1 silent: they wait."),
+}
 
 
 def code_cells(notebook):
@@ -45,7 +71,7 @@ def parameters(path):
     return {statement.target.id: statement for statement in ast.parse(code_cells(path)[0].source).body}
 
 
-@each
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_valid_its_parameters_are_one_cell_of_typed_literals_and_streams_are_read_asynchronously(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
@@ -59,8 +85,7 @@ def test_a_notebook_is_valid_its_parameters_are_one_cell_of_typed_literals_and_s
     given = parameters(path)
     for name, statement in given.items():
         assert type(ast.literal_eval(statement.value)).__name__ == statement.annotation.id, name
-    assert given["RUN_DIR"].value.value == ""
-    assert not {"papermill", "widgets"} & set(notebook.metadata)
+    assert given["RUN_DIR"].value.value == "" and not {"papermill", "widgets"} & set(notebook.metadata)
     assert all(set(cell.metadata) <= {"tags", "jupyter"} for cell in notebook.cells)
     for cell in cells:
         assert cell.outputs == [] and cell.execution_count is None
@@ -114,36 +139,6 @@ def test_a_bare_runtime_clones_the_address_of_the_badge_and_installs_what_speaki
     (cell,) = {code_cells(path)[1].source for path in found}
     dependencies = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]["dependencies"]
     assert {re.match(r"\w+", name)[0] for name in dependencies} <= set(re.findall(r"\w+", cell))
-
-
-SMALL = {  # settings, what is recorded that others read
-    "00_machine": ("", "missing"),
-    "01_one_frame": ("CHECKPOINT=random:tiny MAX_FRAMES=3 LAYOUT=streaming TEXT='One two.'", "frames_equal"),
-    "02_weights": ("SECTIONS=none", "bytes_per_frame"),
-    "03_parity": (
-        "CHECKPOINT=random:tiny FRAMES=2 CODEC_FRAMES=16 CHUNK_FRAMES=8 CONTEXT_FRAMES=4 KERNEL=torch KERNEL_FRAMES=2 "
-        "PITFALL_FRAMES=8",
-        "codec_error_streamed codec_error_upstream frames_compared kernel_error_ratio prompts_compared",
-    ),
-    "04_streaming": ("MAX_FRAMES=12 PIECE_DELAY_S=0.005 TEXT='One two three.'", "fed_equals_whole"),
-    "05_metrics": (
-        "MAX_FRAMES=6 REPEATS=2 TEMPERATURE=0.5",
-        "ttfc_ms_median ttfc_ms_p95 rtf_median underruns repeats schedule threads talker_ms_per_frame "
-        "predictor_ms_per_frame codec_ms_per_frame other_ms_per_frame",
-    ),
-    "06_pipecat_live": ("SEED=1 SCRIPT='tell me a story; 1.0: stop please'", "stale_frames"),
-    "07_many_voices": ("LISTENERS=3 IN_TURNS=2 SECONDS=1.0 MAX_FRAMES=4 LOAD={load}", "listeners"),
-    "08_megakernel": ("SIZE=tiny TRACE={trace}", "frame_us frame_alone_us"),
-    "09_voice": ("MAX_FRAMES=4", "missing"),
-    "10_report": ("", "missing runs_read runs_measured"),
-}
-EXERCISES = {  # what the reader is to change, and what the folded answer says of it
-    "01_one_frame": ("EMBEDDINGS = 16", "EMBEDDINGS = 1", "the first frame that differs is 1."),
-    "04_streaming": ("PIECE = 0", "PIECE = 3", "the same codes: True."),
-    "05_metrics": ("MADE_MS = 60", "MADE_MS = 100", "prebuffer 380 ms, 19 underruns."),
-    "07_many_voices": ("SAME_SEED = False", "SAME_SEED = True", "the same codes: True."),
-    "08_megakernel": ("SILENT_BLOCKS = 0", "SILENT_BLOCKS = 1", "1 silent: they wait."),
-}
 
 
 @pytest.fixture

@@ -35,6 +35,37 @@ SHAPE: tuple = (1, 2)
 PLAIN = 3
 RUN_DIR: str = ""
 """
+BAD_SETTINGS = (
+    ("SPEED=1", r"SPEED.*n\.ipynb has no such parameter.*FLAG, PLAIN, SCALE, SEED"),
+    ("SEED=", "SEED.*whole number.*''"),
+    ("SEED=1.5", "SEED.*whole number.*1.5"),
+    ("PLAIN=x", "PLAIN.*whole number"),
+    ("FLAG=1", "FLAG.*true or false"),
+    ("SCALE=nan", "SCALE.*finite"),
+    ("SHAPE=1", "SHAPE.*tuple.*only int"),
+    ("SEED=1,2,1", "SEED.*twice"),
+    ("SEED", "NAME=value"),
+    ('TEXT="open', "quote"),
+    ("RUN_DIR=x", "RUN_DIR.*runner"),
+)
+CELL = """\
+import os
+if SEED == 3: os._exit(1)
+assert SEED != 2, "two is refused"
+from mktts.errors import PackageMissing
+if SEED == 4: raise PackageMissing("hearing needs pocketsphinx")
+import ipywidgets
+import numpy as np
+from IPython.display import IFrame, display
+from mktts.measure.metrics import record
+from mktts.notebook import nb
+folder = nb.run_dir(RUN_DIR, "n")
+record(folder, seed_squared=SEED**2)
+print(RUN_DIR)
+nb.clip(np.full(24_000, 0.25, np.float32), "a & b", folder, random_weights=True)
+(folder / "plot.png").write_bytes(b"{}")
+display(IFrame("http://127.0.0.1:1/?key=secret", 100, 100, extras=['a="b"']), ipywidgets.Button())
+"""
 
 
 def notebook(path: Path, *cells: str, parameters: str = PARAMETERS) -> Path:
@@ -86,21 +117,6 @@ def test_a_pattern_that_the_shell_left_alone_is_expanded_in_order(tmp_path):
     assert [run.path for run in runs.plan([literal], [])] == [literal]
 
 
-BAD_SETTINGS = (
-    ("SPEED=1", r"SPEED.*n\.ipynb has no such parameter.*FLAG, PLAIN, SCALE, SEED"),
-    ("SEED=", "SEED.*whole number.*''"),
-    ("SEED=1.5", "SEED.*whole number.*1.5"),
-    ("PLAIN=x", "PLAIN.*whole number"),
-    ("FLAG=1", "FLAG.*true or false"),
-    ("SCALE=nan", "SCALE.*finite"),
-    ("SHAPE=1", "SHAPE.*tuple.*only int"),
-    ("SEED=1,2,1", "SEED.*twice"),
-    ("SEED", "NAME=value"),
-    ('TEXT="open', "quote"),
-    ("RUN_DIR=x", "RUN_DIR.*runner"),
-)
-
-
 def test_a_bad_setting_and_what_is_no_notebook_are_refused_by_name_before_anything_runs(tmp_path):
     other = notebook(tmp_path / "a.ipynb", parameters=PARAMETERS + "SPEED: int = 1")  # one of two does not know it
     path = notebook(tmp_path / "n.ipynb", "open('ran', 'w')")
@@ -114,26 +130,6 @@ def test_a_bad_setting_and_what_is_no_notebook_are_refused_by_name_before_anythi
             runs.plan([path], [])
     with pytest.raises(BatchError, match="literals"):
         runs.plan([notebook(path, parameters="A: int = len('x')")], [])
-
-
-CELL = """\
-import os
-if SEED == 3: os._exit(1)
-assert SEED != 2, "two is refused"
-from mktts.errors import PackageMissing
-if SEED == 4: raise PackageMissing("hearing needs pocketsphinx")
-import ipywidgets
-import numpy as np
-from IPython.display import IFrame, display
-from mktts.measure.metrics import record
-from mktts.notebook import nb
-folder = nb.run_dir(RUN_DIR, "n")
-record(folder, seed_squared=SEED**2)
-print(RUN_DIR)
-nb.clip(np.full(24_000, 0.25, np.float32), "a & b", folder, random_weights=True)
-(folder / "plot.png").write_bytes(b"{}")
-display(IFrame("http://127.0.0.1:1/?key=secret", 100, 100, extras=['a="b"']), ipywidgets.Button())
-"""
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +156,7 @@ def test_a_grid_records_each_run_and_goes_on_after_a_failure(grid):
     assert grid.status == 1 and "1 of 4 runs succeeded, 1 skipped" in grid.printed
     assert set(os.listdir(out)) == {"n-SEED=9", *(r.name for r in grid.runs)} and not grid.stale.exists()
     found = [read_json(out / r.name / "metrics.json") for r in grid.runs]
-    assert [one["status"] for one in found] == ["ok", "error", "error", "skipped"]
-    assert found[0]["seed_squared"] == 1
+    assert [one["status"] for one in found] == ["ok", "error", "error", "skipped"] and found[0]["seed_squared"] == 1
     assert [one["ename"] for one in found[1:]] == ["AssertionError", "DeadKernelError", "PackageMissing"]
     assert found[1]["evalue"] == "two is refused" and "hearing needs pocketsphinx" in found[3]["evalue"]
     assert "PackageMissing: hearing needs pocketsphinx" in grid.printed
@@ -203,8 +198,7 @@ def test_a_published_run_has_links_to_sound_and_no_page_of_a_dead_process(grid, 
 
 
 def test_a_missing_package_is_named_before_anything_runs(tmp_path):
-    path = notebook(tmp_path / "n.ipynb")
-    words = ["run", str(path), "--out", str(tmp_path / "runs")]
+    words = ["run", str(notebook(tmp_path / "n.ipynb")), "--out", str(tmp_path / "runs")]
     done = python_without(["papermill"], f"from mktts.cli import main; raise SystemExit(main({words}))")
     assert done.returncode == 2 and "mktts: this needs the package papermill" in done.stderr
     assert not (tmp_path / "runs").exists()

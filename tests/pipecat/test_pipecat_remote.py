@@ -243,8 +243,7 @@ async def test_a_server_that_is_none_or_stops_is_an_error_at_the_start_and_the_p
         tts = MkttsTTSService(source=RemoteSource(url))
         async with Talk(tts) as talk:
             await talk.say(TTSSpeakFrame("Never said."))
-        assert not tts.is_usable
-        assert talk.samples() == 0 and talk.heard() == ""
+        assert not tts.is_usable and talk.samples() == 0 and talk.heard() == ""
 
 
 @pytest.mark.parametrize(
@@ -292,9 +291,7 @@ async def test_a_server_with_no_place_free_costs_the_sentence_and_not_the_servic
         await talk.say(*turn("Three four."))
     (failed,) = talk.failures
     assert type(failed.exception) is errors.BusyError and failed.category == ErrorCategory.RATE_LIMIT
-    assert not failed.permanent
-    assert tts.is_usable
-    assert talk.heard() == "Three four."
+    assert not failed.permanent and tts.is_usable and talk.heard() == "Three four."
 
 
 def test_the_address_of_the_websocket_follows_from_the_servers_and_what_is_no_key_is_not_repeated():

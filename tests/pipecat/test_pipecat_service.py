@@ -94,8 +94,7 @@ async def test_an_interruption_before_the_first_audio_reports_no_ttfb_and_a_canc
             await talk.say(*turn("One two three."))
             speech = await begun(talk, source, 2)
             raise ZeroDivisionError  # the talk is cancelled
-    assert speech.cancelled
-    assert source.connected == 0
+    assert speech.cancelled and source.connected == 0
     assert talk.of(frames.CancelFrame) and len(metrics(talk, TTFBMetricsData)) == 1
 
 
@@ -107,11 +106,9 @@ async def test_a_turn_without_sound_ends_at_once_and_is_no_failure(text):
             await talk.say(frames.TTSSpeakFrame(text))
         await talk.say(*turn("Good."))
     assert [asked for asked, _ in source.asked if asked != "Sh."] == ["Good."]  # the model is not asked for marks
-    assert talk.up == []
-    assert len(talk.of(frames.TTSStoppedFrame)) == 5
+    assert talk.up == [] and tts.is_usable
+    assert len(talk.of(frames.TTSStoppedFrame)) == 5 and len(metrics(talk, TTFBMetricsData)) == 1
     assert talk.samples() == 4 * 480 + 3 * SAMPLES_PER_FRAME
-    assert len(metrics(talk, TTFBMetricsData)) == 1
-    assert tts.is_usable
 
 
 async def test_words_after_an_interruption_are_told_while_they_are_heard():
@@ -140,8 +137,7 @@ async def test_a_failed_engine_is_a_permanent_error_and_the_unspoken_text_stays_
         await talk.until(lambda: talk.of(frames.LLMFullResponseEndFrame))
         await talk.say(*turn("Nor is this."))
     failed = talk.failures[0]
-    assert "device lost" in failed.error and failed.permanent
-    assert not tts.is_usable
+    assert "device lost" in failed.error and failed.permanent and not tts.is_usable
     assert whole.startswith(talk.heard()) and "All is good. one two" in talk.heard()
     assert "nine" in talk.heard() and "fifteen" not in talk.heard()
     assert len(talk.of(frames.TTSStoppedFrame)) == 2  # no context is left hanging
@@ -163,9 +159,8 @@ async def test_settings_that_do_not_fit_are_permanent_until_they_change():
         await talk.until(lambda: talk.of(frames.LLMFullResponseEndFrame))
         assert not tts.is_usable
         await talk.say(frames.TTSUpdateSettingsFrame(delta=Settings(voice="vivian", instruct="Calmly.")), *turn("Two."))
-    assert talk.heard() == "Two."
+    assert talk.heard() == "Two." and tts.is_usable
     assert (source.asked[-1][1].voice, source.asked[-1][1].instruct) == ("vivian", "Calmly.")
-    assert tts.is_usable
 
 
 async def test_uninterruptible_speech_survives_an_interruption_and_an_end_does_not_wait_for_the_rest_of_a_reply():
@@ -235,8 +230,7 @@ async def test_a_token_turn_that_a_limit_ends_early_keeps_the_rest_out_of_the_co
         (await begun(talk, source)).give(3)
         await talk.until(lambda: tts._speaking and next(iter(tts._speaking.values())).over)
         await talk.say(frames.LLMTextFrame("Never said."), frames.LLMFullResponseEndFrame())
-    assert talk.heard()
-    assert "One two three four".startswith(talk.heard())
+    assert talk.heard() and "One two three four".startswith(talk.heard())
 
 
 # ---- the conversation's context: what was heard is in it

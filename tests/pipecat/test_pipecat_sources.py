@@ -19,16 +19,8 @@ import mktts.pipecat
 from mktts.audio import to_pcm16
 from mktts.engine.options import Guard, StreamOptions
 from mktts.errors import EngineError, PromptError, TextError
-from mktts.pipecat import (
-    LocalSource,
-    MkttsTTSService,
-    RemoteSource,
-    SpeechFailedFrame,
-    SpeechSource,
-    Style,
-    close_shared_synthesizers,
-    shared_synthesizer,
-)
+from mktts.pipecat import LocalSource, MkttsTTSService, RemoteSource, SpeechFailedFrame, SpeechSource, Style
+from mktts.pipecat.source import close_shared_synthesizers, shared_synthesizer
 from mktts.synth import Synthesizer
 from mktts.text.split import MAX_TEXT_CHARS
 
@@ -156,8 +148,7 @@ async def test_nothing_to_say_in_a_fed_utterance_is_an_end_without_audio(place, 
     speech = await source.open(Style(voice="vivian"))
     speech.feed(text)
     speech.finish()
-    assert [piece async for piece in speech] == []
-    assert speech.finish_reason == "cancelled"
+    assert [piece async for piece in speech] == [] and speech.finish_reason == "cancelled"
     await source.disconnect()
 
 
@@ -166,8 +157,7 @@ async def test_nothing_to_say_in_a_fed_utterance_is_an_end_without_audio(place, 
 
 async def test_a_synthesizer_closed_in_mid_speech_is_a_failure_not_an_end(tiny):
     synth = Synthesizer.load(tiny, device="cpu", cpu_threads=1, engine="single")
-    source = LocalSource(synth, options=StreamOptions(guard=Guard.off()))
-    speech = await source.speak(LONG, Style(voice="vivian"))
+    speech = await LocalSource(synth, options=StreamOptions(guard=Guard.off())).speak(LONG, Style(voice="vivian"))
     await anext(speech)
     synth.close()
     with pytest.raises(EngineError, match="closed"):
@@ -181,8 +171,7 @@ async def test_a_saved_voice_speaks_on_a_base_checkpoint(tiny_base, tmp_path):
         voice = plain_voice(tiny_base)
         voice.save(tmp_path / "voice.safetensors")
         settings = Settings(voice=str(tmp_path / "voice.safetensors"), seed=5)
-        tts = MkttsTTSService(source=LocalSource(synth, options=OPTIONS), settings=settings)
-        async with Talk(tts) as talk:
+        async with Talk(MkttsTTSService(source=LocalSource(synth, options=OPTIONS), settings=settings)) as talk:
             await talk.say(frames.TTSSpeakFrame("Hello."))
         assert audio(talk) == alone(synth, "Hello.", voice=voice, speaker=None)
 

@@ -155,8 +155,7 @@ def test_probes_and_methods(api):
 def test_every_answer_has_an_id_and_a_failure_is_found_in_the_log_by_it(api, monkeypatch, caplog):
     monkeypatch.setattr(type(api.service), "health", property(lambda self: 1 / 0))
     answer = api.get("/health")
-    assert answer.status_code == 500
-    assert answer.json()["error"]["request_id"] == answer.headers["X-Request-Id"]
+    assert answer.status_code == 500 and answer.json()["error"]["request_id"] == answer.headers["X-Request-Id"]
     assert answer.headers["X-Request-Id"] in caplog.text
 
 
@@ -184,8 +183,7 @@ def test_prometheus_reads_the_metrics_and_they_count_what_happened(make_api):
 def test_answers_to_generated_requests_are_the_documented_ones(synth, tmp_path):
     """All of schemathesis's checks but one: that every value of the schema is accepted. A schema cannot say that a
     text must hold something visible, so the document promises a refusal for one that does not."""
-    limits = Limits(max_duration_s=1 / FRAME_RATE_HZ, max_chars=200)
-    with served(synth, limits, api_key="a-key") as server:
+    with served(synth, Limits(max_duration_s=1 / FRAME_RATE_HZ, max_chars=200), api_key="a-key") as server:
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
         command += ["--header", "Authorization: Bearer a-key", "--exclude-checks", "positive_data_acceptance"]
         command += ["--phases", "examples,coverage,fuzzing", "--max-examples", "10", "--seed", "1"]

@@ -57,8 +57,7 @@ def test_the_page_and_what_it_loads_need_no_key_and_come_from_here(make_api):
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_pages_pure_code_and_that_scripts_are_read_by_an_engine():
-    harness = Path(__file__).with_name("page_code.mjs")
-    commands = [(["node", str(harness), str(PAGE)], "")]
+    commands = [(["node", Path(__file__).with_name("page_code.mjs"), PAGE], "")]
     commands += [(["node", "--input-type=module", "--check"], script.read_text(encoding="utf-8")) for script in SCRIPTS]
     for command, code in commands:
         done = subprocess.run(command, input=code, capture_output=True, text=True)

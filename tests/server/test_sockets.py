@@ -68,8 +68,7 @@ def read(line: ClientConnection) -> dict | bytes:
 def deaf(server: Served) -> ClientConnection:
     """A client that reads as little as it can, for as long as it likes: it would not see the answer to a ping of its
     own behind what it has not read, and hang up."""
-    line = raw(server, b"", 16 * 1024)
-    return connect(server.ws, sock=line, max_queue=1, ping_interval=None, close_timeout=0.1)
+    return connect(server.ws, sock=raw(server, b"", 16 * 1024), max_queue=1, ping_interval=None, close_timeout=0.1)
 
 
 # ---- speech
@@ -156,8 +155,7 @@ def stat(server: Served, field: str) -> int:
 def test_one_stream_too_many_waits_or_is_told_to_come_back(synth, monkeypatch, caplog):
     monkeypatch.setattr(scheduler, "ABSENT_S", math.inf)  # that nothing is read of the first stream is forgiven
     caplog.set_level("INFO", "mktts.server")
-    limits = Limits(max_streams=1, max_waiting=1, wait_s=WAIT_S)
-    with served(synth, limits) as server, ThreadPoolExecutor(1) as pool:
+    with served(synth, Limits(max_streams=1, max_waiting=1, wait_s=WAIT_S)) as server, ThreadPoolExecutor(1) as pool:
         post = partial(httpx.post, f"{server.url}/tts/stream", json=SHORT, timeout=WAIT_S)
         with httpx.stream("POST", f"{server.url}/tts/stream", json=ENDLESS, timeout=WAIT_S) as answer:
             pieces = answer.iter_raw()

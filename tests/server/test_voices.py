@@ -29,9 +29,9 @@ ANNA, BEN = "annas-key", "bens-key"
 SAID = "What the reference says."
 CONSENT = "I, Anna, agree that my voice is used here."
 LIMITS = Limits(max_reference_s=2.0, max_reference_bytes=200_000, max_voices=3)
-
-
 WAV, OTHER_WAV = encoded(tone(1.0), "wav"), encoded(tone(1.0, 300.0), "wav")
+PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:" + b"///etc/passwd\n"
+GIANT = WAV[:4] + b"\xff\xff\xff\x7f" + WAV[8:24] + (2**31 - 1).to_bytes(4, "little") + WAV[28:]
 
 
 @pytest.fixture
@@ -236,8 +236,7 @@ def test_a_server_forgets_what_another_deleted_though_nobody_asks(api, monkeypat
 
 def test_what_has_expired_is_deleted_asked_for_or_not(api, folder, tiny_base):
     assert upload(api, expires_in_s="1").status_code == 200
-    later = upload(api, "later", expires_in_s=str(10**9)).json()["voice"]
-    assert later["expires_at"] < time.time() + 10**8
+    assert upload(api, "later", expires_in_s=str(10**9)).json()["voice"]["expires_at"] < time.time() + 10**8
     api.service.uploads.keep("nobody", plain_voice(tiny_base), record("ben", expires_at=1))
     api.service.uploads.sweep()
     assert "ben" not in [path.stem for path in files(folder)]
@@ -264,10 +263,6 @@ def test_a_voice_that_cannot_be_written_is_an_error_that_says_so(api, folder, ca
     assert upload(api).status_code == 200
 
 
-PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:" + b"///etc/passwd\n"
-GIANT = WAV[:4] + b"\xff\xff\xff\x7f" + WAV[8:24] + (2**31 - 1).to_bytes(4, "little") + WAV[28:]
-
-
 @pytest.mark.parametrize(
     ("fields", "wav", "code", "param"),
     [
@@ -291,8 +286,7 @@ def test_what_cannot_be_kept_is_one_line_and_leaves_nothing(api, folder, fields,
     answer = upload(api, **{"name": "anna", **fields}, wav=wav)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, code, param), error
-    assert "\n" not in error["message"] and error["request_id"]
-    assert files(folder) == [] and listed(api) == []
+    assert "\n" not in error["message"] and error["request_id"] and files(folder) == [] and listed(api) == []
 
 
 def test_a_body_that_is_no_upload_is_the_callers_mistake(api):
