@@ -139,9 +139,9 @@ def _sentence(number: int, cells: dict[str, Any]) -> Sentence:
     for name in COLUMNS:
         value = cells.get(name)
         if name in _NUMBERS and value is not None:
-            value = int(value) if isinstance(value, str) and value.isdecimal() else value
+            value = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else value
             checked_int(name, value, *_NUMBERS[name])
-        elif name == "id" and isinstance(value, int) and not isinstance(value, bool):
+        elif name == "id" and type(value) is int:
             value = str(value)
         elif not isinstance(value, str | None):
             raise SentencesError(f"{name} must be a string, found {type(value).__name__}")
