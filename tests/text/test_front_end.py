@@ -24,7 +24,7 @@ from mktts.text.split import MAX_TEXT_CHARS
 
 READ = partial(FrontEndFeed, ("english",))
 SEEN, TABLE = cases("written_numbers.tsv"), cases()
-SENTENCES = [text for text, _ in SEEN + TABLE[:40]]
+SENTENCES = [text for text, _ in SEEN[:60] + TABLE[:40]]
 PLAIN = files("mktts.training.data").joinpath("held_out.txt").read_text(encoding="utf-8").splitlines()
 HALF, CUT = Pause(12_000), Pause(0)
 VOICES = {"Ryan": ("ryan",), "UNCLE_FU": ("uncle_fu",)}
@@ -48,7 +48,7 @@ def title(text: str) -> str:
 
 
 def test_numbers_prices_times_dates_and_titles_and_at_least_245_of_250_written_forms_are_read_as_listed():
-    assert len(SEEN) == 60 and wrong(SEEN) == []
+    assert spoken("I ran 5 km. Why?") == "I ran five kilometers. Why?" and len(SEEN) == 87 and wrong(SEEN) == []
     assert len(TABLE) >= 250 and len(wrong(TABLE)) <= len(TABLE) * 5 // 250, wrong(TABLE)
 
 
