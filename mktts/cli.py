@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import NoReturn
 
 from mktts.errors import MkttsError
@@ -59,7 +58,10 @@ _NO_SUCH_PLACE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, Perm
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status; MkttsError and OSError are reported in one line."""
-    signals: list[int] = []
+    for name in "stdin", "stdout", "stderr":  # None if the caller closed it, as `>&-` does
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
+    signals = []
     try:
         with _ended_by_sigterm(signals):
             arguments = parse(sys.argv[1:] if words is None else words)
@@ -76,7 +78,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"mktts: {error}", file=sys.stderr)
         return error.exit_status
     except ModuleNotFoundError as error:  # a package of an optional extra
-        if (error.name or "mktts").split(".")[0] == "mktts":
+        if (error.name or "mktts").startswith("mktts"):
             raise
         print(f"mktts: this needs the package {error.name}: pip install -r requirements.txt", file=sys.stderr)
         return 2
@@ -108,9 +110,9 @@ def _refuse(words: Sequence[str]) -> NoReturn:
     """Exits with the list of all commands, or with a suggestion, when `words` name no command."""
     from mktts import __version__
 
-    width, listed = max(map(len, COMMANDS)) + 2, []
+    listed = []
     for heading, commands in GROUPS.items():
-        lines = (f"  {name:{width}}{summary}" for name, (_, summary) in commands.items())
+        lines = (f"  {name:16}{summary}" for name, (_, summary) in commands.items())
         listed.append("\n".join([f"{heading}:", *lines]))
     parser = _parser(_PROGRAM, DESCRIPTION, "\n\n".join([*listed, EXAMPLES]), usage=f"{_PROGRAM} COMMAND ...")
     parser.add_argument("--version", action="version", version=f"mktts {__version__}", help="print the version")
@@ -119,8 +121,7 @@ def _refuse(words: Sequence[str]) -> NoReturn:
         meant = f"did you mean {near[0]}?" if near else f"`{_PROGRAM} --help` lists all"
         parser.error(f"unknown command {words[0]!r}: {meant}")
     parser.parse_args(words)
-    parser.print_help(sys.stderr)
-    parser.exit(2)
+    parser.exit(2, parser.format_help())
 
 
 def _parser(program: str, description: str, epilog: str, usage: str | None = None) -> argparse.ArgumentParser:
@@ -132,7 +133,7 @@ def _parser(program: str, description: str, epilog: str, usage: str | None = Non
 def _ended_by_sigterm(signals: list[int]) -> Iterator[None]:
     """Lets SIGTERM, recorded in `signals`, unwind the stack: models are closed, partial files removed; status 143."""
 
-    def end(number: int, frame: FrameType | None) -> NoReturn:
+    def end(number: int, *_: object) -> NoReturn:
         signals.append(number)
         sys.exit(128 + number)
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import stat
 import sys
 import tempfile
 import threading
@@ -46,11 +45,7 @@ def write_whole(path: Path | str, data: bytes, mode: int = 0o644) -> Path:
 
 def is_special(path: Path | str) -> bool:
     """Whether `path` is neither a regular file nor a folder, but a device, a FIFO or a socket."""
-    try:
-        mode = os.stat(path).st_mode  # follows symbolic links, including /dev/stdout
-    except OSError:
-        return False
-    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+    return os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))  # of a link, its target
 
 
 def require_writable(path: Path | str) -> None:

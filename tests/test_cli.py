@@ -52,6 +52,9 @@ def test_say_writes_the_frames_asked_for_and_calls_random_weights_noise(tmp_path
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello there.\n"))
     assert main(["say", "-", *SAY[2:], "-o", "-"]) == 0
     assert np.array_equal(np.frombuffer(capfdbinary.readouterr().out, dtype="<i2"), read_wav("out.wav"))
+    words = ["sh", "-c", '"$0" -m mktts "$@" <&- 2>&-', sys.executable, *SAY, "-o", "-"]  # no message in the speech
+    heard = subprocess.run(words, stdout=subprocess.PIPE, env={**os.environ, **python_path()}, check=True).stdout
+    assert np.array_equal(np.frombuffer(heard, dtype="<i2"), read_wav("out.wav"))
 
 
 def test_say_says_the_words_of_a_lexicon_as_they_are_listed_and_greedy_does_not_depend_on_the_seed(tmp_path):
