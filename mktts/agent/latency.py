@@ -78,18 +78,20 @@ class LatencyObserver(BaseObserver):
             return
         if isinstance(frame, frames.ErrorFrame):
             self.error = frame.error
-        elif downstream and isinstance(frame, frames.VADUserStartedSpeakingFrame):
+        elif not downstream:
+            return
+        elif isinstance(frame, frames.VADUserStartedSpeakingFrame):
             self._begin(frame.timestamp - frame.start_secs)
-        elif downstream and isinstance(frame, frames.BotStartedSpeakingFrame):
+        elif isinstance(frame, frames.BotStartedSpeakingFrame):
             self.speaking = True
             self.begun += 1
             await self._answer(now_s)
-        elif downstream and isinstance(frame, frames.BotStoppedSpeakingFrame):
+        elif isinstance(frame, frames.BotStoppedSpeakingFrame):
             self.speaking = False
             if self._onset_s is not None:
                 self._turn.silence_ms = round(1_000 * (now_s - self._onset_s), 1)
                 self._onset_s = None
-        elif downstream and self._turn is not None:
+        elif self._turn is not None:
             self._note(frame, now_s)
 
     def _count_stale(self, frame: frames.Frame) -> None:

@@ -183,6 +183,8 @@ class Utterance:
         """As `take`, for an event loop: the worker wakes the loop, and no thread waits. Other tasks have a turn before
         every chunk. Raises TimeoutError if nothing comes within `within_s`; nothing is lost by that."""
         loop = asyncio.get_running_loop()
+        if self._waiter is not None:
+            raise EngineError("another task waits for this stream: a stream has one consumer at a time")
         if not self._chunks.empty():  # otherwise others have their turn during the wait
             await asyncio.sleep(0)
         try:

@@ -1,5 +1,6 @@
 """The synthesizer on tiny random checkpoints (random weights: timing and parity only)."""
 
+import asyncio
 import importlib
 import subprocess
 import sys
@@ -246,6 +247,9 @@ async def test_however_it_is_read_the_samples_are_the_same_and_a_second_time_is_
     with pytest.raises(EngineError, match="make another stream"):
         await stream.aread()
     assert repr(stream) == "<Stream: 12 frames, max_frames, seed 1>"
+    session = synth.open(**WHO)  # without text, its first reader waits
+    read = await asyncio.gather(session.aread(), session.aread(), return_exceptions=True)
+    assert len(read[0]) == 0 and isinstance(read[1], EngineError) and "one consumer" in str(read[1])
 
 
 def test_a_voice_that_holds_nan_ends_its_streams_alone_and_by_name(tiny_base, loading):
