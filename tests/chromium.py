@@ -101,7 +101,6 @@ async def visited(
     url: str, folder: Path, microphone: np.ndarray, *, repeat: bool = True, height: int = 680
 ) -> AsyncIterator[Tab]:
     """The page at `url`, loaded, in a browser of its own with its files in `folder`.
-
     microphone: what it hears, float32 (S,) at MICROPHONE_RATE_HZ, once unless `repeat`."""
     heard = write_audio(folder / "microphone.wav", microphone, MICROPHONE_RATE_HZ)
     sound = f"--use-file-for-fake-audio-capture={heard}{'' if repeat else '%noloop'}"

@@ -1,7 +1,5 @@
 """What the fused codec's Triton kernels compute, in plain PyTorch: to test its pass without a GPU.
-
-Each takes the arguments of the kernel of its name, in `mktts.codec.row_kernels` or `product_kernels`.
-"""
+Each takes the arguments of the kernel of its name, in `mktts.codec.row_kernels` or `product_kernels`."""
 
 import math
 from collections import defaultdict

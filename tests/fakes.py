@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -45,12 +45,12 @@ class FakeState(SimpleNamespace):
 class FakeBackend:
     """Codes follow from the seed, the prompt, the text rows and the frame index.
 
-    eos_after: frames a segment has. fail_at: the frame at which the segment whose seed is `failing_seed` fails.
+    eos_after: frames a segment has. fail_at: the frame at which segments fail whose seed is in `failing`, or all.
     code0: makes code 0 of a frame index. held: `step` waits for a permit of `let`."""
 
     eos_after: int | None = None
     fail_at: int | None = None
-    failing_seed: int | None = None
+    failing: Collection[int] | None = None
     code0: Callable[[int], int] = lambda frame: frame % CODEBOOK_SIZE
     held: bool = False
     name: str = "fake"
@@ -94,7 +94,7 @@ class FakeBackend:
         assert (row is None) == (state.frames == 0), "the row must be None on the first step and on no other"
         assert state.frames < state.max_frames, "stepped past max_frames"
         self.order.append(state.seed)
-        if self.fail_at == state.frames and self.failing_seed in (None, state.seed):
+        if self.fail_at == state.frames and (self.failing is None or state.seed in self.failing):
             raise RuntimeError(f"made to fail at frame {state.frames}")
         if self.eos_after is not None and state.frames >= self.eos_after:
             return Frame(None, 1.0, 0.0)
@@ -122,7 +122,6 @@ class FakeCodecState:
 @dataclass
 class FakeCodec:
     """Slides from where the last frame ended to a level that the frame's codes set: restarting it would be a jump.
-
     silent_frames: so many at the start are silence."""
 
     silent_frames: int = 0
@@ -178,9 +177,7 @@ class FakeFedPrompt:
 
 @dataclass
 class FakePrompts:
-    """Knows the speaker "vivian" and the language "english".
-
-    prefix: of every known text's prompt, a character a row; lanes may keep it."""
+    """Knows the speaker "vivian" and the language "english". prefix: of known texts' prompts, a character a row."""
 
     config = SimpleNamespace(type=MODEL_TYPES["custom_voice"], speakers={"vivian": 1})
     prefix: str = ""
@@ -431,17 +428,6 @@ def settle(synth: Synthesizer) -> None:
     while not (engine._worker.sleeps and engine._inbox.empty()):
         assert time.monotonic() < until_s, "the worker found no rest"
         time.sleep(1e-4)
-
-
-def in_thread(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
-
-
-def joined(thread: threading.Thread) -> None:
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
 
 
 def _rows(text: str) -> Tensor:

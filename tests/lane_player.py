@@ -105,10 +105,9 @@ class _Open:
 class Player:
     """`play` runs all streams, each a list of segments; `made` then has the codes of each segment, by stream.
 
-    Ticks are drawn at random: streams come one after the other, prompts are cut, some skip a tick.
-    cancelled: stream -> frames after which it leaves. cut, kept: pieces that did not end their prompt, and prefixes
-    found kept. wasted: lanes that were launched behind the end of a segment.
-    """
+    Ticks are drawn at random: streams come one after the other, prompts are cut, some skip a tick. cancelled: stream ->
+    frames after which it leaves. cut, kept: pieces that did not end their prompt, and prefixes found kept. wasted:
+    lanes that were launched behind the end of a segment."""
 
     def __init__(
         self, lanes: Lanes, streams: list[list[RowStream]], cancelled=None, sounds=True, seed=0, size=None, plain=False,

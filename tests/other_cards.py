@@ -60,7 +60,6 @@ FORCED_FRAMES = 4  # whose errors are compared
 @dataclass(frozen=True)
 class Model:
     """A model of wide-margin random weights, a prompt in bf16, and the codes (frames, 16) that an fp32 run makes.
-
     oracles: PyTorch in bf16 and in fp32."""
 
     config: ModelConfig

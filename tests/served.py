@@ -28,7 +28,6 @@ WAIT_S = 60.0
 
 class Watched:
     """A synthesizer; `streams` holds what it opened, `made_at_cancel` how many frames each had when it was ended.
-
     guard: of every stream, whatever is asked for."""
 
     def __init__(self, synthesizer: Synthesizer, guard: Guard | None = None) -> None:

@@ -26,10 +26,8 @@ from mktts.synth import Synthesizer
 
 
 class Desk:
-    """now_s: the time, which passes only where the runner asks for it. lanes, pages, table: of the runner.
-
-    runners: by engine; a subclass may add one.
-    """
+    """now_s: the time, which passes only where the runner asks for it. lanes, pages, table: of the runner. runners: by
+    engine; a subclass may add one."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from desk import open_streams
-from fakes import OFF, ONE, WAIT_S, FakeBackend, fake_synthesizer, in_thread, joined, launched_ahead, settle, speak
+from fakes import OFF, ONE, WAIT_S, FakeBackend, fake_synthesizer, launched_ahead, settle, speak
 from served import until
 
 from mktts.engine import stream as streams
@@ -25,6 +25,7 @@ from mktts.engine.engine import FEW, MANY, SWITCH_S, YOUNG_OBJECTS, ManyStreams
 from mktts.engine.runner import Runner
 from mktts.errors import EngineError, TextError
 
+in_thread = ThreadPoolExecutor().submit
 RESTS = {"frames": None, "options": replace(ONE, buffer_frames=2)}  # a stream that soon waits for its reader
 
 
@@ -53,7 +54,7 @@ def test_cancel_from_another_thread_takes_effect_within_one_frame(held):
     backend.let(3)
     backend.wait_entered(4)
     assert next(stream).frames == 1
-    joined(in_thread(stream.cancel))
+    in_thread(stream.cancel).result(WAIT_S)
     assert next(stream, None) is None  # chunks 2 and 3 are ready, and stale
     assert stream.finish_reason == "cancelled"
     backend.release()
@@ -142,8 +143,7 @@ def test_a_loop_that_closed_while_it_waited_harms_nobody(held):
 def test_a_stream_begins_with_its_first_visible_text_and_takes_none_after_its_end_or_of_another_type(make):
     with make() as synth:
         session = synth.open(seed=1, options=ONE, max_frames=2)
-        heard: list[int] = []
-        reader = in_thread(lambda: heard.extend(chunk.frames for chunk in session))
+        reader = in_thread(list, session)
         session.feed(" \n")
         settle(synth)
         assert session.engine is None and open_streams(synth) == 0 and not session._utterance.over
@@ -154,8 +154,7 @@ def test_a_stream_begins_with_its_first_visible_text_and_takes_none_after_its_en
         session.finish()
         with pytest.raises(EngineError, match="feed after finish"):
             session.feed("two")
-        joined(reader)
-        assert heard == [1, 1]
+        assert [chunk.frames for chunk in reader.result(WAIT_S)] == [1, 1]
 
 
 def test_a_stream_that_has_not_begun_ends_in_every_way(make):
@@ -179,7 +178,7 @@ def test_a_stream_that_has_not_begun_ends_in_every_way(make):
 
 @pytest.mark.parametrize("how", ["dropped", "cancelled", "finished", "failed"])
 def test_an_ended_stream_frees_its_state(make, how):
-    backend = FakeBackend(fail_at=3, failing_seed=7)
+    backend = FakeBackend(fail_at=3, failing=[7])
     with make(backend) as synth:
         for _ in range(10):
             stream = speak(synth, seed=7 if how == "failed" else 1, frames=3 if how == "finished" else None)
@@ -206,7 +205,7 @@ def test_close_ends_open_streams_and_the_thread_frees_the_models_and_what_comes_
     closing = in_thread(synth.close)
     assert list(stream) == []
     backend.release()
-    joined(closing)
+    closing.result(WAIT_S)
     assert (stream.finish_reason, session.finish_reason) == ("cancelled", "cancelled")
     assert not synth.engine._thread.is_alive()
     synth.close()
@@ -227,7 +226,8 @@ def test_a_dropped_synthesizer_ends_its_thread_once_its_streams_are_read(make):
     assert len(list(stream)) == 20
     del stream
     gc.collect()
-    joined(thread)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
 
 
 def test_an_interpreter_exits_with_a_stream_still_running():

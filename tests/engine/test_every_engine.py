@@ -2,34 +2,22 @@
 by step, without threads. On fake models."""
 
 import gc
-import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, repeat
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from desk import chunks_of, fed, open_streams, unread
-from fakes import (
-    FAKE_ENGINES,
-    OFF,
-    ONE,
-    WAIT_S,
-    FakeBackend,
-    FakeCodec,
-    FakeCodecState,
-    fake_single,
-    fake_synthesizer,
-    settle,
-)
+from fakes import FAKE_ENGINES, OFF, ONE, FakeBackend, FakeCodec, fake_single, fake_synthesizer, settle
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from served import until
+from served import WAIT_S, until
 
 from mktts.audio import first_audible_sample
 from mktts.engine.many import SayRequest
@@ -119,7 +107,8 @@ def test_a_stream_is_the_same_on_every_engine_alone_and_beside_others(make, case
         wanted = {seed: heard(speak(synth, case, seed)) for seed in (3, 4, 5)}
     assert (wanted[3]["reason"], tuple(wanted[3]["frames"])) == (case.reason, case.frames)
     if wanted[3]["codes"] and case.voice is None:
-        whole = FakeCodec(case.silent).decode(torch.tensor(wanted[3]["codes"]), FakeCodecState()).numpy()
+        codec = FakeCodec(case.silent)
+        whole = codec.decode(torch.tensor(wanted[3]["codes"]), codec.start()).numpy()
         audible = first_audible_sample(whole) if case.options.trim_lead else 0
         kept = len(whole) if audible is None else max(0, audible - SAMPLE_RATE_HZ * 40 // 1_000)
         assert wanted[3]["pcm"] == whole[kept:].tolist() and wanted[3]["starts"][:1] == [kept][: len(whole) - kept]
@@ -325,7 +314,7 @@ def test_each_text_sounds_as_if_said_alone_in_its_turn_and_has_its_own_seed_wher
 def test_an_error_is_raised_in_its_turn_and_the_others_are_cancelled(make, at_once, fails):
     texts = ["Good.", "Good too.", "\x00" if fails == "opening" else "Fails.", "Never said.", "Never said."]
     seeds = iter([10, 20, 70, 30, 40])
-    with make(FakeBackend(eos_after=5, fail_at=3, failing_seed=70)) as synth:
+    with make(FakeBackend(eos_after=5, fail_at=3, failing=[70])) as synth:
         plain, got = synth._stream, []
         synth._stream = lambda text, settings, **how: plain(text, {**settings, "seed": next(seeds, 0)}, **how)
         with pytest.raises((TextError, RuntimeError, EngineError)):
@@ -339,7 +328,7 @@ def test_an_error_is_raised_in_its_turn_and_the_others_are_cancelled(make, at_on
 def test_as_many_are_open_as_asked_for_or_fit_and_a_few_more_of_those_asked_one_by_one(engine, room, at_once):
     with fake_synthesizer(engine=engine, slots=16) as synth:
         taken = []
-        texts = (taken.append(text) or text for text in itertools.repeat("Text."))
+        texts = (taken.append(text) or text for text in repeat("Text."))
         many = synth.say_many(texts, max_frames=3, at_once=at_once)
         next(many)
         assert len(taken) == (at_once or room) + 1 and open_streams(synth) <= (at_once or room)

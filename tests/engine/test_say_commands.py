@@ -129,10 +129,9 @@ def sounddevice() -> Mock:
 
 
 @pytest.fixture
-def device(monkeypatch, checkpoint_cache, tmp_path):
+def device(monkeypatch):
     package = sounddevice()
     monkeypatch.setitem(sys.modules, "sounddevice", package)
-    monkeypatch.chdir(tmp_path)
     yield package.OutputStream.return_value
     package.OutputStream.assert_called_with(SAMPLE_RATE_HZ, channels=1, dtype="float32")
 
@@ -261,29 +260,15 @@ def test_a_table_without_a_sentence_is_one_line_of_error(name, content, message)
         read_table(Path("none.txt"))
 
 
-class Wayward(FakeBackend):
-    """Segments of `runs_away` stay on one code 0, those of `fails` fail."""
-
-    runs_away = fails = frozenset()
-
-    def step(self, state, row):
-        if state.seed in self.fails and state.frames == 2:
-            raise RuntimeError("made to fail")
-        frame = super().step(state, row)
-        if frame.codes is not None and state.seed in self.runs_away:
-            frame.codes[0] = 7
-        return frame
-
-
 @pytest.mark.parametrize("engine", ["single", "batch-ahead"])
 def test_what_runs_away_or_fails_is_tried_again_with_another_seed(engine, tmp_path):
-    backend = Wayward(eos_after=50)
     sentences = [Sentence(number, f"s{number}", f"Text number {number}.", seed=number) for number in range(6)]
     sentences += [Sentence(7, "long", "Never ends.", seed=7), Sentence(8, "cut", "Cut.", seed=8, max_frames=3)]
     sentences += [Sentence(9, "nobody", "Hello.", seed=9, speaker="nobody"), Sentence(10, "none", "\x00", seed=10)]
     sentences += [Sentence(11, "voice", "Hello.", seed=11, voice="missing.voice")]
     seeds = {n: [n, *(derived_seed(n, attempt) for attempt in range(1, RETRIES + 1))] for n in (1, 2, 7)}
-    backend.runs_away, backend.fails = frozenset({*seeds[1][:1], *seeds[7]}), frozenset(seeds[2][:3])
+    backend = FakeBackend(eos_after=50, fail_at=2, failing=seeds[2][:3])
+    backend.code0 = lambda frame: 7 if backend.order[-1] in (*seeds[1][:1], *seeds[7]) else frame
     with fake_synthesizer(backend, engine=engine) as synth:
         found = {one.id: one for one in speak_into_folder(synth, sentences, tmp_path, "wav", RETRIES)}
         assert {name: one.attempts for name, one in found.items() if one.attempts} == {"s1": 1, "s2": 3, "long": 3}

@@ -10,15 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mktts.engine.admission import (
-    Admission,
-    AdmissionLimits,
-    AdmissionQueue,
-    Arrival,
-    Capacity,
-    measured_streams,
-    refusal,
-)
+from mktts.engine.admission import Admission, AdmissionLimits, AdmissionQueue, Arrival, Capacity, refusal
 from mktts.engine.pages import Pages
 from mktts.engine.scheduler import FRAME_S, StreamTable, TickFit, TickModel, TickSettings, next_tick
 from mktts.errors import CapacityError, OptionsError
@@ -183,18 +175,12 @@ def test_late_frames_in_slow_ticks_lower_the_capacity_and_only_quicker_ticks_rai
     assert admission.capacity == (20, "measured by hand")  # no more than was measured
 
 
-def test_what_is_measured_becomes_streams_by_hand():
-    # A frame in 2.5 ms is 32 listeners; a prompt of 32 rows of 0.1 ms every 7 s takes 0.46 ms a second of each.
-    assert measured_streams(2.5e-3, 0.0, 0.9) == pytest.approx(0.9 * 32)
-    assert measured_streams(2.5e-3, 1e-4, 0.9) == pytest.approx(0.9 / (1 / 32 + 32 * 1e-4 / 7))
-
-
 NOW_S = 100.0
 SMALL = TickSettings(
     buckets=tuple((lanes, rows) for lanes in (2, 4, 8) for rows in (0, 16, 64)),
     max_lanes=8, max_rows=64, min_rows=16, few_lanes=2,
 )  # fmt: skip
-MODELS = {"h200": TickModel.h200(), "cpu": TickModel.cpu()}
+MODELS = {"h200": MODEL, "cpu": TickModel.cpu()}
 ANY_SIZE = TickSettings(max_lanes=8, max_rows=64, min_rows=16, few_lanes=2)
 
 STREAM = st.fixed_dictionaries(

@@ -1,5 +1,5 @@
 """What lanes of many streams need of the host, tried without a GPU: pages, blocks of ticks, memory, tiles of products.
-States of the codec by slot are in ../test_codec_lanes.py."""
+States of the codec by slot are in ../test_lanes.py."""
 
 import sys
 from types import SimpleNamespace

@@ -2,7 +2,7 @@
 
 Between the products: the predictor's attention over a frame's passes, heads that go to their pages, and the talker's
 attention over pages, whose parts are joined to the same bits by one program and by several. Then the codec's product
-kernel against plain operators; in other tiles: ../test_codec_lanes.py."""
+kernel against plain operators; in other tiles: ../test_lanes.py."""
 
 import math
 from typing import NamedTuple
@@ -245,7 +245,6 @@ def attended(queries, slot, last, table, pages, programs):
     return out
 
 
-pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 
 

@@ -2,8 +2,7 @@
 
 PYTHONPATH=.:tests python tests/batch/cuda/test_sanitized.py eager|graphs: random ticks at the tiny shape, with each
 precision of the codec and each kind of products; says how many frames it made. Recording a graph takes PyTorch's
-caching allocator; "eager" runs without it: memory used behind its end, or after it was given back, is nobody's.
-"""
+caching allocator; "eager" runs without it: memory used behind its end, or after it was given back, is nobody's."""
 
 import os
 import shutil
