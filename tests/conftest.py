@@ -41,16 +41,14 @@ def checkpoint_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_objects_frozen() -> None:
-    """Collections visit what tests made, not the 850 000 objects of packages, which take half a second each time. For
-    every file, because a server that ends unfreezes them."""
+    """Collections leave out the 850 000 objects of packages: half a second each. A server that ends unfreezes them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def patient_clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One certificate for httpx, which reads all of certifi's for every request: 25 ms each. And for calls that name no
-    time-out a minute, where 5 s are little on a busy machine."""
+    """One certificate for httpx, which reads all of certifi's for each request: 25 ms; a minute until a time-out."""
     first, *_ = httpx.create_ssl_context().get_ca_certs(binary_form=True)
     path = tmp_path_factory.mktemp("authority") / "one.pem"
     path.write_text(ssl.DER_cert_to_PEM_cert(first), encoding="utf-8")
@@ -63,8 +61,7 @@ def patient_clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def vocabularies_read_once(checkpoint_cache: None) -> Iterator[None]:
-    """Keeps the tokenizers of the cache's checkpoints, whose files do not change: a vocabulary takes a quarter of a
-    second to read. Those of all other folders are read every time."""
+    """Keeps the tokenizers of the cache's checkpoints, whose files do not change: each takes 0.25 s to read."""
     shared, read = Path(os.environ["MKTTS_CACHE"]).resolve(), TextTokenizer.load
     kept = cache(read)
 

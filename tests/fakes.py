@@ -40,6 +40,9 @@ _SLIDE = torch.linspace(0, 1, SAMPLES_PER_FRAME + 1, dtype=torch.float64)[1:]
 class FakeState(SimpleNamespace):
     """What must be free once a stream is gone: unlike its base it can be weakly referenced."""
 
+    def copy(self) -> FakeState:
+        return FakeState(**vars(self))
+
 
 @dataclass
 class FakeBackend:
@@ -111,15 +114,6 @@ class FakeBackend:
 
 
 @dataclass
-class FakeCodecState:
-    level: float = 0.0
-    frames: int = 0
-
-    def copy(self) -> FakeCodecState:
-        return replace(self)
-
-
-@dataclass
 class FakeCodec:
     """Slides from where the last frame ended to a level that the frame's codes set: restarting it would be a jump.
     silent_frames: so many at the start are silence."""
@@ -127,10 +121,10 @@ class FakeCodec:
     silent_frames: int = 0
     decoded: list[int] = field(default_factory=list)  # frames of each call
 
-    def start(self) -> FakeCodecState:
-        return FakeCodecState()
+    def start(self) -> FakeState:
+        return FakeState(level=0.0, frames=0)
 
-    def decode(self, codes: Tensor, state: FakeCodecState) -> Tensor:
+    def decode(self, codes: Tensor, state: FakeState) -> Tensor:
         self.decoded.append(len(codes))
         pieces = []
         for frame in codes.tolist():
@@ -140,7 +134,7 @@ class FakeCodec:
             state.frames += 1
         return torch.cat(pieces).float()
 
-    def submit(self, codes: Tensor, state: FakeCodecState) -> PendingPcm:
+    def submit(self, codes: Tensor, state: FakeState) -> PendingPcm:
         return PendingPcm(self.decode(codes, state))
 
 
@@ -208,8 +202,6 @@ class FakePrompts:
         return self.opened[-1]
 
 
-# ---- lanes over them: what a device must keep to is checked at every call
-
 TICK = TickModel(1e-4, 0.0, 0.0, 0.0)
 SETTINGS = TickSettings(max_lanes=8, max_rows=64, min_rows=8, few_lanes=8, idle_lanes=8)
 
@@ -240,7 +232,8 @@ class _Launched:
 
 
 class FakeLanes:
-    """See `mktts.engine.lanes.Lanes`. A launched tick waits with all that is asked for behind it until it is collected.
+    """See `mktts.engine.lanes.Lanes`; what a device must keep to is checked at every call. A launched tick waits until it
+    is collected, with all that is asked for behind it.
 
     Keys and values are one number a position, in pages: rows that were shared or copied wrongly give other codes. What
     keeps a lane's stream from a frame (`step` raises a RuntimeError, `spoil` is true of its slot) makes its code 0 -1,
@@ -375,9 +368,6 @@ class FakeLanes:
         page = self._table[slot, position // self.pages.page_rows]
         assert page != NO_OWNER, f"slot {slot} has no page for position {position}"
         return page, position % self.pages.page_rows
-
-
-# ---- and what is made of them
 
 
 # Fake ticks take next to no time, and a listener who falls behind because the machine is busy keeps no stream out.

@@ -18,8 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The time limit of pyproject.toml is for tests of every run. Those of a GPU are skipped where none is, unless
-    triton interprets their kernels."""
+    """Slow tests get a limit of their own. Those of a GPU are skipped without one, unless triton interprets kernels."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         import torch  # here: it takes seconds, and a process of this plugin's own test has none

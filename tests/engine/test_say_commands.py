@@ -34,11 +34,10 @@ from mktts.synth import Synthesizer, speak_all
 from mktts.synth.say import Loudspeaker, captions
 from mktts.synth.speak_all import COLUMNS, RETRIES, Sentence, derived_seed, read_table, speak_into_folder
 
-Cue = tuple[float, float, str]
 TEXT = "Dr. Smith opened the door. There was nobody, as far as anybody could tell, in the long and dark hall behind it!"
 
 
-def cues_of(document: str, kind: str) -> list[Cue]:
+def cues_of(document: str, kind: str) -> list[tuple[float, float, str]]:
     """Start and end in s, and the text, of each cue of a well-formed file."""
     found, srt = [], kind == "srt"
     blocks = document.rstrip("\n").split("\n\n")
@@ -102,16 +101,16 @@ def test_say_writes_captions_of_what_it_says(tmp_path):
 
 
 def test_speak_all_writes_captions_beside_each_and_those_that_are_missing(tmp_path, capsys):
-    (tmp_path / "t.txt").write_text("Hello there.\nGood bye.\n", encoding="utf-8")
-    command = ["speak-all", tmp_path / "t.txt", "-o", tmp_path / "out", "--checkpoint", "small", "--device", "cpu"]
-    assert run(*command, "--captions", "srt") == 0
+    table("t.txt", "Hello there.\nGood bye.\n")
+    command = "speak-all t.txt -o out --captions srt --checkpoint small --device cpu"
+    assert run(command) == 0
     out, names = tmp_path / "out", {f"00000{line}.{kind}" for line in (1, 2) for kind in ("wav", "srt")}
     assert {path.name for path in out.iterdir()} == names
     (cue,) = cues_of((out / "000001.srt").read_text(encoding="utf-8"), "srt")
     assert cue[2] == "Hello there." and cue[1] <= soundfile.info(out / "000001.wav").duration
     (out / "000002.srt").unlink()
     capsys.readouterr()
-    assert run(*command, "--captions", "srt") == 0 and '"spoken": 1' in capsys.readouterr().out
+    assert run(command) == 0 and '"spoken": 1' in capsys.readouterr().out
     assert {path.name for path in out.iterdir()} == names
 
 

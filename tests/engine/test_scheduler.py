@@ -183,18 +183,10 @@ SMALL = TickSettings(
 MODELS = {"h200": MODEL, "cpu": TickModel.cpu()}
 ANY_SIZE = TickSettings(max_lanes=8, max_rows=64, min_rows=16, few_lanes=2)
 
-STREAM = st.fixed_dictionaries(
-    {
-        "state": st.sampled_from(["new", "middle of prompt", "speaking", "next segment"]),
-        "lead_s": st.floats(-0.5, 2.0),
-        "rows": st.integers(1, 150),
-        "made": st.integers(1, 60),
-        "taken": st.integers(0, 60),
-        "paced": st.booleans(),
-        "known": st.booleans(),
-        "full": st.sampled_from([False, False, False, True]),
-    }
-)
+STATES = st.sampled_from(["new", "middle of prompt", "speaking", "next segment"])
+COUNTS = {"rows": st.integers(1, 150), "made": st.integers(1, 60), "taken": st.integers(0, 60)}
+FLAGS = {"paced": st.booleans(), "known": st.booleans(), "full": st.sampled_from([False, False, False, True])}
+STREAM = st.fixed_dictionaries({"state": STATES, "lead_s": st.floats(-0.5, 2.0), **COUNTS, **FLAGS})
 
 
 def table_of(streams: list[dict], slots: int = 40) -> StreamTable:

@@ -29,6 +29,8 @@ H200, TICKS = TickModel.h200(), TickSettings.h200()
 CORES = TickModel(constant_s=13e-3, lane_s=2e-3, row_s=85e-6, attention_s=55e-6)
 FRAMES = (25, 150)
 HOST_S = 0.3e-3  # between two ticks
+FRAME_READ_S = 25e-6  # of the host, for a lane's frame
+WARM_S = 2.0
 WAITING = AdmissionLimits(max_waiting=256, max_wait_s=0.25)
 
 
@@ -199,10 +201,6 @@ def test_a_machine_slower_than_measured_lowers_the_capacity_and_listeners_are_in
     assert "lowered: ticks take 1." in run.admission.capacity.basis
     assert run.reasons["waited"] + run.reasons["queue"] > 500
     assert max(run.late_at_s, default=0.0) < 20.0 and run.frames / run.seconds > 15_000
-
-
-FRAME_READ_S = 25e-6  # of the host, for a lane's frame
-WARM_S = 2.0
 
 
 class TimedLanes(FakeLanes):

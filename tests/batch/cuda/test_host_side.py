@@ -27,9 +27,6 @@ SHARED_BYTES = {"H100": 232_448, "A100": 166_912, "RTX 4090": 101_376}  # of one
 ROWS = (1, 16, 17, 64, 128, 256, 512, 1_024, 2_048)
 
 
-# ---- ticks
-
-
 def test_a_tick_stands_in_its_block():
     layout = BlockLayout(4, 8)
     settings = np.stack([packed(Sampling(repetition_penalty=1 + slot), slot) for slot in range(9)])
@@ -68,9 +65,6 @@ def test_buckets_share_one_memory_as_large_as_the_largest_needs(tiny):
         tensors = [getattr(space, name) for space in spaces]
         assert tensors[1].shape == shape and tensors[1].dtype == dtype
         assert len({tensor.data_ptr() for tensor in tensors}) == 1
-
-
-# ---- products
 
 
 SIZES = [(768, 5376, 768), (96, 672, 96), (288, 384, 192), (6144, 3072, 1536), (12, 84, 12)]
