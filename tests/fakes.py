@@ -47,7 +47,6 @@ class FakeState(SimpleNamespace):
 @dataclass
 class FakeBackend:
     """Codes follow from the seed, the prompt, the text rows and the frame index.
-
     eos_after: frames a segment has. fail_at: the frame at which segments fail whose seed is in `failing`, or all.
     code0: makes code 0 of a frame index. held: `step` waits for a permit of `let`."""
 
@@ -187,14 +186,9 @@ class FakePrompts:
 
     def of_checked(self, request: Request) -> SimpleNamespace:
         self.built.append(request.text)
-        return SimpleNamespace(
-            embeds=_rows(self.prefix + request.text),
-            row=lambda frame: torch.zeros(1),
-            text_tokens=len(request.text),
-            text_ended=True,
-            prefix_rows=len(self.prefix),
-            prefix_key=self.prefix or None,
-        )
+        text = {"row": lambda frame: torch.zeros(1), "text_tokens": len(request.text), "text_ended": True}
+        kept = {"prefix_rows": len(self.prefix), "prefix_key": self.prefix or None}
+        return SimpleNamespace(embeds=_rows(self.prefix + request.text), **text, **kept)
 
     def open(self, request: Request) -> FakeFedPrompt:
         self.opened.append(FakeFedPrompt())
@@ -232,8 +226,8 @@ class _Launched:
 
 
 class FakeLanes:
-    """See `mktts.engine.lanes.Lanes`; what a device must keep to is checked at every call. A launched tick waits until it
-    is collected, with all that is asked for behind it.
+    """See `mktts.engine.lanes.Lanes`; what a device must keep to is checked at every call. A launched tick waits, with
+    all that is asked for behind it, until it is collected.
 
     Keys and values are one number a position, in pages: rows that were shared or copied wrongly give other codes. What
     keeps a lane's stream from a frame (`step` raises a RuntimeError, `spoil` is true of its slot) makes its code 0 -1,
@@ -289,12 +283,9 @@ class FakeLanes:
         for source, target, copied in copies:
             self._do(partial(np.copyto, self._cache[target, :copied], self._cache[source, :copied]))
         self._do(partial(self._table.__setitem__, changed, self.pages.table[changed]))
-        made = Made(
-            np.zeros((len(rows), NUM_CODEBOOKS), np.int64),
-            np.zeros(len(rows), bool),
-            np.zeros((len(rows), SAMPLES_PER_FRAME), np.float32),
-            self.model.predict(*tick.bucket, tick.context_rows),
-        )
+        count, took_s = len(rows), self.model.predict(*tick.bucket, tick.context_rows)
+        codes, pcm = np.zeros((count, NUM_CODEBOOKS), np.int64), np.zeros((count, SAMPLES_PER_FRAME), np.float32)
+        made = Made(codes, np.zeros(count, bool), pcm, took_s)
         launched = _Launched(tick, list(rows), made)
         self.ticks.append(tick)
         self._launched.append(launched)

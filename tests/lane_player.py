@@ -104,7 +104,6 @@ class _Open:
 
 class Player:
     """`play` runs all streams, each a list of segments; `made` then has the codes of each segment, by stream.
-
     Ticks are drawn at random: streams come one after the other, prompts are cut, some skip a tick. cancelled: stream ->
     frames after which it leaves. cut, kept: pieces that did not end their prompt, and prefixes found kept. wasted:
     lanes that were launched behind the end of a segment."""
@@ -113,10 +112,9 @@ class Player:
         self, lanes: Lanes, streams: list[list[RowStream]], cancelled=None, sounds=True, seed=0, size=None, plain=False,
         each: Callable[[int, int, int, Tensor], None] | None = None,
     ) -> None:  # fmt: skip
-        """sounds: the lanes have a CountingCodec. seed: of the ticks, not of the streams. size: lanes of every tick's
-        bucket, where lanes have buckets; at most so many streams are open at once. plain: no tick is launched ahead,
-        and no stream goes on from a reference. each: called with the lane, the stream, the frame's number and its
-        codes (16,)."""
+        """sounds: the lanes have a CountingCodec. seed: of the ticks. size: lanes of every tick's bucket, where lanes have
+        buckets, and the most streams that are open at once. plain: no tick is launched ahead, and no stream goes on
+        from a reference. each: called with the lane, the stream, the frame's number and its codes (16,)."""
         self.lanes, self.streams, self.cancelled, self._sounds = lanes, streams, cancelled or {}, sounds
         self._size, self._plain, self._each = size or lanes.slots, plain, each
         self._coming = 1 - 4 / (4 + self._size) if plain else 0.6  # the chance that one more comes

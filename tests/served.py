@@ -60,8 +60,7 @@ class Watched:
         return stream
 
     def frames_at_pause(self, stream: Stream) -> int:
-        """How many frames a stream has made once its reader takes none: it rests, and still does with as many a while
-        later. Another stream would have to wait for a place, where the capacity is one."""
+        """How many frames a stream has made once its reader takes none: it rests, also a while later, with as many."""
         made = -1
         while made != len(stream.codes):
             until(lambda: stream.idle, "the stream's buffers to be full")
@@ -111,12 +110,9 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    synthesizer: Synthesizer,
-    limits: Limits | None = None,
-    guard: Guard | None = None,
-    uploads: VoiceFolder | None = None,
-    **access: Any,
-) -> Iterator[Served]:
+    synthesizer: Synthesizer, limits: Limits | None = None, guard: Guard | None = None,
+    uploads: VoiceFolder | None = None, **access: Any,
+) -> Iterator[Served]:  # fmt: skip
     watched = Watched(synthesizer, guard)
     service = SpeechService(watched, limits or Limits(wait_s=WAIT_S), uploads=uploads)
     with listen("127.0.0.1", 0, service.limits) as bound, running(speech_server(service, **access), bound) as url:

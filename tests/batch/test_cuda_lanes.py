@@ -152,8 +152,6 @@ def test_copies_of_pages_are_made_as_if_one_after_the_other(tiny):
     assert torch.equal(memory.memory.cpu(), expected)
 
 
-# ---- deterministic=True
-
 SIZES = (8, 32, 64, 128, 192, 256, 384, 512)
 PROMPTS = (2, 31, 64, 65, 75, 100, 130, 150)  # rows of the streams that are compared; the last four share a prefix
 PREFIX_ROWS, SHARING, KEY = 70, 4, "voice"  # one whole page and a part of the next

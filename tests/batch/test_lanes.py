@@ -106,9 +106,7 @@ def test_a_tick_of_one_lane_is_waited_for_and_one_of_more_runs_beside(tiny: Chec
     [("decode", 7, range(7)), ("_silence", 2, range(2)), ("_silence", 2, range(2, 4))],
     ids=["decodes", "they speak", "others speak"],
 )
-def test_a_codec_that_fails_ends_its_tick_and_the_next_one_goes_on(
-    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch, name: str, begun: int, ticked: range
-) -> None:
+def test_a_codec_that_fails_ends_its_tick_and_the_next_one_goes_on(tiny, monkeypatch, name, begun, ticked):
     """Streams that could not enter are told once, with the next tick."""
     lanes = lanes_of(tiny, True)
     with monkeypatch.context() as patch:

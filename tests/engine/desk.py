@@ -30,15 +30,9 @@ class Desk:
     engine; a subclass may add one."""
 
     def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        backend: FakeBackend | None = None,
-        *,
-        lanes: FakeLanes | SingleLanes | None = None,
-        limits: AdmissionLimits = PATIENT,
-        prefix: str = "",
-        **of_the_lanes: Any,
-    ) -> None:
+        self, monkeypatch: pytest.MonkeyPatch, backend: FakeBackend | None = None, *, prefix: str = "",
+        lanes: FakeLanes | SingleLanes | None = None, limits: AdmissionLimits = PATIENT, **of_the_lanes: Any,
+    ) -> None:  # fmt: skip
         self.now_s = 0.0
         self.backend = backend or FakeBackend()
         self.lanes = lanes or FakeLanes(self.backend, FakeCodec(), **of_the_lanes)

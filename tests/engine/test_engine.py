@@ -116,14 +116,12 @@ async def test_a_chunk_that_arrives_just_before_the_wait_is_not_missed(held, mon
     put = stream._utterance.deliver
     monkeypatch.setattr(stream._utterance, "deliver", lambda *item, **how: (put(*item, **how), arrived.set()))
 
-    def while_the_consumer_prepares_to_wait() -> asyncio.Future:
+    def meanwhile() -> asyncio.Future:  # while the consumer prepares to wait
         backend.let(1)
         assert arrived.wait(WAIT_S)
         return loop.create_future()
 
-    late = SimpleNamespace(
-        create_future=while_the_consumer_prepares_to_wait, call_soon_threadsafe=loop.call_soon_threadsafe
-    )
+    late = SimpleNamespace(create_future=meanwhile, call_soon_threadsafe=loop.call_soon_threadsafe)
     monkeypatch.setattr(streams.asyncio, "get_running_loop", lambda: late)
     chunk = await asyncio.wait_for(anext(stream), WAIT_S / 2)  # before the held backend gives up and wakes it
     assert chunk.frames == 1

@@ -229,7 +229,7 @@ def test_timings_add_up_over_the_frames_of_a_chunk():
 
 
 @pytest.mark.parametrize(
-    ("backend", "text", "options", "max_frames", "positions", "ended", "cache_frames"),
+    ("backend", "text", "options", "frames", "positions", "ended", "caches"),
     [
         (FakeBackend(eos_after=4), "One. Two. Three.", OFF, 10, 10_000, ("max_frames", 10), [10, 6, 2]),
         (FakeBackend(), "12", StreamOptions(), None, 10_000, ("runaway", 100), [100]),  # the guard is on by default
@@ -239,16 +239,14 @@ def test_timings_add_up_over_the_frames_of_a_chunk():
         (FakeBackend(code0=lambda frame: frame // 34), "Hello.", _guarded(), 200, 10_000, ("max_frames", 200), [200]),
     ],
 )
-def test_where_an_utterance_ends_and_how_long_its_caches_are(
-    backend, text, options, max_frames, positions, ended, cache_frames
-):
+def test_where_an_utterance_ends_and_how_long_its_caches_are(backend, text, options, frames, positions, ended, caches):
     runner = fake_single(backend, positions=positions)
-    utterance = unread(runner, *text.split(), seed=5, options=options, frames=max_frames)
+    utterance = unread(runner, *text.split(), seed=5, options=options, frames=frames)
     run(runner, utterance, steps=3)
     assert len(runner.prompts.built) == 1  # the other segments when their turns come
     run(runner, utterance)
     assert (utterance.finish_reason, len(utterance.codes)) == ended
-    assert [(state.seed, state.max_frames) for state in backend.states] == list(enumerate(cache_frames, 5))
+    assert [(state.seed, state.max_frames) for state in backend.states] == list(enumerate(caches, 5))
 
 
 @pytest.mark.parametrize("frames", [1, 2, 16, 21])

@@ -1,5 +1,4 @@
 """Listeners against the real table, admission and scheduler on simulated time: no underrun below the capacity.
-
 Ticks are not run: each takes what a tick model says. Listeners play their chunks in real time from the first on;
 utterances last 2 to 12 s. Then the runner too, by a host whose work takes time: how long many at once wait."""
 
@@ -44,9 +43,8 @@ def capacity_of(model: TickModel) -> float:
 def arrivals(
     listeners: int, warm_s: float, seconds: float, burst: int = 0, bursts: int = 5, seed: int = 0
 ) -> list[tuple[float, int]]:
-    """(arrival in s, frames), ascending. Over the first half of the warm-up come `listeners` streams that are already
-    under way, so that the load is there when the run begins at `warm_s`. bursts times `burst` streams of 50 frames come
-    at once, evenly over the run."""
+    """(arrival in s, frames), ascending. Over the first half of the warm-up come `listeners` streams that are under way
+    already. bursts times `burst` streams of 50 frames come at once, evenly over the run, which begins at `warm_s`."""
     rng, low, high = np.random.default_rng(seed), FRAMES[0], FRAMES[1] + 1
     early_s = rng.uniform(0.0, warm_s / 2, listeners)
     found = [(at, max(2, int(rng.uniform(0.15, 1.0) * rng.integers(low, high)))) for at in early_s]
@@ -61,10 +59,8 @@ def arrivals(
 @dataclass
 class Run:
     """`play` runs it. listeners: the offered load, arrivals a second times the mean seconds of an utterance.
-
     cancelled: the part of the listeners that leaves after a random frame. model: what the scheduler believes, and what
     the capacity was measured with. truth: what ticks really take, as `model` where None; the scheduler never learns it.
-
     Afterwards, of what came behind the warm-up: ttfc_s, from arrival to the first PCM of each stream, waits for
     admission included; late_at_s, when chunks came late; reasons, of arrivals, "" of those admitted; frames."""
 
@@ -139,22 +135,17 @@ class Run:
             self.ttfc_s += (ended_s - table.arrived_s[tick.lanes[tick.frames == 0]]).tolist()
             self.frames += len(tick.lanes)
         for slot in tick.lanes[table.frames_made[tick.lanes] >= table.chunk_end[tick.lanes]].tolist():
-            if self._hand_over(slot, ended_s) > 0 and self._live:
-                self.late_at_s.append(ended_s)
+            made = int(table.frames_made[slot])  # the listener takes a whole chunk
+            late_s = self._players[slot].play(ended_s, FRAME_S * (made - table.chunk_start[slot]))[1]
+            self.late_at_s += [ended_s] if late_s > 0 and self._live else []
+            self._chunk[slot] += 1
+            frames = TICKS.chunks[min(int(self._chunk[slot]), len(TICKS.chunks) - 1)]
+            table.frames_taken[slot] = made
+            table.chunk_start[slot], table.chunk_end[slot] = made, made + min(frames, int(self._goal[slot]) - made)
         for slot in tick.lanes[table.frames_made[tick.lanes] >= self._last[tick.lanes]].tolist():
             table.open[slot] = False
             self.free.append(slot)
         return ended_s
-
-    def _hand_over(self, slot: int, now_s: float) -> float:
-        """The listener takes a whole chunk; returns the seconds for which it had nothing to play."""
-        table, made, chunks = self.table, int(self.table.frames_made[slot]), TICKS.chunks
-        late_s = self._players[slot].play(now_s, FRAME_S * (made - table.chunk_start[slot]))[1]
-        self._chunk[slot] += 1
-        frames = chunks[min(int(self._chunk[slot]), len(chunks) - 1)]
-        table.frames_taken[slot] = made
-        table.chunk_start[slot], table.chunk_end[slot] = made, made + min(frames, int(self._goal[slot]) - made)
-        return late_s
 
 
 def test_what_is_measured_becomes_streams_by_hand():

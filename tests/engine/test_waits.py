@@ -57,23 +57,14 @@ class Seen:
 
 class Place(Desk):
     """Both kinds of lanes, as the engine drives them.
-
     tick_s: of a tick and of a step. admits: with the limits of a server. capacity: as measured, with ticks of 30 ms.
     fails: which calls of the lanes. spoils: frames that have no number."""
 
     def __init__(
-        self,
-        patch: pytest.MonkeyPatch,
-        tick_s: float,
-        lane_s: float = 0.0,
-        admits: bool = True,
-        eos_after: int = 40,
-        prefix: str = "",
-        fails: tuple[str, set[int]] = ("launch", set()),
-        spoils: frozenset[int] = frozenset(),
-        capacity: float | None = None,
-        **of_the_lanes: Any,
-    ) -> None:
+        self, patch: pytest.MonkeyPatch, tick_s: float, lane_s: float = 0.0, admits: bool = True, eos_after: int = 40,
+        prefix: str = "", fails: tuple[str, set[int]] = ("launch", set()), spoils: frozenset[int] = frozenset(),
+        capacity: float | None = None, **of_the_lanes: Any,
+    ) -> None:  # fmt: skip
         given = {"rows_per_slot": 400, "model": TickModel(tick_s, lane_s, 0.0, 0.0), "slots": 8, **of_the_lanes}
         limits = AdmissionLimits() if admits else PATIENT
         super().__init__(patch, FakeBackend(eos_after=eos_after), limits=limits, prefix=prefix, **given)

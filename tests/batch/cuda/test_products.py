@@ -1,8 +1,6 @@
 """Matrix products and attention with one order of sums: their error, and rows that do not feel their company.
-
-Between the products: the predictor's attention over a frame's passes, heads that go to their pages, and the talker's
-attention over pages, whose parts are joined to the same bits by one program and by several. Then the codec's product
-kernel against plain operators; in other tiles: ../test_lanes.py."""
+Between them: the predictor's attention, heads that go to their pages, the talker's attention over pages, by one program
+and by several. Then the codec's product kernel against plain operators; in other tiles: ../test_lanes.py."""
 
 import math
 from typing import NamedTuple
@@ -108,8 +106,6 @@ def test_a_bias_is_added_before_rounding_and_rows_may_lie_apart(own):
     assert error(found, truth) <= 1.1 * error(F.linear(x, case.weight, bias), truth)
     assert torch.equal(own.linear(x.contiguous(), case.weight, bias), found)
 
-
-# ---- kernels between the products
 
 HEADS, KV_HEADS, WIDTH, POSITIONS = 16, 8, 128, 16
 GROUP, COLUMNS = HEADS // KV_HEADS, (HEADS + 2 * KV_HEADS) * WIDTH

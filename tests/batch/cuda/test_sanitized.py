@@ -1,5 +1,4 @@
 """The batch engine under NVIDIA's compute-sanitizer: no kernel reads or writes what is not its own. `make sanitize`.
-
 PYTHONPATH=.:tests python tests/batch/cuda/test_sanitized.py eager|graphs: random ticks at the tiny shape, with each
 precision of the codec and each kind of products; says how many frames it made. Recording a graph takes PyTorch's
 caching allocator; "eager" runs without it: memory used behind its end, or after it was given back, is nobody's."""
