@@ -112,7 +112,7 @@ class Player:
         self, lanes: Lanes, streams: list[list[RowStream]], cancelled=None, sounds=True, seed=0, size=None, plain=False,
         each: Callable[[int, int, int, Tensor], None] | None = None,
     ) -> None:  # fmt: skip
-        """sounds: the lanes have a CountingCodec. seed: of the ticks. size: lanes of every tick's bucket, where lanes have
+        """sounds: the lanes have a CountingCodec. seed: of the ticks. size: lanes of a tick's bucket, where lanes have
         buckets, and the most streams that are open at once. plain: no tick is launched ahead, and no stream goes on
         from a reference. each: called with the lane, the stream, the frame's number and its codes (16,)."""
         self.lanes, self.streams, self.cancelled, self._sounds = lanes, streams, cancelled or {}, sounds
