@@ -106,7 +106,7 @@ def _reading(text: str) -> str:
     text = re.sub(r"(?:\s*[.,;:?!])+", lambda m: next(mark for mark in "?!.:;," if mark in m[0]), text)
     text = re.sub(r"[A-Za-z]*[A-Za-z][a-z][A-Za-z]*|[A-Z]{2,}", lambda m: m[0].lower(), text)
     text = re.sub(r"(?<=[A-Za-z]')[A-Z]+\b|\b[A-Z](?='[a-z]{2})", lambda m: m[0].lower(), text)
-    text = re.sub(r"\bA(?= [a-z])", "a", re.sub(r"\bi\b", "I", text))
+    text = re.sub(r"(?<![A-HJ-Z] )(?<![A-Z] I )\bA(?= [a-z])", "a", re.sub(r"\bi\b", "I", text))
     return re.sub(r"(?<=[.!?] )[a-z]", lambda m: m[0].upper(), text)
 
 
