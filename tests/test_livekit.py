@@ -52,8 +52,7 @@ async def heard(stream: Any) -> bytes:
         return b"".join([bytes(event.frame.data) async for event in stream]).rstrip(b"\0")
 
 
-@contextlib.asynccontextmanager
-async def session_with(tts: TTS) -> AsyncIterator[tuple[AgentSession, bytearray]]:
+async def test_a_session_says_what_a_language_model_writes_and_stops_where_it_is_interrupted(watched_tts, synth):
     """A session without a language model, and what is heard of it."""
 
     class Loudspeaker(io.AudioOutput):
@@ -69,27 +68,16 @@ async def session_with(tts: TTS) -> AsyncIterator[tuple[AgentSession, bytearray]
         def clear_buffer(self) -> None:
             self.on_playback_finished(playback_position=0.0, interrupted=True)
 
-    pcm = bytearray()
-    session = AgentSession(tts=tts, vad=None, tts_text_transforms=None)
-    session.output.audio = Loudspeaker(label="test", capabilities=io.AudioOutputCapabilities(pause=False))
-    await session.start(Agent(instructions="Answer."))
-    try:
-        async with asyncio.timeout(TOO_LATE_S):
-            yield session, pcm
-    finally:
-        await session.aclose()
+    async def written() -> AsyncIterator[str]:
+        for token in TOKENS:
+            yield token
+            await asyncio.sleep(0.01)
 
-
-async def written() -> AsyncIterator[str]:
-    """TOKENS, as a language model writes them."""
-    for token in TOKENS:
-        yield token
-        await asyncio.sleep(0.01)
-
-
-async def test_a_session_says_what_a_language_model_writes_and_stops_where_it_is_interrupted(watched_tts, synth):
     watched, tts = watched_tts
-    async with session_with(tts) as (session, pcm):
+    pcm, session = bytearray(), AgentSession(tts=tts, vad=None, tts_text_transforms=None)
+    session.output.audio = Loudspeaker(label="test", capabilities=io.AudioOutputCapabilities(pause=False))
+    async with asyncio.timeout(TOO_LATE_S), contextlib.aclosing(session):
+        await session.start(Agent(instructions="Answer."))
         await session.say(written())
         assert pcm.rstrip(b"\0") == said(synth, *TOKENS)
         pcm.clear()

@@ -42,13 +42,13 @@ async def begun(talk: Talk, source: FakeSource, pieces: int = 0) -> FakeSpeech:
     return source.speeches[0]
 
 
-def service(plan=lambda text: FakeSpeech(3), **kwargs) -> tuple[MkttsTTSService, FakeSource]:
-    source = FakeSource(plan)
+def service(plan=3, **kwargs) -> tuple[MkttsTTSService, FakeSource]:
+    source = FakeSource(plan if callable(plan) else lambda text: FakeSpeech(plan))  # pieces of every speech
     return MkttsTTSService(source=source, **kwargs), source
 
 
 async def test_an_llm_turn_of_three_sentences_is_one_audio_context_in_order_and_its_words_have_their_times():
-    tts, source = service(lambda text: FakeSpeech(25))  # two seconds a sentence
+    tts, source = service(25)  # two seconds a sentence
     async with Talk(tts) as talk:
         await talk.say(*turn("One two. ", "Three four", ". Five", " six."))
     assert [text for text, _ in source.asked] == ["One two.", "Three four.", "Five six."]
@@ -86,7 +86,7 @@ async def test_ipa_is_said_in_english_letters_and_the_context_has_the_words_as_w
 
 @pytest.mark.parametrize("mode", TextAggregationMode)
 async def test_a_pause_that_the_text_asks_for_is_no_word_and_stays_in_the_context(mode):
-    tts, _ = service(lambda text: FakeSpeech(25), text_aggregation_mode=mode)
+    tts, _ = service(25, text_aggregation_mode=mode)
     async with Talk(tts) as talk:
         await talk.say(*turn("One two [pause 0.5s] three."))
     assert [frame.text for frame in talk.of(frames.TTSTextFrame)] == ["One", "two", "[pause 0.5s] three."]
@@ -94,7 +94,7 @@ async def test_a_pause_that_the_text_asks_for_is_no_word_and_stays_in_the_contex
 
 @pytest.mark.parametrize("mode", TextAggregationMode)
 async def test_an_interruption_before_the_first_audio_reports_no_ttfb_and_a_cancel_disconnects_the_source(mode):
-    tts, source = service(lambda text: FakeSpeech(None), text_aggregation_mode=mode)
+    tts, source = service(None, text_aggregation_mode=mode)
     with pytest.raises(ZeroDivisionError):
         async with Talk(tts) as talk:
             await talk.say(*turn("One two three."))
@@ -123,7 +123,7 @@ async def test_a_turn_without_sound_ends_at_once_and_is_no_failure(text):
 
 
 async def test_words_after_an_interruption_are_told_while_they_are_heard():
-    tts, source = service(lambda text: FakeSpeech(None))
+    tts, source = service(None)
     async with Talk(tts) as talk:
         await talk.say(*turn("A sentence of which eight seconds are made at once."))
         await begun(talk, source, 100)
@@ -196,7 +196,7 @@ async def test_uninterruptible_speech_survives_an_interruption_and_an_end_does_n
 )
 async def test_resampled_speech_keeps_its_length_to_the_sample_though_the_engine_pauses(rate_hz, mode):
     """Pipecat's own resampler of a service forgets what it holds after 0.2 s."""
-    tts, source = service(lambda text: FakeSpeech(None), text_aggregation_mode=TextAggregationMode(mode))
+    tts, source = service(None, text_aggregation_mode=TextAggregationMode(mode))
     async with Talk(tts, rate_hz) as talk:
         await talk.say(*turn("One two three."))
         speech = await begun(talk, source)
@@ -210,12 +210,8 @@ async def test_resampled_speech_keeps_its_length_to_the_sample_though_the_engine
 # ---- token mode: an LLM's tokens go into one generation while they are written
 
 
-def token_service(**kwargs) -> tuple[MkttsTTSService, FakeSource]:
-    return service(lambda text: FakeSpeech(None), text_aggregation_mode=TextAggregationMode.TOKEN, **kwargs)
-
-
 async def test_tokens_of_a_turn_go_into_one_generation_as_they_come_and_the_next_turn_waits_for_its_end():
-    tts, source = token_service()
+    tts, source = service(None, text_aggregation_mode=TextAggregationMode.TOKEN)
     async with Talk(tts) as talk:
         await talk.say(*turn("Hel", "lo there.")[:-1])
         await talk.until(lambda: source.speeches and source.speeches[0].texts == ["Hel", "lo there."])
@@ -235,7 +231,7 @@ async def test_tokens_of_a_turn_go_into_one_generation_as_they_come_and_the_next
 
 
 async def test_a_token_turn_that_a_limit_ends_early_keeps_the_rest_out_of_the_context():
-    tts, source = token_service(stop_frame_timeout_s=TOO_LATE_S)
+    tts, source = service(None, text_aggregation_mode=TextAggregationMode.TOKEN, stop_frame_timeout_s=TOO_LATE_S)
     async with Talk(tts) as talk:
         await talk.say(frames.LLMFullResponseStartFrame(), frames.LLMTextFrame("One two three four five six seven. "))
         (await begun(talk, source)).give(3)
@@ -276,9 +272,6 @@ async def test_the_context_ends_where_an_interrupted_listener_was_and_has_a_turn
     assert "computer" not in heard
     assert talk.of(frames.BotStartedSpeakingFrame)
     assert said(context) == f"{heard} One. Two." and played_s(loudspeaker) >= before_s + 4.7
-
-
-# ---- when words are heard, apart from any pipeline
 
 
 def test_a_pause_of_the_engine_moves_the_words_after_it():

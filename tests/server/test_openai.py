@@ -33,11 +33,6 @@ def sound(shared_api):
     return shared_api.said(1, FRAMES)
 
 
-@pytest.fixture(scope="module")
-def hello(sound):
-    return to_pcm16(sound)
-
-
 @needs("av")
 @pytest.mark.parametrize(
     ("how", "media_type"),
@@ -95,8 +90,8 @@ def test_an_address_speaks_as_the_same_body_does(api, query):
     assert all(first.settings[name] == second.settings[name] for name in ("text", "sampling", "pronunciations"))
 
 
-def test_what_is_whole_behind_an_address_is_kept_and_given_in_parts(api, hello):
-    at = address(stream="false", **HOW)
+def test_what_is_whole_behind_an_address_is_kept_and_given_in_parts(api, sound):
+    at, hello = address(stream="false", **HOW), to_pcm16(sound)
     whole = api.get(at)
     assert (whole.content, whole.headers["Accept-Ranges"]) == (hello, "bytes")
     assert int(whole.headers["Content-Length"]) == len(hello)
@@ -200,10 +195,10 @@ async def test_what_cannot_be_honoured_is_a_bad_request_that_names_the_callers_k
     assert api.synth.streams == []
 
 
-def test_what_changes_nothing_is_ignored_and_named_and_refused_by_a_strict_server(api, make_api, hello):
+def test_what_changes_nothing_is_ignored_and_named_and_refused_by_a_strict_server(api, make_api, sound):
     habit = {"lang_code": "a", "normalization_options": {"normalize": True}, "user": "anna", "x" * 41: "y"}
     answer = api.speech(**habit, instructions="softly", word_timestamps=True, **HOW)
-    assert answer.content == hello
+    assert answer.content == to_pcm16(sound)
     ignored = "instructions, lang_code, normalization_options, user, word_timestamps"
     assert answer.headers["X-Mktts-Ignored"] == ignored and "X-Mktts-Ignored" not in api.speech().headers
     settings = api.synth.streams[0].settings
@@ -216,10 +211,10 @@ def test_what_changes_nothing_is_ignored_and_named_and_refused_by_a_strict_serve
     assert strict.speech(**habit, instruct="softly", strict=False).status_code == 200
 
 
-def test_nulls_are_as_keys_left_out_and_neither_model_nor_voice_is_needed(api, hello):
+def test_nulls_are_as_keys_left_out_and_neither_model_nor_voice_is_needed(api, sound):
     names = ("model", "voice", "instructions", "speed", "stream_format", "stream", "language", "task_type", "ref_audio")
     names += ("ref_text", "x_vector_only_mode", "temperature", "top_k", "max_new_tokens", "sample_rate", "do_sample")
-    assert api.speech(**dict.fromkeys(names), **HOW).content == hello
+    assert api.speech(**dict.fromkeys(names), **HOW).content == to_pcm16(sound)
     api.speech()
     with_nulls, without = [{**stream.settings, "options": None} for stream in api.synth.streams]
     assert {**with_nulls, "seed": None, "max_frames": 2} == without

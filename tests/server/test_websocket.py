@@ -267,14 +267,10 @@ async def written(source: Source, clock: Any) -> tuple[list[tuple[float, Chunk]]
     return writes, late, made
 
 
-def frames_of(writes: list[tuple[float, Chunk]]) -> list[tuple[float, int]]:
-    return [(at_s, one.frames) for at_s, one in writes]
-
-
 async def test_a_write_later_than_the_listeners_place_is_an_underrun(clock):
     source = Source(clock, (0.0, chunk()), (0.05, chunk()), (0.2, chunk()), (0.25, chunk()), (0.3, None))
     writes, late, _ = await written(source, clock)
-    assert frames_of(writes) == [(0.0, 1), (0.05, 1), (0.2, 1), (0.25, 1)]
+    assert [(at_s, one.frames) for at_s, one in writes] == [(0.0, 1), (0.05, 1), (0.2, 1), (0.25, 1)]
     assert late == pytest.approx([0.2 - 2 * FRAME_S])
 
 
@@ -316,7 +312,10 @@ async def test_a_stream_that_is_ahead_gathers_and_one_that_is_not_writes_at_once
 async def test_what_is_held_back_goes_out_before_the_listener_needs_it_and_before_an_error(clock):
     ahead = [(0.0, chunk(12)), (0.1, chunk(4))]
     writes, late, _ = await written(Source(clock, *ahead, (9.0, None)), clock)
-    assert frames_of(writes) == [(0.0, 12), (round(12 * FRAME_S - KEPT_LEAD_S, 6), 4)] and not late
+    assert [(at_s, one.frames) for at_s, one in writes] == [
+        (0.0, 12),
+        (round(12 * FRAME_S - KEPT_LEAD_S, 6), 4),
+    ] and not late
     clock.now_s = 100.0
     writes, _, made = await written(Source(clock, *ahead, (0.2, EngineError("broken"))), clock)
     assert [one.frames for _, one in writes] == [12, 4] and made.error.code == "engine_error"
