@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import wave
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -176,10 +177,7 @@ def test_bench_prints_a_table_and_ends_in_one_json_document(capsys):
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
 def test_bad_input_is_2_and_a_failure_inside_is_1(error, status, line, monkeypatch, capsys):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr("mktts.checkpoint.open_checkpoint", fail)
+    monkeypatch.setattr("mktts.checkpoint.open_checkpoint", Mock(side_effect=error))
     assert main([*SAY, "-o", "out.wav"]) == status
     assert capsys.readouterr().err == f"mktts: {line}\n"
 

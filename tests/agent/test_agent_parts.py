@@ -8,6 +8,7 @@ import threading
 from datetime import datetime
 from functools import partial
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -195,12 +196,9 @@ def test_conversations_share_one_whisper_of_the_language_that_is_named_and_one_t
     assert one._model is other._model and one._settings.language is None
     for language, name in ((Language.EN, "english"), (Language.DE, "german")):
         assert create_stt(with_whisper(language=name))._settings.language == language
-    for changes, words in (
-        ({"stt_model": "org/absent"}, "no network and no cache"),
-        ({"stt_model": "base.en", "language": "german"}, "cannot transcribe"),
-    ):
+    for model, words in (("org/absent", "no network and no cache"), ("base.en", "cannot transcribe")):
         with pytest.raises(AgentError, match=words) as refused:
-            create_stt(with_whisper(**changes))
+            create_stt(with_whisper(stt_model=model, language="german"))
         assert "\n" not in str(refused.value)
 
 
@@ -274,12 +272,9 @@ async def test_an_interruption_ends_a_reply_within_one_token(model, monkeypatch)
 
 
 async def test_a_failed_model_is_said_and_the_turn_ends_and_leaves_nothing_to_go_on_from(model, monkeypatch):
-    def fail(*_):
-        raise EngineError("the kernel stopped")
-
     llm = service(model)
     with monkeypatch.context() as broken:
-        broken.setattr(type(model.decoder._backend), "step", fail)
+        broken.setattr(type(model.decoder._backend), "step", Mock(side_effect=EngineError("the kernel stopped")))
         async with Talk(llm) as talk:
             await ask(talk, ASKED)
             (error,) = [frame for frame in talk.up if isinstance(frame, frames.ErrorFrame)]

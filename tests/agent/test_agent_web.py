@@ -10,11 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -235,16 +234,12 @@ def test_what_cannot_work_is_refused_at_the_start(checkpoint_cache, monkeypatch,
 
 @pytest.mark.parametrize(("words", "state"), [([], "silent"), ([" Hm."], "thinking")])
 async def test_a_reply_without_words_leaves_nobody_thinking(words, state):
-    said: list[dict] = []
-
-    async def send(kind: str, **fields: str) -> None:
-        said.append(fields)
-
     page = PageObserver(output=None)
-    page.send = send
+    page.send = AsyncMock()
     for frame in (LLMFullResponseStartFrame(), *map(LLMTextFrame, words), LLMFullResponseEndFrame()):
         await page.on_push_frame(FramePushed(page, None, frame, FrameDirection.DOWNSTREAM, 0))
-    assert said[0]["bot"] == "thinking" and said[-1]["bot"] == state
+    said = [call.kwargs["bot"] for call in page.send.call_args_list]
+    assert said[0] == "thinking" and said[-1] == state
 
 
 # ---- beside a kernel: a child process that starts, answers, and ends with the process that started it
@@ -270,9 +265,8 @@ async def test_it_converses_until_the_process_that_started_it_is_killed(checkpoi
     kernel = subprocess.Popen([sys.executable, "-c", KERNEL], env={**os.environ, **python_path()}, **PIPES)
     url, pid, running = kernel.stdout.readline().split()
     assert running == "True" and url.startswith("http://127.0.0.1:")
-    with pytest.raises(urllib.error.HTTPError, match="401|403"):
-        urllib.request.urlopen(url.split("?")[0] + "agent/config")
-    config = json.load(urllib.request.urlopen(url.replace("/?", "/agent/config?")))
+    assert httpx.get(url.split("?")[0] + "agent/config").status_code in (401, 403)
+    config = httpx.get(url.replace("/?", "/agent/config?")).json()
     assert config["random_weights"] and "random:tiny" in config["voice"]
     async with websockets.connect(url.replace("http", "ws", 1).replace("/?", "/agent?")) as socket:
         await socket.send(json.dumps({"type": "hello"}))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -209,9 +210,6 @@ def test_a_bad_request_is_named_before_the_model_runs(tiny, prompt, settings, er
 def test_the_kernel_serves_where_it_can_auto_says_why_not_and_what_cannot_be_loaded_is_named(tiny, monkeypatch, caplog):
     """On a pretended CUDA device, with a stand-in for the kernel."""
 
-    def refuse(*_: object) -> None:
-        raise BackendUnavailable("no room for its grid")
-
     made: list[tuple[Any, ...]] = []
     kernel = "mktts.llm.decoder.TextKernelBackend"
     monkeypatch.setattr(kernel, lambda *words: made.append(words) or FakeBackend([1], "megakernel"))
@@ -222,7 +220,7 @@ def test_the_kernel_serves_where_it_can_auto_says_why_not_and_what_cannot_be_loa
     assert config == tiny.config and "lm_head.weight" not in tensors
     assert (device.type, dtype) == ("cuda", torch.bfloat16)
     assert TextDecoder.load(tiny, dtype=torch.float32).backend_name == "torch"
-    monkeypatch.setattr(kernel, refuse)
+    monkeypatch.setattr(kernel, Mock(side_effect=BackendUnavailable("no room for its grid")))
     assert TextDecoder.load(tiny).backend_name == "torch" and "no room for its grid" in caplog.text
     with pytest.raises(BackendUnavailable, match="no room"):
         TextDecoder.load(tiny, backend="megakernel")
