@@ -251,8 +251,6 @@ def test_texts_are_read_and_what_is_none_is_named_by_its_parameter():
     assert speaking.texts("Yes. | No, thank you.") == ["Yes.", "No, thank you."]
     with pytest.raises(OptionsError, match="TEXTS"):
         speaking.texts("Yes. |")
-    with pytest.raises(OptionsError, match="REPEATS must be a whole number .* at least 1, got 0"):
-        speaking.at_least(1, FRAMES=3, REPEATS=0)
 
 
 # ---- the live player without a front end: what it sends to the page, and the page's script

@@ -222,7 +222,7 @@ def test_a_notebook_runs_from_its_parameters_and_records(stem, shell, tmp_path, 
     ("stem", "setting", "error"),
     [
         ("09_voice", "CHECKPOINT=random:foo", "CheckpointError: .*foo"),
-        ("05_metrics", "REPEATS=0", "OptionsError: REPEATS must be a whole number of at least 1"),
+        ("05_metrics", "REPEATS=0", "OptionsError: REPEATS must be a whole number of at least 1, got 0"),
         ("03_parity", "SCHEDULE=0", "OptionsError: SCHEDULE takes whole numbers of at least 1"),
         ("08_megakernel", "BLOCK=200", "OptionsError: BLOCK must be in 0..127"),
         ("07_many_voices", 'LISTENERS="4,0"', "OptionsError: LISTENERS takes whole numbers of at least 1"),
