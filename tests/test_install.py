@@ -22,17 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = {name: [Requirement(line) for line in lines] for name, lines in PROJECT["optional-dependencies"].items()}
 CORE = [Requirement(line) for line in PROJECT["dependencies"]]
-ROOM_EXTRAS = {
-    "audio": ("server",),
-    "synth": ("upstream", "play"),
-    "measure": ("upstream", "train", "agent"),
-    "notebook": ("notebooks", "upstream"),
-    "server": ("server",),
-    "pipecat": ("agent",),
-    "agent": ("agent",),
-    "livekit.py": ("livekit",),
-    "training": ("train",),
-}
+ROOM_EXTRAS = {"audio": ["server"], "synth": ["upstream", "play"], "measure": ["upstream", "train", "agent"]}
+ROOM_EXTRAS |= {"notebook": ["notebooks", "upstream"], "server": ["server"], "pipecat": ["agent"], "agent": ["agent"]}
+ROOM_EXTRAS |= {"livekit.py": ["livekit"], "training": ["train"]}
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 SOURCE_ONLY = "docopt"  # pure Python that its authors never made a wheel of: needs no compiler
 SYSTEMS = {  # what uv calls each, and what its Python calls platform and machine

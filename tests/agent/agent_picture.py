@@ -1,9 +1,6 @@
 """A conversation with the real agent through its page, in Chromium with recorded user speech as its microphone.
 
-    PYTHONPATH=tests python tests/agent/agent_picture.py outputs/reference/agent_page.png
-
-takes a picture of the page after it, with the package's default voice. Without a Chromium on the machine it says so and
-leaves the file as it is.
+`PYTHONPATH=tests python tests/agent/agent_picture.py FILE` takes a picture of the page after it, where Chromium is.
 """
 
 import asyncio

@@ -29,16 +29,9 @@ from mktts.spec import SAMPLE_RATE_HZ
 
 PAGE = Path(mktts.__file__).parent / "agent" / "page"
 BEEP_HZ, INPUT_RATE_HZ = 600, 16_000
-CONFIG = {
-    "input_rate_hz": INPUT_RATE_HZ,
-    "output_rate_hz": SAMPLE_RATE_HZ,
-    "stt": "a grammar",
-    "llm": "scripted",
-    "voice": "random:tiny",
-    "random_weights": True,
-    "transports": ["websocket"],
-    "hints": ["hello", "what time is it"],
-}
+CONFIG = {"stt": "a grammar", "llm": "scripted", "voice": "random:tiny", "random_weights": True}
+CONFIG |= {"input_rate_hz": INPUT_RATE_HZ, "output_rate_hz": SAMPLE_RATE_HZ, "transports": ["websocket"]}
+CONFIG |= {"hints": ["hello", "what time is it"]}
 MUTED = {"type": "mute", "muted": True}
 needs_chromium = pytest.mark.skipif(BINARY is None, reason=f"no Chromium on this machine (looked for {NAMES})")
 
