@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from mktts.audio.pcm import to_pcm16
-from mktts.common import is_special, one_of, write_whole
+from mktts.common import checked_int, is_special, one_of, write_whole
 from mktts.errors import AudioError, BackendUnavailable, VoiceError
 from mktts.spec import SAMPLE_RATE_HZ
 
@@ -31,7 +31,7 @@ FORMATS = {
     "mp3": ("MP3", "MPEG_LAYER_III"),
 }  # fmt: skip
 ENDINGS = (*FORMATS, "aac")  # AAC needs PyAV, as libsndfile does not support it
-_BLOCK_SAMPLES = 2**16
+_BLOCK_BYTES = 2**17
 
 
 class Encoder:
@@ -230,12 +230,12 @@ def encoded(pcm: np.ndarray, kind: str, sample_rate_hz: int = SAMPLE_RATE_HZ) ->
         return encoder.feed(pcm) + encoder.finish()
     import soundfile
 
-    (container, subtype), file = FORMATS[kind], io.BytesIO()
-    samples = np.frombuffer(to_pcm16(pcm), "<i2").astype(np.int16)
+    checked_int("sample_rate_hz", sample_rate_hz, 1, 200_000, AudioError)  # libsndfile's Vorbis crashes at others
+    (container, subtype), file, samples = FORMATS[kind], io.BytesIO(), io.BytesIO(to_pcm16(pcm))
     try:
         with soundfile.SoundFile(file, "w", sample_rate_hz, 1, subtype, format=container) as out:
-            for start in range(0, len(samples), _BLOCK_SAMPLES):  # libsndfile's Vorbis crashes on 20 minutes at once
-                out.write(samples[start : start + _BLOCK_SAMPLES])
+            while block := samples.read(_BLOCK_BYTES):  # and on 20 minutes at once
+                out.buffer_write(block, "int16")
     except soundfile.SoundFileError as error:
         raise AudioError(f"cannot write {kind} at {sample_rate_hz} Hz: {error}") from None
     return file.getvalue()

@@ -43,17 +43,17 @@ def test_the_name_is_the_format_and_what_is_heard_is_the_same(tmp_path, name, co
 
 
 def test_a_long_vorbis_file_does_not_crash_its_library(tmp_path):
-    silence = np.zeros(4_000_000, np.float32)
-    assert soundfile.info(write_audio(tmp_path / "a.ogg", silence, 8_000)).frames == len(silence)
+    assert soundfile.info(write_audio(tmp_path / "a.ogg", np.zeros(4_000_000, np.float32), 8_000)).frames == 4_000_000
 
 
 @pytest.mark.parametrize(
     ("name", "pcm", "rate_hz", "said"),
     [
-        *(("a.wav", bad, SAMPLE_RATE_HZ, "PCM must be") for bad in (np.zeros(4), np.zeros((2, 2), np.float32))),
-        *(("a.wav", bad, SAMPLE_RATE_HZ, "PCM must be") for bad in (f32(0, np.nan), f32(np.inf), [0.0, 0.1], None)),
+        *(("a.wav", bad, SAMPLE_RATE_HZ, "PCM must be") for bad in (np.zeros(4), f32(0)[None])),
+        *(("a.wav", bad, SAMPLE_RATE_HZ, "PCM must be") for bad in (f32(0, np.nan), f32(np.inf), [0.0], None)),
         *((name, f32(0), SAMPLE_RATE_HZ, r"in \.wav, \.flac") for name in ("a", "a.mp4", "a.raw", "wav", ".mp3.txt")),
         ("a.opus", f32(0), 22_050, "cannot write opus at 22050 Hz"),
+        ("a.ogg", f32(0), 200_001, "sample_rate_hz must be at most 200000"),
     ],
     ids=str,
 )
