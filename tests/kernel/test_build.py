@@ -29,7 +29,7 @@ from mktts.measure.parity.kernel import KernelUnderTest
 from mktts.model.oracle import TorchBackend
 from mktts.spec import ModelConfig
 
-SLOW = pytest.mark.slow
+SLOW, pytestmark = pytest.mark.slow, pytest.mark.timeout(600)  # a busy machine's compiler may need minutes
 # The sources have three branches: below sm_90, sm_90a, above. In every run each kernel is compiled for one target of
 # each, at a size that has a bound of its own; all targets and sizes, 5 to 15 s each, are slow.
 EVERY_RUN = ("sm_80", "sm_90a", "sm_120")
