@@ -78,7 +78,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"mktts: {error}", file=sys.stderr)
         return error.exit_status
     except ModuleNotFoundError as error:  # a package of an optional extra
-        if (error.name or "mktts").startswith("mktts"):
+        if (error.name or "mktts").split(".")[0] == "mktts":
             raise
         print(f"mktts: this needs the package {error.name}: pip install -r requirements.txt", file=sys.stderr)
         return 2
@@ -110,11 +110,10 @@ def _refuse(words: Sequence[str]) -> NoReturn:
     """Exits with the list of all commands, or with a suggestion, when `words` name no command."""
     from mktts import __version__
 
-    listed = []
+    width, lines = max(map(len, COMMANDS)) + 2, []
     for heading, commands in GROUPS.items():
-        lines = (f"  {name:16}{summary}" for name, (_, summary) in commands.items())
-        listed.append("\n".join([f"{heading}:", *lines]))
-    parser = _parser(_PROGRAM, DESCRIPTION, "\n\n".join([*listed, EXAMPLES]), usage=f"{_PROGRAM} COMMAND ...")
+        lines += [f"{heading}:", *(f"  {name:{width}}{summary}" for name, (_, summary) in commands.items()), ""]
+    parser = _parser(_PROGRAM, DESCRIPTION, "\n".join([*lines, EXAMPLES]), usage=f"{_PROGRAM} COMMAND ...")
     parser.add_argument("--version", action="version", version=f"mktts {__version__}", help="print the version")
     if words and not words[0].startswith("-"):
         near = [name for count in (2, 1) for name in difflib.get_close_matches(" ".join(words[:count]), COMMANDS, 1)]

@@ -180,8 +180,8 @@ class Utterance:
         return chunk
 
     async def take_async(self, within_s: float | None = None) -> Chunk | None:
-        """As `take`, for an event loop: the worker wakes the loop, and no thread waits. Other tasks have a turn before
-        every chunk. Raises TimeoutError if nothing comes within `within_s`; nothing is lost by that."""
+        """As `take`, for an event loop, whose other tasks have a turn before every chunk; no thread waits. Raises
+        TimeoutError if nothing comes within `within_s`, by which nothing is lost; EngineError if another task waits."""
         loop = asyncio.get_running_loop()
         if self._waiter is not None:
             raise EngineError("another task waits for this stream: a stream has one consumer at a time")

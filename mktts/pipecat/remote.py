@@ -328,9 +328,7 @@ class RemoteSpeech(Speech):
                         self._end(said["finish_reason"])
         except ConnectionClosed as error:
             if not self._over and self._error is None:
-                self._error = ConnectionLost(
-                    f"the connection to the server was lost: {error}; this utterance ends here"
-                )
+                self._error = ConnectionLost(f"the server's connection was lost: {error}; this utterance ends here")
                 if error.rcvd is not None and error.rcvd.code == CloseCode.MESSAGE_TOO_BIG:
                     self._error = TextError("the text is too long for one message to the server: speak it in parts")
         except TimeoutError:

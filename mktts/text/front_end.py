@@ -146,7 +146,7 @@ class FrontEndFeed:
                     f"{', '.join(sorted(self._scripts))}, got {_script(char)} in {piece[place : place + 20]!r}: "
                     "leave it out, or take a checkpoint of that language"
                 )
-        self._letters = self._letters or any(map(str.isalnum, piece))
+        self._letters |= any(map(str.isalnum, piece))
         said = piece
         if self._reads:
             said = ""

@@ -110,7 +110,7 @@ def bare(written: str) -> str:
     if len(written) == 4 and int(written) in _YEARS:
         return year(written)
     # An amount of five digits would be written with a comma.
-    code = written[0] == "0" and len(written) > 1 or len(written) > 4 and not written.endswith("00")
+    code = len(written) > 1 if written[0] == "0" else len(written) > 4 and not written.endswith("00")
     return singly(written) if code else number(written)
 
 

@@ -58,9 +58,10 @@ def small_files(size: str, model_type: str, full_codec: bool) -> dict[str, Json]
     if not kind.speakers:
         languages = {name: id_ for name, id_ in talker["codec_language_id"].items() if "dialect" not in name}
         talker |= {"codec_language_id": languages, "spk_id": {}, "spk_is_dialect": {}}
-    codec = files["speech_tokenizer/config.json"]
-    codec = codec if full_codec else _changed(codec, changes["tiny-codec"])
-    return {**files, "config.json": config, "speech_tokenizer/config.json": codec}
+    codec = "speech_tokenizer/config.json"
+    if not full_codec:
+        files[codec] = _changed(files[codec], changes["tiny-codec"])
+    return files | {"config.json": config}
 
 
 def _changed(content: Json, changes: Json) -> Json:
@@ -109,9 +110,10 @@ def ensure_named(name: str, cache: str | Path | None = None) -> Path:
     ends = [word for word in rest if re.fullmatch(r"eos[1-9]\d*", word)]
     unknown = [word for word in rest if word not in (*types, *ends, *FLAGS)]
     if size not in SIZES or unknown or len(types) > 1 or len(ends) > 1 or len(set(rest)) < len(rest):
-        allowed = f"SIZE one of {', '.join(SIZES)}; TYPE one of {', '.join(MODEL_TYPES)}; N frames until the end"
-        expected = f"random:SIZE[:TYPE][:full-codec][:margin[:eosN]] with {allowed}"
-        raise CheckpointError(f"checkpoint {name!r}: expected {expected}")
+        raise CheckpointError(
+            f"checkpoint {name!r}: expected random:SIZE[:TYPE][:full-codec][:margin[:eosN]] with "
+            f"SIZE one of {', '.join(SIZES)}; TYPE one of {', '.join(MODEL_TYPES)}; N frames until the end"
+        )
     model_type = types[0] if types else "custom_voice"
     eos_after = int(ends[0].removeprefix("eos")) if ends else None
     words = [size, model_type, *(flag for flag in FLAGS if flag in rest), *ends]
